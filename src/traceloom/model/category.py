@@ -1,0 +1,82 @@
+"""The closed set of event categories, one for all vendors and versions."""
+
+from __future__ import annotations
+
+import polars as pl
+
+OP = "op"  # framework operator (cpu_op, hpu_op, glow_runtime, the 2021 name Operator)
+ANNOTATION = "annotation"  # user_annotation: ProfilerStep, Optimizer.step, record_function, nccl:*, gloo:*
+GPU_ANNOTATION = "gpu_annotation"  # the GPU twin of an annotation; never GPU work
+KERNEL = "kernel"
+COPY = "copy"  # gpu_memcpy, Memcpy
+FILL = "fill"  # gpu_memset, Memset
+RUNTIME = "runtime"  # cuda_runtime (also hip*), xpu_runtime, mtia_runtime, privateuse1_runtime, Runtime
+DRIVER = "driver"  # cuda_driver, xpu_driver, privateuse1_driver
+SYNC = "sync"  # cuda_sync, xpu_sync: what was waited for, and how long
+GPU_EVENT = "gpu_event"  # cuda_event: an event record on a stream, about 1 ns wide
+PYTHON = "python"  # python_function: frames and nn.Module calls
+OVERHEAD = "overhead"  # the profiler's own cost
+COLLECTIVE = "collective"  # collective_comm
+COMMAND = "command"  # mtia_ccp_events and other accelerators' command processors: not GPU work
+COUNTER_RANGE = "counter_range"  # cuda_profiler_range: CUPTI counters of a range
+PROFILER = "profiler"  # the "Trace" span of the whole recording
+OTHER = "other"  # a category this version does not know; kept and counted
+
+CATEGORIES = (
+    OP,
+    ANNOTATION,
+    GPU_ANNOTATION,
+    KERNEL,
+    COPY,
+    FILL,
+    RUNTIME,
+    DRIVER,
+    SYNC,
+    GPU_EVENT,
+    PYTHON,
+    OVERHEAD,
+    COLLECTIVE,
+    COMMAND,
+    COUNTER_RANGE,
+    PROFILER,
+    OTHER,
+)
+GPU_WORK = (KERNEL, COPY, FILL)
+LAUNCHES = (RUNTIME, DRIVER)
+HOST_WORK = (OP, ANNOTATION, RUNTIME, DRIVER, PYTHON, COLLECTIVE)
+
+# Kineto's ActivityType names, lower case, with the legacy names of 2021 and 2022.
+FROM_KINETO = {
+    "cpu_op": OP,
+    "operator": OP,
+    "hpu_op": OP,
+    "glow_runtime": OP,
+    "user_annotation": ANNOTATION,
+    "gpu_user_annotation": GPU_ANNOTATION,
+    "kernel": KERNEL,
+    "gpu_memcpy": COPY,
+    "memcpy": COPY,
+    "gpu_memset": FILL,
+    "memset": FILL,
+    "cuda_runtime": RUNTIME,
+    "runtime": RUNTIME,
+    "xpu_runtime": RUNTIME,
+    "mtia_runtime": RUNTIME,
+    "privateuse1_runtime": RUNTIME,
+    "cuda_driver": DRIVER,
+    "xpu_driver": DRIVER,
+    "privateuse1_driver": DRIVER,
+    "cuda_sync": SYNC,
+    "xpu_sync": SYNC,
+    "cuda_event": GPU_EVENT,
+    "python_function": PYTHON,
+    "python": PYTHON,
+    "overhead": OVERHEAD,
+    "collective_comm": COLLECTIVE,
+    "mtia_ccp_events": COMMAND,
+    "mtia_insight": COMMAND,
+    "cuda_profiler_range": COUNTER_RANGE,
+    "trace": PROFILER,
+}
+
+CategoryType = pl.Enum(list(CATEGORIES))

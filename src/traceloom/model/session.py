@@ -1,0 +1,68 @@
+"""Session: the traces of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from traceloom.errors import UsageError
+from traceloom.model.notice import Notice
+from traceloom.model.trace import Trace
+
+
+@dataclass(frozen=True)
+class Session:
+    """The traces of one run, by rank (then by start, where one rank has several windows).
+
+    Attributes:
+        traces: At least one. The ranks may have gaps and need not start at 0.
+        name: What the user gave: the directory or file.
+        capture: The run's capture.json, where it was recorded by `traceloom record`.
+        notices: Notices about the run as a whole; those of a rank stand in its trace.
+    """
+
+    traces: tuple[Trace, ...]
+    name: str
+    capture: dict[str, Any] | None = None
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The ranks of `traces`, in their order (None where a trace does not say)."""
+        return tuple(trace.rank for trace in self.traces)
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks of the job, where a trace says; not the number of traces at hand."""
+        return max((t.meta.world_size for t in self.traces if t.meta.world_size is not None), default=None)
+
+    @property
+    def epoch_ns(self) -> int:
+        """The earliest start of all traces: what report times are relative to."""
+        return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
+
+    def of_rank(self, rank: int) -> Session:
+        """The session with only the windows of one rank."""
+        return self.of_ranks((rank,))
+
+    def of_ranks(self, ranks: tuple[int, ...]) -> Session:
+        """The session with only these ranks; UsageError where one is not there."""
+        missing = [rank for rank in ranks if rank not in self.ranks]
+        if missing:
+            have = ", ".join("?" if rank is None else str(rank) for rank in self.ranks)
+            raise UsageError(f"rank {missing[0]} is not in this run; it has {have}", slug="no-such-rank")
+        kept = tuple(trace for trace in self.traces if trace.rank in ranks)
+        return Session(kept, self.name, self.capture, self.notices)
+
+    def all_notices(self) -> tuple[Notice, ...]:
+        """The run's notices, then those of every rank."""
+        return self.notices + tuple(n.of_rank(t.rank) for t in self.traces for n in t.notices)
+
+    def check(self) -> None:
+        """Check every trace."""
+        for trace in self.traces:
+            trace.check()
+
+    def __repr__(self) -> str:
+        events = sum(trace.events.height for trace in self.traces)
+        return f"<Session {self.name}: {len(self.traces)} traces, {events:,} events>"

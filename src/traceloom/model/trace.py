@@ -1,0 +1,163 @@
+"""Trace: one process's part of a run, in columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InvariantError
+from traceloom.model.category import GPU_WORK
+from traceloom.model.notice import Notice
+from traceloom.model.schema import SCHEMAS
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What the file says about the process and the recording. Unknown is None, with the reason in the notices."""
+
+    path: str
+    kind: str = "kineto"
+    rank: int | None = None
+    rank_evidence: str | None = None  # capture, distributedInfo, arguments, file name
+    world_size: int | None = None
+    host: str | None = None
+    process: int | None = None  # the process id with most host events
+    backend: str | None = None
+    base_ns: int = 0  # what was added to every time of the file
+    clock: str = "unix"  # unix or unknown (time since boot of a host)
+    unit_ns: int = 1  # resolution of the file's times: 1, or 1000 for whole microseconds
+    event_count: int = 0  # entries of traceEvents, all phases
+    file_bytes: int = 0  # decompressed
+    schema_version: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, bool] = field(default_factory=dict)  # record_shapes, with_stack, profile_memory, ...
+    job: dict[str, str] = field(default_factory=dict)  # job ids, trace id, trace name
+    capture: dict[str, Any] | None = None  # this rank's part of capture.json
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One process's part of a run: fixed columns (see `traceloom.model.schema`), small tables, notices."""
+
+    meta: Meta
+    events: pl.DataFrame
+    lanes: pl.DataFrame
+    devices: pl.DataFrame
+    groups: pl.DataFrame
+    steps: pl.DataFrame
+    collectives: pl.DataFrame
+    copies: pl.DataFrame
+    syncs: pl.DataFrame
+    flows: pl.DataFrame
+    python: pl.DataFrame
+    tensors: pl.DataFrame
+    allocations: pl.DataFrame
+    counters: pl.DataFrame
+    marks: pl.DataFrame
+    sources: pl.DataFrame
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def rank(self) -> int | None:
+        """The rank, where known."""
+        return self.meta.rank
+
+    @property
+    def start_ns(self) -> int:
+        """Start of the earliest event; 0 for a trace without events."""
+        return int(self.events["start_ns"][0]) if self.events.height else 0
+
+    @property
+    def end_ns(self) -> int:
+        """End of the latest event; 0 for a trace without events."""
+        if not self.events.height:
+            return 0
+        return int((self.events["start_ns"] + self.events["duration_ns"].clip(lower_bound=0)).max())  # type: ignore[arg-type]
+
+    def frames(self) -> dict[str, pl.DataFrame]:
+        """All frames by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in SCHEMAS}
+
+    def gpu_work(self) -> pl.DataFrame:
+        """The rows of kernels, copies and fills."""
+        return self.events.filter(pl.col("category").is_in(GPU_WORK))
+
+    def __repr__(self) -> str:
+        rank = "?" if self.rank is None else self.rank
+        return (
+            f"<Trace rank {rank}: {self.events.height:,} events, {self.steps.height} steps, {self.meta.path}>"
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError where the trace breaks its own laws.
+
+        Columns are as declared; ids are row numbers; rows are sorted by start; parents stand on the same lane and
+        enclose their children up to `nested_end_ns`; self times are >= 0 and add up to the lane's busy time; `op` and
+        `launch` point to events of the right kind.
+        """
+        for name, frame in self.frames().items():
+            if frame.schema != SCHEMAS[name]:
+                raise _broken("columns", f"frame {name} has {frame.schema}, expected {SCHEMAS[name]}")
+        events = self.events
+        if not (events["event"].to_numpy() == np.arange(events.height)).all():
+            raise _broken("ids", "event ids are not the row numbers")
+        if not events["start_ns"].is_sorted():
+            raise _broken("order", "events are not sorted by start")
+        self._check_nesting()
+        self._check_references()
+
+    def _check_nesting(self) -> None:
+        events = self.events
+        start = events["start_ns"].to_numpy()
+        end = events["nested_end_ns"].to_numpy()
+        if (end < start).any():
+            raise _broken("nesting", f"{int((end < start).sum())} events end before they start")
+        has_parent = events["parent"].is_not_null().to_numpy()
+        child = np.flatnonzero(has_parent)
+        parent = events["parent"].drop_nulls().to_numpy()
+        lane = events["lane"].to_numpy()
+        depth = events["depth"].to_numpy().astype(np.int64)
+        outside = (start[child] < start[parent]) | (end[child] > end[parent]) | (lane[child] != lane[parent])
+        if outside.any():
+            raise _broken("nesting", f"{int(outside.sum())} events lie outside their parents")
+        if (depth[child] != depth[parent] + 1).any() or depth[~has_parent].any():
+            raise _broken("nesting", "depths do not follow the parents")
+        self_ns = end - start
+        np.subtract.at(self_ns, parent, end[child] - start[child])
+        if (self_ns < 0).any():
+            raise _broken("self-time", f"{int((self_ns < 0).sum())} events have negative self time")
+        self._check_busy(self_ns)
+
+    def _check_busy(self, self_ns: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        kinds = self.lanes.select("lane", "kind", "busy_ns")
+        by_lane = (
+            pl.DataFrame({"lane": self.events["lane"], "self_ns": self_ns})
+            .group_by("lane")
+            .agg(pl.col("self_ns").sum())
+            .join(kinds, on="lane")
+            .filter(pl.col("kind").is_in(["host", "other"]))
+        )
+        wrong = by_lane.filter(pl.col("self_ns") != pl.col("busy_ns"))
+        if wrong.height:
+            raise _broken("self-time", f"self times of {wrong.height} lanes do not add up to their busy time")
+
+    def _check_references(self) -> None:
+        category = self.events["category"]
+        for column, allowed in (("op", ["op"]), ("launch", ["runtime", "driver"])):
+            target = self.events[column].drop_nulls()
+            if target.len() and not category.gather(target).is_in(allowed).all():
+                raise _broken("references", f"`{column}` points to events that are no {' or '.join(allowed)}")
+        for name, frame in self.frames().items():
+            if name != "events" and "event" in frame.columns and frame.height:
+                highest = frame["event"].max()
+                if isinstance(highest, int) and highest >= self.events.height:
+                    raise _broken("references", f"frame {name} points past the last event")
+
+
+def _broken(law: str, message: str) -> InvariantError:
+    return InvariantError(
+        message, slug=f"broken-{law}", hint="this is a defect of Traceloom, please report it"
+    )
