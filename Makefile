@@ -1,0 +1,65 @@
+# The two commands that matter: `make demo` and `make test`. Everything is installed into .venv by pip.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+JOBS ?= 2
+
+.PHONY: help demo test lint format bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## Show what can be made
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
+
+# pip >= 25.1 understands dependency groups.
+$(VENV)/.pip:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.pip pyproject.toml constraints.txt
+	@echo "Installing Traceloom and PyTorch into $(VENV) ..."
+	$(PIP) install --constraint constraints.txt --editable . torch
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) install --constraint constraints.txt --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.pip pyproject.toml
+	$(PIP) install --editable . --group lint
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.pip pyproject.toml
+	$(PIP) install --editable . --group docs
+	@touch $@
+
+demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal and as demo/report.html
+	$(BIN)/traceloom record --force -o demo/run -- \
+	    $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+	$(BIN)/traceloom report demo/run
+	$(BIN)/traceloom report demo/run --force -o demo/report.html
+
+test: $(VENV)/.test ## Run the whole test suite
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+lint: $(VENV)/.lint ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.test ## Measure reading, recording and the timeline, against peers where there are any
+	$(BIN)/python benchmarks/read.py
+	$(BIN)/python benchmarks/record.py
+
+docs: $(VENV)/.docs ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Wrote site/index.html"
+
+clean: ## Remove what was made
+	rm -rf $(VENV) demo site build dist .pytest_cache .mypy_cache .ruff_cache
