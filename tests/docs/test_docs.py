@@ -1,0 +1,42 @@
+"""The documentation keeps its promises: links lead somewhere, commands exist, versions agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import traceloom
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_files_lead_to_files(page: Path) -> None:
+    targets = [t for t in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in t and not t.startswith("mailto:")]
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_named_in_the_docs_exist(page: Path) -> None:
+    from traceloom.cli import VERBS
+
+    used = set(re.findall(r"^\s*(?:\$ )?traceloom ([a-z]+)\b", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert used <= set(VERBS)
+
+
+def test_make_targets_named_in_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"`?make ([a-z]+)`?", (ROOT / "README.md").read_text(encoding="utf-8"))):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+)", text, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == traceloom.__version__
+    assert f'version = "{traceloom.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -1,0 +1,58 @@
+"""Every slug in the code has its entry in docs/reference/messages.md, and no entry is stale."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import traceloom
+
+SOURCE = Path(traceloom.__file__).parent
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "messages.md"
+SLUG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)+$|^[a-z]+$")
+
+
+def _text(node: ast.expr | None) -> list[str]:
+    """Slugs in an expression: a text, or the branches of a choice; an f-string stands for a family `broken-*`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.IfExp):
+        return _text(node.body) + _text(node.orelse)
+    if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+        return [f"{node.values[0].value}*"]
+    return []
+
+
+def slugs_in_code() -> dict[str, str]:
+    """Slug -> where it is used."""
+    found: dict[str, str] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            slugs = [s for k in node.keywords if k.arg == "slug" for s in _text(k.value)]
+            if name == "Notice" and node.args:
+                slugs += _text(node.args[0])
+            for slug in slugs:
+                found[slug] = f"{path.relative_to(SOURCE)}:{node.lineno}"
+    return found
+
+
+def slugs_in_page() -> set[str]:
+    return {line[3:].strip().strip("`") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("## ")}
+
+
+def test_every_slug_is_documented() -> None:
+    page = slugs_in_page()
+    missing = {slug: place for slug, place in slugs_in_code().items() if slug not in page}
+    assert not missing
+
+
+def test_no_documented_slug_is_stale() -> None:
+    assert slugs_in_page() <= set(slugs_in_code())
+
+
+def test_slugs_are_kebab_case() -> None:
+    assert [slug for slug in slugs_in_code() if not SLUG.match(slug.removesuffix("*").rstrip("-"))] == []

@@ -1,0 +1,115 @@
+"""The package as a whole: what importing it costs, which way imports point, how large its parts are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import traceloom
+from traceloom import errors
+
+SOURCE = Path(traceloom.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# Imports only point to the right (a package may import those after it).
+LAYERS = ["cli", "report", "analyze", "read", "model"]
+ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch
+TOP = {"errors", "__version__"}  # anybody may import these
+
+
+def _imports(path: Path) -> set[str]:
+    """Second parts of `traceloom.X...` imports in a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "traceloom":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("traceloom.")}
+    return found
+
+
+def _package(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0]
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.parent != SOURCE], ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    package = _package(path)
+    used = _imports(path) - TOP - {package}
+    if package in ALONE:
+        assert used == set(), f"{package} stands alone, but imports {used}"
+    elif package == "testing":
+        assert used <= {"read", "model"}
+    else:
+        below = set(LAYERS[LAYERS.index(package) + 1 :])
+        allowed = below | (ALONE if package == "cli" else set())
+        assert used <= allowed, f"{package} may import {sorted(allowed)}, but imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_capture_names_torch(path: Path) -> None:
+    if _package(path) == "capture":
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    named |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    assert "torch" not in named
+
+
+@pytest.mark.parametrize("statement", ["import traceloom", "import traceloom.capture", "from traceloom import record"])
+def test_importing_the_recording_half_brings_only_the_standard_library(statement: str) -> None:
+    code = (
+        f"import sys; before = set(sys.modules); {statement}\n"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
+        "print(*sorted(new - set(sys.stdlib_module_names) - {'traceloom'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_reading_does_not_import_torch() -> None:
+    code = "import sys, traceloom; traceloom.load, traceloom.Session\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    for name in traceloom.__all__:
+        assert getattr(traceloom, name) is not None
+    assert dir(traceloom) == sorted(traceloom.__all__)
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = traceloom.no_such_name
+
+
+def test_the_drawn_error_tree_is_the_real_one() -> None:
+    drawn = errors.__doc__ or ""
+    real = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TraceloomError)]
+    for kind in real:
+        line = next((row for row in drawn.splitlines() if f" {kind.__name__} " in f"{row} "), None)
+        assert line is not None, f"{kind.__name__} is not drawn"
+        if kind is not errors.TraceloomError:
+            assert line.rstrip().endswith(f"exit {kind.exit_code}")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_no_module_or_function_is_a_scroll(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 600
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 80, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_no_module_is_a_drawer_for_odds_and_ends(path: Path) -> None:
+    banned = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
+    assert not banned & {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts}
