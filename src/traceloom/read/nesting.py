@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-_PASSES = 6  # real traces settle in 1 to 3
+_ROUNDS = 4  # of cutting; what still crosses then is clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class Nesting:
     Attributes:
         parent: Row of the enclosing event on the same lane; -1 for roots.
         depth: 0 for roots.
-        nested_end_ns: End, clipped to the parent's.
-        clipped: Rows whose end was clipped (spans that crossed their parent's end).
+        nested_end_ns: End, shortened where spans cross.
+        clipped: Rows that were shortened.
     """
 
     parent: Ints
@@ -33,9 +34,9 @@ class Nesting:
 def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     """Find each event's parent: the nearest earlier one on its lane that has not ended at its start.
 
-    Spans that cross (a child that outlives its parent) are clipped to the parent. Clipping can free later events of a
-    parent, so parents are found again until nothing changes; a trace so damaged that this takes long is walked event
-    by event instead.
+    Where two spans cross (one starts inside the other and outlives it), the one that loses less is shortened: a child
+    that overruns by a rounding error is clipped to its parent, but the Python frame of `__enter__` ends where the
+    annotation that it opens begins.
 
     Args:
         lane: Lane of each event; rows sorted by (start, longer first).
@@ -46,7 +47,7 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     rows = np.flatnonzero(nests)
     order = rows[np.argsort(lane[rows], kind="stable")]
     lanes, starts, raw = lane[order], start_ns[order], end_ns[order]
-    above, depths, ends = _settle(lanes, starts, raw)
+    above, depths, ends = _settle(starts, *_cut(lanes, starts, raw))
     parent = np.full(lane.shape, -1, dtype=np.int64)
     parent[order] = np.where(above >= 0, order[above], -1)
     depth = np.zeros(lane.shape, dtype=np.int64)
@@ -56,31 +57,79 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     return Nesting(parent, depth, nested_end, np.sort(order[ends < raw]))
 
 
-def _settle(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
-    """Parents, depths and clipped ends that agree with each other."""
+def _cut(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints]:
+    """Candidate parents, and ends after parents were cut where an overrunning child would lose more."""
     ends = raw
-    for _ in range(_PASSES):
+    above = _previous_open(lanes, starts, ends)
+    for _ in range(_ROUNDS):
+        child = np.flatnonzero((above >= 0) & (ends > ends[above]))
+        parent = above[child]
+        shorter = ends.copy()
+        while child.size:
+            overrun = ends[child] - ends[parent]
+            cut = (overrun > 0) & (ends[parent] - starts[child] < overrun)
+            child, parent = child[cut], parent[cut]
+            np.minimum.at(shorter, parent, starts[child])
+            parent = above[parent]
+            child, parent = child[parent >= 0], parent[parent >= 0]
+        if np.array_equal(shorter, ends):
+            break
+        ends = shorter
         above = _previous_open(lanes, starts, ends)
-        depths = _depths(above)
-        clipped = _clip(above, depths, raw)
-        if np.array_equal(clipped, ends):
-            return above, depths, ends
-        ends = clipped
-    return _walk(lanes, starts, raw)
+    return above, ends
 
 
-def _walk(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
-    """The same by a stack: linear whatever the data, but a Python step per event."""
-    above, depths, ends = np.full(len(raw), -1, dtype=np.int64), np.zeros(len(raw), dtype=np.int64), raw.copy()
-    stack: list[int] = []
-    for row in range(len(raw)):
-        while stack and (lanes[stack[-1]] != lanes[row] or ends[stack[-1]] <= starts[row]):
-            stack.pop()
-        if stack:
-            above[row], depths[row] = stack[-1], len(stack)
-            ends[row] = min(raw[row], ends[stack[-1]])
-        stack.append(row)
+def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
+    """Parents, depths and clipped ends that agree with each other; rows in pre-order.
+
+    Clipping a span frees later events it seemed to enclose; only the small subtrees where that happens are walked
+    event by event.
+    """
+    depths = _depths(above)
+    ends = _clip(above, depths, raw)
+    freed = np.flatnonzero((above >= 0) & (ends[above] <= starts))
+    done = 0
+    for top in np.unique(_tops(freed, above, starts, ends)):
+        if top >= done:
+            done = _subtree_end(int(top), depths)
+            _walk(int(top), done, starts, raw, (above, depths, ends))
     return above, depths, ends
+
+
+def _tops(freed: Ints, above: Ints, starts: Ints, ends: Ints) -> Ints:
+    """For rows whose parent ended too early: the highest ancestor that did; all that can change lies below it."""
+    tops = above[freed]
+    while True:
+        higher = above[tops]
+        climbs = (higher >= 0) & (ends[higher] <= starts[freed])
+        if not climbs.any():
+            return tops
+        tops = np.where(climbs, higher, tops)
+
+
+def _subtree_end(row: int, depths: Ints) -> int:
+    """The first row after the subtree of `row`."""
+    low, width = row + 1, 64
+    while low < len(depths):
+        outside = np.flatnonzero(depths[low : low + width] <= depths[row])
+        if outside.size:
+            return low + int(outside[0])
+        low, width = low + width, width * 2
+    return len(depths)
+
+
+def _walk(low: int, high: int, starts: Ints, raw: Ints, found: tuple[Ints, Ints, Ints]) -> None:
+    """Find parents, depths and ends of the rows low..high-1 of one lane again, by a stack, in place."""
+    above, depths, ends = found
+    outer, base = int(above[low]), int(depths[low])
+    stack: list[int] = []
+    for row in range(low, high):
+        while stack and ends[stack[-1]] <= starts[row]:
+            stack.pop()
+        parent = stack[-1] if stack else outer
+        above[row], depths[row] = parent, base + len(stack)
+        ends[row] = min(raw[row], ends[parent]) if parent >= 0 else raw[row]
+        stack.append(row)
 
 
 def _previous_open(lanes: Ints, starts: Ints, ends: Ints) -> Ints:
@@ -119,7 +168,7 @@ def _clip(above: Ints, depths: Ints, raw: Ints) -> Ints:
     ends = raw.copy()
     order = np.argsort(depths, kind="stable")
     bounds = np.searchsorted(depths[order], np.arange(1, int(depths.max(initial=0)) + 2))
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in pairwise(bounds):
         rows = order[low:high]
         ends[rows] = np.minimum(ends[rows], ends[above[rows]])
     return ends
