@@ -20,7 +20,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "category": CategoryType,
             "start_ns": pl.Int64,
             "duration_ns": pl.Int64,  # as recorded, never changed; may be negative in damaged files
-            "nested_end_ns": pl.Int64,  # end, clipped to the parent's; == start where the duration is negative
+            "nested_end_ns": pl.Int64,  # end, shortened where spans of a lane cross, so that they nest; never < start
             "lane": pl.UInt32,  # row of `lanes`
             "process": pl.Int64,  # process id of host events; null where the file gives no number
             "thread": pl.Int64,
