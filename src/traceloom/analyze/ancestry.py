@@ -1,0 +1,170 @@
+"""Who stands above whom on the host: nearest and outermost ancestors, subtree sums, the time nobody below explains.
+
+All arrays are in lane order (by lane, then start), in which the descendants of a row follow it without a gap. That
+turns most questions about a forest into running maxima and prefix sums, with no step per event or per level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import Trace
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Stretches of lanes, each with its innermost event; they tile every lane's window.
+
+    Attributes:
+        owner: Position (in the forest) of the innermost event; -1 where nothing is recorded.
+        lane: Lane of each stretch.
+        start_ns: Starts.
+        end_ns: Ends, > starts.
+    """
+
+    owner: Ints
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The events of the host lanes in lane order; arrays of shape (host events,).
+
+    Attributes:
+        row: Row of each event in `trace.events`.
+        position: For every row of `trace.events` its position here; -1 for what is on no host lane.
+        lane: Lane of each event.
+        start_ns: Starts.
+        end_ns: Ends, clipped to the parents'.
+        parent: Position of the parent; -1 for roots.
+        stop: Position after the last descendant.
+    """
+
+    row: Ints
+    position: Ints
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+    parent: Ints
+    stop: Ints
+
+    def nearest(self, wanted: Bools) -> Ints:
+        """Position of the nearest proper ancestor that is wanted; -1 where there is none."""
+        up = self.parent.copy()
+        rows = np.flatnonzero(up >= 0)
+        while rows.size:
+            rows = rows[~wanted[up[rows]]]
+            up[rows] = up[up[rows]]
+            rows = rows[up[rows] >= 0]
+        return up
+
+    def nearest_or_self(self, wanted: Bools) -> Ints:
+        """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none."""
+        return np.where(wanted, np.arange(wanted.size), self.nearest(wanted))
+
+    def topmost(self, wanted: Bools) -> Bools:
+        """Which wanted events have no wanted ancestor."""
+        here = np.arange(wanted.size)
+        reach = np.maximum.accumulate(np.where(wanted, self.stop, 0))
+        return wanted & (here >= np.concatenate([[0], reach[:-1]]))
+
+    def topmost_of_kind(self, kind: Ints) -> Bools:
+        """Which events have no ancestor of their own kind; kinds are numbers >= 0."""
+        size = kind.size
+        order = np.argsort(kind, kind="stable")
+        base = kind[order] * (size + 1)
+        reach = np.maximum.accumulate(self.stop[order] + base) if size else base
+        free = order + base >= np.concatenate([[0], reach[:-1]])
+        out = np.zeros(size, dtype=np.bool_)
+        out[order] = free
+        return out
+
+    def outermost_or_self(self, wanted: Bools) -> Ints:
+        """Position of the outermost wanted event among an event and its ancestors; -1 for none."""
+        here = np.arange(wanted.size)
+        last = np.maximum.accumulate(np.where(self.topmost(wanted), here, -1))
+        return np.where((last >= 0) & (self.stop[last] > here), last, -1)
+
+    def subtree_sums(self, values: Ints) -> Ints:
+        """For each event the sum of `values` over it and all its descendants."""
+        total = np.concatenate([[0], np.cumsum(values)])
+        return total[self.stop] - total[:-1]
+
+    def span_ns(self) -> Ints:
+        """Durations, clipped to the parents' ends; >= 0."""
+        return self.end_ns - self.start_ns
+
+    def self_ns(self, wanted: Bools) -> Ints:
+        """For wanted events the time in which they are the innermost wanted event; 0 for others."""
+        span = np.where(wanted, self.span_ns(), 0)
+        above = self.nearest(wanted)
+        child = np.flatnonzero(wanted & (above >= 0))
+        np.subtract.at(span, above[child], self.span_ns()[child])
+        return span
+
+    def segments(self, lanes: Ints, start_ns: int, end_ns: int) -> Segments:
+        """Tile each of `lanes` from start to end with stretches of one innermost event.
+
+        A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
+        next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
+        """
+        size = self.row.size
+        here = np.arange(size)
+        inner = here + 1 < self.stop
+        lead_end = self.end_ns.copy()
+        lead_end[inner] = self.start_ns[here[inner] + 1]
+        after_end = np.full(size, end_ns, dtype=np.int64)
+        nested = self.parent >= 0
+        after_end[nested] = self.end_ns[self.parent[nested]]
+        follower = np.flatnonzero(self.stop < size)
+        target = self.stop[follower]
+        sibling = (self.parent[target] == self.parent[follower]) & (self.lane[target] == self.lane[follower])
+        after_end[follower[sibling]] = self.start_ns[target[sibling]]
+        first = np.searchsorted(self.lane, lanes)
+        lane_lead = np.full(lanes.size, end_ns, dtype=np.int64)
+        used = np.searchsorted(self.lane, lanes, side="right") > first
+        lane_lead[used] = self.start_ns[first[used]]
+        owner = np.concatenate([np.full(lanes.size, -1), here, self.parent])
+        lane = np.concatenate([lanes, self.lane, self.lane])
+        start = np.concatenate([np.full(lanes.size, start_ns), self.start_ns, self.end_ns])
+        end = np.concatenate([lane_lead, lead_end, after_end])
+        kept = end > start
+        return Segments(owner[kept], lane[kept], start[kept], end[kept])
+
+
+def forest(trace: Trace) -> Forest:
+    """The host events of a trace, in lane order."""
+    host = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_numpy()
+    events = trace.events
+    lane_of = events["lane"].to_numpy()
+    is_host = np.zeros(trace.lanes.height + int(lane_of.max(initial=0)) + 1, dtype=np.bool_)
+    is_host[host] = True
+    row = np.flatnonzero(is_host[lane_of])
+    row = row[np.argsort(lane_of[row], kind="stable")]
+    position = np.full(events.height, -1, dtype=np.int64)
+    position[row] = np.arange(row.size)
+    lane = lane_of[row].astype(np.int64)
+    start = events["start_ns"].to_numpy()[row]
+    end = events["nested_end_ns"].to_numpy()[row]
+    above = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()[row]
+    parent = np.where(above >= 0, position[above], -1)
+    return Forest(row, position, lane, start, end, parent, _stops(lane, start, end))
+
+
+def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
+    """Position after each event's last descendant: the first later row of the lane that starts at or after its end."""
+    stop = np.arange(1, lane.size + 1)
+    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
+    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        found = low + np.searchsorted(start[low:high], end[low:high], side="left")
+        stop[low:high] = np.maximum(stop[low:high], found)
+    return stop

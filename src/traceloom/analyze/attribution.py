@@ -1,0 +1,49 @@
+"""Whose GPU work it is: kernels, copies and fills joined to the host event that launched them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Bools, Forest, Ints
+from traceloom.model import Trace
+from traceloom.model import category as cat
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWork:
+    """The GPU work of a trace; arrays of shape (GPU work,).
+
+    Attributes:
+        origin: Position (in the forest) of the launch, else of the op it is known to belong to; -1 for orphans.
+        duration_ns: Durations; a negative one in a damaged file counts as 0.
+        kernel: True for kernels, False for copies and fills.
+    """
+
+    origin: Ints
+    duration_ns: Ints
+    kernel: Bools
+
+    def by_ancestor(self, tree: Forest, wanted: Bools) -> tuple[Ints, Ints, Ints]:
+        """Time, kernels and count of the work launched directly under each wanted host event, without one between."""
+        owner = np.full(self.origin.size, -1)
+        known = self.origin >= 0
+        owner[known] = tree.nearest_or_self(wanted)[self.origin[known]] if known.any() else -1
+        owned = owner >= 0
+        sums = []
+        for values in (self.duration_ns, self.kernel.astype(np.int64), np.ones(owner.size, dtype=np.int64)):
+            total = np.zeros(wanted.size, dtype=np.int64)
+            np.add.at(total, owner[owned], values[owned])
+            sums.append(total)
+        return sums[0], sums[1], sums[2]
+
+
+def gpu_work(trace: Trace, tree: Forest) -> GpuWork:
+    """All GPU work of the trace with its origin on the host."""
+    work = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))
+    origin = work.select(pl.coalesce("launch", "op").cast(pl.Int64).fill_null(-1)).to_series().to_numpy()
+    position = np.where(origin >= 0, tree.position[origin] if tree.position.size else -1, -1)
+    duration = work["duration_ns"].clip(lower_bound=0).to_numpy()
+    return GpuWork(position, duration, (work["category"] == cat.KERNEL).to_numpy())

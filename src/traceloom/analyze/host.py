@@ -1,0 +1,215 @@
+"""What the host threads did: every nanosecond of a thread has one phase and one activity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.intervals import Spans, union
+from traceloom.analyze.phases import (
+    ACTIVITIES,
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    UNOBSERVED,
+    Meaning,
+    meaning,
+)
+from traceloom.analyze.splitting import NO_STEP, contains, cut, split_at_steps
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.result import Result
+
+THREADS = pl.Schema(
+    {
+        "lane": pl.UInt32,
+        "process": pl.String,
+        "thread": pl.String,
+        "name": pl.String,
+        "window_ns": pl.Int64,
+        "busy_ns": pl.Int64,
+        "event_count": pl.Int64,
+        "main": pl.Boolean,
+    }
+)
+ACCOUNT = pl.Schema(
+    {"lane": pl.UInt32, "step": pl.Int32, "phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES), "ns": pl.Int64}
+)
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Host(Result):
+    """The host account of one trace.
+
+    Attributes:
+        threads: One row per host lane. `window_ns` is the trace's (first to last event of any lane), `busy_ns` the
+            union of the lane's events; `main` marks the thread that runs the program.
+        account: Nanoseconds by lane, step (null outside all steps), phase and activity; the rows of a lane add up to
+            its `window_ns`, and those of a lane and step to the step's part of the window.
+    """
+
+    threads: pl.DataFrame
+    account: pl.DataFrame
+
+
+def host(trace: Trace) -> Host:
+    """Account for the time of every host thread.
+
+    The phase is that of the outermost event that says one; the activity that of the innermost event. On the main
+    thread, time without a phase of its own is given one by three rules, in this order: another thread of the process
+    runs the backward pass meanwhile; the thread records nothing while another one communicates; what lies between two
+    stretches of one phase within a step belongs to it. docs/concepts/host-time.md has the definitions.
+    """
+    tree = forest(trace)
+    said = meaning(trace, tree)
+    lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
+    main = main_lane(trace, tree, said)
+    pieces = _pieces(trace, tree, said, lanes["lane"].cast(pl.Int64).to_numpy(), main)
+    threads = lanes.select(
+        "lane",
+        "process",
+        "thread",
+        "name",
+        window_ns=pl.lit(trace.end_ns - trace.start_ns, dtype=pl.Int64),
+        busy_ns=pl.col("busy_ns").fill_null(0),
+        event_count=pl.col("events").cast(pl.Int64),
+        main=(pl.col("lane") == main) if main is not None else pl.lit(False),
+    ).cast(dict(THREADS))
+    return Host(threads, _account(pieces))
+
+
+def main_lane(trace: Trace, tree: Forest, said: Meaning) -> int | None:
+    """The lane that runs the program: a process's first thread where it has ops or calls, else the lane with most.
+
+    Ops of the backward pass do not count, so that an autograd thread is never taken for it.
+    """
+    if not tree.row.size:
+        return None
+    category = trace.events["category"].gather(tree.row)
+    works = category.is_in([cat.OP, *cat.LAUNCHES]).to_numpy()
+    over = tree.outermost_or_self(said.phase == BACKWARD)
+    counts = (
+        pl.DataFrame({"lane": tree.lane, "works": works & (over < 0)})
+        .group_by("lane")
+        .agg(pl.col("works").sum(), pl.len().alias("events"))
+        .join(trace.lanes.with_columns(pl.col("lane").cast(pl.Int64)).select("lane", "process", "thread"), on="lane")
+        .with_columns(first=(pl.col("process") == pl.col("thread")) & (pl.col("works") > 0))
+        .sort(["first", "works", "events", "lane"], descending=[True, True, True, False])
+    )
+    return int(counts["lane"][0])
+
+
+def _pieces(trace: Trace, tree: Forest, said: Meaning, lanes: Ints, main: int | None) -> pl.DataFrame:
+    """Pieces of lanes with their step, phase and activity; they tile every lane's window."""
+    segments = tree.segments(lanes, trace.start_ns, trace.end_ns)
+    phase_of, activity_of = _phase(trace, tree, said), _activity(tree, said)
+    pieces, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
+    owner, lane = segments.owner[pieces.source], segments.lane[pieces.source]
+    # one more entry at the end, which the owner -1 (nothing recorded) finds
+    phase, activity = np.append(phase_of, _UNKNOWN)[owner], np.append(activity_of, UNOBSERVED)[owner]
+    columns = {"lane": lane, "start_ns": pieces.start_ns, "end_ns": pieces.end_ns}
+    frame = pl.DataFrame({**columns, "step": step, "phase": phase, "activity": activity})
+    if main is not None:
+        mine = frame.filter(pl.col("lane") == main).sort("start_ns")
+        frame = pl.concat([frame.filter(pl.col("lane") != main), _infer(trace, tree, phase_of, main, mine)])
+    return frame
+
+
+def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
+    """Phase of each host event: that of the outermost event above it that says one; -1 where none does.
+
+    An op that autograd recorded (it has a sequence number and no forward thread) says forward where nothing above it
+    says otherwise; in a trace without any backward pass every op inside a step does.
+    """
+    events = trace.events
+    phase = said.phase.copy()
+    forward_thread = events["forward_thread"].fill_null(0).to_numpy()[tree.row]
+    recorded = events["sequence"].is_not_null().to_numpy()[tree.row] & (forward_thread == 0)
+    if not (phase == BACKWARD).any():
+        recorded |= events["step"].is_not_null().to_numpy()[tree.row]
+    phase[(phase < 0) & said.op & recorded] = FORWARD
+    top = tree.outermost_or_self(phase >= 0)
+    return np.append(phase, _UNKNOWN)[top]
+
+
+def _activity(tree: Forest, said: Meaning) -> Ints:
+    """Activity while each host event is innermost; regions take that of the nearest event above that says one."""
+    says = tree.nearest_or_self(said.activity >= 0)
+    return np.append(said.activity, UNOBSERVED)[says]
+
+
+def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: pl.DataFrame) -> pl.DataFrame:
+    """Give phases to the main thread's time that says none (see `host`); pieces are sorted by start."""
+    elsewhere = _others_of_process(trace, main)[tree.lane]
+    for wanted, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
+        rows = np.flatnonzero(elsewhere & (phase_of == wanted) & (tree.parent < 0))
+        busy = union(tree.start_ns[rows], tree.end_ns[rows])
+        if busy.start.size:
+            pieces = _overlapped(pieces, busy, wanted, only_unobserved)
+    filled = _filled(pieces["phase"].to_numpy(), pieces["step"].to_numpy())
+    return pieces.with_columns(pl.Series("phase", filled))
+
+
+def _others_of_process(trace: Trace, main: int) -> Bools:
+    """For every lane number whether it is another host thread of the main lane's process."""
+    lanes = trace.lanes
+    process = lanes.filter(pl.col("lane") == main)["process"][0]
+    others = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
+    out = np.zeros(int(lanes["lane"].max() or 0) + 1, dtype=np.bool_)  # type: ignore[call-overload]
+    out[others["lane"].to_numpy()] = True
+    return out
+
+
+def _overlapped(pieces: pl.DataFrame, busy: Spans, wanted: int, only_unobserved: bool) -> pl.DataFrame:
+    """Give `wanted` to the parts of phaseless pieces that lie in the busy time; others are left whole."""
+    free = (pieces["phase"] < 0).to_numpy()
+    if only_unobserved:
+        free &= (pieces["activity"] == UNOBSERVED).to_numpy()
+    start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+    narrow = cut(np.where(free, start, end), end, np.unique(np.concatenate(busy)))
+    source = narrow.source
+    low = np.where(free[source], narrow.start_ns, start[source])
+    inside = free[source] & contains(busy, low)
+    return pieces[source].with_columns(
+        pl.Series("start_ns", low),
+        pl.Series("end_ns", narrow.end_ns),
+        pl.Series("phase", np.where(inside, wanted, pieces["phase"].to_numpy()[source])),
+    )
+
+
+def _filled(phase: Ints, step: Ints) -> Ints:
+    """Phaseless pieces between two pieces of one phase in one step take that phase; pieces are in time order."""
+    here = np.arange(phase.size)
+    known = phase >= 0
+    before = np.maximum.accumulate(np.where(known, here, -1))
+    after = np.minimum.accumulate(np.where(known, here, phase.size)[::-1])[::-1]
+    gap = ~known & (before >= 0) & (after < phase.size) & (step != NO_STEP)
+    left, right = before[gap], after[gap]
+    same = (phase[left] == phase[right]) & np.isin(phase[left], (FORWARD, BACKWARD, OPTIMIZER))
+    same &= (step[left] == step[gap]) & (step[right] == step[gap])
+    out = phase.copy()
+    out[np.flatnonzero(gap)[same]] = phase[left][same]
+    return out
+
+
+def _account(pieces: pl.DataFrame) -> pl.DataFrame:
+    summed = (
+        pieces.group_by("lane", "step", "phase", "activity")
+        .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+        .with_columns(pl.when(pl.col("phase") < 0).then(OTHER).otherwise("phase").alias("phase"))
+        .group_by("lane", "step", "phase", "activity")
+        .agg(pl.col("ns").sum())
+        .sort("lane", "step", "phase", "activity")
+    )
+    return summed.with_columns(
+        pl.when(pl.col("step") != int(NO_STEP)).then("step").alias("step"),
+        pl.Series(PHASES).gather(summed["phase"]).alias("phase"),
+        pl.Series(ACTIVITIES).gather(summed["activity"]).alias("activity"),
+    ).cast(dict(ACCOUNT))

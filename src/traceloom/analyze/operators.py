@@ -1,0 +1,127 @@
+"""Which framework operators take the time, on the host and on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Forest, Ints, forest
+from traceloom.analyze.attribution import gpu_work
+from traceloom.analyze.phases import meaning
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+OPERATORS = pl.Schema(
+    {
+        "name": pl.String,
+        "shapes": pl.String,
+        "count": pl.Int64,
+        "self_ns": pl.Int64,
+        "total_ns": pl.Int64,
+        "mean_ns": pl.Int64,
+        "device_ns": pl.Int64,
+        "self_device_ns": pl.Int64,
+        "kernel_count": pl.Int64,
+        "fraction": pl.Float64,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Operators(Result):
+    """Operators by name (and by input shapes where asked for), the largest self time first.
+
+    Attributes:
+        operators: `self_ns` is the host time in which the op is the innermost one (its launch calls and Python frames
+            count to it); self times add up to the time the host spends in ops. `total_ns` counts nested calls of the
+            same row once; `mean_ns` is the mean duration of a call. `self_device_ns` is the summed duration of the GPU
+            work launched under the op with no other op between, `device_ns` and `kernel_count` that of any descendant,
+            once where calls nest. `shapes` is null unless asked for, and for ops recorded without them.
+        unattributed_device_ns: GPU work of no op: orphans, and work launched outside ops. Together with all
+            `self_device_ns` it is `gpu_work_ns`.
+        unattributed_count: How many pieces of GPU work these are.
+        gpu_work_ns: Summed duration of all GPU work.
+    """
+
+    operators: pl.DataFrame
+    unattributed_device_ns: int
+    unattributed_count: int
+    gpu_work_ns: int
+
+
+def operators(trace: Trace, by_shape: bool = False) -> Operators:
+    """Account for ops by name, or by name and input shapes.
+
+    In the backward pass `autograd::engine::evaluate_function: X` encloses the op `X`, which encloses the ATen ops: the
+    three are rows of their own, self times tell them apart.
+
+    Args:
+        trace: A checked trace; without ops the table is empty.
+        by_shape: One row per name and input shapes.
+    """
+    tree = forest(trace)
+    is_op = meaning(trace, tree).op
+    work = gpu_work(trace, tree)
+    direct_ns, direct_kernels, direct_count = work.by_ancestor(tree, is_op)
+    kind = _kinds(trace, tree, by_shape)
+    top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
+    ops = pl.DataFrame(
+        {
+            "kind": kind,
+            "top": top,
+            "self_ns": tree.self_ns(is_op),
+            "span_ns": tree.span_ns(),
+            "self_device_ns": direct_ns,
+            "device_ns": tree.subtree_sums(direct_ns),
+            "kernel_count": tree.subtree_sums(direct_kernels),
+        }
+    ).filter(pl.Series(is_op))
+    rows = _summed(ops).join(_names(trace, tree, kind, by_shape), on="kind", how="left")
+    table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
+    gpu_ns = int(work.duration_ns.sum())
+    return Operators(
+        table.select(list(OPERATORS)).cast(dict(OPERATORS)),
+        gpu_ns - int(direct_ns.sum()),
+        work.origin.size - int(direct_count.sum()),
+        gpu_ns,
+    )
+
+
+def _summed(ops: pl.DataFrame) -> pl.DataFrame:
+    once = [pl.col(name).filter("top").sum() for name in ("device_ns", "kernel_count")]
+    whole = max(int(ops["self_ns"].sum()), 1)
+    return ops.group_by("kind").agg(
+        pl.len().alias("count"),
+        pl.col("self_ns", "self_device_ns").sum(),
+        pl.col("span_ns").filter("top").sum().alias("total_ns"),
+        (pl.col("span_ns").sum() / pl.len()).round().cast(pl.Int64).alias("mean_ns"),
+        *once,
+        (pl.col("self_ns").sum() / whole).alias("fraction"),
+    )
+
+
+def _kinds(trace: Trace, tree: Forest, by_shape: bool) -> Ints:
+    """For each host event a number that says which row of the table it belongs to."""
+    names = trace.events["name"].cast(pl.Categorical).to_physical().to_numpy()[tree.row].astype(np.int64)
+    if not by_shape:
+        return names
+    shapes = _shapes(trace).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
+    _, number = np.unique(np.stack([names, shapes + 1]), axis=1, return_inverse=True)
+    return number.astype(np.int64).reshape(-1)
+
+
+def _names(trace: Trace, tree: Forest, kind: Ints, by_shape: bool) -> pl.DataFrame:
+    used, first = np.unique(kind, return_index=True)
+    rows = tree.row[first]
+    shapes = _shapes(trace).gather(rows) if by_shape else pl.Series([None] * used.size, dtype=pl.String)
+    return pl.DataFrame({"kind": used, "name": trace.events["name"].gather(rows), "shapes": shapes})
+
+
+def _shapes(trace: Trace) -> pl.Series:
+    """Input shapes of every event, as JSON text; null where none are recorded."""
+    joined = trace.events.select("event").join(
+        trace.tensors.select("event", "shapes"), on="event", how="left", maintain_order="left"
+    )
+    return joined["shapes"]

@@ -1,0 +1,152 @@
+"""What a host event says about the host: the phase it opens, and what the thread does while it is innermost.
+
+One table of name patterns each for phases and for blocking calls; docs/concepts/host-time.md shows them. Names are
+PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Bools, Forest, Ints
+from traceloom.analyze.blocking import blocking_calls
+from traceloom.model import Trace
+from traceloom.model import category as cat
+
+PHASES = ("loading", "forward", "backward", "optimizer", "communication", "other")
+ACTIVITIES = ("op", "launch", "blocking_call", "python", "unobserved")
+LOADING, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, OTHER = range(6)
+OP, LAUNCH, BLOCKING_CALL, PYTHON, UNOBSERVED = range(5)
+_NONE = -1
+
+SCOPE_PREFIX = "traceloom.scope:"
+OURS = r"^traceloom\."
+STEP_MARK = r"^(ProfilerStep|traceloom\.step)"
+
+# Spans that PyTorch names itself: (phase, pattern), the first that matches counts.
+SPAN_PHASES = (
+    (LOADING, r"^enumerate\(DataLoader\)#|_BaseDataLoaderIter"),
+    (BACKWARD, r"^autograd::engine::"),
+    (OPTIMIZER, r"^Optimizer\.(step|zero_grad)#"),
+    (
+        COMMUNICATION,
+        r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
+        r"|^torch(\.|::)distributed(\.ddp)?(\.|::)reducer",
+    ),
+    (FORWARD, r"^nn\.Module: |^DistributedDataParallel\.forward$|^FullyShardedDataParallel\.forward$"),
+)
+
+# Regions that people name: the word decides, where exactly one phase is named.
+WORD_PHASES = (
+    (LOADING, r"(?i)\b(data_?load(er|ing)?|load_(data|batch)|get_batch|next_batch)\b"),
+    (FORWARD, r"(?i)\bforward\b"),
+    (BACKWARD, r"(?i)\bbackward\b"),
+    (OPTIMIZER, r"(?i)\b(optimi[sz]er(_step)?|zero_grad)\b"),
+)
+
+PYTHON_PHASES = (
+    (LOADING, r"(^|/)torch/utils/data/"),
+    (
+        BACKWARD,
+        r"(^|/)torch/_tensor\.py\(\d+\): backward$|(^|/)torch/autograd/(__init__|graph)\.py\(\d+\): "
+        r"(backward|grad|_engine_run_backward)$|^<built-in method run_backward ",
+    ),
+    (OPTIMIZER, r"(^|/)torch/optim/"),
+    (COMMUNICATION, r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives)\.py"),
+    (FORWARD, r"^nn\.Module: "),
+)
+
+# Calls in which the host waits: those of `blocking.py` (CUDA, HIP), and these of MTIA and oneAPI.
+BLOCKING_RUNTIME = (
+    r"^synchronize(Stream)?$"
+    r"|^ze(EventHost|CommandQueue|CommandList(Host)?|Fence(Host)?)Synchronize$"
+    r"|^(ur|pi)(QueueFinish|Events?Wait)$"
+)
+BLOCKING_PYTHON = (
+    r"^<built-in (method|function) "
+    r"(acquire|wait|poll|select|sleep|waitpid|wait4|recv|recv_into|accept|barrier|run_backward)( |>)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What each host event says; arrays of shape (host events,), in the forest's order.
+
+    Attributes:
+        phase: Number of the phase the event opens by itself; -1 where it opens none.
+        activity: Number of what the thread does while the event is innermost; -1 where a region only frames others.
+        mark: True for step marks.
+        op: True for framework operators; scopes and step marks are none.
+    """
+
+    phase: Ints
+    activity: Ints
+    mark: Bools
+    op: Bools
+
+
+def meaning(trace: Trace, tree: Forest) -> Meaning:
+    """Read names and categories of the host events."""
+    words = _vocabulary(trace, tree)
+    code = words["code"]
+    known = _known_names(words["names"])
+    category = trace.events["category"].to_physical().to_numpy()[tree.row]
+    is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
+    ours, mark = known["ours"][code], known["mark"][code]
+    span, word = known["span"][code], known["word"][code]
+    named = (category == _code(cat.ANNOTATION)) | ours
+    phase = np.where(is_python, known["python"][code], np.where(named & (span < 0), word, span))
+    backward_op = (trace.events["forward_thread"].fill_null(0).to_numpy()[tree.row] > 0) & is_op
+    phase = np.where(backward_op & (phase < 0), BACKWARD, phase)
+    phase[mark | np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))] = _NONE
+    op = is_op & ~ours
+    activity = np.full(code.size, _NONE)
+    activity[is_python] = PYTHON
+    activity[is_python & known["blocking_python"][code]] = BLOCKING_CALL
+    activity[op | (category == _code(cat.COLLECTIVE)) | (~is_python & (span == COMMUNICATION))] = OP
+    call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
+    waits = known["blocking_runtime"][code] | blocking_calls(trace)[tree.row]
+    activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
+    return Meaning(phase, activity, mark, op)
+
+
+def _code(category: str) -> int:
+    return cat.CATEGORIES.index(category)
+
+
+def _vocabulary(trace: Trace, tree: Forest) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    """The distinct names, and for each host event the index of its name: patterns are matched once per name."""
+    codes = trace.events["name"].cast(pl.Categorical).to_physical().to_numpy()[tree.row].astype(np.int64)
+    example = np.full(int(codes.max(initial=-1)) + 1, _NONE)
+    example[codes] = np.arange(codes.size)
+    used = np.flatnonzero(example >= 0)
+    number = np.cumsum(example >= 0) - 1
+    names = trace.events["name"].gather(tree.row[example[used]])
+    return {"names": names.to_numpy(), "code": number[codes]}
+
+
+def _known_names(names: np.ndarray) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    """Which of the distinct names each table knows: phase numbers (-1 for none) and booleans."""
+    text = pl.Series(names, dtype=pl.String)
+
+    def first_of(table: tuple[tuple[int, str], ...]) -> Ints:
+        out = np.full(len(text), _NONE)
+        for number, pattern in reversed(table):
+            out[text.str.contains(pattern).to_numpy()] = number
+        return out
+
+    word = first_of(WORD_PHASES)
+    named = sum((text.str.contains(pattern).to_numpy().astype(np.int64) for _, pattern in WORD_PHASES), np.zeros(len(text)))
+    word[named > 1] = _NONE
+    return {
+        "span": first_of(SPAN_PHASES),
+        "python": first_of(PYTHON_PHASES),
+        "word": word,
+        "ours": text.str.contains(OURS).to_numpy(),
+        "mark": text.str.contains(STEP_MARK).to_numpy(),
+        "blocking_runtime": text.str.contains(BLOCKING_RUNTIME).to_numpy(),
+        "blocking_python": text.str.contains(BLOCKING_PYTHON).to_numpy(),
+    }

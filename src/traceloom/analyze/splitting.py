@@ -1,0 +1,58 @@
+"""Cutting stretches of time at given instants and at the bounds of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Bools, Ints
+from traceloom.analyze.intervals import Spans, overlaps
+from traceloom.analyze.steps import tiles
+from traceloom.model import Trace
+
+NO_STEP = np.int64(-(2**31))
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Stretches cut into pieces; `source` is the index of the stretch each piece comes from."""
+
+    source: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> Pieces:
+    """Cut every stretch [start, end) at the sorted instants `at_ns` that lie strictly inside it."""
+    first = np.searchsorted(at_ns, start_ns, side="right")
+    last = np.searchsorted(at_ns, end_ns, side="left")
+    inside = np.maximum(last - first, 0)
+    if not inside.any():
+        return Pieces(np.arange(start_ns.size), start_ns, end_ns)
+    count = inside + 1
+    source = np.repeat(np.arange(start_ns.size), count)
+    begin = np.cumsum(count) - count
+    turn = np.arange(source.size) - begin[source]
+    cuts = first[source] + turn
+    low, high = start_ns[source], end_ns[source]
+    low = np.where(turn > 0, at_ns[np.clip(cuts - 1, 0, at_ns.size - 1)], low)
+    high = np.where(turn < inside[source], at_ns[np.clip(cuts, 0, at_ns.size - 1)], high)
+    return Pieces(source, low, high)
+
+
+def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[Pieces, Ints]:
+    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside all steps)."""
+    plan = tiles(trace)
+    shared = overlaps(start_ns, end_ns, plan.spans)
+    steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)
+    return Pieces(shared.left, shared.start, shared.end), steps[plan.row[shared.right]]
+
+
+def contains(spans: Spans, time_ns: Ints) -> Bools:
+    """Which instants lie in a set of time."""
+    if not spans.start.size:
+        return np.zeros(time_ns.size, dtype=np.bool_)
+    at = np.searchsorted(spans.start, time_ns, side="right") - 1
+    return (at >= 0) & (time_ns < spans.end[np.maximum(at, 0)])
