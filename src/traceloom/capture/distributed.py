@@ -1,0 +1,312 @@
+"""The process's place in the job, its groups, and its collective calls.
+
+PyTorch's traces lose which gloo call used which group. Two sources give it back: PyTorch's flight recorder (which
+sees every call, also those that DDP makes in C++; torch >= 2.8 for gloo), and a thin wrapper around the methods of
+`ProcessGroup`, in place only while the window is recorded (which knows roots, peers and threads).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# Method of ProcessGroup -> kind of collective. Newer and older spellings of one thing share a kind.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "barrier": "barrier",
+}
+_OUTPUT_FIRST = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
+_ITEM_BYTES = {
+    "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8,
+    "Double": 8, "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16, "UInt16": 2, "UInt32": 4, "UInt64": 8,
+    "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
+}  # fmt: skip
+_TYPE_NAMES = {
+    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long",
+    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool", "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+}  # fmt: skip
+
+_RANK_VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def module() -> Any | None:
+    """`torch.distributed` with an initialised process group, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def place() -> tuple[int | None, int | None, int | None]:
+    """Rank, world size and local rank, as far as anything tells; (None, None, None) outside a job."""
+    local = _number("LOCAL_RANK")
+    distributed = module()
+    if distributed is not None:
+        return distributed.get_rank(), distributed.get_world_size(), local
+    for rank, size, local_rank in _RANK_VARIABLES:
+        if _number(rank) is not None and _number(size) is not None:
+            return _number(rank), _number(size), _number(local_rank)
+    return None, None, None
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def groups() -> list[dict[str, Any]]:
+    """Every process group of this process: name, description, backend, and its members as global ranks."""
+    if module() is None:
+        return []
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    found = []
+    for group, members in world.pg_group_ranks.items():
+        name = world.pg_names.get(group, "")
+        backend = world.pg_map.get(group, ("", None))[0]
+        found.append(
+            {
+                "name": str(name),
+                "description": str(getattr(group, "group_desc", "") or ""),
+                "backend": str(backend),
+                "ranks": sorted(int(rank) for rank in members),
+            }
+        )
+    return found
+
+
+class CollectiveLog:
+    """The collective calls between `start` and `stop`, as columns."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, ...]] = []
+        self._originals: dict[str, Any] = {}
+        self._class: Any = None
+        self._begin_ns = 0
+
+    def start(self) -> None:
+        """Begin to note calls; does nothing where there is no job."""
+        self._begin_ns = time.time_ns()
+        self._calls.clear()
+        if module() is None or self._originals:
+            return
+        self._class = sys.modules["torch._C._distributed_c10d"].ProcessGroup
+        for name in KINDS:
+            original = self._class.__dict__.get(name)
+            if original is not None:
+                self._originals[name] = original
+                setattr(self._class, name, self._wrap(name, original))
+
+    def stop(self) -> dict[str, Any] | None:
+        """End, and give the columns; None where nothing was called.
+
+        All columns have one length. `group` is an index into `groups`, `kind` into `kinds`, `type` into `types`.
+        """
+        end_ns = time.time_ns()
+        for name, original in self._originals.items():
+            setattr(self._class, name, original)
+        self._originals.clear()
+        if module() is None:
+            return None
+        rows = self._merge(_flight_recorder(self._begin_ns, end_ns))
+        self._calls.clear()
+        return _columns(sorted(rows, key=lambda row: row["start_ns"])) if rows else None
+
+    def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        calls, clock, thread = self._calls, time.time_ns, threading.get_native_id
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            try:
+                return original(group, *args, **kwargs)
+            finally:
+                where = (start, clock(), thread(), _sequence(group))
+                calls.append((name, group, _sizes(name, args), _peer(name, args), where))
+
+        method.__name__ = name
+        method.__doc__ = original.__doc__
+        return method
+
+    def _merge(self, recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Join both sources: a recorded call belongs to the wrapper's call of that group during which it was made."""
+        names = sys.modules["torch.distributed.distributed_c10d"]._world.pg_names
+        rows = list(recorded)
+        by_group: dict[str, list[dict[str, Any]]] = {}
+        for row in recorded:
+            by_group.setdefault(row["group"], []).append(row)
+        position = dict.fromkeys(by_group, 0)
+        for name, group, (kind_type, bytes_in, bytes_out), peer, where in self._calls:
+            start, end, thread, sequence = where
+            group_name = str(names.get(group, getattr(group, "group_name", "")))
+            candidates = by_group.get(group_name, [])
+            at = position.get(group_name, 0)
+            while at < len(candidates) and candidates[at]["start_ns"] < start:
+                at += 1
+            matched = False
+            while at < len(candidates) and candidates[at]["start_ns"] <= end:
+                candidates[at].update(thread=thread, peer=_global_rank(group, peer))
+                matched = True
+                at += 1
+            position[group_name] = at
+            if not matched:
+                rows.append(
+                    {
+                        "group": group_name, "sequence": sequence, "kind": KINDS[name], "type": kind_type,
+                        "bytes_in": bytes_in, "bytes_out": bytes_out, "peer": _global_rank(group, peer),
+                        "start_ns": start, "thread": thread,
+                    }
+                )  # fmt: skip
+        return rows
+
+
+def _sequence(group: Any) -> int | None:
+    """The group's own count of calls, after this one; not every backend keeps it."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
+
+
+def _tensors(value: Any) -> Iterable[Any]:
+    if hasattr(value, "element_size"):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _sizes(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
+    """Element type, and bytes that go in and come out on this rank."""
+    first = list(_tensors(args[0])) if args else []
+    second = list(_tensors(args[1])) if len(args) > 1 and KINDS[name] in _OUTPUT_FIRST else []
+    outputs, inputs = (first, second) if KINDS[name] in _OUTPUT_FIRST else (first, first)
+    any_tensor = next(iter(first or second), None)
+    kind = str(any_tensor.dtype).removeprefix("torch.") if any_tensor is not None else ""
+    return (
+        _TYPE_NAMES.get(kind, kind),
+        sum(tensor.nelement() * tensor.element_size() for tensor in inputs),
+        sum(tensor.nelement() * tensor.element_size() for tensor in outputs),
+    )
+
+
+def _peer(name: str, args: tuple[Any, ...]) -> int | None:
+    """Root of a rooted collective or the other side of send and recv, as a rank within the group."""
+    if name in ("send", "recv") and len(args) > 1 and isinstance(args[1], int):
+        return args[1]
+    for argument in args:
+        root = getattr(argument, "rootRank", None)
+        if isinstance(root, int):
+            return root
+    return None
+
+
+def _global_rank(group: Any, rank: int | None) -> int | None:
+    if rank is None or rank < 0:
+        return None
+    members = sys.modules["torch.distributed.distributed_c10d"]._world.pg_group_ranks.get(group)
+    if not members:
+        return rank
+    return next((int(world) for world, inside in members.items() if inside == rank), rank)
+
+
+def _flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
+    """The calls that PyTorch's own flight recorder saw in this span of time; none where it is missing or off."""
+    c10d = sys.modules["torch._C._distributed_c10d"]
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return []
+    threads = {str(thread.ident): thread.native_id for thread in threading.enumerate()}
+    rows = []
+    for entry in json.loads(dump(True, False)).get("entries") or []:  # noqa: FBT003
+        start = int(entry.get("time_created_ns") or 0)
+        if not begin_ns <= start <= end_ns:
+            continue
+        kind, peer = _recorded_kind(str(entry.get("profiling_name") or ""))
+        types = entry.get("input_dtypes") or entry.get("output_dtypes") or [""]
+        sequence = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+        rows.append(
+            {
+                "group": str((entry.get("process_group") or [""])[0]),
+                "sequence": sequence,
+                "kind": kind,
+                "type": types[0],
+                "bytes_in": _bytes(entry.get("input_sizes"), entry.get("input_dtypes")),
+                "bytes_out": _bytes(entry.get("output_sizes"), entry.get("output_dtypes")),
+                "peer": peer,
+                "start_ns": start,
+                "thread": threads.get(str(entry.get("thread_id"))),
+            }
+        )
+    rows.sort(key=lambda row: row["start_ns"])
+    return rows
+
+
+def _recorded_kind(name: str) -> tuple[str, int | None]:
+    """`gloo:all_reduce`, `nccl:_all_gather_base`, `nccl:send 0->1` -> kind, and the peer where the name has it."""
+    bare = name.split(":", 1)[-1]
+    arrow = re.fullmatch(r"(send|recv)\s+\d+\s*(?:->|<-)\s*(\d+)", bare)
+    if arrow:
+        return arrow[1], int(arrow[2])
+    word = bare.split(" ")[0].lower().lstrip("_").removesuffix("_coalesced")
+    for kind in sorted(set(KINDS.values()), key=len, reverse=True):
+        if word.startswith((kind, kind.replace("_", ""))):
+            return kind, None
+    return word, None
+
+
+def _bytes(sizes: Any, types: Any) -> int | None:
+    """Bytes of all tensors; None where an element type is unknown."""
+    total = 0
+    for size, kind in zip(sizes or [], types or [], strict=False):
+        if kind not in _ITEM_BYTES:
+            return None
+        count = 1
+        for extent in size:
+            count *= int(extent)
+        total += count * _ITEM_BYTES[kind]
+    return total
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for column, legend in (("group", "groups"), ("kind", "kinds"), ("type", "types")):
+        names = list(dict.fromkeys(row[column] for row in rows))
+        index = {name: at for at, name in enumerate(names)}
+        table[legend] = names
+        table[column] = [index[row[column]] for row in rows]
+    for column in ("sequence", "bytes_in", "bytes_out", "peer", "start_ns", "thread"):
+        table[column] = [row[column] for row in rows]
+    return table

@@ -1,0 +1,98 @@
+"""Where a capture comes from: host, devices, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+import torch
+
+
+def describe() -> dict[str, Any]:
+    """Host, processor, devices and versions of this process. Never initialises a device."""
+    return {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "command": list(getattr(sys, "orig_argv", sys.argv)),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "logical_cpus": os.cpu_count(),
+        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "devices": devices(),
+        "versions": _versions(),
+    }
+
+
+def devices() -> list[dict[str, Any]]:
+    """The accelerators this process uses; empty where none was initialised."""
+    found = []
+    for kind in ("cuda", "xpu"):
+        backend = getattr(torch, kind, None)
+        if backend is None or not getattr(backend, "is_initialized", lambda: False)():
+            continue
+        for index in range(backend.device_count()):
+            properties = backend.get_device_properties(index)
+            found.append(
+                {
+                    "device": index,
+                    "kind": kind,
+                    "name": str(properties.name),
+                    "memory_bytes": int(properties.total_memory),
+                    "multiprocessors": getattr(properties, "multi_processor_count", None),
+                    "current": index == backend.current_device(),
+                }
+            )
+    return found
+
+
+def _versions() -> dict[str, str]:
+    version = torch.version
+    known = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": getattr(version, "cuda", None),
+        "hip": getattr(version, "hip", None),
+        "xpu": getattr(version, "xpu", None),
+    }
+    nccl = getattr(torch.cuda, "nccl", None)
+    if version.cuda and nccl is not None and torch.distributed.is_available():
+        known["nccl"] = ".".join(map(str, nccl.version()))
+    return {name: str(value) for name, value in known.items() if value}
+
+
+def _processor() -> str | None:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or None
+
+
+def live_tensor_bytes() -> dict[str, int]:
+    """Bytes of all tensor storages alive now, by device: what a memory curve starts from.
+
+    PyTorch reports no frees of blocks from before the window, so the curve needs this count. Only tensors that
+    Python's garbage collector knows are seen; parameters and buffers are.
+    """
+    import gc
+
+    seen: dict[tuple[str, int], int] = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor):
+            continue
+        try:
+            storage = thing.untyped_storage()
+            seen[str(storage.device), storage.data_ptr()] = storage.nbytes()
+        except (RuntimeError, NotImplementedError):
+            continue  # a tensor without storage
+    total: dict[str, int] = {}
+    for (device, _), size in seen.items():
+        total[device] = total.get(device, 0) + size
+    return total

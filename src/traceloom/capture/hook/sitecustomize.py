@@ -1,0 +1,86 @@
+"""Found by Python at start-up because `traceloom record` put this directory first on PYTHONPATH.
+
+It costs a process that never imports torch next to nothing: it chains the `sitecustomize` it hides, takes its own
+directory off `sys.path`, and waits for `import torch`. It must run on any Python and never break the program.
+"""
+
+import os
+import sys
+
+
+def _chain(here):  # type: ignore[no-untyped-def]
+    """Run the sitecustomize that ours hides, exactly as Python would have done."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    module = module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+class _TorchFinder:
+    """Lets the others find torch, and asks to be called when it has been imported."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "torch":
+            return None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        from importlib.util import find_spec
+
+        spec = find_spec(name)
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            del loader.exec_module
+            execute(module)
+            _begin()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _begin():  # type: ignore[no-untyped-def]
+    try:
+        if sys.version_info < (3, 10):
+            version = ".".join(map(str, sys.version_info[:2]))
+            message = "traceloom: nothing is recorded: Python 3.10 or newer is needed, this is %s [old-python]"
+            sys.stderr.write(message % version + "\n")
+            return
+        home = os.environ["TRACELOOM_HOME"]
+        if "traceloom" not in sys.modules:
+            # The recorder that was asked for, even where the program's environment has another one or none.
+            from importlib.util import module_from_spec, spec_from_file_location
+
+            spec = spec_from_file_location(
+                "traceloom", os.path.join(home, "__init__.py"), submodule_search_locations=[home]
+            )
+            module = module_from_spec(spec)
+            sys.modules["traceloom"] = module
+            spec.loader.exec_module(module)
+        from traceloom.capture.inject import begin
+
+        begin()
+    except Exception as error:
+        sys.stderr.write("traceloom: recording did not start, your program goes on: %r [recorder-failed]\n" % (error,))
+
+
+def _hook():  # type: ignore[no-untyped-def]
+    if os.environ.get("TRACELOOM_RECORD"):
+        sys.meta_path.insert(0, _TorchFinder())
+        marker = os.environ.get("TRACELOOM_MARKER")
+        try:
+            if marker:
+                os.close(os.open(marker, os.O_CREAT | os.O_WRONLY))
+        except OSError:
+            pass  # Only a diagnosis would have used it.
+    _chain(os.path.dirname(os.path.abspath(__file__)))
+
+
+_hook()

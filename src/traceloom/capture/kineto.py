@@ -1,0 +1,212 @@
+"""Running PyTorch's own recorders: Kineto for the timed part, Kineto and the host observer for the graph step.
+
+Kineto's state belongs to the thread that starts it; only that thread may stop it (another one would crash).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ExecutionTraceObserver
+from torch.profiler.profiler import _KinetoProfile
+
+from traceloom.capture.settings import Settings
+from traceloom.capture.silence import their_lines_hidden
+
+_ours = threading.local()
+
+
+def ours() -> bool:
+    """Whether this thread is starting or stopping our own recorder just now."""
+    return getattr(_ours, "active", False)
+
+
+class _Ours:
+    """Marks a block as ours and hides what C++ has to say about it."""
+
+    def __enter__(self) -> None:
+        self._hidden = their_lines_hidden()
+        self._hidden.__enter__()
+        _ours.active = True
+
+    def __exit__(self, *error: Any) -> None:
+        _ours.active = False
+        self._hidden.__exit__(*error)
+
+
+class OtherThreadError(RuntimeError):
+    """Kineto runs on another thread."""
+
+
+class Kineto:
+    """One window of Kineto: `start`, `stop`, then `save` as often as needed."""
+
+    def __init__(self, settings: Settings, *, with_observer: bool = False) -> None:
+        options = {"trace_only": not settings.stacks, "verbose": settings.stacks}
+        self._profile = _KinetoProfile(
+            record_shapes=settings.shapes or with_observer,
+            profile_memory=settings.memory and not with_observer,
+            with_stack=settings.stacks and not with_observer,
+            experimental_config=_experimental(options),
+        )
+        self._told_of_job = False
+        self.thread = 0
+
+    def start(self) -> None:
+        """Record this thread, and the threads that work for it, from now on."""
+        with _Ours():
+            self._profile.prepare_trace()
+            self._profile.start_trace()
+        self._told_of_job = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.thread = threading.get_ident()
+
+    def stop(self) -> None:
+        """End the window.
+
+        Raises:
+            OtherThreadError: This is not the thread that started it.
+        """
+        if threading.get_ident() != self.thread:
+            raise OtherThreadError
+        with _Ours():
+            if not self._told_of_job:
+                # Without this the trace of a window that began before init_process_group would have no rank.
+                info = self._profile._get_distributed_info()
+                if info:
+                    self._profile.add_metadata_json("distributedInfo", json.dumps(info, default=str))
+            self._profile.stop_trace()
+
+    def save(self, path: Path) -> None:
+        """Write the trace as plain JSON.
+
+        Raises:
+            OSError: It could not be written whole.
+        """
+        inner = self._profile.profiler
+        assert inner is not None, "saved before it was started"
+        with _Ours():
+            inner.kineto_results.save(str(path))
+        require_whole(path)
+
+
+def require_whole(path: Path) -> None:
+    """Check that a JSON object was written to its end: PyTorch's writers do not notice a full disk.
+
+    Raises:
+        OSError: The file is missing, empty or cut.
+    """
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
+        file.seek(max(0, size - 64))
+        tail = file.read().rstrip()
+    if not tail.endswith(b"}"):
+        raise OSError(28, os.strerror(28), str(path))
+
+
+def _experimental(options: dict[str, bool]) -> Any:
+    """The experimental options that this PyTorch knows."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    signature = _ExperimentalConfig.__init__.__doc__ or ""
+    return _ExperimentalConfig(**{name: True for name, on in options.items() if on and f"{name}:" in signature})
+
+
+class Graph:
+    """The graph step: the host trace, and Kineto at the same time, joined by `Record function id`."""
+
+    def __init__(self, settings: Settings, host_path: Path) -> None:
+        self._host_path = host_path
+        self._kineto = Kineto(settings, with_observer=True)
+        self._observer = ExecutionTraceObserver()
+
+    def start(self) -> None:
+        """Record from now on.
+
+        Raises:
+            OSError: The host trace cannot be written there.
+        """
+        self._host_path.touch()
+        with _Ours():
+            self._observer.register_callback(str(self._host_path))
+            self._observer.start()
+        self._kineto.start()
+
+    def stop(self) -> None:
+        """End; the host trace is whole afterwards.
+
+        Raises:
+            OtherThreadError: This is not the thread that started it.
+        """
+        self._kineto.stop()
+        with _Ours():
+            self._observer.stop()
+            self._observer.unregister_callback()
+
+    def save(self, path: Path) -> None:
+        """Write Kineto's part and check the host trace.
+
+        Raises:
+            OSError: One of the two could not be written whole.
+        """
+        require_whole(self._host_path)
+        self._kineto.save(path)
+
+    def redirect_in_child(self) -> None:
+        """In a forked child: the observer's descriptor must not reach the parent's file any more."""
+        try:
+            target = self._host_path.stat()
+        except OSError:
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        for entry in _open_descriptors():
+            try:
+                status = os.fstat(entry)
+            except OSError:
+                continue
+            if (status.st_dev, status.st_ino) == (target.st_dev, target.st_ino):
+                os.dup2(null, entry)
+        os.close(null)
+
+
+def _open_descriptors() -> list[int]:
+    for directory in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return [int(name) for name in os.listdir(directory) if name.isdigit()]  # noqa: PTH208
+        except OSError:
+            continue
+    return list(range(3, 256))
+
+
+def mark(step: int) -> None:
+    """Put the boundary at which step `step` starts into the trace: an annotation opened and closed at once."""
+    annotate(f"traceloom.step#{step}").__exit__(None, None, None)
+
+
+class annotate:  # noqa: N801  (used like a function)
+    """An open user annotation; cheaper than `record_function`, which goes through the dispatcher."""
+
+    __slots__ = ("_close", "_handle")
+
+    def __init__(self, name: str) -> None:
+        if _enter is not None:
+            self._handle, self._close = _enter(name), _exit
+        else:
+            self._handle = torch.autograd.profiler.record_function(name)
+            self._handle.__enter__()
+            self._close = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._close is not None:
+            self._close(self._handle)
+        else:
+            self._handle.__exit__(*error)
+
+
+_enter = getattr(torch._C._autograd, "_record_function_with_args_enter", None)
+_exit = getattr(torch._C._autograd, "_record_function_with_args_exit", None)

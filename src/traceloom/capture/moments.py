@@ -1,0 +1,132 @@
+"""When something has to happen that no hook of PyTorch reports: the first torch call, and moments in time.
+
+A daemon thread waits; the work itself runs on the main thread between two bytecodes, because Kineto records the
+thread that starts it. A program that blocks in C meets it when it comes back to Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+POLL_SECONDS = 0.02
+
+# Programs that start the ranks. They import torch and compute nothing.
+_LAUNCHERS = {
+    "torchrun", "torchrun.exe", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
+    "accelerate", "accelerate.exe", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed",
+    "deepspeed.launcher.launch", "deepspeed.launcher.runner", "horovodrun", "composer", "colossalai", "ray",
+    "tritonrun",
+}  # fmt: skip
+
+
+def on_main_thread(call: Callable[[], None]) -> bool:
+    """Let the main thread run `call` soon. False where that is impossible.
+
+    Python allows this through its C interface only; a signal would be visible to the program.
+    """
+    try:
+        import ctypes
+    except ImportError:
+        return False
+
+    def trampoline(_: Any) -> int:
+        with contextlib.suppress(Exception):
+            call()
+        _alive.pop(id(function), None)
+        return 0
+
+    function = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(trampoline)
+    _alive[id(function)] = function
+    pythonapi = ctypes.pythonapi
+    return int(pythonapi.Py_AddPendingCall(function, None)) == 0
+
+
+_alive: dict[int, Any] = {}  # a pending call must live until it has run
+
+
+class Alarm:
+    """Calls `tick` on the main thread: every 20 ms as long as `poll` says so, and at each deadline."""
+
+    def __init__(
+        self, tick: Callable[[], None], poll: Callable[[], bool], deadline: Callable[[], float | None]
+    ) -> None:
+        self._tick, self._poll, self._deadline = tick, poll, deadline
+        self._changed = threading.Event()
+        self._stopped = False
+        self._running = False
+        self._thread = threading.Thread(target=self._watch, name="traceloom-alarm", daemon=True)
+
+    def changed(self) -> None:
+        """There may be something else to wait for now; the thread starts when there is something at all."""
+        if self._thread.ident is None and not self._stopped and (self._poll() or self._deadline() is not None):
+            with contextlib.suppress(RuntimeError):  # no threads any more: the interpreter ends
+                self._thread.start()
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Never call again."""
+        self._stopped = True
+        self._changed.set()
+
+    def _watch(self) -> None:
+        while not self._stopped:
+            deadline = self._deadline()
+            wait = POLL_SECONDS if self._poll() else None
+            if deadline is not None:
+                left = max(0.0, deadline - time.monotonic())
+                wait = left if wait is None else min(wait, left)
+            if self._changed.wait(wait):
+                self._changed.clear()
+                continue
+            if not self._running and not self._stopped:
+                self._running = on_main_thread(self._fire)
+            self._changed.wait(POLL_SECONDS)  # the main thread needs a moment; never spin
+
+    def _fire(self) -> None:
+        self._running = False
+        if not self._stopped:
+            self._tick()
+
+
+def is_child_of_multiprocessing() -> bool:
+    """Whether `multiprocessing` made this process (a rank or a loader worker: nobody knows yet)."""
+    return (
+        "--multiprocessing-fork" in getattr(sys, "orig_argv", sys.argv)
+        or multiprocessing.parent_process() is not None
+        or getattr(multiprocessing.current_process(), "_inheriting", False)
+    )
+
+
+def is_loader_worker() -> bool:
+    """Whether this process serves a DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+def is_launcher() -> bool:
+    """Whether this process only starts the ranks, as far as its command line tells."""
+    words = getattr(sys, "orig_argv", sys.argv)
+    if len(words) > 2 and "-m" in words[1:]:
+        at = words.index("-m") + 1
+        return at < len(words) and words[at] in _LAUNCHERS
+    return any(os.path.basename(word) in _LAUNCHERS for word in words[:3] if not word.startswith("-"))  # noqa: PTH119
+
+
+def device_is_ready(torch: Any) -> bool:
+    """Whether starting Kineto now would not itself create a device context.
+
+    That would cost memory on the wrong device and forbid a later fork. Without an initialised device it can only be
+    said of a PyTorch that was built for the processor alone.
+    """
+    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        return getattr(torch.version, "xpu", None) is None or torch.xpu.is_initialized()
+    if not torch.cuda.is_initialized():
+        return False
+    return not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,357 @@
+"""The recorder of one process: joins the plan, the step clock and PyTorch's recorders.
+
+Everything here runs inside somebody else's training loop. Between two steps nothing but two clock readings happens;
+whatever fails is reported in one line, and the program goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from traceloom.capture import distributed, kineto
+from traceloom.capture.environment import live_tensor_bytes
+from traceloom.capture.messages import say_once
+from traceloom.capture.moments import on_main_thread
+from traceloom.capture.plan import Action, Phase, Plan
+from traceloom.capture.settings import Settings
+from traceloom.capture.steps import Mark, StepClock, StepLog, Tick
+from traceloom.capture.storage import Storage
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass
+class Window:
+    """A part of the run that Kineto records or has recorded."""
+
+    kineto: kineto.Kineto
+    kind: str  # "early", "steps", "time" or "block"
+    first_step: int
+    start_ns: int
+    end_step: int = 0
+    end_ns: int = 0
+    collectives: dict[str, Any] | None = None
+    live_bytes: dict[str, int] | None = None
+
+
+def harmless(method: _F) -> _F:
+    """Whatever goes wrong in here must not reach the user's program."""
+
+    @functools.wraps(method)
+    def guarded(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        if self.broken:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
+            self.broken = True
+            say_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
+            return None
+
+    return guarded  # type: ignore[return-value]
+
+
+class Recorder:
+    """Records one process as its settings say."""
+
+    def __init__(self, settings: Settings) -> None:
+        now = time.monotonic()
+        self.settings = settings
+        self.pid = os.getpid()
+        self.broken = False
+        self.used_torch = False  # a module was called or an optimizer made a step, not merely torch imported
+        self.plan = Plan(settings, now)
+        self.clock = StepClock()
+        self.log = StepLog(time.time_ns(), time.perf_counter_ns())
+        self.storage = Storage(settings, self.log, self.clock)
+        self.graph: kineto.Graph | None = None
+        self.attachment: Any = None
+        self.deadline_changed: Callable[[], None] = lambda: None
+        self.on_start: Callable[[], None] = lambda: None
+        self._window: Window | None = None
+        self._held: Window | None = None
+        self._collectives = distributed.CollectiveLog()
+        self._graph_step = 0
+        self._disturbed = True
+        self._turning = False
+        self._after_turn: Callable[[], None] | None = None
+        self._finished = False
+
+    # ---- what happens in the program
+
+    @harmless
+    def first_call(self) -> None:
+        """The process begins to use torch."""
+        if self.plan.phase is Phase.IDLE and self.log.number == 0:
+            self.log.begin(time.time_ns(), time.perf_counter_ns())
+        self._turn(self.plan.first_call(time.monotonic()), between_steps=self.log.number == 0)
+
+    @harmless
+    def optimizer_stepped(self, optimizer: Any, frame: Any = None) -> None:
+        """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that step is open."""
+        self.used_torch = True
+        self._boundary(self.clock.optimizer_stepped(optimizer), frame)
+
+    @harmless
+    def step_called(self) -> None:
+        """`traceloom.step()`."""
+        self.used_torch = True
+        self._boundary(self.clock.called(), None)
+
+    @harmless
+    def profiler_stepped(self) -> None:
+        """The user's profiler is about to make a step."""
+        self._boundary(self.clock.profiler_stepped(), None)
+
+    @harmless
+    def profiler_has_stepped(self) -> None:
+        """The user's profiler has made its step: what it did there belongs to no step."""
+        if self.clock.source == "profiler" and not self.plan.recording:
+            self.log.begin(time.time_ns(), time.perf_counter_ns())
+
+    @harmless
+    def foreign_profiler(self) -> None:
+        """The user's profiler is about to start."""
+        actions = self.plan.foreign_profiler()
+        if actions:
+            say_once("yielded", "your own profiler starts: ours stops now and goes on afterwards")
+        self._turn(actions, between_steps=False)
+
+    @harmless
+    def foreign_profiler_ended(self) -> None:
+        """The user's profiler has stopped."""
+        self._turn(self.plan.foreign_profiler_ended(time.monotonic()), between_steps=False)
+
+    @harmless
+    def tick(self) -> None:
+        """Some time has passed; called on the main thread."""
+        self._turn(self.plan.at_time(time.monotonic()), between_steps=False)
+
+    @harmless
+    def finish(self, reason: str) -> None:
+        """The process or the recording ends: keep what there is. Runs once."""
+        if self._finished:
+            return
+        self._finished = True
+        self._turn(self.plan.finish(), between_steps=False)
+        if self._held is not None:
+            self.log.relabel(self._held.first_step, self._held.end_step, Mark.EARLY, Mark.RECORDED)
+            self.storage.keep(self._held, used_torch=self.used_torch)
+            self._held = None
+        self.storage.finish(reason, used_torch=self.used_torch)
+
+    def after_turn(self, call: Callable[[], None]) -> bool:
+        """Let `call` run when the recorder is not in the middle of something. False: nothing is going on."""
+        if self._turning:
+            self._after_turn = call
+        return self._turning
+
+    def why_nothing(self) -> str:
+        """Why nothing was recorded, in words."""
+        if self.settings.by_time:
+            return "the block was over before the window began"
+        return f"the block did not reach step {self.settings.window[0]}: it made {self.log.number} steps"
+
+    # ---- steps
+
+    def _boundary(self, tick: Tick, frame: Any) -> None:
+        if tick is Tick.NOTHING or self._finished:
+            return
+        unix_ns, steady_ns = time.time_ns(), time.perf_counter_ns()
+        now = time.monotonic()
+        restart: list[Action] = []
+        if tick is Tick.RESTART:
+            self.log.restart()
+            restart = self.plan.renumber(now)
+        self.log.end(steady_ns, self._mark())
+        number = self.log.number
+        actions = restart + self.plan.step_starts(number, now)
+        self.clock.frozen = self.plan.phase in (Phase.GRAPH_PENDING, Phase.GRAPH, Phase.DONE)
+        self.log.begin(unix_ns, steady_ns)
+        self._disturbed = self.storage.busy
+        if not actions and not self.plan.recording:
+            return
+        after_annotation(frame, lambda: self._cross(number, actions))
+
+    @harmless
+    def _cross(self, number: int, actions: list[Action]) -> None:
+        """The work between two steps; the next step begins after it."""
+        if self._window is not None or self.graph is not None:
+            kineto.mark(number)
+        self._turn(actions, between_steps=True)
+        if Action.START in actions or Action.GRAPH_START in actions:
+            kineto.mark(number)
+        if actions:
+            self.log.begin(time.time_ns(), time.perf_counter_ns())
+
+    def _mark(self) -> Mark:
+        """What became of the step that ends now."""
+        if self.graph is not None:
+            return Mark.GRAPH
+        if self._disturbed:
+            return Mark.DISTURBED
+        if self._window is None:
+            return Mark.DISTURBED if self.storage.busy else Mark.PLAIN
+        return Mark.EARLY if self._window.kind == "early" else Mark.RECORDED
+
+    # ---- actions
+
+    def _turn(self, actions: list[Action], *, between_steps: bool) -> None:
+        if not actions:
+            return
+        self._turning = True
+        try:
+            for action in actions:
+                self._do(action, between_steps=between_steps)
+        finally:
+            self._turning = False
+        if not between_steps:
+            self._disturbed = True
+        self.deadline_changed()
+        pending, self._after_turn = self._after_turn, None
+        if pending is not None:
+            pending()
+
+    def _do(self, action: Action, *, between_steps: bool) -> None:
+        if action is Action.START:
+            self._start(between_steps=between_steps)
+        elif action is Action.GRAPH_START:
+            self._start_graph()
+        elif action in (Action.GRAPH_KEEP, Action.GRAPH_DISCARD):
+            self._stop_graph(keep=action is Action.GRAPH_KEEP)
+        else:
+            window = self._stop()
+            if action is Action.DISCARD:
+                self._forget(window)
+                self._forget(self._held)
+                self._held = None
+            elif action is Action.HOLD:
+                self._hold(window)
+            elif window is not None:
+                self._forget(self._held)
+                self._held = None
+                self.storage.keep(window, used_torch=True)
+
+    def _start(self, *, between_steps: bool) -> None:
+        settings = self.settings
+        kind = "early" if self.plan.phase is Phase.EARLY else "steps"
+        if settings.by_time or settings.whole:
+            kind = "time" if settings.by_time else "block"
+        self.on_start()
+        window = Window(
+            kineto.Kineto(settings),
+            kind,
+            first_step=self.log.number + (0 if between_steps else 1),
+            start_ns=time.time_ns(),
+            live_bytes=live_tensor_bytes() if settings.memory else None,
+        )
+        self._collectives.start()
+        window.kineto.start()
+        window.start_ns = time.time_ns()
+        self._window = window
+        if between_steps:
+            self._disturbed = False
+            if self.log.number == 0:
+                kineto.mark(0)
+
+    def _stop(self) -> Window | None:
+        window, self._window = self._window, None
+        if window is None:
+            return None
+        window.end_step, window.end_ns = max(self.log.number, window.first_step), time.time_ns()
+        window.collectives = self._collectives.stop()
+        return window if self._stopped(window.kineto.stop) else None
+
+    def _stopped(self, stop: Callable[[], None]) -> bool:
+        """Stop a recorder; where it runs on the main thread and this is another one, let that one do it."""
+        try:
+            stop()
+        except kineto.OtherThreadError:
+            done = threading.Event()
+
+            def stop_there() -> None:
+                stop()
+                done.set()
+
+            if not (on_main_thread(stop_there) and done.wait(2.0)):
+                say_once("other-thread", "recording was begun on a thread that cannot be reached; that part is lost")
+                return False
+        return True
+
+    def _hold(self, window: Window | None) -> None:
+        """Keep the better of two attempts: the one with more whole steps, then the later one."""
+        held = self._held
+        if window is None:
+            return
+        if held is not None and held.end_step - held.first_step > window.end_step - window.first_step:
+            self._forget(window)
+        else:
+            self._forget(held)
+            self._held = window
+
+    def _forget(self, window: Window | None) -> None:
+        if window is not None:
+            self.log.relabel(window.first_step, window.end_step, Mark.RECORDED, Mark.EARLY)
+
+    def _start_graph(self) -> None:
+        self._graph_step = self.log.number
+        graph = kineto.Graph(self.settings, self.storage.host_trace_path())
+        try:
+            graph.start()
+        except OSError as error:
+            say_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
+            return
+        self.graph = graph
+
+    def _stop_graph(self, *, keep: bool) -> None:
+        graph, self.graph = self.graph, None
+        if graph is None or not self._stopped(graph.stop):
+            return
+        if keep:
+            self.storage.keep_graph(graph, self._graph_step, len(self.log.durations(Mark.GRAPH)))
+        else:
+            self.storage.drop_graph()
+
+    # ---- forks
+
+    def forked(self) -> None:
+        """This is a forked child: it must neither record nor write into the parent's files."""
+        self._finished = True
+        if self._window is not None or self.graph is not None:
+            torch._C._autograd._enable_record_function(False)  # noqa: FBT003
+        if self.graph is not None:
+            self.graph.redirect_in_child()
+        self._window = self.graph = None
+
+    @property
+    def was_recording(self) -> bool:
+        """Whether Kineto or the observer runs just now."""
+        return self._window is not None or self.graph is not None
+
+
+def after_annotation(frame: Any, call: Callable[[], None]) -> None:
+    """Run `call` when `frame` returns, or at once.
+
+    Optimizer hooks run inside PyTorch's `Optimizer.step#...` annotation. A recorder stopped in there would leave it
+    open, with an end that lies far behind the step. Python's profile hook tells when the frame is left; where
+    somebody else uses that hook, the work is done at once.
+    """
+    if frame is None or sys.getprofile() is not None:
+        call()
+        return
+
+    def watch(where: Any, event: str, _: Any) -> None:
+        if event == "return" and where is frame:
+            sys.setprofile(None)
+            call()
+
+    sys.setprofile(watch)

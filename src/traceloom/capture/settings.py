@@ -1,0 +1,133 @@
+"""What to record: the options of `traceloom record` and of `traceloom.record`, as one value.
+
+The settings travel to the recorded processes as JSON in one environment variable, `TRACELOOM_RECORD`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from traceloom.errors import UsageError
+
+VARIABLE = "TRACELOOM_RECORD"
+
+WARM_UP_STEPS = 3
+WINDOW_STEPS = 5
+EARLY_CAP_SECONDS = 60.0
+DEFAULT_DURATION_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One recording. Times are seconds, steps are numbered from 0 over the whole run."""
+
+    directory: str
+    first_step: int | None = None  # None: the window is not chosen by steps (or it is the default one)
+    step_count: int | None = None
+    after: float | None = None  # seconds after torch was imported
+    duration: float | None = None
+    stacks: bool = False
+    memory: bool = False
+    shapes: bool = True
+    graph_step: bool = True
+    quiet: bool = False
+    whole: bool = False  # in-code recording without steps: from `with` to the end of the block
+    early_cap: float = EARLY_CAP_SECONDS
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the window is chosen by the clock."""
+        return self.after is not None or self.duration is not None
+
+    @property
+    def early(self) -> bool:
+        """Whether everything from the first torch call is kept until the window begins."""
+        return self.first_step is None and not self.by_time and not self.whole
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First step of the window and number of its steps."""
+        first = WARM_UP_STEPS if self.first_step is None else self.first_step
+        return first, WINDOW_STEPS if self.step_count is None else self.step_count
+
+    def to_json(self) -> str:
+        """The settings for the environment variable."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as they are written into `capture.json`; the directory is left out."""
+        first, count = self.window
+        by_steps = not (self.by_time or self.whole)
+        return {
+            "first_step": first if by_steps else None,
+            "step_count": count if by_steps else None,
+            "after_seconds": self.after,
+            "duration_seconds": self.duration,
+            "stacks": self.stacks,
+            "memory": self.memory,
+            "shapes": self.shapes,
+            "graph_step": self.graph_step,
+        }
+
+
+def from_json(text: str) -> Settings:
+    """Read what `Settings.to_json` wrote; unknown keys of a newer Traceloom are ignored."""
+    known = {field.name for field in fields(Settings)}
+    return Settings(**{key: value for key, value in json.loads(text).items() if key in known})
+
+
+def parse_steps(value: str | int | range | None) -> tuple[int | None, int | None]:
+    """Read a choice of steps: `20..25` (20 to 24), `5` (five steps after the warm-up), or a range.
+
+    Returns:
+        First step (None: after the usual warm-up) and number of steps.
+
+    Raises:
+        UsageError: slug `bad-steps`.
+    """
+    if value is None:
+        return None, None
+    if isinstance(value, range):
+        if value.step != 1:
+            raise _bad_steps(value)
+        first, end = value.start, value.stop
+    elif isinstance(value, int) or re.fullmatch(r"\s*\d{1,18}\s*", value):
+        first, end = WARM_UP_STEPS, WARM_UP_STEPS + int(value)
+    else:
+        match = re.fullmatch(r"\s*(\d{1,18})\s*\.\.\s*(\d{1,18})\s*", value)
+        if match is None:
+            raise _bad_steps(value)
+        first, end = int(match[1]), int(match[2])
+    if first < 0 or end <= first:
+        raise _bad_steps(value)
+    return first, end - first
+
+
+def _bad_steps(value: object) -> UsageError:
+    return UsageError(
+        f"`{value}` is no choice of steps",
+        slug="bad-steps",
+        hint="give `20..25` for the steps 20 to 24, or `5` for five steps after the warm-up",
+    )
+
+
+def check_times(after: float | None, duration: float | None, steps: object) -> None:
+    """Refuse a time window that cannot be.
+
+    Raises:
+        UsageError: slug `bad-time`.
+    """
+    if steps is not None and (after is not None or duration is not None):
+        raise UsageError(
+            "steps and seconds cannot both choose the window",
+            slug="bad-time",
+            hint="give either `--steps` or `--after` and `--duration`",
+        )
+    for name, value in (("after", after), ("duration", duration)):
+        if value is not None and not 0 <= value < 1e9:
+            raise UsageError(f"`{name}` must be a number of seconds from 0 on, got {value}", slug="bad-time")
+    if duration == 0:
+        raise UsageError("a window of 0 seconds holds nothing", slug="bad-time")

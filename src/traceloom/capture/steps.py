@@ -1,0 +1,155 @@
+"""What a step is, and how long every step of the run took.
+
+A step ends where `traceloom.step()` is called; without that, where the user's own `torch.profiler` steps; without
+that, where an optimizer steps: the first one seen, or the slowest where several alternate.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+# A clock that has been silent for so many steps of another optimizer is no longer in use.
+SILENCE = 1000
+
+
+class Tick(Enum):
+    """What one report of a possible step means."""
+
+    NOTHING = "nothing"
+    STEP = "step"
+    RESTART = "restart"  # something else counts from now on: the numbers begin anew, and one step has ended
+
+
+@dataclass
+class _Optimizer:
+    reference: weakref.ref[Any]
+    count: int = 0
+    since_clock: int = 0
+
+
+class StepClock:
+    """Decides which of the things that happen in a training loop is the step."""
+
+    _RANK = {"none": 0, "optimizer": 1, "profiler": 2, "call": 3}
+
+    def __init__(self) -> None:
+        self.source = "none"
+        self.frozen = False  # once the window is full, numbers no longer change
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._clock: _Optimizer | None = None
+
+    def called(self) -> Tick:
+        """`traceloom.step()` was called."""
+        return self._from("call")
+
+    def profiler_stepped(self) -> Tick:
+        """The user's own profiler made a step."""
+        return self._from("profiler")
+
+    def optimizer_stepped(self, optimizer: Any) -> Tick:
+        """Some optimizer made a step."""
+        if self._RANK[self.source] > self._RANK["optimizer"]:
+            return Tick.NOTHING
+        self.source = "optimizer"
+        seen = self._seen(optimizer)
+        seen.count += 1
+        clock = self._clock
+        if clock is None or clock.reference() is None:
+            self._clock = seen
+            return Tick.STEP
+        if seen is clock:
+            for other in self._optimizers.values():
+                other.since_clock = 0
+            return Tick.STEP
+        seen.since_clock += 1
+        if seen.since_clock > SILENCE:
+            self._clock = seen
+            return Tick.STEP
+        if seen.count < clock.count and not self.frozen:
+            self._clock = seen
+            return Tick.RESTART
+        return Tick.NOTHING
+
+    def _from(self, source: str) -> Tick:
+        if self._RANK[self.source] > self._RANK[source]:
+            return Tick.NOTHING
+        before, self.source = self.source, source
+        return Tick.STEP if before in ("none", source) or self.frozen else Tick.RESTART
+
+    def _seen(self, optimizer: Any) -> _Optimizer:
+        # Identities are used again after an optimizer was freed, therefore the weak reference.
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.reference() is not optimizer:
+            known = _Optimizer(weakref.ref(optimizer))
+            self._optimizers[id(optimizer)] = known
+        return known
+
+
+class Mark(Enum):
+    """What happened to a step. Only `recorded` steps are in the timed trace."""
+
+    PLAIN = "unrecorded"
+    EARLY = "early"  # recorded as long as nothing better was there
+    RECORDED = "recorded"
+    GRAPH = "graph"
+    DISTURBED = "disturbed"  # the recorder was at work: not for comparison
+
+
+_CODES = list(Mark)
+
+
+class StepLog:
+    """Start and duration of every step, numbered from 0. 17 bytes a step."""
+
+    def __init__(self, start_ns: int, clock_ns: int) -> None:
+        self._starts = array("q")
+        self._durations = array("q")
+        self._marks = bytearray()
+        self.begin(start_ns, clock_ns)
+
+    @property
+    def number(self) -> int:
+        """The number of the step that runs now; so many steps have ended."""
+        return len(self._durations)
+
+    def begin(self, start_ns: int, clock_ns: int) -> None:
+        """The running step begins here. Unix nanoseconds, and nanoseconds of a steady clock."""
+        self._start_ns, self._clock_ns = start_ns, clock_ns
+
+    def end(self, clock_ns: int, mark: Mark) -> None:
+        """The running step has ended."""
+        self._starts.append(self._start_ns)
+        self._durations.append(clock_ns - self._clock_ns)
+        self._marks.append(_CODES.index(mark))
+
+    def restart(self) -> None:
+        """Forget the steps so far: they become the beginning of the running one."""
+        if self._starts:
+            self._start_ns, self._clock_ns = (
+                self._starts[0],
+                self._clock_ns - (self._start_ns - self._starts[0]),
+            )
+        del self._starts[:], self._durations[:], self._marks[:]
+
+    def relabel(self, first: int, end: int, before: Mark, after: Mark) -> None:
+        """Steps `first` to `end - 1` that are marked `before` become `after`."""
+        for step in range(first, min(end, len(self._marks))):
+            if _CODES[self._marks[step]] is before:
+                self._marks[step] = _CODES.index(after)
+
+    def durations(self, mark: Mark, *, skip: int = 0) -> list[int]:
+        """Durations in nanoseconds of the steps with this mark, without the first `skip` steps of the run."""
+        code = _CODES.index(mark)
+        return [self._durations[i] for i in range(skip, len(self._marks)) if self._marks[i] == code]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table of `capture.json`: one list per column; the number of a step is its position."""
+        return {
+            "start_ns": self._starts.tolist(),
+            "duration_ns": self._durations.tolist(),
+            "state": [_CODES[code].value for code in self._marks],
+        }

@@ -1,0 +1,244 @@
+"""What one process leaves behind: its traces, its tables and its part of `capture.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.capture import distributed, environment, manifest, writing
+from traceloom.capture.messages import say_once
+from traceloom.capture.settings import WARM_UP_STEPS, Settings
+from traceloom.capture.steps import Mark, StepClock, StepLog
+
+if TYPE_CHECKING:
+    from traceloom.capture.kineto import Graph
+    from traceloom.capture.recorder import Window
+
+# Longer tables are put into a file of their own.
+INLINE_ROWS = 10_000
+
+
+class Storage:
+    """Writes the files of one process into the capture directory."""
+
+    def __init__(self, settings: Settings, log: StepLog, clock: StepClock) -> None:
+        self._settings = settings
+        self._log = log
+        self._clock = clock
+        self._writer = writing.Writer()
+        self._created_ns = time.time_ns()
+        self._stem: str | None = None
+        self._window: dict[str, Any] | None = None
+        self._graph: dict[str, Any] | None = None
+        self._graph_table: dict[str, Any] | None = None
+        self._collectives: dict[str, Any] | None = None
+        self._live_bytes: dict[str, int] | None = None
+        self._notices: list[dict[str, str]] = []
+        self._place: tuple[int | None, int | None, int | None] = (None, None, None)
+        self._groups: list[dict[str, Any]] = []
+        self.directory = Path(settings.directory)
+
+    @property
+    def busy(self) -> bool:
+        """Whether files are written just now."""
+        return self._writer.busy
+
+    @property
+    def empty(self) -> bool:
+        """Whether this process has nothing to write."""
+        return self._window is None and self._graph is None
+
+    def look_around(self) -> None:
+        """Note the place in the job and the groups; at its end a program may have left them already."""
+        self._place = distributed.place() if distributed.module() or self._place[0] is None else self._place
+        self._groups = distributed.groups() or self._groups
+
+    def stem(self) -> str:
+        """The name in front of all files of this process, taken when first needed."""
+        if self._stem is None:
+            self.look_around()
+            rank = self._place[0]
+            notes = self.directory / writing.NOTES
+            try:
+                notes.mkdir(parents=True, exist_ok=True)
+                self._stem = writing.claim(self.directory, rank)
+            except OSError:
+                self._stem = f"rank{rank or 0}"  # nothing can be written there; the files will go elsewhere
+        return self._stem
+
+    def host_trace_path(self) -> Path:
+        """Where PyTorch's observer writes during the graph step."""
+        return self.directory / f"{self.stem()}.host.json"
+
+    def keep(self, window: Window, *, used_torch: bool) -> None:
+        """Write a recorded window: exported now, compressed beside the steps."""
+        self.look_around()
+        if not used_torch and self._is_bystander():
+            return
+        name = f"{self.stem()}.kineto.json"
+        plain, moved = self._export(name, window.kineto.save)
+        if plain is None:
+            return
+        if not used_torch and window.end_step <= window.first_step and not _has_ops(plain):
+            plain.unlink()
+            self._give_up_name()
+            return
+        self._window = {
+            "file": plain.name if moved is None else str(plain),
+            "kind": window.kind,
+            "first_step": window.first_step if window.end_step > window.first_step else None,
+            "step_count": max(0, window.end_step - window.first_step),
+            "start_ns": window.start_ns,
+            "end_ns": window.end_ns,
+        }
+        self._collectives, self._live_bytes = window.collectives, window.live_bytes
+        self._memory_snapshot()
+        self._writer.submit(lambda: self._compressed(self._window, "file", plain))
+
+    def keep_graph(self, graph: Graph, step: int, _: int) -> None:
+        """Write the graph step."""
+        name = f"{self.stem()}.graph.kineto.json"
+        host = self.host_trace_path()
+        plain, moved = self._export(name, graph.save)
+        if plain is None:
+            host.unlink(missing_ok=True)
+            return
+        self._graph = {
+            "step": step,
+            "file": plain.name if moved is None else str(plain),
+            "host_file": host.name,
+        }
+        table = self._graph
+        self._writer.submit(lambda: self._compressed(table, "file", plain))
+        self._writer.submit(lambda: self._compressed(table, "host_file", host))
+        self._writer.submit(lambda: self._publish("running"))
+
+    def drop_graph(self) -> None:
+        """The graph step was cut short: half a graph is of no use."""
+        self.host_trace_path().unlink(missing_ok=True)
+
+    def finish(self, reason: str, *, used_torch: bool) -> None:
+        """Wait for the files, then write this process's part and merge."""
+        self._writer.wait()
+        if not self.empty:
+            self._publish(reason)
+        notes = self.directory / writing.NOTES
+        moved = any(notice["slug"] == "capture-moved" for notice in self._notices)
+        if (self.empty or moved) and notes.is_dir():
+            end = {"steps": self._log.number, "used_torch": used_torch, "wrote_elsewhere": moved}
+            with contextlib.suppress(OSError):  # only the diagnosis would have used it
+                (notes / f"{os.getpid()}.end").write_text(json.dumps(end), encoding="utf-8")
+
+    # ---- parts
+
+    def _export(self, name: str, save: Any) -> tuple[Path | None, str | None]:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            pass  # `export` finds out and goes elsewhere
+        try:
+            plain, moved = writing.export(self.directory, name, save)
+        except OSError as error:
+            say_once("disk-full", f"`{name}` could not be written: {error.strerror or error}")
+            return None, None
+        if moved is not None:
+            self._notices.append({"slug": "capture-moved", "message": f"{name} is in {plain.parent}: {moved}"})
+        return plain, moved
+
+    def _compressed(self, table: dict[str, Any] | None, key: str, plain: Path) -> None:
+        name = writing.compress(plain)
+        if table is not None:
+            table[key] = name if plain.parent == self.directory else str(plain.parent / name)
+
+    def _is_bystander(self) -> bool:
+        """A process without rank and steps, where others have recorded theirs: it has only started them."""
+        notes = self.directory / writing.NOTES
+        others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
+        return self._place[0] is None and self._log.number == 0 and others
+
+    def _give_up_name(self) -> None:
+        if self._stem is not None:
+            (self.directory / writing.NOTES / self._stem).unlink(missing_ok=True)
+            self._stem = None
+
+    def _memory_snapshot(self) -> None:
+        """On GPUs the allocator's own history goes along with `--memory`."""
+        import torch
+
+        if self._settings.memory and torch.cuda.is_available() and torch.cuda.is_initialized():
+            path = self.directory / f"{self.stem()}.memory.pickle"
+            try:
+                torch.cuda.memory._dump_snapshot(str(path))
+            except (OSError, RuntimeError) as error:
+                say_once("no-memory-snapshot", f"the allocator's history could not be written: {error}")
+
+    def _publish(self, reason: str) -> None:
+        part = self.part(reason)
+        name = f"{self.stem()}.capture.json"
+        try:
+            writing.write_json(self.directory / name, part)
+            manifest.merge(self.directory)
+        except OSError as error:
+            plain, _ = self._export(name, lambda path: writing.write_json(path, part))
+            if plain is not None and plain.parent == self.directory:
+                say_once("not-merged", f"`{manifest.NAME}` could not be written: {error.strerror or error}")
+
+    def part(self, reason: str) -> dict[str, Any]:
+        """This process's entry of `capture.json`."""
+        self.look_around()
+        rank, size, local = self._place
+        graph_ns = self._log.durations(Mark.GRAPH)
+        stem = self.stem()
+        if stem.startswith("pid"):
+            rank = None
+        elif rank is None:
+            rank, size = 0, 1
+        if self._graph is not None:
+            self._graph["duration_ns"] = graph_ns[-1] if graph_ns else None
+        return {
+            "rank": rank,
+            "world_size": size,
+            "local_rank": local,
+            "name": stem,
+            **environment.describe(),
+            "settings": self._settings.to_dict(),
+            "groups": self._groups,
+            "created_ns": self._created_ns,
+            "written_ns": time.time_ns(),
+            "ended": reason,
+            "window": self._window,
+            "graph_step": self._graph,
+            "step_source": self._clock.source,
+            "steps": self._table("steps", self._log.to_dict(), self._log.number),
+            "collectives": self._collective_table(),
+            "live_bytes_at_start": self._live_bytes,
+            "overhead": manifest.overhead(self._log, graph_ns[-1] if graph_ns else None, WARM_UP_STEPS),
+            "notices": self._notices,
+        }
+
+    def _collective_table(self) -> dict[str, Any] | None:
+        if self._collectives is None:
+            return None
+        return self._table("collectives", self._collectives, len(self._collectives["start_ns"]))
+
+    def _table(self, name: str, columns: dict[str, Any], rows: int) -> dict[str, Any]:
+        """The columns themselves, or where they are when they are long."""
+        if rows <= INLINE_ROWS:
+            return columns
+        path = self.directory / f"{self.stem()}.{name}.json"
+        try:
+            path.write_text(json.dumps(columns, separators=(",", ":")), encoding="utf-8")
+        except OSError:
+            return columns  # then they travel with the rest, wherever that can be written
+        return {"file": writing.compress(path), "rows": rows}
+
+
+def _has_ops(path: Path) -> bool:
+    """Whether a trace in plain JSON holds any operator."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return text.find(b'"cpu_op"') >= 0

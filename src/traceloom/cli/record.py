@@ -1,0 +1,112 @@
+"""`traceloom record -- COMMAND`: record a run without a change to its code."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import sys
+from pathlib import Path
+
+from traceloom.capture.launch import Launch
+from traceloom.capture.messages import say
+from traceloom.capture.settings import Settings, check_times, parse_steps
+from traceloom.errors import UsageError
+
+_DESCRIPTION = """\
+Run a command and record what PyTorch does in it, on every rank. The program needs no change.
+
+Without --steps everything from the first torch call is recorded; when the 4th step starts that is thrown away and
+5 steps are recorded. One more step, the graph step, is recorded with PyTorch's host trace, which is slow; it is never
+used for durations."""
+
+_EXAMPLES = """\
+examples:
+  traceloom record -- python train.py --epochs 1
+  traceloom record -o run1 --steps 20..25 --stacks -- torchrun --nproc-per-node 2 train.py
+  traceloom record --after 30 --duration 5 -- python serve.py"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "record",
+        help="run a command and record it",
+        usage="traceloom record [options] -- COMMAND ...",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-o", "--output", metavar="DIR", help="capture directory (default: traceloom-SCRIPT-TIME)")
+    add("--steps", metavar="A..B", help="record steps A to B-1, counted from 0; or N steps after 3 of warm-up")
+    add("--after", type=float, metavar="SECONDS", help="record by time: begin so long after torch was imported")
+    add("--duration", type=float, metavar="SECONDS", help="record by time: for so long (default: 10)")
+    add("--stacks", action="store_true", help="record Python call stacks and modules (slow)")
+    add("--memory", action="store_true", help="record allocations")
+    add("--no-shapes", dest="shapes", action="store_false", help="leave out the shapes of inputs")
+    add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
+    add("--force", action="store_true", help="replace an earlier capture in DIR")
+    add("-q", "--quiet", action="store_true", help="say nothing but what went wrong")
+    add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and record it.
+
+    Returns:
+        The command's own exit code; where a signal ended it, this process ends by the same one.
+
+    Raises:
+        UsageError: slugs `no-command`, `bad-steps`, `bad-time`, `command-not-found`.
+        OutputError: slugs `capture-exists`, `not-writable`.
+    """
+    command = list(args.command)
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        raise UsageError(
+            "there is no command to record",
+            slug="no-command",
+            hint="write it behind two dashes: `traceloom record -- python train.py`",
+        )
+    check_times(args.after, args.duration, args.steps)
+    first, count = parse_steps(args.steps)
+    directory = Path(args.output or default_name(command)).absolute()
+    settings = Settings(
+        str(directory),
+        first_step=first,
+        step_count=count,
+        after=args.after,
+        duration=args.duration,
+        stacks=args.stacks,
+        memory=args.memory,
+        shapes=args.shapes,
+        graph_step=args.graph_step,
+        quiet=args.quiet,
+    )
+    launch = Launch(settings, command, force=args.force)
+    status = launch.run()
+    for line in launch.summary(_shown(directory)):
+        say(line)
+    if status < 0:
+        launch.die_alike(-status)
+        return 128 - status
+    return status
+
+
+def default_name(command: list[str]) -> str:
+    """`traceloom-train-20260131-120000`, after the first thing on the command line that looks like a script."""
+    scripts = [word for word in command if word.endswith(".py")]
+    script = Path(scripts[0]).stem if scripts else Path(command[0]).stem
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", script)[:60] or "run"
+    now = datetime.datetime.now().astimezone()
+    return f"traceloom-{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def _shown(directory: Path) -> str:
+    """The directory as the user would type it."""
+    relative = os.path.relpath(directory) if sys.platform != "win32" else str(directory)
+    return relative if not relative.startswith("..") else str(directory)
