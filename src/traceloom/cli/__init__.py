@@ -1,1 +1,151 @@
-"""cli"""
+"""The command line: `traceloom VERB`. A verb is a module, loaded only when it is called.
+
+Exit codes: 0 fine, 1 a defect of ours, 2 wrong usage, 3 an input was refused, 4 one of several inputs was refused,
+5 a check failed, 130 interrupted, 141 whoever read our output stopped reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, cast
+
+from traceloom import __version__
+from traceloom.errors import MESSAGES, TraceloomError, UsageError
+
+INTERRUPTED = 130
+NOBODY_READS = 141
+
+# Verb -> what it does. Its module is `traceloom.cli.VERB`.
+VERBS = {
+    "record": "record a PyTorch program, without changing it",
+    "report": "show where the time of a trace or a recorded run went",
+}
+
+OVERVIEW = f"""\
+usage: traceloom VERB ...
+
+Records AI workloads, accounts for every nanosecond, shows where the time went.
+
+verbs:
+  record   {VERBS["record"]}
+             traceloom record -o run -- python train.py
+             traceloom record -o run -- torchrun --nproc-per-node 8 train.py
+  report   {VERBS["report"]}
+             traceloom report run
+             traceloom report trace.json.gz -o report.html
+
+Each verb explains itself: traceloom report --help
+
+options:
+  -h, --help     show this
+  --version      show the version
+"""
+
+
+class Verb(Protocol):
+    """What the module of a verb offers."""
+
+    def add_parser(self, subparsers: argparse._SubParsersAction[Parser]) -> object:
+        """Add the verb's own parser."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; returns the exit code."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as all our errors do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError, slug `wrong-usage`."""
+        raise UsageError(message, slug="wrong-usage", hint=f"see {self.prog} --help")
+
+
+def verb(name: str) -> Verb:
+    """The module of a verb."""
+    return cast("Verb", importlib.import_module(f"traceloom.cli.{name}"))
+
+
+def parser(names: Sequence[str] = tuple(VERBS)) -> Parser:
+    """A parser that knows these verbs; only their modules are loaded."""
+    whole = Parser(prog="traceloom", add_help=False)
+    subparsers = whole.add_subparsers(dest="verb", parser_class=Parser)
+    for name in names:
+        verb(name).add_parser(subparsers)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code. A traceback is shown only with `--debug`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in _ours(arguments)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except TraceloomError as error:
+        _tell(error, debug=debug)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("traceloom: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would fail once more when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+    except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
+        _tell(_defect(error), debug=debug, cause=error)
+        return 1
+    return code
+
+
+def _ours(arguments: list[str]) -> list[str]:
+    """The arguments before `--`: what follows belongs to the recorded program."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def _dispatch(arguments: list[str]) -> int:
+    first = next((argument for argument in arguments if argument != "--debug"), "--help")
+    if first in {"-h", "--help", "help"}:
+        print(OVERVIEW, end="")
+        return 0
+    if first in {"-V", "--version"}:
+        print(f"traceloom {__version__}")
+        return 0
+    if first not in VERBS:
+        raise UsageError(
+            f"`{first}` is not a verb of traceloom", slug="unknown-verb", hint=f"it has {', '.join(VERBS)}"
+        )
+    theirs = arguments[len(_ours(arguments)) :]
+    try:
+        args = parser([first]).parse_args([a for a in _ours(arguments) if a != "--debug"] + theirs)
+    except SystemExit as stop:  # argparse leaves this way after --help
+        return int(stop.code or 0)
+    return verb(first).run(args)
+
+
+def _defect(error: Exception) -> TraceloomError:
+    return TraceloomError(
+        f"a defect of Traceloom: {type(error).__name__}: {error}",
+        slug="internal-error",
+        hint="please report it with the traceback that --debug shows",
+    )
+
+
+def _tell(error: TraceloomError, *, debug: bool, cause: Exception | None = None) -> None:
+    """The error in one sentence, its remedy, and where more is written about it."""
+    if debug:
+        traceback.print_exception(cause or error)
+    where = f" ({error.where})" if error.where else ""
+    print(f"traceloom: {_one_line(error.message)}{_one_line(where)}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {_one_line(error.hint)}", file=sys.stderr)
+    print(f"see {MESSAGES}#{error.slug}", file=sys.stderr)
+
+
+def _one_line(text: str) -> str:
+    """Without line breaks and control characters: paths and names in messages come from strangers."""
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)

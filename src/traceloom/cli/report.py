@@ -1,0 +1,171 @@
+"""`traceloom report`: where the time of a trace or a recorded run went."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from traceloom.model import Session
+    from traceloom.report import ReportOptions
+    from traceloom.report.formats import Report
+
+SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
+_EXAMPLES = """\
+examples:
+  traceloom report run                           a recorded run
+  traceloom report trace.json.gz                 a trace of the PyTorch profiler
+  traceloom report traces/ --rank 3 --top 20     one rank, longer tables
+  traceloom report run --steps 20..25 -o out.html -o out.json
+  traceloom report run -o run.perfetto.json.gz   for ui.perfetto.dev
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report",
+        help="show where the time went",
+        description="Show where the time of a trace or a recorded run went: on the terminal, or in a file.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="trace file, directory of traces, or recorded run; - for standard input",
+    )
+    what = parser.add_argument_group("what to report")
+    what.add_argument("--rank", type=_ranks, metavar="N[,N]", help="only these ranks")
+    what.add_argument("--steps", type=_steps, metavar="A..B", help="only the work of these steps, both included")
+    what.add_argument("--by-shape", action="store_true", help="count operators apart by the shapes of their inputs")
+    how = parser.add_argument_group("how to show it")
+    how.add_argument("--top", type=_positive, default=10, metavar="N", help="rows of a table (default: 10)")
+    how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
+    how.add_argument("--json", action="store_true", help="print the report as JSON")
+    how.add_argument(
+        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
+        help="write a file instead: .html, .json, .md, .perfetto.json.gz, .perfetto.json (may be repeated)",
+    )  # fmt: skip
+    how.add_argument("--force", action="store_true", help="overwrite files")
+    more = parser.add_argument_group("more")
+    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
+    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
+    return number
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dots, last = text.partition("..")
+    try:
+        steps = int(first), int(last if dots else first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a range of steps, as 20..25") from None
+    if steps[0] > steps[1]:
+        raise argparse.ArgumentTypeError(f"`{text}` ends before it begins")
+    return steps
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, analyse and show; returns the exit code."""
+    from traceloom.report import ReportOptions, files, formats
+
+    targets = [(path, formats.format_of(path)) for path in args.output]
+    if len({path.absolute() for path, _ in targets}) < len(targets):
+        raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
+    for path, _ in targets:
+        files.check_free(path, force=args.force)
+    options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort)
+    with Progress(shown=not args.quiet) as progress:
+        progress.say("reading")
+        sessions = _load(args)
+        progress.say("analysing")
+        report = _report(sessions, args, options)
+        written = []
+        for path, kind in targets:
+            progress.say(f"writing {path}")
+            size = files.write(path, partial(kind.write, report), force=args.force)
+            written.append((path, size, kind.next_step))
+    _show(args, report)
+    if not args.quiet:
+        for line in _closing(args, report, written):
+            print(line, file=sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> list[Session]:
+    from traceloom.read import load_runs
+
+    return load_runs(*args.inputs)
+
+
+def _report(sessions: list[Session], args: argparse.Namespace, options: ReportOptions) -> Report:
+    from traceloom import report
+    from traceloom.report.formats import Report, format_of
+
+    if len(sessions) == 1:
+        return Report(report.build(sessions[0], options), report.selected(sessions[0], options), options)
+    commands = [_command(session, sessions) for session in sessions]
+    of_one = [str(path) for path in args.output if not format_of(path).of_runs]
+    of_one += [option for option, given in (("--rank", args.rank), ("--steps", args.steps)) if given]
+    if of_one:
+        raise UsageError(
+            f"the inputs hold {len(sessions)} runs, but {of_one[0]} is about one",
+            slug="several-runs",
+            hint=f"choose one, as with: {shlex.join(commands[0])}",
+        )
+    return Report(report.build_runs(sessions, ", ".join(args.inputs), commands), sessions[0], options)
+
+
+def _command(session: Session, sessions: list[Session]) -> list[str]:
+    """The command that reports this run alone: by its directory, where no other run has a file there."""
+    paths = [trace.meta.path for trace in session.traces]
+    homes = {Path(path).parent for path in paths}
+    others = {Path(trace.meta.path).parent for other in sessions if other is not session for trace in other.traces}
+    alone = len(homes) == 1 and not homes & others and len(paths) > 1
+    return ["traceloom", "report", *([str(homes.pop())] if alone else paths)]
+
+
+def _show(args: argparse.Namespace, report: Report) -> None:
+    if args.json:
+        from traceloom.report.jsonfile import encode
+
+        sys.stdout.buffer.write(encode(report.document))
+    elif not args.output:
+        from traceloom.report import terminal
+
+        terminal.show(report.document, report.options, sys.stdout)
+
+
+def _closing(args: argparse.Namespace, report: Report, written: list[tuple[Path, int, str]]) -> Iterator[str]:
+    """What was written, and what to try next."""
+    from traceloom.model import units
+
+    for path, size, next_step in written:
+        yield f"Wrote {path} ({units.size(size)}); {next_step}."
+    if not written and not args.json and not report.document["runs"]:
+        inputs = shlex.join(args.inputs)
+        yield f"\nNext: traceloom report {inputs} -o report.html"

@@ -1,0 +1,91 @@
+"""What a report does not know, and why: every null in the document is explained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+_TIMES = ("start_ns", "time_ns", "peak_time_ns")
+
+# Path in the document -> why a value there can be unknown. `[*]` stands for any row.
+REASONS = {
+    "inputs[*].rank": "the file does not say its rank",
+    "inputs[*].world_size": "the file does not say how many ranks the job has",
+    "inputs[*].host": "the file does not name its host",
+    "ranks[*].rank": "the file does not say its rank",
+    "ranks[*].world_size": "the file does not say how many ranks the job has",
+    "ranks[*].host_name": "the file does not name its host",
+    "ranks[*].devices": "no GPU work was recorded",
+    "ranks[*].devices[*].name": "the file does not name the device",
+    "ranks[*].steps": "the trace marks no steps",
+    "ranks[*].steps[*].lag_ns": "the step launched no GPU work",
+    "ranks[*].host.threads": "no host events were recorded",
+    "ranks[*].host.threads[*].process": "the file does not number this process",
+    "ranks[*].host.threads[*].thread": "the file does not number this thread",
+    "ranks[*].host.account[*].step": "null is the time outside all steps",
+    "ranks[*].step_times": "the trace marks no steps",
+    "kernels": "no GPU work was recorded",
+    "kernels[*].rule": "no rule is needed to tell what it is",
+    "operators": "no framework operators were recorded",
+    "operators[*].shapes": "not counted apart by shape (ask with --by-shape), or shapes were not recorded",
+    "operators[*].device_ns": "no GPU work was recorded",
+    "operators[*].self_device_ns": "no GPU work was recorded",
+    "operators[*].kernel_count": "no GPU work was recorded",
+    "modules": "neither Python stacks nor module annotations were recorded",
+    "modules[*].parent": "null is the root",
+    "modules[*].rank": "the file does not say its rank",
+    "communication.collectives": "no collective communication was recorded",
+    "communication.collectives[*].group": "the recording does not say which group communicates",
+    "communication.collectives[*].group_description": "the group has no description",
+    "communication.collectives[*].group_size": "the recording does not say how many ranks communicate",
+    "communication.collectives[*].element_type": "the recording does not say the element type",
+    "communication.collectives[*].bytes": "the recording does not say how much is sent",
+    "communication.collectives[*].exposed_ns": "only communication on a device can be hidden behind its computing",
+    "communication.ranks[*].rank": "the file does not say its rank",
+    "memory.devices": "allocations were not recorded (record with --memory, or profile_memory=True)",
+    "memory.devices[*].rank": "the file does not say its rank",
+    "memory.curve[*].rank": "the file does not say its rank",
+    "memory.curve[*].reserved_bytes": "the allocator does not say what it has reserved",
+    "data_loading": "no data loader was recorded",
+    "data_loading.waits[*].rank": "the file does not say its rank",
+    "data_loading.waits[*].step": "null is the time outside all steps",
+    "data_loading.steps[*].rank": "the file does not say its rank",
+    "data_loading.steps[*].step": "null is the time outside all steps",
+    "notices[*].rank": "the notice is about the whole run, or the file does not say its rank",
+    "capture": "the run was not recorded by `traceloom record`",
+    "findings": "this version measures and does not yet rank what to fix",
+    "runs[*].world_size": "the files do not say how many ranks the job has",
+    "runs[*].window_ns": "the run has no events",
+}
+
+
+class Absent:
+    """Collects the reasons while a document is built; a path is explained once."""
+
+    def __init__(self, epoch_ns: int) -> None:
+        self.epoch_ns = epoch_ns
+        self._reasons: dict[str, str] = {}
+
+    def say(self, path: str) -> None:
+        """Explain the unknown or empty value at `path`."""
+        self._reasons.setdefault(path, REASONS.get(path, "the trace does not say"))
+
+    def rows(self, frame: pl.DataFrame, path: str) -> list[dict[str, Any]]:
+        """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""
+        times = [name for name in frame.columns if name in _TIMES]
+        frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
+        for name in frame.columns:
+            if frame[name].null_count():
+                self.say(f"{path}[*].{name}")
+        return frame.to_dicts()
+
+    def value(self, value: Any, path: str) -> Any:
+        """A single value; explained where it is null."""
+        if value is None:
+            self.say(path)
+        return value
+
+    def to_list(self) -> list[dict[str, str]]:
+        """`absent` of the document."""
+        return [{"path": path, "reason": reason} for path, reason in sorted(self._reasons.items())]

@@ -1,0 +1,162 @@
+"""The report document: what `traceloom report` knows about a run, as one JSON object.
+
+Everything that is shown (terminal, page, Markdown) is drawn from it. Its keys are described in
+docs/reference/report-json.md and docs/reference/report.schema.json; version 1 only gains keys.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from traceloom import __version__, analyze
+from traceloom.model import Notice, Session
+from traceloom.model.notice import worst_first
+from traceloom.report import totals
+from traceloom.report.absent import Absent
+from traceloom.report.measure import measure
+from traceloom.report.options import ReportOptions
+from traceloom.report.rank import rank_entry
+from traceloom.report.window import of_steps
+
+FORMAT = "traceloom-report"
+VERSION = 1
+
+Row = dict[str, Any]
+
+
+def build(session: Session, options: ReportOptions | None = None) -> Row:
+    """The document of one run.
+
+    Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
+    and explained in `absent`.
+
+    Args:
+        session: The run.
+        options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
+
+    Raises:
+        UsageError: slugs `no-such-rank`, `no-such-step`.
+    """
+    options = options or ReportOptions()
+    whole = _of_ranks(session, options)
+    part = selected(session, options)
+    absent = Absent(whole.epoch_ns)
+    ranks = [measure(trace, options.steps, by_shape=options.by_shape) for trace in whole.traces]
+    notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
+    absent.say("findings")
+    return {
+        **_head(session.name, whole.epoch_ns),
+        "answer": _answer(part),
+        "inputs": _inputs([whole], absent),
+        "notices": _notices(notices, absent),
+        "capture": absent.value(session.capture, "capture"),
+        "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
+        "kernels": totals.kernels(ranks, absent),
+        "operators": totals.operators(ranks, absent),
+        "modules": totals.modules(ranks, absent),
+        "communication": totals.communication(ranks, absent),
+        "memory": totals.memory(ranks, absent),
+        "data_loading": totals.data_loading(ranks, absent),
+        "findings": [],
+        "runs": [],
+        "absent": absent.to_list(),
+    }
+
+
+def selected(session: Session, options: ReportOptions) -> Session:
+    """The part of a session that a report with these options is about."""
+    whole = _of_ranks(session, options)
+    return whole if options.steps is None else of_steps(whole, options.steps)
+
+
+def _of_ranks(session: Session, options: ReportOptions) -> Session:
+    return session if options.ranks is None else session.of_ranks(options.ranks)
+
+
+def build_runs(sessions: list[Session], name: str, commands: list[list[str]]) -> Row:
+    """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
+    absent = Absent(0)
+    notices = _distinct(tuple(n for session in sessions for n in session.notices))
+    runs = [_run(session, command, absent) for session, command in zip(sessions, commands, strict=True)]
+    return {
+        **_head(name, 0),
+        "answer": {"sentence": f"{len(sessions)} runs; choose one to see where its time goes.", "parts": []},
+        "inputs": _inputs(sessions, absent),
+        "notices": _notices(notices, absent),
+        "capture": None,
+        "ranks": [],
+        "kernels": [],
+        "operators": [],
+        "modules": [],
+        "communication": {"collectives": [], "ranks": []},
+        "memory": {"devices": [], "curve": []},
+        "data_loading": None,
+        "findings": [],
+        "runs": runs,
+        "absent": [
+            *({"path": path, "reason": "several runs are summed up; report one of them to see it"} for path in _PARTS),
+            *absent.to_list(),
+        ],
+    }
+
+
+_PARTS = ("capture", "communication", "data_loading", "findings", "kernels", "memory", "modules", "operators", "ranks")
+
+
+def _head(name: str, epoch_ns: int) -> Row:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": name,
+        "epoch_ns": str(epoch_ns),
+    }
+
+
+def _answer(session: Session) -> Row:
+    answer = analyze.answer(session)
+    return {"sentence": answer.sentence, "parts": answer.parts.to_dicts()}
+
+
+def _inputs(sessions: list[Session], absent: Absent) -> list[Row]:
+    return [
+        {
+            "path": trace.meta.path,
+            "kind": trace.meta.kind,
+            "rank": absent.value(trace.meta.rank, "inputs[*].rank"),
+            "world_size": absent.value(trace.meta.world_size, "inputs[*].world_size"),
+            "host": absent.value(trace.meta.host, "inputs[*].host"),
+            "events": trace.events.height,
+            "versions": dict(trace.meta.versions),
+            "settings": dict(trace.meta.settings),
+        }
+        for session in sessions
+        for trace in session.traces
+    ]
+
+
+def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[Row]:
+    if any(notice.rank is None for notice in notices):
+        absent.say("notices[*].rank")
+    return [notice.to_dict() for notice in worst_first(notices)]
+
+
+def _distinct(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
+    """Readers and analyses may notice the same thing; it is said once per rank and place."""
+    return tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
+
+
+def _run(session: Session, command: list[str], absent: Absent) -> Row:
+    spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
+    window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
+    return {
+        "name": session.name,
+        "ranks": len(session.traces),
+        "world_size": absent.value(session.world_size, "runs[*].world_size"),
+        "window_ns": absent.value(window, "runs[*].window_ns"),
+        "steps": max((t.steps.height for t in session.traces), default=0),
+        "events": sum(t.events.height for t in session.traces),
+        "sentence": analyze.answer(session).sentence,
+        "command": shlex.join(command),
+    }

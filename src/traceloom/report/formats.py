@@ -1,0 +1,87 @@
+"""The formats a report can be written in, chosen by the ending of the file's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from traceloom.errors import UsageError
+from traceloom.model import Session
+from traceloom.report.options import ReportOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a format may draw from: the document, the part of the session it is about, and the choices made."""
+
+    document: dict[str, Any]
+    session: Session
+    options: ReportOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format: its endings, how it is written, and what to do with the file then."""
+
+    endings: tuple[str, ...]
+    write: Callable[[Report, BinaryIO], None]
+    next_step: str
+    of_runs: bool = False  # can also tell several runs apart
+
+
+def _html(report: Report, handle: BinaryIO) -> None:
+    from traceloom.report import html
+
+    handle.write(html.render(report.document, report.session).encode("utf-8"))
+
+
+def _json(report: Report, handle: BinaryIO) -> None:
+    from traceloom.report.jsonfile import encode
+
+    handle.write(encode(report.document))
+
+
+def _markdown(report: Report, handle: BinaryIO) -> None:
+    from traceloom.report.markdown import render
+
+    handle.write(render(report.document, report.options).encode("utf-8"))
+
+
+def _perfetto(report: Report, handle: BinaryIO) -> None:
+    from traceloom.report.perfetto import write
+
+    write(report.session, int(report.document["epoch_ns"]), handle)
+
+
+def _perfetto_gz(report: Report, handle: BinaryIO) -> None:
+    from isal import igzip
+
+    with igzip.IGzipFile(fileobj=handle, mode="wb", compresslevel=2) as packed:
+        _perfetto(report, packed)
+
+
+FORMATS = (
+    Format((".perfetto.json.gz",), _perfetto_gz, "open it at ui.perfetto.dev"),
+    Format((".perfetto.json",), _perfetto, "open it at ui.perfetto.dev"),
+    Format((".html", ".htm"), _html, "open it in a browser"),
+    Format((".json",), _json, "its keys are described in docs/reference/report-json.md", of_runs=True),
+    Format((".md",), _markdown, "paste it into a pull request", of_runs=True),
+)
+
+
+def format_of(path: Path) -> Format:
+    """The format a file name asks for.
+
+    Raises:
+        UsageError: slug `unknown-format`.
+    """
+    name = path.name.lower()
+    for known in FORMATS:
+        if name.endswith(known.endings):
+            return known
+    endings = ", ".join(ending for known in FORMATS for ending in known.endings)
+    raise UsageError(
+        f"`{path}` does not tell which format to write", slug="unknown-format", hint=f"use one of the endings {endings}"
+    )

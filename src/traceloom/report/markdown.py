@@ -1,0 +1,160 @@
+"""The report as Markdown for a pull request: the answer, a table per question, at most sixty lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions, ordered
+
+Row = dict[str, Any]
+_MOST_RANKS = 12
+_MOST_ROWS = 8
+_MOST_NOTICES = 5
+_NAME_WIDTH = 70
+_MARKS = re.compile(r"([\\`*_{}\[\]#|~!])")
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
+
+
+def render(document: Row, options: ReportOptions) -> str:
+    """The document as GitHub-flavoured Markdown, ended by a line end."""
+    return "\n".join(_lines(document, options)) + "\n"
+
+
+def text(words: str) -> str:
+    """Words of strangers as they are: no markup, no HTML, no mention of a user, on one line."""
+    marked = _MARKS.sub(r"\\\1", harmless(words))
+    return "".join(_ENTITIES.get(letter, letter) for letter in marked)
+
+
+def code(name: str) -> str:
+    """A name as a code span that it cannot leave, nor the table cell around it."""
+    shown = short(name, _NAME_WIDTH).replace("|", "\\|")
+    fence = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
+    pad = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
+    yield f"### Traceloom: {code(document['name'])}"
+    yield ""
+    yield f"**{text(document['answer']['sentence'])}**"
+    yield from _runs(document)
+    yield from _devices(document)
+    yield from _host(document)
+    yield from _kernels(document, options)
+    yield from _operators(document, options)
+    yield from _notices(document)
+    yield ""
+    events = sum(given["events"] for given in document["inputs"])
+    yield f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table whose first column is text and whose others are numbers."""
+    if not rows:
+        return
+    yield ""
+    yield f"| {' | '.join((title, *head))} |"
+    yield "|" + "|".join(("---", *("--:" for _ in head))) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _runs(document: Row) -> Iterator[str]:
+    rows = [
+        [
+            code(run["name"]),
+            str(run["ranks"]),
+            units.duration(run["window_ns"]),
+            str(run["steps"]),
+            text(run["sentence"]),
+        ]
+        for run in document["runs"]
+    ]
+    yield from _table("run", ("ranks", "time", "steps", "answer"), rows[: _MOST_ROWS * 4])
+
+
+def _label(rank: int | None) -> str:
+    return "?" if rank is None else str(rank)
+
+
+def _devices(document: Row) -> Iterator[str]:
+    found = [(rank, device) for rank in document["ranks"] for device in rank["devices"]]
+    keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
+    rows = [
+        [f"rank {_label(rank['rank'])}, GPU {device['device']}", units.duration(device["window_ns"])]
+        + [units.share(device[key], device["window_ns"]) for key in keys]
+        + [_step(rank)]
+        for rank, device in found[:_MOST_RANKS]
+    ]
+    head = ("window", "compute", "exposed communication", "exposed memory", "idle", "median step")
+    yield from _table("GPU time", head, rows)
+    if len(found) > _MOST_RANKS:
+        yield f"| … and {len(found) - _MOST_RANKS} more | | | | | | |"
+
+
+def _step(rank: Row) -> str:
+    return units.duration(rank["step_times"]["median_ns"]) if rank["step_times"] else "-"
+
+
+def _host(document: Row) -> Iterator[str]:
+    """Of ranks without a GPU: the phases of the main thread."""
+    rows = []
+    for rank in document["ranks"]:
+        lanes = {thread["lane"] for thread in rank["host"]["threads"] if thread["main"]}
+        account = [row for row in rank["host"]["account"] if row["lane"] in lanes]
+        if rank["devices"] or not account:
+            continue
+        whole = sum(row["ns"] for row in account)
+        phases = ("loading", "forward", "backward", "optimizer", "communication", "other")
+        parts = [sum(row["ns"] for row in account if row["phase"] == phase) for phase in phases]
+        shares = [units.share(part, whole) for part in parts]
+        rows.append([f"rank {_label(rank['rank'])}", units.duration(whole), *shares, _step(rank)])
+    head = ("window", "loading", "forward", "backward", "optimizer", "communication", "other", "median step")
+    yield from _table("host time", head, rows[:_MOST_RANKS])
+
+
+def _kernels(document: Row, options: ReportOptions) -> Iterator[str]:
+    shown = ordered(document["kernels"], options)[:_MOST_ROWS]
+    rows = [
+        [
+            code(r["name"]),
+            r["category"],
+            units.duration(r["total_ns"]),
+            units.share(r["fraction"], 1.0),
+            units.count(r["count"]),
+        ]
+        for r in shown
+    ]
+    yield from _table("GPU work", ("category", "total", "share", "count"), rows)
+
+
+def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
+    shown = ordered(document["operators"], options)[:_MOST_ROWS]
+    rows = [
+        [
+            code(r["name"]),
+            units.duration(r["self_ns"]),
+            units.duration(r["total_ns"]),
+            units.duration(r["device_ns"]),
+            units.count(r["count"]),
+        ]
+        for r in shown
+    ]
+    yield from _table("operator", ("self", "total", "GPU", "count"), rows)
+
+
+def _notices(document: Row) -> Iterator[str]:
+    found = document["notices"]
+    if not found:
+        return
+    yield ""
+    for notice in found[:_MOST_NOTICES]:
+        rank = "" if notice["rank"] is None else f" (rank {notice['rank']})"
+        yield f"- {notice['severity']}: {text(notice['message'])}{rank}"
+    if len(found) > _MOST_NOTICES:
+        yield f"- … and {len(found) - _MOST_NOTICES} more"

@@ -1,0 +1,86 @@
+"""Names of strangers, made fit to be shown: nothing in them can steer a terminal, and long C++ names get short."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters, and the invisible ones that reorder or hide text.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]")
+_ANONYMOUS = re.compile(r"\(anonymous namespace\)::|_GLOBAL__N__\w*::|\{anonymous\}::")
+_LAMBDA = re.compile(r"::\{lambda\([^)]*\)#\d+\}(?:::operator\(\)\(\)(?: const)?)?")
+_NAMESPACE = re.compile(r"\b[A-Za-z_]\w*::")
+_NUMBERS = re.compile(r"<(?:(?:\d+u?l?|\((?:int|bool)\)\d+|true|false), )+")
+_WRAPPER = re.compile(r"\bgpu_kernel_impl\w*<")
+_LEAST_ARGUMENTS = 6
+_LONGEST = 4_000  # characters of a name that are looked at
+_ELLIPSIS = "…"
+
+
+def harmless(name: str) -> str:
+    r"""The name with every control or invisible character spelled out (`\x1b`), so that it only ever shows."""
+    return _UNSAFE.sub(lambda match: _spelled(ord(match[0])), name)
+
+
+def _spelled(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def short(name: str, width: int) -> str:
+    """A harmless name of at most `width` characters that still tells two kernels apart.
+
+    A name that is too long loses, until it fits: `void ` in front and the parameter list behind; namespaces; numbers
+    and wrappers at the head of its template arguments; the end of these arguments; at last its middle.
+    """
+    name = harmless(name[:_LONGEST])
+    if len(name) <= width:
+        return name
+    for step in (_plain, _without_namespaces, _telling_arguments):
+        name = step(name)
+        if len(name) <= width:
+            return name
+    head, bracket, arguments = name.partition("<")
+    room = width - len(head) - 3  # for `<`, `…` and `>`
+    if bracket and room >= _LEAST_ARGUMENTS:
+        return f"{head}<{arguments[:room]}{_ELLIPSIS}>"
+    if bracket and len(head) + 3 <= width:
+        return f"{head}<{_ELLIPSIS}>"
+    return _middle_out(head if bracket else name, width)
+
+
+def _plain(name: str) -> str:
+    """Without `void `, the parameter list behind a C++ function and unnamed namespaces."""
+    name = _ANONYMOUS.sub("", name.removeprefix("void "))
+    if name.endswith((")", ") const")):
+        opening = _matching(name.removesuffix(" const"))
+        if opening > 0 and name[opening - 1] not in " :":
+            name = name[:opening]
+    return name
+
+
+def _matching(name: str) -> int:
+    """Where the bracket that the last character closes was opened."""
+    depth = 0
+    for position in range(len(name) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(name[position], 0)
+        if depth == 0:
+            return position
+    return 0
+
+
+def _without_namespaces(name: str) -> str:
+    return _NAMESPACE.sub("", _LAMBDA.sub("", name))
+
+
+def _telling_arguments(name: str) -> str:
+    """Without the tile sizes and wrappers that template arguments often begin with."""
+    return _NUMBERS.sub("<", _WRAPPER.sub("", name))
+
+
+def _middle_out(name: str, width: int) -> str:
+    if len(name) <= width:
+        return name
+    if width <= 1:
+        return _ELLIPSIS[:width]
+    front = (width - 1) * 2 // 3
+    back = width - 1 - front
+    return name[:front] + _ELLIPSIS + (name[-back:] if back else "")

@@ -1,0 +1,48 @@
+"""What a report is about, and how much of it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """Choices of `traceloom report`.
+
+    Attributes:
+        ranks: Only these ranks; None for all.
+        steps: Only the work of the steps from the first to the last of these numbers, both included.
+        by_shape: Operators are counted apart by the shapes of their inputs.
+        top: How many rows a table shows on a terminal or in Markdown. The document always has all.
+        sort: What shown tables are sorted by: a key of `SORT_KEYS`; None for each table's own order.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    steps: tuple[int, int] | None = None
+    by_shape: bool = False
+    top: int = 10
+    sort: str | None = None
+
+
+# Key of --sort -> the columns it means, the first one a table has.
+SORT_KEYS = {
+    "self": ("self_ns", "total_ns"),
+    "total": ("total_ns",),
+    "device": ("device_ns", "total_ns"),
+    "mean": ("mean_ns",),
+    "max": ("max_ns", "total_ns"),
+    "count": ("count",),
+    "name": ("name",),
+}
+
+
+def ordered(rows: list[dict[str, Any]], options: ReportOptions) -> list[dict[str, Any]]:
+    """The rows a table shows: sorted by `sort` where the table has that column, the first `top` of them."""
+    columns = SORT_KEYS[options.sort] if options.sort else ()
+    column = next((name for name in columns if rows and name in rows[0]), None)
+    if column == "name":
+        rows = sorted(rows, key=lambda row: str(row["name"]))
+    elif column is not None:
+        rows = sorted(rows, key=lambda row: -(row[column] or 0))
+    return rows[: options.top]

@@ -1,0 +1,103 @@
+"""The report on a terminal: the answer first, then where the time goes, then the tables, then what to do next."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions
+from traceloom.report.terminal import tables, time
+from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.look import ASCII, DIM
+
+_NARROWEST, _WIDEST = 60, 140
+
+__all__ = ["render", "show"]
+
+
+def show(document: dict[str, Any], options: ReportOptions, stream: TextIO) -> None:
+    """Write the report to a stream: with colours where it is a terminal that wants them, in ASCII where it must be."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    width = max(_NARROWEST, min(console.width, _WIDEST))
+    plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    for line in render(document, options, width):
+        if plain:
+            line = _in_ascii(line)  # noqa: PLW2901  (the same line, spelled for this stream)
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def _in_ascii(line: Text) -> Text:
+    plain = line.copy()
+    plain.plain = line.plain.translate(ASCII).encode("ascii", "replace").decode()
+    return plain
+
+
+def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+    """The lines of the report, none wider than `width`."""
+    yield from _head(document, width)
+    if document["runs"]:
+        yield from _runs(document, width)
+    yield from time.devices(document, width)
+    yield from time.steps(document, options.top, width)
+    yield from time.idle(document, width)
+    yield from time.host(document, width)
+    yield from tables.kernels(document, options, width)
+    yield from tables.operators(document, options, width)
+    yield from tables.modules(document, options, width)
+    yield from tables.communication(document, options, width)
+    yield from tables.memory(document, width)
+    yield from tables.data_loading(document, width)
+    yield from tables.notices(document, options, width)
+
+
+def _head(document: dict[str, Any], width: int) -> Iterator[Text]:
+    facts = " · ".join(_facts(document))
+    name = short(document["name"], max(width - len(facts) - 3, 16))
+    yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
+    yield Text("")
+    for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
+
+
+def _facts(document: dict[str, Any]) -> Iterator[str]:
+    ranks = document["ranks"]
+    if not ranks:
+        return
+    world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
+    many = len({rank["rank"] for rank in ranks})
+    if many > 1:
+        yield f"{many} ranks" + (f" of {world}" if world else "")
+    elif ranks[0]["rank"] is not None:
+        yield time.rank_label(ranks[0]["rank"]) + (f" of {world}" if world else "")
+    yield f"{units.count(sum(rank['event_count'] for rank in ranks))} events"
+    yield units.duration(
+        max(rank["start_ns"] + rank["window_ns"] for rank in ranks) - min(r["start_ns"] for r in ranks)
+    )
+
+
+def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
+    """One line per run and the command that reports it."""
+    yield time.heading("Runs")
+    rows: list[list[str | Text]] = [
+        [
+            str(run["ranks"]) + (f" of {run['world_size']}" if run["world_size"] else ""),
+            units.duration(run["window_ns"]),
+            str(run["steps"]),
+            units.count(run["events"]),
+        ]
+        for run in document["runs"]
+    ]
+    columns = [Column("ranks"), Column("time"), Column("steps"), Column("events")]
+    names = [run["name"] for run in document["runs"]]
+    yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
+    for run in document["runs"]:
+        yield Text("")
+        for line in textwrap.wrap(harmless(run["sentence"]), width - 2, break_on_hyphens=False):
+            yield Text(" " + line)
+        yield Text(" " + harmless(run["command"]), DIM)

@@ -1,0 +1,56 @@
+"""Aligned columns of a fixed width: numbers to the right, and a last column that takes what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+Cell = str | Text
+_GAP = "  "
+_INDENT = " "
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its heading and on which side its cells stand."""
+
+    heading: Cell
+    right: bool = True
+
+
+def lines(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], last: tuple[Cell, Callable[[int, int], Cell]], width: int
+) -> list[Text]:
+    """The heading and one line per row.
+
+    Args:
+        columns: All columns but the last.
+        rows: Their cells.
+        last: Heading of the last column, and what stands there: (row number, cells that are left) -> text.
+        width: Of the whole line.
+    """
+    table = [[column.heading for column in columns], *rows]
+    widths = [max(_length(row[i]) for row in table) for i in range(len(columns))]
+    used = len(_INDENT) + sum(widths) + len(_GAP) * len(widths)
+    out: list[Text] = []
+    for number, row in enumerate(table):
+        line = Text(_INDENT, no_wrap=True)
+        for column, cell, size in zip(columns, row, widths, strict=True):
+            blank = " " * (size - _length(cell))
+            shown = _text(cell, "bold" if number == 0 else "")
+            line = line + (Text(blank) + shown if column.right else shown + Text(blank)) + Text(_GAP)
+        heading, fill = last
+        line = line + (_text(heading, "bold") if number == 0 else _text(fill(number - 1, max(width - used, 0)), ""))
+        line.rstrip()
+        out.append(line)
+    return out
+
+
+def _text(cell: Cell, style: str) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell, style)
+
+
+def _length(cell: Cell) -> int:
+    return cell.cell_len if isinstance(cell, Text) else Text(cell).cell_len

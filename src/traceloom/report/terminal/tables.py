@@ -1,0 +1,229 @@
+"""The tables of a terminal report: kernels, operators, modules, communication, memory, data loading, notices."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions, ordered
+from traceloom.report.terminal.bars import sparkline
+from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.look import CATEGORY, DEVICE, DIM, SEVERITY
+from traceloom.report.terminal.time import heading, rank_label
+
+Row = dict[str, Any]
+_WIDEST_CURVE = 72
+
+
+def _covering(shown: list[Row], rows: list[Row], key: str, what: str) -> str:
+    whole = sum(row[key] for row in rows)
+    if len(shown) == len(rows):
+        return f"{units.duration(whole)} {what}"
+    covered = units.share(sum(row[key] for row in shown), whole)
+    return f"{len(shown)} of {units.count(len(rows))}, {covered} of {units.duration(whole)} {what}"
+
+
+def kernels(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """GPU work by name."""
+    rows = document["kernels"]
+    if not rows:
+        return
+    shown = ordered(rows, options)
+    yield heading("GPU work", _covering(shown, rows, "total_ns", "of kernels, copies and fills"))
+    cells: list[list[str | Text]] = [
+        [
+            units.duration(row["total_ns"]),
+            units.share(row["fraction"], 1.0),
+            units.count(row["count"]),
+            units.duration(row["mean_ns"]),
+        ]
+        for row in shown
+    ]
+
+    def name(i: int, room: int) -> Text:
+        kind = CATEGORY.get(shown[i]["category"], DEVICE[0])
+        return Text.assemble((kind.fill, kind.style), " ", short(shown[i]["name"], room - 2))
+
+    yield from lines([Column("total"), Column("share"), Column("count"), Column("mean")], cells, ("name", name), width)
+
+
+def operators(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """Operators by name, and by shapes where asked."""
+    rows = document["operators"]
+    if not rows:
+        return
+    shown = ordered(rows, options)
+    on_device = any(row["device_ns"] for row in rows)
+    yield heading("Operators", _covering(shown, rows, "self_ns", "of host time"))
+    cells: list[list[str | Text]] = []
+    for row in shown:
+        cells.append(
+            [units.duration(row["self_ns"]), units.share(row["fraction"], 1.0), units.duration(row["total_ns"])]
+        )
+        cells[-1] += [units.duration(row["device_ns"])] if on_device else []
+        cells[-1] += [units.count(row["count"])]
+    columns = [
+        Column("self"),
+        Column("share"),
+        Column("total"),
+        *([Column("GPU")] if on_device else []),
+        Column("count"),
+    ]
+
+    def name(i: int, room: int) -> Text:
+        return Text(short(shown[i]["name"] + (f" {shown[i]['shapes']}" if shown[i]["shapes"] else ""), room))
+
+    yield from lines(columns, cells, ("name", name), width)
+
+
+def modules(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """The heaviest part of the module tree of the first rank."""
+    rank = document["modules"][0]["rank"] if document["modules"] else None
+    tree = [row for row in document["modules"] if row["rank"] == rank]
+    if not tree:
+        return
+    key = "device_ns" if any(row["device_ns"] for row in tree) else "host_ns"
+    heaviest = sorted(tree, key=lambda row: -(row[key] or 0))[: options.top]
+    kept = {row["node"] for row in heaviest}
+    shown = [row for row in tree if row["node"] in kept]
+    note = rank_label(rank) if len(document["ranks"]) > 1 else ""
+    yield heading("Modules", note)
+    on_device = key == "device_ns"
+    cells: list[list[str | Text]] = [
+        [
+            *([units.duration(row["device_ns"])] if on_device else []),
+            units.duration(row["host_ns"]),
+            units.count(row["count"]),
+        ]
+        for row in shown
+    ]
+    columns = [*([Column("GPU")] if on_device else []), Column("host"), Column("calls")]
+
+    def name(i: int, room: int) -> Text:
+        indent = "  " * min(shown[i]["depth"], 12)
+        return Text.assemble((indent, DIM), short(shown[i]["name"], max(room - len(indent), 8)))
+
+    yield from lines(columns, cells, ("module", name), width)
+
+
+def communication(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """Collectives by kind and group."""
+    rows = document["communication"]["collectives"]
+    if not rows:
+        return
+    shown = ordered(rows, options)
+    yield heading("Communication", _covering(shown, rows, "total_ns", "summed over ranks"))
+    cells: list[list[str | Text]] = [
+        [
+            units.duration(row["total_ns"]),
+            units.duration(row["exposed_ns"]),
+            units.count(row["count"]),
+            units.duration(row["mean_ns"]),
+            units.size(row["bytes"]),
+        ]
+        for row in shown
+    ]
+    columns = [Column("total"), Column("exposed"), Column("count"), Column("mean"), Column("sent")]
+
+    def name(i: int, room: int) -> Text:
+        return Text(short(_collective(shown[i]), room))
+
+    yield from lines(columns, cells, ("collective", name), width)
+
+
+def _collective(row: Row) -> str:
+    parts = [row["kind"]]
+    if row["element_type"]:
+        parts.append(row["element_type"])
+    if row["group_size"]:
+        parts.append(f"{row['group_size']} ranks")
+    if row["group_description"] or row["group"]:
+        parts.append(f"group {row['group_description'] or row['group']}")
+    parts.append(f"on {row['where']}")
+    return " · ".join(parts)
+
+
+def memory(document: Row, width: int) -> Iterator[Text]:
+    """Peak and curve of every device's memory."""
+    rows = document["memory"]["devices"]
+    if not rows:
+        return
+    yield heading("Memory")
+    many = len(document["ranks"]) > 1
+    curves = {(c["rank"], c["device_type"], c["device"]): c["allocated_bytes"] for c in document["memory"]["curve"]}
+    cells: list[list[str | Text]] = [
+        [
+            (f"{rank_label(row['rank'])} " if many else "") + harmless(_memory_name(row)),
+            units.size(row["peak_bytes"]),
+            units.size(row["end_bytes"]),
+            units.count(row["allocation_count"]),
+        ]
+        for row in rows
+    ]
+    columns = [Column("", right=False), Column("peak"), Column("at end"), Column("allocations")]
+
+    def curve(i: int, room: int) -> Text:
+        values = [value or 0 for value in curves.get((rows[i]["rank"], rows[i]["device_type"], rows[i]["device"]), [])]
+        return Text(sparkline(values, min(room, _WIDEST_CURVE)), DEVICE[2].style)
+
+    yield from lines(columns, cells, ("over time", curve), width)
+
+
+def _memory_name(row: Row) -> str:
+    number = row["device"]
+    return f"{row['device_type']} {number}" if number is not None and number >= 0 else str(row["device_type"])
+
+
+def data_loading(document: Row, width: int) -> Iterator[Text]:
+    """How long the main thread waited for data."""
+    loading = document["data_loading"]
+    if loading is None:
+        return
+    window = sum(rank["window_ns"] for rank in document["ranks"])
+    longest = max(wait["duration_ns"] for wait in loading["waits"])
+    yield heading("Data loading")
+    said = (
+        f"{units.duration(loading['total_ns'])} waited for data in {units.count(len(loading['waits']))} batches "
+        f"({units.share(loading['total_ns'], window)} of the time); the longest wait took {units.duration(longest)}."
+    )
+    for line in textwrap.wrap(said, width - 2):
+        yield Text(" " + line)
+
+
+def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """What the user must know about the data, worst first."""
+    found = document["notices"]
+    if not found:
+        return
+    yield heading("Notices", "what to know about the data")
+    ranks = len(document["ranks"])
+    for (sign, style), message in [_notice(notice, ranks) for notice in _grouped(found)][: options.top]:
+        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False) or [""]
+        yield Text.assemble(" ", (sign, style), " ", first)
+        for line in rest:
+            yield Text("   " + line)
+    if len(_grouped(found)) > options.top:
+        yield Text(f" … and {len(_grouped(found)) - options.top} more, in the JSON report", DIM)
+
+
+def _grouped(found: list[Row]) -> list[list[Row]]:
+    """Notices of one kind that several ranks have stand as one."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for notice in found:
+        groups.setdefault((notice["slug"], notice["severity"]), []).append(notice)
+    return list(groups.values())
+
+
+def _notice(group: list[Row], ranks: int) -> tuple[tuple[str, str], str]:
+    first = group[0]
+    who = ""
+    if ranks > 1 and first["rank"] is not None:
+        who = f"{rank_label(first['rank'])}: "
+    more = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
+    where = f" ({first['where']})" if first["where"] else ""
+    return SEVERITY[first["severity"]], harmless(f"{who}{first['message']}{where}{more} [{first['slug']}]")

@@ -1,0 +1,204 @@
+"""Where the time goes, as bars: devices, host threads, steps, idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+from traceloom.report.terminal.bars import plain, sparkline, stacked
+from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.look import ACTIVITIES, DEVICE, DIM, PHASES, Kind
+
+Row = dict[str, Any]
+_WIDEST_BAR = 60
+_MOST_BARS = 16
+
+
+def rank_label(rank: int | None) -> str:
+    """`rank 3`; `rank ?` where the file does not say."""
+    return f"rank {'?' if rank is None else rank}"
+
+
+def place_label(document: Row, rank: Row, device: int | None = None) -> str:
+    """Whose row it is, as short as it can be: the rank where there are several or it is known, the device."""
+    numbers = {d["device"] for r in document["ranks"] for d in r["devices"]}
+    named = rank["rank"] is not None or len(document["ranks"]) > 1
+    parts = [rank_label(rank["rank"])] if named else []
+    if device is not None and (len(numbers) > 1 or not named):
+        parts.append(f"GPU {device}")
+    return " ".join(parts)
+
+
+def heading(title: str, note: str = "") -> Text:
+    """A section's heading."""
+    return Text.assemble("\n", (title, "bold"), ("  " + note if note else "", DIM))
+
+
+def devices(document: Row, width: int) -> Iterator[Text]:
+    """One bar per device: compute, exposed communication, exposed memory, idle."""
+    found = [(rank, device) for rank in document["ranks"] for device in rank["devices"]]
+    if not found:
+        return
+    yield heading("GPU time", _device_note([device for _, device in found]))
+    shown = found[:_MOST_BARS]
+    rows: list[list[str | Text]] = []
+    for rank, device in shown:
+        label = place_label(document, rank, device["device"])
+        shares = [units.share(device[kind.key], device["window_ns"]) for kind in DEVICE]
+        rows.append([label, units.duration(device["window_ns"]), *shares])
+    columns = [Column("", right=False), Column("window"), *(Column(kind.heading) for kind in DEVICE)]
+    bars = [[device[kind.key] for kind in DEVICE] for _, device in shown]
+    yield from lines(columns, rows, ("", lambda i, room: stacked(DEVICE, bars[i], min(room, _WIDEST_BAR))), width)
+    if len(found) > len(shown):
+        yield Text(f" … and {len(found) - len(shown)} more, in the JSON report", DIM)
+
+
+def _device_note(devices: Sequence[Row]) -> str:
+    """What unions hide: communication and copies that ran beside compute."""
+    hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
+    whole = sum(d["communication_ns"] for d in devices)
+    names = {harmless(d["name"]) for d in devices if d["name"]}
+    note = next(iter(names)) if len(names) == 1 else ""
+    if hidden > 0:
+        note += f"{'; ' if note else ''}{units.share(hidden, whole)} of communication hidden behind compute"
+    return note
+
+
+def host(document: Row, width: int) -> Iterator[Text]:
+    """The main thread of every rank: by phase where there are phases, and by what it did."""
+    accounts = [(rank, _account(rank)) for rank in document["ranks"]]
+    accounts = [(rank, account) for rank, account in accounts if account][:_MOST_BARS]
+    if not accounts:
+        return
+    yield heading("Host time", "main thread")
+    has_devices = any(rank["devices"] for rank in document["ranks"])
+    phased = any(row["phase"] != "other" for _, account in accounts for row in account)
+    if phased:
+        yield from _bars(document, PHASES, "phase", accounts, width)
+    if not phased or not has_devices:
+        yield from _bars(document, ACTIVITIES, "activity", accounts, width)
+
+
+def _account(rank: Row) -> list[Row]:
+    lanes = {thread["lane"] for thread in rank["host"]["threads"] if thread["main"]}
+    return [row for row in rank["host"]["account"] if row["lane"] in lanes]
+
+
+def _bars(
+    document: Row, kinds: Sequence[Kind], key: str, accounts: list[tuple[Row, list[Row]]], width: int
+) -> Iterator[Text]:
+    sums = [[sum(row["ns"] for row in account if row[key] == kind.key) for kind in kinds] for _, account in accounts]
+    used = [i for i in range(len(kinds)) if any(parts[i] for parts in sums)]
+    kept = [kinds[i] for i in used]
+    rows: list[list[str | Text]] = []
+    for (rank, _), parts in zip(accounts, sums, strict=True):
+        whole = sum(parts)
+        label = place_label(document, rank) or "main"
+        rows.append([label, units.duration(whole), *(units.share(parts[i], whole) for i in used)])
+    columns = [Column("", right=False), Column("window"), *(Column(kind.heading) for kind in kept)]
+    bars = [[parts[i] for i in used] for parts in sums]
+    yield from lines(columns, rows, ("", lambda i, room: stacked(kept, bars[i], min(room, _WIDEST_BAR))), width)
+
+
+def steps(document: Row, top: int, width: int) -> Iterator[Text]:
+    """One rank: a bar per step. Several ranks: a line per rank."""
+    ranks = [rank for rank in document["ranks"] if rank["steps"]]
+    if not ranks:
+        return
+    if len(ranks) == 1:
+        yield from _steps_of_one(ranks[0], top, width)
+    else:
+        yield from _steps_of_many(ranks[:_MOST_BARS], width)
+
+
+def _step_note(rank: Row) -> str:
+    times = rank["step_times"]
+    if times is None:
+        return ""
+    note = f"median {units.duration(times['median_ns'])}"
+    if times["count"] > 1:
+        note += f", {units.duration(times['min_ns'])} to {units.duration(times['max_ns'])}"
+    return note
+
+
+def _steps_of_one(rank: Row, top: int, width: int) -> Iterator[Text]:
+    found = rank["steps"][:top]
+    yield heading("Steps", _step_note(rank))
+    longest = max(step["duration_ns"] for step in found)
+    on_device = any(step["devices"] for step in found)
+    rows = [_step_row(step, on_device=on_device) for step in found]
+    columns = [Column("step", right=False), Column("time")]
+    columns += [Column("GPU busy"), Column("GPU lag")] if on_device else []
+
+    def bar(i: int, room: int) -> Text:
+        length = round(min(room, _WIDEST_BAR) * found[i]["duration_ns"] / longest) if longest else 0
+        kinds, parts = _step_parts(found[i], rank)
+        return stacked(kinds, parts, length)
+
+    yield from lines(columns, rows, ("", bar), width)
+    if len(rank["steps"]) > len(found):
+        yield Text(f" … and {len(rank['steps']) - len(found)} more (--top {len(rank['steps'])})", DIM)
+
+
+def _step_row(step: Row, *, on_device: bool) -> list[str | Text]:
+    row: list[str | Text] = [
+        str(step["step"]) + ("" if step["complete"] else " (cut)"),
+        units.duration(step["duration_ns"]),
+    ]
+    if on_device:
+        whole = len(step["devices"]) * step["duration_ns"]
+        row += [units.share(sum(d["busy_ns"] for d in step["devices"]), whole), units.duration(step["lag_ns"])]
+    return row
+
+
+def _step_parts(step: Row, rank: Row) -> tuple[Sequence[Kind], list[int]]:
+    """Of the device where there is one (edge idle counts as idle), else of the main thread."""
+    if step["devices"]:
+        parts = [sum(d[kind.key] for d in step["devices"]) for kind in DEVICE]
+        parts[-1] += sum(d["edge_idle_before_ns"] + d["edge_idle_after_ns"] for d in step["devices"])
+        return DEVICE, parts
+    account = [row for row in _account(rank) if row["step"] == step["step"]]
+    return PHASES, [sum(row["ns"] for row in account if row["phase"] == kind.key) for kind in PHASES]
+
+
+def _steps_of_many(ranks: list[Row], width: int) -> Iterator[Text]:
+    yield heading("Steps")
+    rows: list[list[str | Text]] = []
+    for rank in ranks:
+        times = rank["step_times"]
+        spread = [units.duration(times[key] if times else None) for key in ("median_ns", "min_ns", "max_ns")]
+        rows.append([rank_label(rank["rank"]), str(len(rank["steps"])), *spread])
+    columns = [Column("", right=False), *(Column(name) for name in ("steps", "median", "min", "max"))]
+    spans = [[step["duration_ns"] for step in rank["steps"]] for rank in ranks]
+    yield from lines(columns, rows, ("each", lambda i, room: Text(sparkline(spans[i], min(room, _WIDEST_BAR)))), width)
+
+
+def idle(document: Row, width: int) -> Iterator[Text]:
+    """Idle time of all devices by cause."""
+    summed: dict[str, list[int]] = {}
+    for rank in document["ranks"]:
+        for row in rank["idle"]:
+            sums = summed.setdefault(row["cause"], [0, 0])
+            sums[0] += row["idle_ns"]
+            sums[1] += row["gap_count"]
+    whole = sum(ns for ns, _ in summed.values())
+    if not whole:
+        return
+    yield heading("Why the GPU was idle", f"{units.duration(whole)} in all")
+    found = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
+    rows: list[list[str | Text]] = [
+        [units.duration(ns), units.share(ns, whole), units.count(gaps), short(_words(cause), 40)]
+        for cause, ns, gaps in found
+    ]
+    columns = [Column("time"), Column("share"), Column("gaps"), Column("cause", right=False)]
+    yield from lines(
+        columns, rows, ("", lambda i, room: plain(found[i][1] / whole, min(room, _WIDEST_BAR), DIM)), width
+    )
+
+
+def _words(slug: str) -> str:
+    return slug.replace("-", " ").replace("_", " ")
