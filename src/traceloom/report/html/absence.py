@@ -1,0 +1,27 @@
+"""Why parts of the report are missing, in the report's own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceloom.report.html.cells import text
+
+
+class Reasons:
+    """The document's `absent` list, asked by path."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._reasons = {entry["path"]: entry["reason"] for entry in document.get("absent") or []}
+
+    def of(self, path: str, otherwise: str = "the report does not say") -> str:
+        """Why the value at `path` is unknown."""
+        return self._reasons.get(path, otherwise)
+
+    def columns(self, path: str) -> dict[str, str]:
+        """Why single columns of the rows at `path` are unknown, by key."""
+        start = f"{path}[*]."
+        return {key[len(start) :]: reason for key, reason in self._reasons.items() if key.startswith(start)}
+
+    def line(self, path: str, what: str) -> str:
+        """One quiet line in place of a part that is missing."""
+        return f'<p class="quiet absent">{what}: {text(self.of(path))}.</p>'

@@ -1,0 +1,129 @@
+// The module tree as an icicle: each box as wide as its time, children below their parents. Click or Enter zooms.
+import { element, svgElement } from "./element.js";
+import { duration, exact, grouped, share } from "./units.js";
+
+const BOX = 26;
+const THINNEST = 1.5; // pixels
+
+export class Icicle {
+  constructor(figure) {
+    this.figure = figure;
+    const { nodes } = JSON.parse(figure.querySelector("script").textContent);
+    this.nodes = nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, children: [] }));
+    for (const node of this.nodes) if (node.parent >= 0) this.nodes[node.parent].children.push(node);
+    this.roots = this.nodes.filter((node) => node.parent < 0);
+    this.measure = figure.dataset.measure;
+    this.top = null;
+    this.picture = figure.querySelector(".icicle");
+    this.say = figure.querySelector(".icicle-says");
+    for (const button of figure.querySelectorAll("[data-measure-as]")) {
+      button.addEventListener("click", () => this.#measureAs(button.dataset.measureAs));
+    }
+    this.picture.addEventListener("keydown", (event) => this.#key(event));
+    new ResizeObserver(() => this.draw()).observe(this.picture);
+    this.draw();
+  }
+
+  #measureAs(measure) {
+    this.measure = measure;
+    for (const button of this.figure.querySelectorAll("[data-measure-as]")) {
+      button.setAttribute("aria-pressed", String(button.dataset.measureAs === measure));
+    }
+    this.draw();
+  }
+
+  #value(node) {
+    return node[this.measure] ?? 0;
+  }
+
+  draw() {
+    const width = this.picture.clientWidth;
+    if (!width) return;
+    const placed = [];
+    const above = [];
+    for (let node = this.top && this.nodes[this.top.parent]; node; node = this.nodes[node.parent]) above.unshift(node);
+    above.forEach((node, depth) => placed.push({ node, left: 0, wide: width, depth, faded: true }));
+    const tops = this.top ? [this.top] : this.roots;
+    const total = tops.reduce((sum, node) => sum + this.#value(node), 0);
+    this.#place(tops, 0, total ? width / total : 0, above.length, placed);
+    const height = (Math.max(...placed.map(({ depth }) => depth), 0) + 1) * BOX;
+    const svg = svgElement("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "tree", "aria-label": "Module tree by time" });
+    placed.forEach((box) => svg.append(this.#box(box, total)));
+    this.picture.replaceChildren(svg);
+    const first = svg.querySelector("[role=treeitem]:not(.faded)") ?? svg.querySelector("[role=treeitem]");
+    first?.setAttribute("tabindex", "0");
+  }
+
+  #place(nodes, left, scale, depth, placed) {
+    for (const node of [...nodes].sort((a, b) => this.#value(b) - this.#value(a))) {
+      const wide = this.#value(node) * scale;
+      if (wide >= THINNEST) {
+        placed.push({ node, left, wide, depth });
+        this.#place(node.children, left, scale, depth + 1, placed);
+      }
+      left += wide;
+    }
+  }
+
+  #box({ node, left, wide, depth, faded }, total) {
+    const box = svgElement("g", {
+      role: "treeitem", tabindex: "-1", "data-node": node.id, "aria-level": depth + 1, class: faded ? "faded" : `d${depth % 4}`,
+      transform: `translate(${left.toFixed(2)} ${depth * BOX})`,
+    });
+    box.append(svgElement("rect", { width: Math.max(wide - 1, 0.5).toFixed(2), height: BOX - 1, rx: 2 }));
+    if (wide > 30) {
+      const text = svgElement("text", { x: 7, y: BOX / 2 + 4 });
+      const room = Math.floor((wide - 12) / 6.6);
+      text.textContent = node.name.length <= room ? node.name : room > 2 ? `${node.name.slice(0, room - 1)}…` : "";
+      box.append(text);
+    }
+    const time = this.#value(node);
+    box.setAttribute("aria-label", `${node.name}, ${duration(time)}, ${share(time, total)}`);
+    const tell = () => this.#tell(node, total);
+    box.addEventListener("mouseenter", tell);
+    box.addEventListener("focus", tell);
+    box.addEventListener("click", () => this.zoom(node));
+    return box;
+  }
+
+  #tell(node, total) {
+    const facts = [`${duration(node.host)} on the host`];
+    if (node.device !== null) facts.push(`${duration(node.device)} on the GPU`);
+    facts.push(`${grouped(node.count)} ${node.count === 1 ? "call" : "calls"}`);
+    facts.push(`${share(this.#value(node), total)} of what is shown`);
+    this.say.replaceChildren(element("b", { textContent: node.name }), ` ${facts.join(" · ")}`);
+    this.say.title = exact(this.#value(node), "ns");
+  }
+
+  zoom(node) {
+    this.top = node === this.top ? this.nodes[node.parent] ?? null : node;
+    this.draw();
+    this.#focus(this.top);
+  }
+
+  #focus(node) {
+    const box = node && this.picture.querySelector(`[data-node="${node.id}"]`);
+    if (!box) return;
+    for (const other of this.picture.querySelectorAll("[tabindex='0']")) other.setAttribute("tabindex", "-1");
+    box.setAttribute("tabindex", "0");
+    box.focus();
+  }
+
+  #key(event) {
+    const at = event.target.closest("[data-node]");
+    if (!at) return;
+    const node = this.nodes[Number(at.dataset.node)];
+    const order = [...(this.nodes[node.parent]?.children ?? this.roots)].sort((a, b) => this.#value(b) - this.#value(a));
+    const beside = (step) => order[order.indexOf(node) + step];
+    const heaviest = [...node.children].sort((a, b) => this.#value(b) - this.#value(a))[0];
+    const moves = { ArrowUp: this.nodes[node.parent], ArrowDown: heaviest, ArrowLeft: beside(-1), ArrowRight: beside(1) };
+    if (event.key in moves) this.#focus(moves[event.key]);
+    else if (event.key === "Enter" || event.key === " ") this.zoom(node);
+    else if (event.key === "Escape" || event.key === "Backspace") {
+      this.top = this.top ? this.nodes[this.top.parent] ?? null : null;
+      this.draw();
+      this.#focus(this.top ?? this.roots[0]);
+    } else return;
+    event.preventDefault();
+  }
+}

@@ -1,0 +1,272 @@
+// The timeline: one view of time over all rows, drawn on demand.
+import { Painter } from "./draw.js";
+import { Palette } from "./palette.js";
+import { Rows, ROW } from "./rows.js";
+import { Overview } from "./overview.js";
+import { ticks, tickLabel } from "./scale.js";
+import { byteSize, duration } from "./units.js";
+import { getState, setState, onState } from "./state.js";
+
+const SHORTEST = 20; // nanoseconds over the whole width
+
+export class Timeline {
+  constructor(root, events) {
+    this.root = root;
+    this.events = events;
+    this.part = (name) => root.querySelector(`[data-part="${name}"]`);
+    this.scroller = this.part("scroll");
+    this.content = this.part("content");
+    this.canvas = this.part("canvas");
+    this.painter = new Painter(this.canvas, events);
+    this.ruler = new Painter(this.part("ruler"), events);
+    this.rows = new Rows(events, this.part("labels"), () => this.#relaid());
+    this.overview = new Overview(this.part("overview"), this);
+    this.view = { from: 0, to: events.span };
+    this.selected = -1;
+    this.hovered = -1;
+    this.range = null;
+    this.search = null;
+    this.listeners = new Map();
+    this.#python();
+    this.rows.update();
+    this.#fromAddress(getState("t"));
+    onState("t", (value) => this.#fromAddress(value));
+    this.scroller.addEventListener("scroll", () => this.request());
+    new ResizeObserver(() => this.resize()).observe(this.scroller);
+    this.resize();
+  }
+
+  on(name, callback) {
+    this.listeners.set(name, [...(this.listeners.get(name) ?? []), callback]);
+  }
+
+  emit(name, ...values) {
+    for (const callback of this.listeners.get(name) ?? []) callback(...values);
+  }
+
+  // Python frames nest deep and hide the operators; they start hidden where there is something else to see.
+  #python() {
+    const box = this.part("python");
+    const some = this.events.lanes.some((lane) => lane.hasPython);
+    box.closest("label").hidden = !some;
+    this.rows.hidePython = some && this.events.categories.includes("op");
+    box.checked = !this.rows.hidePython;
+    box.addEventListener("change", () => {
+      this.rows.hidePython = !box.checked;
+      this.rows.update();
+      this.#relaid();
+    });
+  }
+
+  #fromAddress(value) {
+    const match = /^(-?\d+)-(\d+)$/.exec(value ?? "");
+    if (match && Number(match[2]) > Number(match[1])) this.setView(Number(match[1]), Number(match[2]));
+    else this.setView(-0.005 * this.events.span, 1.005 * this.events.span);
+  }
+
+  #relaid() {
+    this.part("python").checked = !this.rows.hidePython;
+    this.content.style.height = `${this.rows.height}px`;
+    this.resize();
+    this.overview.stale = true;
+    this.request();
+  }
+
+  resize() {
+    const scale = window.devicePixelRatio || 1;
+    this.content.style.height = `${this.rows.height}px`;
+    const width = Math.max(this.scroller.clientWidth - this.canvas.offsetLeft, 50);
+    const height = Math.min(this.scroller.clientHeight, Math.max(this.rows.height, 60));
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${height}px`;
+    this.painter.resize(width, height, scale);
+    this.ruler.canvas.style.width = `${width}px`;
+    this.ruler.resize(width, 22, scale);
+    this.overview.resize(width, scale);
+    this.request();
+  }
+
+  recolour(printing = false) {
+    this.palette = new Palette(this.events, printing);
+    this.overview.stale = true;
+    this.draw();
+  }
+
+  setView(from, to) {
+    const { span } = this.events;
+    const wide = Math.min(Math.max(to - from, SHORTEST), span * 1.2);
+    const middle = (from + to) / 2;
+    const low = Math.min(Math.max(middle - wide / 2, -0.1 * span), 1.1 * span - wide);
+    this.view = { from: low, to: low + wide };
+    this.request();
+    const whole = wide >= span;
+    setState("t", whole ? null : `${Math.round(this.view.from)}-${Math.round(this.view.to)}`);
+  }
+
+  zoom(factor, at = this.painter.width / 2) {
+    const { from, to } = this.view;
+    const centre = from + ((to - from) * at) / this.painter.width;
+    this.setView(centre - (centre - from) * factor, centre + (to - centre) * factor);
+  }
+
+  pan(pixels) {
+    const shift = ((this.view.to - this.view.from) * pixels) / this.painter.width;
+    this.setView(this.view.from + shift, this.view.to + shift);
+  }
+
+  fit() {
+    this.setView(-0.005 * this.events.span, 1.005 * this.events.span);
+  }
+
+  zoomTo(event) {
+    const { start, end } = this.events;
+    const length = Math.max(end[event] - start[event], 1);
+    this.setView(start[event] - length * 0.1, end[event] + length * 0.1);
+  }
+
+  // The whole window, or back into the page.
+  enlarge() {
+    const large = this.root.classList.toggle("large");
+    document.documentElement.classList.toggle("covered", large);
+    this.part("large").setAttribute("aria-pressed", String(large));
+    this.scroller.focus({ preventScroll: true });
+  }
+
+  timeAt(x) {
+    return this.view.from + ((this.view.to - this.view.from) * x) / this.painter.width;
+  }
+
+  // The event drawn at a point of the canvas, -1 where there is none.
+  eventAt(x, y) {
+    const line = this.rows.at(y + this.scroller.scrollTop);
+    if (!line || line.kind !== "row") return -1;
+    const reach = (2 * (this.view.to - this.view.from)) / this.painter.width;
+    return line.row.at(this.timeAt(x), reach);
+  }
+
+  // Selects an event (-1: none) and, on demand, brings it into view.
+  select(event, reveal = false) {
+    this.selected = event;
+    if (event >= 0 && reveal) this.#bring(event);
+    this.emit("select", event);
+    this.request();
+  }
+
+  #bring(event) {
+    if (this.rows.reveal(event)) this.#relaid();
+    const { start, end } = this.events;
+    const { from, to } = this.view;
+    const length = Math.max(end[event] - start[event], 1);
+    if (start[event] < from || end[event] > to || length < (to - from) / 400) {
+      const wide = Math.min(Math.max(length * 12, SHORTEST * 10), Math.max(to - from, length * 3));
+      const middle = (start[event] + end[event]) / 2;
+      this.setView(middle - wide / 2, middle + wide / 2);
+    }
+    const top = this.rows.topOf(event);
+    const { scrollTop } = this.scroller;
+    if (top < scrollTop + 8 || top > scrollTop + this.painter.height - ROW - 8) {
+      this.scroller.scrollTop = Math.max(top - this.painter.height / 3, 0);
+    }
+  }
+
+  setRange(range) {
+    this.range = range;
+    this.emit("range", range);
+    this.request();
+  }
+
+  request() {
+    this.frame ??= requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    if (this.frame) cancelAnimationFrame(this.frame);
+    this.frame = undefined;
+    this.palette ??= new Palette(this.events, false);
+    const { painter, scroller } = this;
+    const shift = scroller.scrollTop;
+    painter.begin(this.view, this.palette, this.search !== null);
+    this.#grid(painter);
+    for (const line of this.rows.between(shift, shift + painter.height)) this.#line(line, line.top - shift);
+    painter.finish();
+    this.#marks(shift);
+    this.#ruler();
+    this.overview.draw(this.palette);
+  }
+
+  #grid(painter) {
+    const { marks } = ticks(this.view.from, this.view.to, painter.width, 110);
+    for (const time of marks) painter.box(painter.x(time), 0, 1 / painter.scale, painter.height, this.palette.grid);
+  }
+
+  #line(line, top) {
+    if (line.kind === "row") {
+      this.painter.row(line.row, top, line.height);
+      if (this.search) this.painter.matches(line.row, this.search, top, line.height);
+    } else if (line.kind === "rank") this.#steps(line, top);
+    else {
+      const { time_ns: times, bytes } = line.curve;
+      this.painter.area(times, bytes, line.highest, top, line.height, this.palette.accent, this.palette.accent);
+      this.painter.text(`peak ${byteSize(line.highest)}`, this.painter.width - 6, top + 8, this.palette.muted, "right");
+    }
+  }
+
+  #steps({ rank, height }, top) {
+    const { painter, palette } = this;
+    painter.box(0, top, painter.width, height, palette.panel);
+    for (const [step, , start, end] of rank.steps) {
+      const left = painter.x(start);
+      const right = painter.x(end);
+      if (right < 0 || left > painter.width) continue;
+      painter.box(left, top, 1, height, palette.line);
+      painter.box(right, top, 1, height, palette.line);
+      const shown = [`step ${step} · ${duration(end - start)}`, `step ${step}`, String(step)];
+      const room = Math.min(right, painter.width) - Math.max(left, 0) - 10;
+      const text = shown.find((candidate) => candidate.length * 6.2 < room);
+      if (text) painter.text(text, Math.max(left, 0) + 6, top + height / 2, palette.ink);
+    }
+  }
+
+  #marks(shift) {
+    const { painter, palette, events, rows } = this;
+    if (this.range) {
+      const left = painter.x(this.range.from);
+      const right = painter.x(this.range.to);
+      painter.context.globalAlpha = 0.12;
+      painter.box(left, 0, right - left, painter.height, palette.accent);
+      painter.context.globalAlpha = 1;
+      for (const x of [left, right]) painter.box(x, 0, 1, painter.height, palette.accent);
+    }
+    if (this.selected >= 0) this.#arrows(shift);
+    for (const [event, colour, width] of [[this.hovered, palette.muted, 1], [this.selected, palette.ink, 2]]) {
+      const top = event >= 0 && event < events.count ? rows.topOf(event) : null;
+      if (top !== null) painter.outline(event, top - shift, ROW, colour, width);
+    }
+  }
+
+  // From the launch to its GPU work, or from the forward op to the backward op.
+  #arrows(shift) {
+    const { events, painter, palette, selected } = this;
+    const pairs = [];
+    if (events.launch[selected] >= 0) pairs.push([events.launch[selected], selected]);
+    if (events.forward[selected] >= 0) pairs.push([events.forward[selected], selected]);
+    for (const work of this.work ?? []) pairs.push([selected, work]);
+    for (const [from, to] of pairs.slice(0, 200)) {
+      const tops = [this.rows.topOf(from), this.rows.topOf(to)];
+      if (tops.includes(null)) continue;
+      const [fromY, toY] = tops.map((top) => top - shift + ROW / 2);
+      painter.arrow(painter.x(events.end[from]), fromY, painter.x(events.start[to]), toY, palette.accent);
+    }
+  }
+
+  #ruler() {
+    const { ruler, palette } = this;
+    ruler.begin(this.view, palette, false);
+    const { marks, step } = ticks(this.view.from, this.view.to, ruler.width, 110);
+    for (const time of marks) {
+      const x = ruler.x(time);
+      ruler.box(x, 14, 1 / ruler.scale, 8, palette.line);
+      if (x > -40) ruler.text(tickLabel(time, step), x + 4, 11, palette.muted);
+    }
+  }
+}

@@ -1,0 +1,129 @@
+"""Cells: numbers of one column in one unit, three significant digits, aligned on the decimal, exact when asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from traceloom.report.names import harmless, short
+
+UNKNOWN = "–"
+_TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
+_BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
+_DECIMALS = 3
+_NAME_LENGTH = 80
+
+
+def text(value: object) -> str:
+    """Any text of a stranger as HTML: escaped, control characters spelled out."""
+    return escape(harmless(str(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: Key of the row, and the name of the column in the address.
+        title: Header.
+        kind: text, name (long, cut with the whole on hover), time, bytes, count, share or bar (ready HTML).
+        hint: What is counted, shown on hover of the header.
+        swatch: Colour group shown before the title.
+    """
+
+    key: str
+    title: str
+    kind: str = "text"
+    hint: str = ""
+    swatch: str = ""
+
+    @property
+    def numeric(self) -> bool:
+        """Whether cells are aligned on the decimal and sorted as numbers."""
+        return self.kind in ("time", "bytes", "count", "share")
+
+    @property
+    def exact_unit(self) -> str:
+        """The unit of the exact value."""
+        return {"time": "ns", "bytes": "B", "share": "%"}.get(self.kind, "")
+
+
+def unit_of(column: Column, values: list[Any]) -> tuple[int | float, str]:
+    """The unit in which the largest value of a column is at least 1."""
+    if column.kind == "share":
+        return 0.01, "%"
+    if column.kind not in ("time", "bytes"):
+        return 1, ""
+    largest = max((abs(value) for value in values if value is not None), default=0)
+    units = _TIME if column.kind == "time" else _BYTES
+    return next(((factor, unit) for factor, unit in units if largest >= factor), units[-1])
+
+
+def rounded(value: float) -> str:
+    """Three significant digits, at most three decimals, thin spaces; what is not zero never shows as zero."""
+    size = abs(value)
+    if size == 0 or float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    if size < 0.001:
+        return "<0.001"
+    decimals = next((d for d in range(_DECIMALS) if size >= 99.95 / 10**d), _DECIMALS)
+    shown = f"{value:,.{decimals}f}".replace(",", "\u202f")
+    return shown.rstrip("0").rstrip(".") if size < 0.01 else shown
+
+
+def cells(column: Column, values: list[Any], reason: str) -> list[str]:
+    """The `<td>` of each value; null as a dash that says why on hover."""
+    if not column.numeric:
+        return [_worded(column, value, reason) for value in values]
+    factor, _ = unit_of(column, values)
+    shown = [None if value is None else _number(column, value, factor) for value in values]
+    widest = max((len(s.partition(".")[2]) for s in shown if s is not None), default=0)
+    return [_numeric(column, value, s, widest, reason) for value, s in zip(values, shown, strict=True)]
+
+
+def _number(column: Column, value: float, factor: float) -> str:
+    if column.kind == "share":
+        if 0 < value < 0.001:
+            return "<0.1"
+        return ">99.9" if 0.999 < value < 1 else f"{value * 100:.1f}"
+    return rounded(value / factor) if column.kind != "count" else f"{value:,}".replace(",", "\u202f")
+
+
+def _numeric(column: Column, value: Any, shown: str | None, widest: int, reason: str) -> str:
+    if shown is None:
+        return _unknown("n", reason)
+    whole, dot, fraction = shown.partition(".")
+    missing = widest - len(fraction)
+    pad = f" p{missing}" + ("" if dot else " w") if missing else ""
+    exact = round(value * 100, 6) if column.kind == "share" else value
+    strip = _strip(value) if column.kind == "share" else ""
+    return f'<td class="n{pad}" data-v="{exact}">{strip}{escape(whole + dot + fraction)}</td>'
+
+
+def _strip(fraction: float) -> str:
+    width = min(max(fraction, 0.0), 1.0) * 100
+    return (
+        '<svg class="strip" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="{width:.2f}" height="1"/></svg>'
+    )
+
+
+def _worded(column: Column, value: Any, reason: str) -> str:
+    if value is None:
+        return _unknown("", reason)
+    if column.kind == "bar":
+        return f'<td class="bar">{value}</td>'
+    if column.kind == "name":
+        whole = harmless(str(value))
+        cut = short(whole, _NAME_LENGTH)
+        title = f' title="{escape(whole)}"' if cut != whole else ""
+        return f'<td class="name"{title}>{escape(cut)}</td>'
+    if column.kind == "html":
+        return f"<td>{value}</td>"
+    return f"<td>{text(value)}</td>"
+
+
+def _unknown(look: str, reason: str) -> str:
+    why = f' title="{escape(reason)}"' if reason else ""
+    return f'<td class="{look} none"{why}>{UNKNOWN}</td>'.replace('class=" none"', 'class="none"')

@@ -1,0 +1,263 @@
+"""The top of the page: the answer, four numbers, and where the time went by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.html.absence import Reasons
+from traceloom.report.html.bars import bar, group, legend
+from traceloom.report.html.cells import Column, text
+from traceloom.report.html.table import table
+
+Row = dict[str, Any]
+KEY_NUMBERS = 4
+
+_DEVICE_PARTS = (
+    ("compute", "compute", "compute_ns"),
+    ("communication not hidden", "communication", "exposed_communication_ns"),
+    ("copies and fills not hidden", "memory", "exposed_memory_ns"),
+    ("idle", "idle", "idle_ns"),
+)
+DEVICE_SHARES = (
+    Column("compute", "Compute", "share", "kernels that are not communication", "compute"),
+    Column("communication", "Comm.", "share", "communication that no computing hides", "communication"),
+    Column("memory", "Memory", "share", "copies and fills that nothing hides", "memory"),
+    Column("idle", "Idle", "share", "no stream of the device runs anything", "idle"),
+)
+ACTIVITIES = {
+    "op": "operators",
+    "launch": "launch calls",
+    "blocking_call": "blocking calls",
+    "python": "Python",
+    "unobserved": "unobserved",
+}
+PHASES = ("loading", "forward", "backward", "optimizer", "communication", "other")
+
+
+def rank_name(entry: Row, position: int) -> str:
+    """How a rank is called on the page."""
+    return f"trace {position + 1}" if entry.get("rank") is None else f"rank {entry['rank']}"
+
+
+def device_parts(row: Row) -> list[tuple[str, str, int]]:
+    """The parts of a device's window, which add up to it: (label, colour group, nanoseconds)."""
+    return [(label, colour, row.get(key) or 0) for label, colour, key in _DEVICE_PARTS]
+
+
+def device_shares(row: Row) -> Row:
+    """The same parts as fractions of the window."""
+    window = row.get("window_ns")
+    return {colour: (row.get(key) or 0) / window if window else None for _, colour, key in _DEVICE_PARTS}
+
+
+def headline(document: Row) -> str:
+    """The sentence and the bar below it."""
+    answer = document.get("answer") or {}
+    parts = [(p["label"], group(str(p["kind"])), int(p["ns"])) for p in answer.get("parts") or []]
+    whole = sum(ns for _, _, ns in parts)
+    picture = f'<div class="answer-bar">{bar(parts, whole)}{legend(parts, whole)}</div>' if whole else ""
+    return f'<h1>{text(answer.get("sentence") or document.get("name") or "Report")}</h1>{picture}'
+
+
+def key_numbers(document: Row) -> str:
+    """The four numbers that say most about this run."""
+    found = [number for number in (make(document) for make in _CANDIDATES) if number]
+    items = "".join(
+        f'<div><dt>{escape_label}</dt><dd><b title="{text(exact)}">{text(value)}</b><span>{text(more)}</span></dd></div>'
+        for escape_label, value, exact, more in found[:KEY_NUMBERS]
+    )
+    return f'<dl class="key">{items}</dl>' if items else ""
+
+
+Number = tuple[str, str, str, str]
+
+
+def _step_time(document: Row) -> Number | None:
+    times = [r["step_times"] for r in document["ranks"] if r.get("step_times") and r["step_times"].get("median_ns")]
+    if not times:
+        return None
+    slowest = max(times, key=lambda t: int(t["median_ns"]))
+    median, spread = slowest["median_ns"], slowest.get("spread_fraction")
+    more = f"median of {slowest['count']}" if slowest["count"] > 1 else "the only whole step"
+    if slowest["count"] > 1 and spread is not None:
+        more += f", middle half within {spread * 100:.1f} %"
+    if len(times) > 1:
+        more += ", slowest rank"
+    return "Step", units.duration(median), f"{median} ns", more
+
+
+def _devices(document: Row) -> list[Row]:
+    return [device for rank in document["ranks"] for device in rank.get("devices") or []]
+
+
+def _sum(rows: list[Row], key: str) -> int:
+    return sum(row.get(key) or 0 for row in rows)
+
+
+def _window(document: Row) -> Number | None:
+    longest = max((r["window_ns"] or 0 for r in document["ranks"]), default=0)
+    events = sum(r.get("event_count") or 0 for r in document["ranks"])
+    if not longest:
+        return None
+    return "Recorded", units.duration(longest), f"{longest} ns", f"{units.count(events)} events"
+
+
+def _busy(document: Row) -> Number | None:
+    devices = _devices(document)
+    window, busy = _sum(devices, "window_ns"), _sum(devices, "busy_ns")
+    if not window:
+        return None
+    more = f"{units.duration(busy)} of {units.duration(window)}" + (", all GPUs" if len(devices) > 1 else "")
+    return "GPU busy", units.share(busy, window), f"{busy} of {window} ns", more
+
+
+def _communication(document: Row) -> Number | None:
+    devices = _devices(document)
+    window, total = _sum(devices, "window_ns"), _sum(devices, "communication_ns")
+    exposed = _sum(devices, "exposed_communication_ns")
+    if not total:
+        return None
+    more = f"of GPU time; {units.share(exposed, total)} of all communication"
+    return "Communication not hidden", units.share(exposed, window), f"{exposed} of {total} ns", more
+
+
+def _idle_cause(document: Row) -> Number | None:
+    causes: dict[str, int] = {}
+    for rank in document["ranks"]:
+        for row in rank.get("idle") or []:
+            causes[row["cause"]] = causes.get(row["cause"], 0) + row["idle_ns"]
+    idle = sum(causes.values())
+    if not idle:
+        return None
+    worst = max(causes, key=causes.__getitem__)
+    return "First cause of idle time", _words(worst), f"{causes[worst]} ns", f"{units.share(causes[worst], idle)} of it"
+
+
+def _words(slug: str) -> str:
+    return slug.replace("_", " ").replace("-", " ")
+
+
+def _memory(document: Row) -> Number | None:
+    devices = (document.get("memory") or {}).get("devices") or []
+    known = [d for d in devices if d.get("peak_bytes") is not None]
+    accelerators = [d for d in known if d["device_type"] != "cpu"] or known
+    if not accelerators:
+        return None
+    highest = max(accelerators, key=lambda d: int(d["peak_bytes"]))
+    where = highest["device_type"] if highest["device_type"] == "cpu" else f"{highest['device_type']} {highest['device']}"
+    return "Peak memory", units.size(highest["peak_bytes"]), f"{highest['peak_bytes']} B", str(where)
+
+
+def main_account(rank: Row) -> tuple[int, list[Row]]:
+    """The window of the main thread (0: none) and its rows of the account."""
+    host = rank.get("host") or {}
+    main = next((t for t in host.get("threads") or [] if t["main"]), None)
+    if main is None:
+        return 0, []
+    return main["window_ns"], [row for row in host["account"] if row["lane"] == main["lane"]]
+
+
+def _share_of(document: Row, label: str, more: str, **wanted: str) -> Number | None:
+    accounts = [main_account(rank) for rank in document["ranks"]]
+    window = sum(whole for whole, _ in accounts)
+    part = sum(r["ns"] for _, rows in accounts for r in rows if all(r[k] == v for k, v in wanted.items()))
+    if not window or not part:
+        return None
+    return label, units.share(part, window), f"{part} of {window} ns", more
+
+
+def _operators(document: Row) -> Number | None:
+    return _share_of(document, "In operators", "of the main thread's time", activity="op")
+
+
+def _loading(document: Row) -> Number | None:
+    return _share_of(document, "Loading data", "of the main thread's time", phase="loading")
+
+
+def _unobserved(document: Row) -> Number | None:
+    return _share_of(document, "Unobserved", "of the main thread: Python or waiting", activity="unobserved")
+
+
+_CANDIDATES = (
+    _step_time, _busy, _communication, _idle_cause, _operators, _loading, _memory, _unobserved, _window,
+)  # fmt: skip
+
+
+def breakdown(document: Row, reasons: Reasons) -> str:
+    """Where the time of every rank went: of its GPUs, or of the main thread where there is none."""
+    ranks = document["ranks"]
+    rows = [
+        {
+            "rank": rank_name(rank, k),
+            "device": f"{device['device']}" + (f" · {device['name']}" if device.get("name") else ""),
+            "bar": bar(device_parts(device), device["window_ns"]),
+            **device_shares(device),
+            "window": device["window_ns"],
+            "busy": device["busy_ns"],
+        }
+        for k, rank in enumerate(ranks)
+        for device in rank.get("devices") or []
+    ]
+    if not rows:
+        return reasons.line("ranks[*].devices", "GPU time") + host_breakdown(ranks)
+    columns = [
+        Column("rank", "Rank"),
+        Column("device", "GPU"),
+        Column("bar", "Time from the first to the last GPU work", "bar"),
+        *DEVICE_SHARES,
+        Column("window", "Window", "time", "from the first to the last GPU work; the time before and after is apart"),
+    ]
+    return table("breakdown", columns, rows, {}, "GPU time by rank") + _DEVICE_DEFINITION
+
+
+_DEVICE_DEFINITION = """<details class="definition"><summary>How it is counted</summary>
+<p>A nanosecond is <b>compute</b> when any computing kernel runs on the device, else <b>communication</b> when any
+communication kernel runs, else <b>memory</b> when a copy or a fill runs, else <b>idle</b>. The four add up to the
+window, from the first to the last GPU work, to the nanosecond. Communication behind computing is hidden and costs
+nothing here.</p></details>"""
+
+
+def host_breakdown(ranks: list[Row]) -> str:
+    """The main thread of each rank by phase and by activity."""
+    rows = []
+    for k, rank in enumerate(ranks):
+        window, account = main_account(rank)
+        if not window:
+            continue
+        by = {key: _added(account, key) for key in ("phase", "activity")}
+        phases = [(p, group(p), by["phase"].get(p, 0)) for p in PHASES]
+        activities = [(name, group(a), by["activity"].get(a, 0)) for a, name in ACTIVITIES.items()]
+        rows.append({"rank": rank_name(rank, k), "what": "phase", "bar": bar(phases, window), "window": window})
+        rows.append({"rank": rank_name(rank, k), "what": "activity", "bar": bar(activities, window), "window": window})
+    if not rows:
+        return ""
+    columns = [
+        Column("rank", "Rank"),
+        Column("what", "By"),
+        Column("bar", "Time of the main thread", "bar"),
+        Column("window", "Window", "time", "from the first to the last event of the trace"),
+    ]
+    return table("host-breakdown", columns, rows, {}, "Main thread by rank") + _host_legend() + _HOST_DEFINITION
+
+
+def _host_legend() -> str:
+    def items(pairs: list[tuple[str, str]]) -> str:
+        return "".join(f'<li><i class="swatch b-{colour}"></i>{name}</li>' for name, colour in pairs)
+
+    phases = items([(phase, group(phase)) for phase in PHASES])
+    activities = items([(name, group(activity)) for activity, name in ACTIVITIES.items()])
+    return f'<ul class="legend">{phases}</ul><ul class="legend">{activities}</ul>'
+
+
+_HOST_DEFINITION = """<details class="definition"><summary>How it is counted</summary>
+<p>Every nanosecond of the thread has one <b>phase</b> (the outermost region around it: loading, forward, backward,
+optimizer, communication) and one <b>activity</b> (the innermost event: an operator, a launch call, a call that blocks,
+a Python frame; unobserved where nothing is recorded). Each of the two adds up to the window.</p></details>"""
+
+
+def _added(rows: list[Row], key: str) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for row in rows:
+        out[row[key]] = out.get(row[key], 0) + row["ns"]
+    return out

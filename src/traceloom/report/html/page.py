@@ -1,0 +1,167 @@
+"""The page: one file with everything in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from traceloom.model import Session, units
+from traceloom.report.html import capture, memory, modules, overview, ranks, timeline, work
+from traceloom.report.html.absence import Reasons
+from traceloom.report.html.cells import text
+
+Row = dict[str, Any]
+
+# In the order of their imports: a script only uses what stands before it.
+SCRIPTS = (
+    "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
+    "draw.js", "rows.js", "overview.js", "timeline.js", "gestures.js", "details.js", "search.js", "tables.js",
+    "icicle.js", "curve.js", "page.js", "main.js",
+)  # fmt: skip
+STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
+_IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
+
+Section = tuple[str, str, str, str]
+
+
+def render(document: dict[str, Any], session: Session) -> str:
+    """The report as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.document.build` made of the session.
+        session: The session, for the timeline.
+    """
+    began = time.perf_counter()
+    reasons = Reasons(document)
+    view = _timeline(document, session)
+    sections = _sections(document, reasons, view)
+    script, theme = _script(), _asset("theme.js")
+    style = "\n".join(_asset(name) for name in STYLES)
+    sentence = (document.get("answer") or {}).get("sentence") or "Report"
+    name = document.get("name") or session.name
+    return Template(_asset("page.html")).substitute(
+        policy=_policy([theme, script], style),
+        title=text(f"{sentence} – {name}"),
+        theme=theme,
+        style=style,
+        name=text(name),
+        ranks=_rank_choice(document),
+        headline=overview.headline(document),
+        numbers=overview.key_numbers(document),
+        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
+        sections="\n".join(_section(*section) for section in sections),
+        footer=_footer(document, time.perf_counter() - began),
+        data=view.payload if view else "",
+        script=script,
+    )
+
+
+def _asset(name: str) -> str:
+    return files("traceloom.report.html").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    """All modules in one script: their imports and exports resolve to names of one shared scope."""
+    parts = [_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in SCRIPTS]
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
+
+
+def _policy(scripts: list[str], style: str) -> str:
+    """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
+
+    def allowed(body: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {' '.join(allowed(s) for s in scripts)}; style-src {allowed(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
+    if not any(trace.events.height for trace in session.traces):
+        return None
+    kernels = document.get("kernels") or []
+    return timeline.build(session, {row["name"] for row in kernels if row.get("category") == "communication"})
+
+
+def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -> list[Section]:
+    """(id, title, how to read it, body), in the order of the page."""
+    several = len(document["ranks"]) > 1
+    return [
+        ("breakdown-section", "Breakdown", "Where the time of every rank went.", overview.breakdown(document, reasons)),
+        ("timeline", "Timeline", "Every event of every thread and stream.", _timeline_body(view)),
+        (
+            "steps",
+            "Steps",
+            "One row per step; the longest step fills the width.",
+            ranks.steps(document, reasons),
+        ),
+        ("idle", "Idle time", "Why the GPU had nothing to do, gap by gap.", ranks.idle(document, reasons)),
+        (
+            "kernels",
+            "Kernels",
+            "GPU work by name" + (", summed over ranks." if several else "."),
+            work.kernels(document, reasons),
+        ),
+        ("operators", "Operators", "Framework operators by host time.", work.operators(document, reasons)),
+        ("communication", "Communication", "Collectives by kind and group.", work.communication(document, reasons)),
+        ("modules", "Modules", "Which part of the model the time belongs to.", modules.modules(document, reasons)),
+        ("memory", "Memory", "What the allocator had given out.", memory.memory(document, reasons)),
+        ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(document, reasons)),
+        ("loading", "Data loading", "Waits for the next batch.", work.data_loading(document, reasons)),
+        ("data", "Data", "What was read, and what to know about it.", _data(document, reasons)),
+    ]
+
+
+def _data(document: Row, reasons: Reasons) -> str:
+    found = reasons.line("findings", "Findings") if not document.get("findings") else ""
+    return capture.notices(document, reasons) + capture.inputs(document, reasons) + found
+
+
+def _section(identity: str, title: str, note: str, body: str) -> str:
+    return (
+        f'<section id="{identity}" aria-labelledby="{identity}-title"><header><h2 id="{identity}-title">{title}</h2>'
+        f'<p class="quiet">{note}</p></header>{body}</section>'
+    )
+
+
+def _timeline_body(view: timeline.Timeline | None) -> str:
+    if view is None:
+        return '<p class="quiet absent">Timeline: the trace has no events.</p>'
+    return _asset("timeline.html") + _omitted(view)
+
+
+def _omitted(view: timeline.Timeline) -> str:
+    """What the timeline leaves out, and how to see it."""
+    if not view.omitted:
+        return ""
+    kinds = ", ".join(f"{units.count(n)} {kind}" for kind, n in sorted(view.omitted.items(), key=lambda kv: -kv[1]))
+    return (
+        f'<p class="quiet">The timeline shows {units.count(view.shown)} events. The shortest ones are left out to keep '
+        f"the page small ({escape(kinds)}); every table and number counts them. "
+        "<code>traceloom report … -o x.perfetto.json.gz</code> writes all of them for Perfetto.</p>"
+    )
+
+
+def _rank_choice(document: Row) -> str:
+    entries = document["ranks"][: ranks.MOST_RANKS]
+    if len(entries) < 2:
+        return ""
+    options = "".join(f'<option value="{k}">{overview.rank_name(r, k)}</option>' for k, r in enumerate(entries))
+    return f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+
+
+def _footer(document: Row, seconds: float) -> str:
+    return (
+        f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from {text(document.get('epoch_ns', ''))} ns "
+        f"(Unix time where the trace gives it) · page made in {seconds:.2f} s</p>"
+        "<p>The same numbers for programs: <code>traceloom report … -o report.json</code></p>"
+    )

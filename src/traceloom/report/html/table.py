@@ -1,0 +1,81 @@
+"""Tables: real ones, that print and copy; the script only sorts, filters and unfolds what stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from traceloom.report.html.cells import Column, cells, text, unit_of
+
+MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
+_FILTER_FROM = 8  # rows; a filter over fewer is clutter
+
+
+def table(
+    identity: str,
+    columns: Sequence[Column],
+    rows: Sequence[Mapping[str, Any]],
+    reasons: Mapping[str, str],
+    label: str,
+) -> str:
+    """A figure with one table.
+
+    Args:
+        identity: Its id in the page and in the address.
+        columns: What to show; a row lacks what it does not know.
+        rows: In the order to be shown first.
+        reasons: Why a column's unknown values are unknown, by key.
+        label: What the table is about, for readers that do not see it.
+    """
+    kept = rows[:MOST_ROWS]
+    values = {column.key: [row.get(column.key) for row in kept] for column in columns}
+    shown = [cells(column, values[column.key], reasons.get(column.key, "")) for column in columns]
+    heads = "".join(_head(column, values[column.key]) for column in columns)
+    full = [_full(columns, row) for row in kept]
+    body = "\n".join(f"<tr{more}>{''.join(row)}</tr>" for more, *row in zip(full, *shown, strict=True))
+    return (
+        f'<figure class="table" id="{identity}">{_filter(label, len(kept))}<div class="scroll" tabindex="0" '
+        f'role="region" aria-label="{escape(label)}"><table><caption class="unseen">{escape(label)}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<button type="button" class="more" hidden></button>{_rest(len(rows))}</figure>'
+    )
+
+
+def _head(column: Column, values: list[Any]) -> str:
+    _, unit = unit_of(column, values)
+    small = f" <small>{unit}</small>" if unit else ""
+    swatch = f'<i class="swatch b-{column.swatch}"></i>' if column.swatch else ""
+    hint = f' title="{escape(column.hint)}"' if column.hint else ""
+    look = ' class="n"' if column.numeric else ' class="bar"' if column.kind == "bar" else ""
+    inside = f"{swatch}{escape(column.title)}{small}"
+    if column.kind != "bar":
+        inside = f'<button type="button"{hint}>{inside}</button>'
+    exact = f' data-exact="{column.exact_unit}"' if column.exact_unit else ""
+    return f'<th scope="col"{look} data-key="{column.key}"{exact}>{inside}</th>'
+
+
+def _full(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
+    """The whole names of a row, for the filter, where the cells show them cut."""
+    names = [str(row[c.key]) for c in columns if c.kind == "name" and row.get(c.key) is not None]
+    whole = " ".join(name for name in names if len(name) > 80)
+    return f' data-full="{text(whole)}"' if whole else ""
+
+
+def _filter(label: str, count: int) -> str:
+    if count < _FILTER_FROM:
+        return ""
+    return (
+        f'<div class="filter"><input type="search" placeholder="Filter {count} rows" '
+        f'aria-label="Filter: {escape(label)}" autocomplete="off" spellcheck="false">'
+        '<span class="count" role="status"></span></div>'
+    )
+
+
+def _rest(count: int) -> str:
+    if count <= MOST_ROWS:
+        return ""
+    return (
+        f'<p class="quiet">The first {MOST_ROWS:,} of {count:,} rows; '
+        "<code>traceloom report -o report.json</code> has all of them.</p>"
+    ).replace(",", "\u202f")

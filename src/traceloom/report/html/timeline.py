@@ -1,0 +1,308 @@
+"""Timeline: the events of all ranks as one packed payload for the page's canvas.
+
+Events stand lane by lane, in the order of their start. Times are nanoseconds relative to the session's epoch, divided
+by their greatest common divisor (`unit_ns`). References (`launch`, `forward`) are positions in the payload plus one,
+0 for none. Rows (nesting, overlap) and steps are derived from these by the script, as the reader derives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import Session, Trace
+from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, COPY, FILL, GPU_WORK, PYTHON
+from traceloom.report.html.packing import Ints, pack, zigzag
+from traceloom.report.names import harmless, short
+
+LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
+_FACT_LENGTH = 300  # characters of one argument that are kept
+_SHORT = 60  # characters of a name on the canvas
+_CURVE_POINTS = 2_000
+_LANE_ORDER = {"device": 0, "device_annotation": 1, "device_sync": 2, "host": 3, "other": 4}
+_FACTS = {
+    "tensors": {"shapes": "shapes", "types": "types", "concrete": "values"},
+    "copies": {"kind": "direction", "bytes": "bytes", "source_memory": "from", "target_memory": "to"},
+    "syncs": {"kind": "waits by", "stream": "stream", "awaited_stream": "awaited stream"},
+    "collectives": {
+        "kind": "collective",
+        "group": "group",
+        "group_size": "group size",
+        "element_type": "element type",
+        "in_elements": "elements in",
+        "out_elements": "elements out",
+        "in_bytes": "bytes in",
+        "out_bytes": "bytes out",
+        "sequence": "sequence",
+        "peer": "peer",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The packed payload and what it leaves out.
+
+    Attributes:
+        payload: Base64 text, see `packing`.
+        shown: Events in it.
+        omitted: Events left out, by category; empty when all are there.
+    """
+
+    payload: str
+    shown: int
+    omitted: dict[str, int]
+
+
+def build(session: Session, communication: set[str], limit: int = LIMIT) -> Timeline:
+    """Pack the events of a session.
+
+    Args:
+        session: All traces; one without events gets lanes without events.
+        communication: Names of the kernels that are communication; all others count as compute.
+        limit: The most events to embed, shared fairly between the ranks; see `_keep` for which go first.
+    """
+    quota = _fair_share([trace.events.height for trace in session.traces], limit)
+    parts, places, lanes, first = [], [], [], 0
+    for number, (trace, share) in enumerate(zip(session.traces, quota, strict=True)):
+        table = _lanes(trace, number)
+        part = _ordered(trace, table, share)
+        place = np.full(trace.events.height + 1, 0, dtype=np.int64)
+        place[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
+        counts = dict(part.group_by("order").len().iter_rows())
+        lanes += [{**row, "count": counts.get(row.pop("order"), 0)} for row in table.drop("lane").to_dicts()]
+        parts.append(part)
+        places.append(place)
+        first += part.height
+    columns, tables = _columns(session, parts, places, [lane["count"] for lane in lanes])
+    shown = {harmless(name) for name in communication}
+    tables["communication"] = [i for i, (name, _) in enumerate(tables["labels"]) if name in shown]
+    header = {
+        "version": 1,
+        "epoch_ns": str(session.epoch_ns),
+        "span_ns": max((t.end_ns for t in session.traces), default=0) - session.epoch_ns,
+        "categories": list(CATEGORIES),
+        "ranks": [_rank(trace, session.epoch_ns) for trace in session.traces],
+        "lanes": [lane for lane in lanes if lane["count"]],
+        **tables,
+    }
+    return Timeline(pack(header, columns), first, _omitted(session, parts))
+
+
+def _fair_share(sizes: list[int], limit: int) -> list[int]:
+    """How many events each trace may show: all of the small ones, the rest shared evenly by the large ones."""
+    shares = [0] * len(sizes)
+    left, waiting = limit, sorted(range(len(sizes)), key=sizes.__getitem__)
+    for done, index in enumerate(waiting):
+        shares[index] = min(sizes[index], left // (len(waiting) - done))
+        left -= shares[index]
+    return shares
+
+
+def _keep(events: pl.DataFrame, share: int) -> pl.DataFrame:
+    """The `share` most useful events: GPU work, annotations and collectives first, Python frames last, long before short."""
+    if events.height <= share:
+        return events
+    first = pl.col("category").is_in([*GPU_WORK, ANNOTATION, COLLECTIVE])
+    last = pl.col("category") == PYTHON
+    useful = pl.when(first).then(0).when(last).then(2).otherwise(1)
+    return (
+        events.with_columns(useful.alias("_useful"))
+        .sort("_useful", -pl.col("duration_ns"), "event")
+        .head(share)
+        .drop("_useful")
+    )
+
+
+def _lanes(trace: Trace, number: int) -> pl.DataFrame:
+    """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest first."""
+    main = pl.col("process") == pl.col("thread")
+    gpu = pl.format("GPU {} · {}", "device", "name")
+    label = (
+        pl.when((pl.col("kind") == "device") & pl.col("device").is_not_null())
+        .then(gpu)
+        .when(pl.col("kind") == "device_annotation")
+        .then(pl.format("{} annotations", "name"))
+        .when(pl.col("kind") == "device_sync")
+        .then(pl.format("{} waits", "name"))
+        .otherwise(pl.col("name"))
+    )
+    kind = pl.col("kind").cast(pl.String)
+    return (
+        trace.lanes.with_columns(
+            kind.replace_strict(_LANE_ORDER, return_dtype=pl.Int8).alias("_kind"),
+            (~main).fill_null(value=True).alias("_side"),
+            pl.when(kind == "host").then(-pl.col("events").cast(pl.Int64)).otherwise(0).alias("_few"),
+        )
+        .sort("_kind", "device", "_few", "_side", "stream", "lane", nulls_last=True)
+        .select(
+            "lane",
+            pl.lit(number, dtype=pl.Int32).alias("trace"),
+            kind,
+            label.alias("name"),
+            "device",
+            "stream",
+            "process",
+            "thread",
+        )
+        .with_row_index("order")
+    )
+
+
+def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
+    """The kept events, lane by lane, with their facts."""
+    columns = ["event", "name", "category", "start_ns", "duration_ns", "lane", "correlation", "launch"]
+    return (
+        _keep(trace.events.select(columns), share)
+        .join(lanes.select("lane", "order"), on="lane", how="left")
+        .join(_facts(trace), on="event", how="left")
+        .join(_forward(trace), on="event", how="left")
+        .sort("order", "event")
+    )
+
+
+def _forward(trace: Trace) -> pl.DataFrame:
+    """For backward ops, the forward op that made them: (event, forward)."""
+    return (
+        trace.flows.filter(pl.col("kind") == "forward-backward")
+        .drop_nulls(["source", "target"])
+        .unique("target", keep="first", maintain_order=True)
+        .select(pl.col("target").alias("event"), pl.col("source").alias("forward"))
+    )
+
+
+def _facts(trace: Trace) -> pl.DataFrame:
+    """The arguments of events as one text each: key, unit separator, value, record separator, key, ..."""
+    frames = []
+    for name, columns in _FACTS.items():
+        frame: pl.DataFrame = getattr(trace, name)
+        facts = [
+            pl.lit(f"{title}\x1f")
+            + pl.col(column).cast(pl.String).str.replace_all("[\x1e\x1f]", " ").str.slice(0, _FACT_LENGTH)
+            for column, title in columns.items()
+        ]
+        frames.append(frame.select("event", pl.concat_str(facts, separator="\x1e", ignore_nulls=True).alias("facts")))
+    return (
+        pl.concat(frames)
+        .filter(pl.col("facts") != "")
+        .group_by("event", maintain_order=True)
+        .agg(pl.col("facts").str.join("\x1e"))
+    )
+
+
+def _columns(
+    session: Session, parts: list[pl.DataFrame], places: list[Ints], counts: list[int]
+) -> tuple[dict[str, Ints], dict[str, Any]]:
+    """The payload's columns, and the tables of texts that they point into."""
+    events = pl.concat(parts)
+    start = events["start_ns"].to_numpy() - session.epoch_ns
+    duration = events["duration_ns"].to_numpy()
+    unit = max(int(np.gcd(np.gcd.reduce(start), np.gcd.reduce(duration))), 1)
+    label, labels = _table(events, ["name", "category"])
+    fact, facts = _table(events, ["facts"])
+    correlation = events["correlation"]
+    columns = {
+        "start": _steps(start // unit, counts),
+        "duration": zigzag(duration // unit),
+        "label": label - 1,
+        "fact": fact,
+        "correlation": _sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
+        "launch": _links("launch", parts, places),
+        "forward": _links("forward", parts, places),
+    }
+    codes = {name: code for code, name in enumerate(CATEGORIES)}
+    return columns, {
+        "unit_ns": unit,
+        "labels": [[harmless(name), codes[category]] for name, category in labels],
+        "short": {i: short(name, _SHORT) for i, (name, _) in enumerate(labels) if len(name) > _SHORT},
+        "facts": [text for (text,) in facts],
+    }
+
+
+def _steps(start: Ints, counts: list[int]) -> Ints:
+    """Differences between the starts of neighbours on a lane; the first of a lane stays as it is."""
+    heads = np.cumsum([0, *counts])[:-1][np.asarray(counts, dtype=np.int64) > 0]
+    steps = np.diff(start, prepend=0)
+    steps[heads] = start[heads]
+    return steps
+
+
+def _sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
+    """0 where absent, else one more than the (zigzag) difference to the value before."""
+    out = np.zeros(values.shape, dtype=np.int64)
+    out[present] = zigzag(np.diff(values[present], prepend=0)) + 1
+    return out
+
+
+def _links(column: str, parts: list[pl.DataFrame], places: list[Ints]) -> Ints:
+    """References between events as positions in the payload; to an event that was left out: none."""
+    targets = []
+    for part, place in zip(parts, places, strict=True):
+        row = part[column]
+        known = row.is_not_null().to_numpy()
+        targets.append(np.where(known, place[row.fill_null(0).to_numpy()], 0))
+    target = np.concatenate(targets)
+    return _sparse(target, target > 0)
+
+
+def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[Any, ...]]]:
+    """Distinct values, the frequent ones first, and for each event the number of its value from 1 (0: null)."""
+    distinct = (
+        events.select(columns)
+        .drop_nulls()
+        .group_by(columns)
+        .agg(pl.len().alias("count"))
+        .sort("count", *columns, descending=[True, *[False] * len(columns)])
+        .drop("count")
+        .with_row_index("number", offset=1)
+    )
+    number = events.select(columns).join(distinct, on=columns, how="left", maintain_order="left")["number"]
+    return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
+
+
+def _rank(trace: Trace, epoch_ns: int) -> dict[str, Any]:
+    """What the timeline shows of a rank beside its events: steps and the memory curves."""
+    steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
+    return {
+        "rank": trace.rank,
+        "host": trace.meta.host,
+        "steps": [list(row) for row in steps.iter_rows()],
+        "memory": [curve for curve in _memory(trace, epoch_ns) if curve["time_ns"]],
+    }
+
+
+def _memory(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
+    """The allocator's own running total per device, thinned to the lowest and the highest of equal stretches of time."""
+    curves = []
+    known = trace.allocations.filter(pl.col("allocated_bytes").is_not_null())
+    for (kind, device), frame in known.group_by("device_type", "device", maintain_order=True):
+        span = max(trace.end_ns - trace.start_ns, 1)
+        bucket = (pl.col("time_ns") - trace.start_ns) * (_CURVE_POINTS // 2) // span
+        ranked = frame.select("time_ns", "allocated_bytes", bucket.alias("bucket")).sort("allocated_bytes", "time_ns")
+        extremes = [ranked.unique("bucket", keep=end, maintain_order=True) for end in ("first", "last")]
+        points = pl.concat(extremes).unique().sort("time_ns", "allocated_bytes")
+        curves.append(
+            {
+                "device_type": kind,
+                "device": device,
+                "time_ns": (points["time_ns"] - epoch_ns).to_list(),
+                "bytes": points["allocated_bytes"].to_list(),
+            }
+        )
+    return curves
+
+
+def _omitted(session: Session, parts: list[pl.DataFrame]) -> dict[str, int]:
+    """Events of the session that are not in the payload, by category."""
+    missing: dict[str, int] = {}
+    for trace, part in zip(session.traces, parts, strict=True):
+        if trace.events.height == part.height:
+            continue
+        for sign, frame in ((1, trace.events), (-1, part)):
+            for category, count in frame.group_by("category").len().iter_rows():
+                missing[category] = missing.get(category, 0) + sign * count
+    return {category: count for category, count in missing.items() if count}
