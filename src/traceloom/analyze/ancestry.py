@@ -7,11 +7,13 @@ turns most questions about a forest into running maxima and prefix sums, with no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
@@ -96,8 +98,9 @@ class Forest:
 
     def subtree_sums(self, values: Ints) -> Ints:
         """For each event the sum of `values` over it and all its descendants."""
-        total = np.concatenate([[0], np.cumsum(values)])
-        return total[self.stop] - total[:-1]
+        total: Ints = np.concatenate([[0], np.cumsum(values)])
+        inside: Ints = total[self.stop] - total[:-1]
+        return inside
 
     def span_ns(self) -> Ints:
         """Durations, clipped to the parents' ends; >= 0."""
@@ -141,6 +144,7 @@ class Forest:
         return Segments(owner[kept], lane[kept], start[kept], end[kept])
 
 
+@per_trace
 def forest(trace: Trace) -> Forest:
     """The host events of a trace, in lane order."""
     host = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_numpy()
@@ -164,7 +168,7 @@ def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
     """Position after each event's last descendant: the first later row of the lane that starts at or after its end."""
     stop = np.arange(1, lane.size + 1)
     bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in pairwise(bounds.tolist()):
         found = low + np.searchsorted(start[low:high], end[low:high], side="left")
         stop[low:high] = np.maximum(stop[low:high], found)
     return stop

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints
+from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -40,8 +41,10 @@ class GpuWork:
         return sums[0], sums[1], sums[2]
 
 
-def gpu_work(trace: Trace, tree: Forest) -> GpuWork:
+@per_trace
+def launched_work(trace: Trace) -> GpuWork:
     """All GPU work of the trace with its origin on the host."""
+    tree = forest(trace)
     work = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))
     origin = work.select(pl.coalesce("launch", "op").cast(pl.Int64).fill_null(-1)).to_series().to_numpy()
     position = np.where(origin >= 0, tree.position[origin] if tree.position.size else -1, -1)

@@ -57,7 +57,7 @@ def data_loading(trace: Trace) -> DataLoading:
         trace.events[pl.Series(np.sort(rows), dtype=pl.UInt32)]
         .with_columns(duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"))
         .select(list(WAITS))
-        .cast(dict(WAITS))
+        .cast(WAITS)
     )
     waiting = union(tree.start_ns[called], tree.end_ns[called])
     pieces, step = split_at_steps(trace, waiting.start, waiting.end)
@@ -70,7 +70,7 @@ def data_loading(trace: Trace) -> DataLoading:
     steps = steps.join(waited, on="step", how="left", maintain_order="left")
     wait = pl.lit(None, dtype=pl.Int64) if evidence == "none" else pl.col("wait_ns").fill_null(0)
     share = pl.when(pl.col("length") > 0).then(wait / pl.col("length"))
-    table = steps.select("step", wait.alias("wait_ns"), share.alias("fraction")).cast(dict(STEPS))
+    table = steps.select("step", wait.alias("wait_ns"), share.alias("fraction")).cast(STEPS)
     return DataLoading(waits, table, None if evidence == "none" else waiting.total, evidence)
 
 

@@ -28,24 +28,30 @@ from traceloom.model.result import Result
 
 THREADS = pl.Schema(
     {
-        "lane": pl.UInt32,
-        "process": pl.String,
-        "thread": pl.String,
-        "name": pl.String,
-        "window_ns": pl.Int64,
-        "busy_ns": pl.Int64,
-        "event_count": pl.Int64,
-        "main": pl.Boolean,
+        "lane": pl.UInt32(),
+        "process": pl.String(),
+        "thread": pl.String(),
+        "name": pl.String(),
+        "window_ns": pl.Int64(),
+        "busy_ns": pl.Int64(),
+        "event_count": pl.Int64(),
+        "main": pl.Boolean(),
     }
 )
 ACCOUNT = pl.Schema(
-    {"lane": pl.UInt32, "step": pl.Int32, "phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES), "ns": pl.Int64}
+    {
+        "lane": pl.UInt32(),
+        "step": pl.Int32(),
+        "phase": pl.Enum(PHASES),
+        "activity": pl.Enum(ACTIVITIES),
+        "ns": pl.Int64(),
+    }
 )
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class Host(Result):
+class HostTime(Result):
     """The host account of one trace.
 
     Attributes:
@@ -59,7 +65,7 @@ class Host(Result):
     account: pl.DataFrame
 
 
-def host(trace: Trace) -> Host:
+def host(trace: Trace) -> HostTime:
     """Account for the time of every host thread.
 
     The phase is that of the outermost event that says one; the activity that of the innermost event. On the main
@@ -68,7 +74,7 @@ def host(trace: Trace) -> Host:
     stretches of one phase within a step belongs to it. docs/concepts/host-time.md has the definitions.
     """
     tree = forest(trace)
-    said = meaning(trace, tree)
+    said = meaning(trace)
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
     main = main_lane(trace, tree, said)
     pieces = _pieces(trace, tree, said, lanes["lane"].cast(pl.Int64).to_numpy(), main)
@@ -81,8 +87,8 @@ def host(trace: Trace) -> Host:
         busy_ns=pl.col("busy_ns").fill_null(0),
         event_count=pl.col("events").cast(pl.Int64),
         main=(pl.col("lane") == main) if main is not None else pl.lit(False),
-    ).cast(dict(THREADS))
-    return Host(threads, _account(pieces))
+    ).cast(THREADS)
+    return HostTime(threads, _account(pieces))
 
 
 def main_lane(trace: Trace, tree: Forest, said: Meaning) -> int | None:
@@ -162,7 +168,7 @@ def _others_of_process(trace: Trace, main: int) -> Bools:
     lanes = trace.lanes
     process = lanes.filter(pl.col("lane") == main)["process"][0]
     others = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
-    out = np.zeros(int(lanes["lane"].max() or 0) + 1, dtype=np.bool_)  # type: ignore[call-overload]
+    out = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)
     out[others["lane"].to_numpy()] = True
     return out
 
@@ -212,4 +218,4 @@ def _account(pieces: pl.DataFrame) -> pl.DataFrame:
         pl.when(pl.col("step") != int(NO_STEP)).then("step").alias("step"),
         pl.Series(PHASES).gather(summed["phase"]).alias("phase"),
         pl.Series(ACTIVITIES).gather(summed["activity"]).alias("activity"),
-    ).cast(dict(ACCOUNT))
+    ).cast(ACCOUNT)

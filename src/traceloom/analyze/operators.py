@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import Forest, Ints, forest
-from traceloom.analyze.attribution import gpu_work
+from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -62,8 +62,8 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
         by_shape: One row per name and input shapes.
     """
     tree = forest(trace)
-    is_op = meaning(trace, tree).op
-    work = gpu_work(trace, tree)
+    is_op = meaning(trace).op
+    work = launched_work(trace)
     direct_ns, direct_kernels, direct_count = work.by_ancestor(tree, is_op)
     kind = _kinds(trace, tree, by_shape)
     top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
@@ -82,7 +82,7 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())
     return Operators(
-        table.select(list(OPERATORS)).cast(dict(OPERATORS)),
+        table.select(list(OPERATORS)).cast(OPERATORS),
         gpu_ns - int(direct_ns.sum()),
         work.origin.size - int(direct_count.sum()),
         gpu_ns,

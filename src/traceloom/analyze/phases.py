@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints
+from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
 from traceloom.analyze.blocking import blocking_calls
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -31,11 +32,8 @@ SPAN_PHASES = (
     (LOADING, r"^enumerate\(DataLoader\)#|_BaseDataLoaderIter"),
     (BACKWARD, r"^autograd::engine::"),
     (OPTIMIZER, r"^Optimizer\.(step|zero_grad)#"),
-    (
-        COMMUNICATION,
-        r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
-        r"|^torch(\.|::)distributed(\.ddp)?(\.|::)reducer",
-    ),
+    (COMMUNICATION, r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"),
+    (COMMUNICATION, r"^torch(\.|::)distributed(\.ddp)?(\.|::)reducer"),
     (FORWARD, r"^nn\.Module: |^DistributedDataParallel\.forward$|^FullyShardedDataParallel\.forward$"),
 )
 
@@ -49,11 +47,8 @@ WORD_PHASES = (
 
 PYTHON_PHASES = (
     (LOADING, r"(^|/)torch/utils/data/"),
-    (
-        BACKWARD,
-        r"(^|/)torch/_tensor\.py\(\d+\): backward$|(^|/)torch/autograd/(__init__|graph)\.py\(\d+\): "
-        r"(backward|grad|_engine_run_backward)$|^<built-in method run_backward ",
-    ),
+    (BACKWARD, r"(^|/)torch/_tensor\.py\(\d+\): backward$|^<built-in method run_backward "),
+    (BACKWARD, r"(^|/)torch/autograd/(__init__|graph)\.py\(\d+\): (backward|grad|_engine_run_backward)$"),
     (OPTIMIZER, r"(^|/)torch/optim/"),
     (COMMUNICATION, r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives)\.py"),
     (FORWARD, r"^nn\.Module: "),
@@ -88,8 +83,10 @@ class Meaning:
     op: Bools
 
 
-def meaning(trace: Trace, tree: Forest) -> Meaning:
+@per_trace
+def meaning(trace: Trace) -> Meaning:
     """Read names and categories of the host events."""
+    tree = forest(trace)
     words = _vocabulary(trace, tree)
     code = words["code"]
     known = _known_names(words["names"])
@@ -117,7 +114,7 @@ def _code(category: str) -> int:
     return cat.CATEGORIES.index(category)
 
 
-def _vocabulary(trace: Trace, tree: Forest) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def _vocabulary(trace: Trace, tree: Forest) -> dict[str, np.ndarray]:
     """The distinct names, and for each host event the index of its name: patterns are matched once per name."""
     codes = trace.events["name"].cast(pl.Categorical).to_physical().to_numpy()[tree.row].astype(np.int64)
     example = np.full(int(codes.max(initial=-1)) + 1, _NONE)
@@ -128,7 +125,7 @@ def _vocabulary(trace: Trace, tree: Forest) -> dict[str, np.ndarray]:  # type: i
     return {"names": names.to_numpy(), "code": number[codes]}
 
 
-def _known_names(names: np.ndarray) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def _known_names(names: np.ndarray) -> dict[str, np.ndarray]:
     """Which of the distinct names each table knows: phase numbers (-1 for none) and booleans."""
     text = pl.Series(names, dtype=pl.String)
 
@@ -139,7 +136,9 @@ def _known_names(names: np.ndarray) -> dict[str, np.ndarray]:  # type: ignore[ty
         return out
 
     word = first_of(WORD_PHASES)
-    named = sum((text.str.contains(pattern).to_numpy().astype(np.int64) for _, pattern in WORD_PHASES), np.zeros(len(text)))
+    named = sum(
+        (text.str.contains(pattern).to_numpy().astype(np.int64) for _, pattern in WORD_PHASES), np.zeros(len(text))
+    )
     word[named > 1] = _NONE
     return {
         "span": first_of(SPAN_PHASES),

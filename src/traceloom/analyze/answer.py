@@ -1,0 +1,238 @@
+"""Where does the time go? One sentence first, and parts that add up to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.analyze.breakdown import GpuTime, gpu_time
+from traceloom.analyze.data_loading import DataLoading, data_loading
+from traceloom.analyze.host import HostTime, host
+from traceloom.analyze.host_wait import HOST_CAUSES
+from traceloom.analyze.idle import CAUSES, Idle, idle
+from traceloom.analyze.operators import Operators, operators
+from traceloom.model import Session, Trace
+from traceloom.model.result import Result
+from traceloom.model.units import count, duration, share
+
+PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fraction": pl.Float64})
+_EDGE = "before the first and after the last GPU work"
+_GPU_LABELS = {
+    "compute": "compute",
+    "communication": "communication not hidden by compute",
+    "memory": "copies and fills not hidden",
+}
+_GPU_VERBS = {"compute": "computing", "communication": "only communicating", "memory": "only copying", "idle": "idle"}
+_REASONS = {
+    **{cause: f"launches came late because {meaning}" for cause, meaning in HOST_CAUSES.items()},
+    "launch_latency": "the GPU took its time to begin work that was just launched",
+    "dependency": "work had to wait for another stream",
+    "kernel_to_kernel": "short pauses between pieces of work that were launched in time",
+    "graph_internal": "pauses inside a graph launch",
+    "unexplained": "work was launched in time and yet began late, for no recorded reason",
+    "launch_not_recorded": "the launches are not in the recording",
+}
+_ACTIVITIES = {
+    "op": "operators",
+    "launch": "runtime calls",
+    "blocking_call": "blocking calls",
+    "python": "Python",
+    "unobserved": "nothing recorded",
+}
+_DOING = {
+    "op": "the CPU runs operators",
+    "launch": "the CPU is in runtime calls",
+    "blocking_call": "the main thread waits in blocking calls",
+    "python": "the CPU runs Python",
+    "unobserved": "nothing is recorded of what the main thread does",
+}
+_AWAITED = {
+    "backward": "the backward pass on another thread",
+    "communication": "communication",
+    "loading": "data",
+}
+_WORTH_SAYING = 0.005
+_IDLE_WORTH_A_REASON = 0.05
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the answer is made of, for one trace; a report that has them already passes them on."""
+
+    trace: Trace
+    gpu: GpuTime
+    idle: Idle
+    host: HostTime
+    operators: Operators
+    data_loading: DataLoading
+
+
+@dataclass(frozen=True)
+class Answer(Result):
+    """Where the time of a run goes.
+
+    Attributes:
+        sentence: One sentence for people.
+        parts: label, kind (compute, communication, memory, idle for GPUs; op, launch, blocking_call, python,
+            unobserved for the main threads of a run without GPU work), ns, fraction; the largest first. They add up to
+            `whole_ns` exactly.
+        whole_ns: Time of all devices (without GPU work: of all main threads) in all steps; without steps, from the
+            first to the last GPU work of each device (without GPU work: the window of the traces).
+    """
+
+    sentence: str
+    parts: pl.DataFrame
+    whole_ns: int
+
+
+def facts(trace: Trace) -> Facts:
+    """Run the analyses that the answer needs."""
+    return Facts(trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace))
+
+
+def answer(session: Session, known: Sequence[Facts] | None = None) -> Answer:
+    """Say where the time of a run goes, for any number of ranks, with or without GPUs, with or without steps.
+
+    Args:
+        session: The run.
+        known: The facts of its traces, where they have been found before.
+    """
+    told = [facts(trace) for trace in session.traces] if known is None else list(known)
+    on_gpu = [one for one in told if one.gpu.devices.height]
+    parts = _added(pl.concat([_gpu_parts(one) for one in on_gpu] or [_host_parts(one) for one in told]))
+    whole = int(parts["ns"].sum())
+    if not whole:
+        return Answer("Nothing to account for: the traces hold no timed events.", parts, 0)
+    where = _where([one.trace for one in on_gpu or told])
+    said = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, told)
+    return Answer(f"{where}: {said}.", parts, whole)
+
+
+def _gpu_parts(one: Facts) -> pl.DataFrame:
+    """What the devices did in the steps (without steps: in their windows); idle time by cause."""
+    stepped = one.trace.steps.height > 0
+    rows = one.gpu.steps.filter(pl.col("step").is_not_null()) if stepped else one.gpu.devices
+    causes = one.idle.causes.filter(pl.col("step").is_not_null()) if stepped else one.idle.totals
+    sums = {
+        "compute": rows["compute_ns"].sum(),
+        "communication": rows["exposed_communication_ns"].sum(),
+        "memory": rows["exposed_memory_ns"].sum(),
+    }
+    busy: list[dict[str, object]] = [{"label": _GPU_LABELS[kind], "kind": kind, "ns": ns} for kind, ns in sums.items()]
+    idling = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum()).sort("cause")
+    waits: list[dict[str, object]] = [
+        {"label": f"idle: {CAUSES[cause]}", "kind": "idle", "ns": ns} for cause, ns in idling.rows()
+    ]
+    edges = rows.select((pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")).sum()).item() if stepped else 0
+    return _parts([*busy, *waits, {"label": f"idle: {_EDGE}", "kind": "idle", "ns": edges}])
+
+
+def _host_parts(one: Facts) -> pl.DataFrame:
+    """What the main thread did in the steps (without steps: in the whole window), by phase and activity."""
+    mine = one.host.account.join(one.host.threads.filter("main").select("lane"), on="lane", how="semi")
+    if one.trace.steps.height:
+        mine = mine.filter(pl.col("step").is_not_null())
+    rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
+    return _parts(
+        [{"label": f"{phase}: {_ACTIVITIES[kind]}", "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()]
+    )
+
+
+def _parts(rows: Iterable[dict[str, object]]) -> pl.DataFrame:
+    return pl.DataFrame(list(rows), schema={name: PARTS[name] for name in ("label", "kind", "ns")})
+
+
+def _added(parts: pl.DataFrame) -> pl.DataFrame:
+    summed = parts.group_by("label", "kind").agg(pl.col("ns").sum()).filter(pl.col("ns") > 0)
+    fraction = pl.col("ns") / pl.max_horizontal(pl.col("ns").sum(), 1)
+    return summed.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
+
+
+def _where(traces: list[Trace]) -> str:
+    """Ranks, steps and their length: `Ranks 0-7, 5 steps of 212 ms`."""
+    ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
+    if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
+        ranks = []
+    steps = [trace.steps.select(ns=pl.col("end_ns") - pl.col("start_ns"))["ns"] for trace in traces]
+    lengths = pl.concat(steps)
+    if lengths.len():
+        each = f"{duration(int(lengths.median()))}"  # type: ignore[arg-type]
+        number = max(part.len() for part in steps)
+        span = f"{count(number)} steps of {each}" if number > 1 else f"1 step of {each}"
+    else:
+        span = f"a window of {duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
+    who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
+    text = f"{who}, {span}" if who else span
+    return text[0].upper() + text[1:]
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]}–{ranks[-1]}" if whole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+
+
+def _of_gpus(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
+    sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    devices = sum(one.gpu.devices.height for one in told)
+    name = f"GPU {told[0].gpu.devices['device'][0]} is" if devices == 1 else f"the {devices} GPUs are"
+    said = [f"{_GPU_VERBS[kind]} {share(ns, whole)}" for kind, ns in sums.rows() if ns >= _WORTH_SAYING * whole]
+    said[0] += " of the time"
+    text = f"{name} {_listed(said)}"
+    idling = parts.filter(pl.col("kind") == "idle")
+    idle_ns = int(idling["ns"].sum())
+    if idle_ns < _IDLE_WORTH_A_REASON * whole:
+        return text
+    reasons = {f"idle: {CAUSES[cause]}": reason for cause, reason in _REASONS.items()}
+    label, ns = idling.select("label", "ns").row(0)
+    reason = reasons.get(label, "there was no GPU work yet, or no more, at the edges of the steps")
+    return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reason}"
+
+
+def _of_threads(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
+    """The main activity with its phase and largest operator, then communication and the DataLoader."""
+    text = _activity(parts, whole, told)
+    more = []
+    talking = int(parts.filter(pl.col("label").str.starts_with("communication:"))["ns"].sum())
+    if talking >= _WORTH_SAYING * whole and "communication" not in text:
+        more.append(f"{share(talking, whole)} is spent on communication")
+    if any(one.data_loading.total_ns is not None for one in told):
+        more.append(f"the DataLoader is waited for {share(_waited(told), whole)}")
+    return f"{text}; {_listed(more)}" if more else text
+
+
+def _activity(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
+    sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
+    label, largest = parts.filter(pl.col("kind") == kind).select("label", "ns").row(0)
+    phase = label.split(":")[0]
+    if kind == "unobserved" and phase in _AWAITED and 2 * largest > ns:
+        return f"{share(largest, whole)} of the time the main thread waits for {_AWAITED[phase]}"
+    text = f"{share(ns, whole)} of the time {_DOING[kind]}"
+    if phase != "other" and 2 * largest > ns:
+        text += f", mostly in the {phase} phase"
+    top = _largest_operator(told) if kind == "op" else None
+    return f"{text}; the largest is {top}" if top else text
+
+
+def _largest_operator(told: list[Facts]) -> str | None:
+    """The operator with the largest self time over all traces, with its share of the time in operators."""
+    rows = pl.concat([one.operators.operators.select("name", "self_ns") for one in told])
+    sums = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
+    whole = int(sums["self_ns"].sum())
+    return f"{sums['name'][0]} ({share(int(sums['self_ns'][0]), whole)} of that)" if whole else None
+
+
+def _waited(told: list[Facts]) -> int:
+    """Nanoseconds of waits for the DataLoader, in the steps where there are some."""
+    stepped = [one.data_loading.steps["wait_ns"].sum() for one in told if one.trace.steps.height]
+    whole = [one.data_loading.total_ns or 0 for one in told if not one.trace.steps.height]
+    return int(sum(stepped) + sum(whole))
+
+
+def _listed(items: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,0 +1,145 @@
+"""How much memory was in use on each device, and when most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+DEVICES = pl.Schema(
+    {
+        "device_type": pl.String(),
+        "device": pl.Int32(),
+        "peak_bytes": pl.Int64(),
+        "peak_time_ns": pl.Int64(),
+        "start_bytes": pl.Int64(),
+        "end_bytes": pl.Int64(),
+        "allocation_count": pl.Int64(),
+        "free_count": pl.Int64(),
+        "evidence": pl.Enum(["allocator-totals", "census-and-sum", "running-sum"]),
+    }
+)
+CURVE = pl.Schema(
+    {
+        "device_type": pl.String(),
+        "device": pl.Int32(),
+        "time_ns": pl.Int64(),
+        "allocated_bytes": pl.Int64(),
+        "reserved_bytes": pl.Int64(),
+    }
+)
+SHARED = "cpu-shared"
+"""Device type given to shared memory that DataLoader workers made and this process maps."""
+
+POINTS = 4000
+_KEY = ["device_type", "device"]
+
+
+@dataclass(frozen=True)
+class Memory(Result):
+    """Memory of each device; empty where allocations were not recorded.
+
+    Attributes:
+        devices: `evidence` is `allocator-totals` where the allocator's own running total was recorded with every event:
+            it knows what existed before the window (`start_bytes`). The CPU's allocator keeps no total: its events are
+            added up, onto the live tensors that `traceloom record` counted at the start (`census-and-sum`) or, without
+            a count, onto an unknown amount taken as 0 (`running-sum`; `start_bytes` is null and the figures relative).
+            Memory of other threads, and the freeing of what existed before the window, is not seen there.
+        curve: Memory after each event, in time order, at most 4000 points per device; where there are more events,
+            each of 1000 parts keeps its first, last, lowest and highest. `reserved_bytes` is null where unknown.
+    """
+
+    devices: pl.DataFrame
+    curve: pl.DataFrame
+
+
+def memory(trace: Trace) -> Memory:
+    """Follow the memory of each device through the trace (recorded with `profile_memory`)."""
+    if not trace.allocations.height:
+        return Memory(DEVICES.to_frame(), CURVE.to_frame())
+    census = (trace.meta.capture or {}).get("live_bytes_at_start")
+    live = census.get("cpu") if isinstance(census, dict) else None
+    events = _followed(trace.allocations.with_row_index("row"), live if isinstance(live, int) else None)
+    devices = events.group_by(_KEY, maintain_order=True).agg(
+        pl.max_horizontal(pl.col("level").max(), pl.col("before").first()).alias("peak_bytes"),
+        pl.col("time_ns").gather(pl.col("level").arg_max()).first().alias("peak_time_ns"),
+        pl.col("before").first().alias("start_bytes"),
+        pl.col("level").last().alias("end_bytes"),
+        (pl.col("bytes") > 0).sum().alias("allocation_count"),
+        (pl.col("bytes") < 0).sum().alias("free_count"),
+        pl.when(pl.col("known").first())
+        .then(pl.lit("allocator-totals"))
+        .when(pl.col("before").first().is_not_null())
+        .then(pl.lit("census-and-sum"))
+        .otherwise(pl.lit("running-sum"))
+        .alias("evidence"),
+    )
+    return Memory(devices.select(list(DEVICES)).cast(DEVICES).sort(_KEY), _curve(events))
+
+
+def _followed(allocations: pl.DataFrame, live: int | None) -> pl.DataFrame:
+    """Each event with `level` (memory in use after it), `before` (before it; null where unknown) and `known`.
+
+    `live` is what existed on the CPU before the first event; None where nobody counted.
+    """
+    counted = allocations.with_columns(
+        pl.when(_shared(allocations)).then(pl.lit(SHARED)).otherwise("device_type").alias("device_type"),
+        pl.col("device").fill_null(-1),
+    )
+    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(["cpu", SHARED])
+    counted_before = pl.col("device_type") == "cpu"
+    start = pl.when(counted_before).then(pl.lit(live, dtype=pl.Int64))
+    summed = pl.col("bytes").cum_sum().over(_KEY) + start.fill_null(0)
+    return counted.with_columns(totals.alias("known")).with_columns(
+        pl.when("known").then("allocated_bytes").otherwise(summed).alias("level"),
+        pl.when("known").then(pl.col("allocated_bytes") - pl.col("bytes")).otherwise(start).alias("before"),
+        pl.when("known").then("reserved_bytes").alias("reserved_bytes"),
+    )
+
+
+def _shared(allocations: pl.DataFrame) -> pl.Series:
+    """Which events are about shared memory of DataLoader workers.
+
+    The map allocator reports a new block with its size as the reserved total and nothing as the allocated one, which no
+    other allocator of the CPU does; its free shows both as 0, so that it is known by the block's address. A free of a
+    block from before the window is reported by this allocator alone.
+    """
+    cpu = allocations.filter(pl.col("device_type") == "cpu")
+    made = (
+        pl.when(pl.col("bytes") > 0)
+        .then((pl.col("reserved_bytes") == pl.col("bytes")) & (pl.col("allocated_bytes") == 0))
+        .fill_null(pl.when(pl.col("bytes") > 0).then(pl.lit(False)))
+    )
+    nothing = (pl.col("reserved_bytes") == 0) & (pl.col("allocated_bytes") == 0)
+    rows = cpu.with_columns(made.alias("shared")).with_columns(
+        pl.col("shared").forward_fill().over("process", "address").fill_null(nothing)
+    )
+    joined = allocations.select("row").join(rows.select("row", "shared"), on="row", how="left", maintain_order="left")
+    return joined["shared"].fill_null(False)
+
+
+def _curve(events: pl.DataFrame) -> pl.DataFrame:
+    """At most POINTS events per device, with every extreme of the parts the rest falls into."""
+    index, count = pl.int_range(pl.len()).over(_KEY), pl.len().over(_KEY)
+    parts = POINTS // 4
+    part = pl.when(count <= POINTS).then(index).otherwise(index * parts // count)
+    placed = events.with_columns(part.alias("part"))
+    keys = [*_KEY, "part"]
+    level = pl.col("level")
+    chosen = (
+        placed.group_by(keys)
+        .agg(
+            pl.col("row").first().alias("first"),
+            pl.col("row").last().alias("last"),
+            pl.col("row").gather(level.arg_min()).first().alias("lowest"),
+            pl.col("row").gather(level.arg_max()).first().alias("highest"),
+        )
+        .select(pl.concat_list("first", "last", "lowest", "highest").alias("row"))
+        .explode("row")
+        .unique()
+    )
+    kept = events.join(chosen, on="row", how="semi").sort(*_KEY, "row").rename({"level": "curve"})
+    return kept.select(*_KEY, "time_ns", pl.col("curve").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)

@@ -1,0 +1,190 @@
+"""Which module, scope or annotation the time belongs to, as a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.autograd import backward_of
+from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.result import Result
+
+KINDS = ("module", "scope", "annotation")
+TREE = pl.Schema(
+    {
+        "node": pl.UInt32(),
+        "parent": pl.UInt32(),
+        "depth": pl.UInt16(),
+        "path": pl.String(),
+        "name": pl.String(),
+        "kind": pl.Enum(KINDS),
+        "count": pl.Int64(),
+        "host_ns": pl.Int64(),
+        "self_host_ns": pl.Int64(),
+        "device_ns": pl.Int64(),
+        "self_device_ns": pl.Int64(),
+        "kernel_count": pl.Int64(),
+        "backward_host_ns": pl.Int64(),
+        "backward_device_ns": pl.Int64(),
+    }
+)
+MODULE = "nn.Module: "
+_DEEPEST = 256  # levels of nested regions; what lies deeper counts to the region above
+
+
+@dataclass(frozen=True)
+class Modules(Result):
+    """The tree of regions; parents stand before their children, siblings by host time.
+
+    Attributes:
+        tree: One row per path; calls of one path are one row. `host_ns` is the time of the calls on their threads (of
+            a module: its forward), `device_ns` the summed duration of the GPU work launched in it, `self_` the part
+            outside child rows; self times of a tree add up to its root's total. `backward_host_ns` and
+            `backward_device_ns` are those of the backward ops whose forward op ran in the region; null where the
+            recording does not tell.
+        evidence: `python-modules` (module calls and scopes), `annotations` (annotations and scopes) or `none`.
+    """
+
+    tree: pl.DataFrame
+    evidence: str
+
+
+def modules(trace: Trace) -> Modules:
+    """Build the tree from `nn.Module` calls where Python frames were recorded, else from annotations and scopes."""
+    tree = forest(trace)
+    evidence, kind = _regions(trace, tree)
+    if not (kind >= 0).any():
+        return Modules(TREE.to_frame(), "none")
+    level = _levels(tree, kind)
+    kind[level > _DEEPEST] = -1
+    wanted = kind >= 0
+    node, table = _paths(trace, tree, kind, level)
+    span, own = tree.span_ns(), tree.self_ns(wanted)
+    device, kernels, _ = launched_work(trace).by_ancestor(tree, wanted)
+    backward = _backward(trace, tree, wanted)
+    values = {
+        "host_ns": span,
+        "self_host_ns": own,
+        "device_ns": tree.subtree_sums(device),
+        "self_device_ns": device,
+        "kernel_count": tree.subtree_sums(kernels),
+    }
+    if backward is not None:
+        values |= {f"backward_{name}": tree.subtree_sums(part) for name, part in backward.items()}
+    calls = pl.DataFrame({"node": node, **values}).filter(pl.Series(wanted))
+    sums = calls.group_by("node").agg(pl.len().alias("count"), pl.col(list(values)).sum())
+    missing = [pl.lit(None).alias(name) for name in TREE if name not in {*table.columns, *sums.columns}]
+    return Modules(_ordered(table.join(sums, on="node").with_columns(missing)), evidence)
+
+
+def _regions(trace: Trace, tree: Forest) -> tuple[str, Ints]:
+    """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
+    events = trace.events.select("name", "category").with_row_index("row")
+    text = pl.col("name").str
+    shown = {
+        "module": (pl.col("category") == cat.PYTHON) & text.starts_with(MODULE),
+        "scope": pl.col("category").is_in((cat.OP, cat.ANNOTATION)) & text.starts_with(SCOPE_PREFIX),
+        "annotation": (pl.col("category") == cat.ANNOTATION)
+        & ~text.starts_with(SCOPE_PREFIX)
+        & ~text.contains(STEP_MARK),
+    }
+    found = {}
+    for name, rule in shown.items():
+        position = tree.position[events.filter(rule)["row"].to_numpy()]
+        found[name] = position[position >= 0]
+    evidence = "python-modules" if found["module"].size else "annotations"
+    kind = np.full(tree.row.size, -1)
+    for name, position in found.items():
+        if name != "annotation" or evidence == "annotations":
+            kind[position] = KINDS.index(name)
+    return evidence, kind
+
+
+def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints) -> tuple[Ints, pl.DataFrame]:
+    """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
+
+    Goes down level by level; a level takes one group-by of its events, and nesting of regions is shallow.
+    """
+    wanted = kind >= 0
+    above = tree.nearest(wanted)
+    names = trace.events["name"].gather(tree.row[np.flatnonzero(wanted)])
+    called = pl.DataFrame({"position": np.flatnonzero(wanted), "name": names, "kind": kind[wanted]})
+    node = np.full(wanted.size, -1)
+    rows: list[pl.DataFrame] = []
+    keys = ["parent", "name", "kind"]
+    count = 0
+    for depth in range(int(level[wanted].max()) + 1):
+        here = called.filter(pl.Series(level[wanted] == depth))
+        up = above[here["position"].to_numpy()]
+        here = here.with_columns(pl.Series("parent", np.append(node, -1)[up]))
+        distinct = here.select(keys).unique(maintain_order=True).with_row_index("node", offset=count)
+        numbers = here.join(distinct, on=keys, how="left", maintain_order="left")
+        node[numbers["position"].to_numpy()] = numbers["node"].to_numpy()
+        rows.append(distinct.with_columns(pl.lit(depth).alias("depth")))
+        count += distinct.height
+    return node, pl.concat(rows)
+
+
+def _levels(tree: Forest, kind: Ints) -> Ints:
+    """How many regions stand above each region, at most one more than the deepest level; -1 for what is none."""
+    wanted = kind >= 0
+    above = tree.nearest(wanted)
+    level = np.where(wanted, 0, -1)
+    up = np.where(wanted, above, -1)
+    for depth in range(1, _DEEPEST + 2):
+        rows = np.flatnonzero(up >= 0)
+        if not rows.size:
+            break
+        level[rows] = depth
+        up[rows] = above[up[rows]]
+    return level
+
+
+def _backward(trace: Trace, tree: Forest, wanted: Bools) -> dict[str, Ints] | None:
+    """Host and device time of backward ops, added up at the innermost region of their forward ops."""
+    joined = backward_of(trace, tree)
+    if joined is None:
+        return None
+    region = tree.nearest_or_self(wanted)[joined.forward]
+    known = region >= 0
+    out = {}
+    for name, values in (("host_ns", joined.host_ns), ("device_ns", joined.device_ns)):
+        total = np.zeros(wanted.size, dtype=np.int64)
+        np.add.at(total, region[known], values[known])
+        out[name] = total
+    return out
+
+
+def _ordered(table: pl.DataFrame) -> pl.DataFrame:
+    """Name the paths and number the rows so that parents come before their children, the largest child first."""
+    rows = table.sort(["depth", "host_ns", "node"], descending=[False, True, False]).to_dicts()
+    children: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        children.setdefault(row["parent"], []).append(index)
+    ordered: list[dict[str, object]] = []
+    stack: list[tuple[int, int | None, str, str]] = [(index, None, "", "") for index in reversed(children.get(-1, []))]
+    while stack:
+        index, parent, path, above = stack.pop()
+        row = rows[index]
+        name = _shown(row["name"], above)
+        path = f"{path}/{name}" if path else name
+        number = len(ordered)
+        place = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
+        ordered.append({**row, **place})
+        stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
+    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).select(list(TREE)).cast(TREE)
+
+
+def _shown(name: str, above: str) -> str:
+    """A region's name without the prefix of its kind, and without the dotted name of the scope around it."""
+    if name.startswith(MODULE):
+        return name[len(MODULE) :]
+    if name.startswith(SCOPE_PREFIX):
+        return name[len(above) + 1 :] if name.startswith(f"{above}.") else name[len(SCOPE_PREFIX) :]
+    return name

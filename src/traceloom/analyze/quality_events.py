@@ -1,0 +1,164 @@
+"""Checks of single events: shapes, stacks, lengths, nesting, categories, collectives, autograd numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+
+from traceloom.analyze.intervals import union
+from traceloom.analyze.phases import OURS
+from traceloom.analyze.verdict import Check, graded, many
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.units import count, duration, share
+
+ABSURD_NS = 24 * 3600 * 10**9
+"""A span this long is no measurement: profiles last seconds, and overflowed counters give days."""
+
+
+def missing_ops(trace: Trace) -> Check | None:
+    """GPU work or calls without a single framework operator."""
+    seen = trace.events.filter(pl.col("category").is_in([*cat.GPU_WORK, *cat.LAUNCHES])).height
+    if not seen:
+        return None
+    ops = trace.events.filter(pl.col("category") == cat.OP).height
+    message = (
+        "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
+        "unknown, only calls and GPU work are shown"
+    )
+    return Check("no-operators", 0 if ops else seen, seen, "warning", message)
+
+
+def missing_shapes(trace: Trace) -> Check | None:
+    """Ops without the shapes of their inputs."""
+    ops = trace.events.filter((pl.col("category") == cat.OP) & ~pl.col("name").str.contains(OURS))
+    if not ops.height:
+        return None
+    without = ops.height - ops.join(trace.tensors.select("event"), on="event", how="semi").height
+    message = (
+        f"{count(without)} of {count(ops.height)} operators have no input shapes: they cannot be told apart by size; "
+        "record with shapes to see them"
+    )
+    # where shapes are on, some operators still have no tensors to speak of
+    affected = without if without == ops.height else 0
+    return Check("missing-shapes", affected, ops.height, "info", message)
+
+
+def missing_stacks(trace: Trace) -> Check | None:
+    """No Python frames: what runs between operators is unknown."""
+    ops = trace.events.filter(pl.col("category") == cat.OP).height
+    if not ops:
+        return None
+    frames = trace.events.filter(pl.col("category") == cat.PYTHON).height
+    message = (
+        "no Python stacks were recorded: host time between operators shows as unobserved, and modules only as far as "
+        "annotations go; record with stacks to see them, at some cost"
+    )
+    return Check("missing-stacks", 0 if frames else ops, ops, "info", message)
+
+
+def shortened_events(trace: Trace) -> Check | None:
+    """Events that overran the one they lie in."""
+    host = trace.lanes.filter(pl.col("kind") == "host").select("lane")
+    events = trace.events.join(host, on="lane", how="semi")
+    if not events.height:
+        return None
+    over = pl.col("start_ns") + pl.col("duration_ns") - pl.col("nested_end_ns")
+    lost = events.select(over.alias("ns")).filter(pl.col("ns") > 0)["ns"]
+    message = (
+        f"{count(lost.len())} of {many(events.height, 'host event')} crossed another one and are cut short, by "
+        f"{duration(int(lost.sum()))} in all, so that no time counts twice"
+    )
+    return Check("shortened-events", lost.len(), events.height, graded(lost.len(), events.height, 0.01), message)
+
+
+def negative_durations(trace: Trace) -> Check | None:
+    """Events that end before they start."""
+    total = trace.events.height
+    affected = int((trace.events["duration_ns"] < 0).sum())
+    message = f"{many(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
+    return Check("negative-durations", affected, total, "warning", message) if total else None
+
+
+def absurd_durations(trace: Trace) -> Check | None:
+    """Events of a day and more."""
+    total = trace.events.height
+    affected = int((trace.events["duration_ns"] >= ABSURD_NS).sum())
+    message = (
+        f"{many(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
+        "and every share of it are wrong"
+    )
+    return Check("absurd-durations", affected, total, "error", message) if total else None
+
+
+def unknown_categories(trace: Trace) -> Check | None:
+    """Events of a category that this version does not know."""
+    total = trace.events.height
+    unknown = trace.events.filter(pl.col("category") == cat.OTHER)
+    names = ", ".join(sorted(unknown["name"].unique().to_list())[:3])
+    message = (
+        f"{many(unknown.height, 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
+        "shown in the timeline, counted nowhere"
+    )
+    return Check("unknown-categories", unknown.height, total, "info", message) if total else None
+
+
+def profiler_overhead(trace: Trace) -> Check | None:
+    """Time that the profiler says it took itself."""
+    window = trace.end_ns - trace.start_ns
+    own = trace.events.filter(pl.col("category") == cat.OVERHEAD)
+    if not window:
+        return None
+    taken = union(own["start_ns"].to_numpy(), (own["start_ns"] + own["duration_ns"]).to_numpy()).total
+    message = (
+        f"the profiler reports {many(own.height, 'pause')} of its own (flushing buffers, allocating them), "
+        f"{duration(taken)} or {share(taken, window)} of the window: this time is not the program's"
+    )
+    return Check("profiler-overhead", own.height, trace.events.height, graded(taken, window, 0.05), message)
+
+
+def collectives_without_details(trace: Trace) -> Check | None:
+    """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
+    calls = trace.events.filter(pl.col("name") == "record_param_comms").select("event")
+    if not calls.height:
+        return None
+    told = calls.join(trace.collectives, on="event", how="inner").drop_nulls(
+        ["kind", "element_type", "in_elements", "out_elements", "group_size"]
+    )
+    affected = calls.height - told["event"].n_unique()
+    message = (
+        f"{count(affected)} of {count(calls.height)} collective calls do not say kind, size, type or group (an older "
+        "PyTorch, or shapes were off): bytes and bandwidth of these are unknown"
+    )
+    return Check("collectives-without-details", affected, calls.height, "info", message)
+
+
+def ambiguous_backward(trace: Trace) -> Check | None:
+    """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
+    nodes = trace.events.filter(
+        pl.col("name").str.starts_with("autograd::engine::evaluate_function: ") & (pl.col("sequence") >= 0)
+    )
+    if not nodes.height:
+        return None
+    names = nodes.group_by("process", "forward_thread", "sequence").agg(pl.col("name").n_unique())
+    affected = int((names["name"] > 1).sum())
+    message = (
+        f"{count(affected)} of {count(names.height)} autograd sequence numbers belong to several backward operators: "
+        "the forward operator of these is uncertain"
+    )
+    return Check("ambiguous-backward", affected, names.height, "info", message)
+
+
+EVENT_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
+    missing_ops,
+    missing_shapes,
+    missing_stacks,
+    shortened_events,
+    negative_durations,
+    absurd_durations,
+    unknown_categories,
+    profiler_overhead,
+    collectives_without_details,
+    ambiguous_backward,
+)

@@ -1,0 +1,176 @@
+"""Checks of the GPU side: orphans, clocks, edges of the window, overlaps, synchronisation records.
+
+Rules 1 to 4 of PyTorch's trace validator are among them (`torch/profiler/_trace_validator.py`, torch 2.13), made with
+correlation ids, which say more than the external ids used there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+
+from traceloom.analyze.verdict import Check, graded, many
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.units import count, duration
+
+# Not fills: those of nothing (cuBLAS makes them) submit no work.
+_SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
+_WAITS = ("Stream Wait Event", "Event Sync")
+
+
+def orphan_gpu_work(trace: Trace) -> Check | None:
+    """GPU work that no launch in the file explains."""
+    work = trace.gpu_work()
+    if not work.height:
+        return None
+    orphans = work.filter(pl.col("launch").is_null())
+    ns = int(orphans["duration_ns"].clip(lower_bound=0).sum())
+    message = (
+        f"the launch of {count(orphans.height)} of {many(work.height, 'piece')} of GPU work ({duration(ns)}) is not in "
+        "the file, mostly because the recording began later: the time counts, but no operator, module or step can be "
+        "named for it"
+    )
+    severity = graded(orphans.height, work.height, 0.05)
+    return Check("orphan-gpu-work", orphans.height, work.height, severity, message)
+
+
+def gpu_work_missing(trace: Trace) -> Check | None:
+    """Launches were recorded, but nothing that ran on a GPU."""
+    launches = _submissions(trace)
+    if not launches.height or trace.gpu_work().height:
+        return None
+    message = (
+        f"{many(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
+        "the GPU (another profiler held it, or it was not asked to), so that device times are unknown, not zero"
+    )
+    return Check("gpu-work-missing", launches.height, launches.height, "warning", message)
+
+
+def launches_without_work(trace: Trace) -> Check | None:
+    """Launches whose GPU work is not in the file."""
+    work = trace.gpu_work()
+    launches = _submissions(trace)
+    if not work.height or not launches.height:
+        return None
+    # by correlation: a driver call inside a runtime call repeats its number
+    lost = launches.join(work.select("correlation").unique(), on="correlation", how="anti")
+    late = int(lost.select((pl.col("start_ns") > work["start_ns"].max()).sum()).item())
+    message = (
+        f"the GPU work of {count(lost.height)} of {many(launches.height, 'launch', 'launches')} is not in the file "
+        f"({count(late)} of them after the last piece of GPU work): the recording ended first, or events were dropped; "
+        "GPU time is missing there"
+    )
+    return Check(
+        "launches-without-work", lost.height, launches.height, graded(lost.height, launches.height, 0.01), message
+    )
+
+
+def work_before_launch(trace: Trace) -> Check | None:
+    """GPU work that starts before its launch: the two clocks disagree (rule 1)."""
+    work = trace.gpu_work().filter(pl.col("launch").is_not_null())
+    if not work.height:
+        return None
+    called = trace.events["start_ns"].gather(work["launch"])
+    early = (called - work["start_ns"]).clip(lower_bound=0)
+    affected = int((early > 0).sum())
+    message = (
+        f"{many(affected, 'piece')} of GPU work started before the launch, by up to {_ns(early.max())}: the clocks of "
+        "host and GPU disagree by that much, and so do launch delays and idle causes"
+    )
+    return Check("gpu-work-before-launch", affected, work.height, "warning", message)
+
+
+def overlapping_work(trace: Trace) -> Check | None:
+    """GPU work that begins before the work before it on the same stream has ended."""
+    work = trace.gpu_work().filter(pl.col("duration_ns") > 0)
+    if not work.height:
+        return None
+    end = pl.col("start_ns") + pl.col("duration_ns")
+    reach = end.cum_max().shift(1).over("device", "stream")
+    affected = int(work.select((pl.col("start_ns") < reach).sum()).item())
+    message = (
+        f"{many(affected, 'piece')} of GPU work overlapped the one before on its own stream (programmatic launches, or "
+        "several hardware queues): sums of kernel times exceed the time that passed; unions are right"
+    )
+    return Check("overlapping-gpu-work", affected, work.height, "info", message)
+
+
+def waits_without_record(trace: Trace) -> Check | None:
+    """Waits for an event that do not say which record they await (rule 2)."""
+    waits = trace.syncs.filter(pl.col("kind").is_in(_WAITS))
+    if not waits.height:
+        return None
+    affected = int((waits["record_correlation"].fill_null(-1) < 0).sum())
+    message = (
+        f"{count(affected)} of {count(waits.height)} waits for an event do not say which record they await: "
+        "dependencies between streams are incomplete"
+    )
+    return Check("waits-without-record", affected, waits.height, "info", message)
+
+
+def syncs_while_running(trace: Trace) -> Check | None:
+    """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
+    syncs = (
+        trace.syncs.filter(pl.col("kind") == "Stream Sync")
+        .join(trace.events.select("event", "device", "start_ns"), on="event")
+        .select("device", "stream", "start_ns")
+        .drop_nulls()
+        .sort("start_ns")
+    )
+    kernels = trace.events.filter(pl.col("category") == cat.KERNEL)
+    if not syncs.height or not kernels.height:
+        return None
+    ends = kernels.select(
+        "device", "stream", pl.col("start_ns") + 1, end_ns=pl.col("start_ns") + pl.col("duration_ns")
+    ).sort("start_ns")
+    met = syncs.join_asof(ends, on="start_ns", by=["device", "stream"], check_sortedness=False)
+    affected = int(met.select((pl.col("end_ns") > pl.col("start_ns")).sum()).item())
+    message = (
+        f"{count(affected)} of {count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
+        "their stream still ran: their times cannot be trusted"
+    )
+    return Check("syncs-while-running", affected, syncs.height, "info", message)
+
+
+def waits_for_unknown_record(trace: Trace) -> Check | None:
+    """Waits whose event record is not in the file, or lies in the future (rule 4)."""
+    waits = (
+        trace.syncs.filter((pl.col("kind") == "Stream Wait Event") & (pl.col("record_correlation") >= 0))
+        .join(trace.events.select("event", "start_ns"), on="event")
+        .select("record_correlation", "start_ns")
+    )
+    if not waits.height:
+        return None
+    calls = trace.events.filter(pl.col("category").is_in(cat.LAUNCHES) & pl.col("name").str.contains("EventRecord"))
+    records = calls.group_by("correlation").agg(pl.col("start_ns").min().alias("recorded_ns"))
+    met = waits.join(records, left_on="record_correlation", right_on="correlation", how="left")
+    unknown = pl.col("recorded_ns").is_null() | (pl.col("recorded_ns") > pl.col("start_ns"))
+    affected = int(met.select(unknown.sum()).item())
+    message = (
+        f"{count(affected)} of {count(waits.height)} waits between streams await an event record that is not in the "
+        "file or comes later: dependencies between streams are incomplete"
+    )
+    return Check("waits-for-unknown-record", affected, waits.height, "info", message)
+
+
+def _submissions(trace: Trace) -> pl.DataFrame:
+    submits = pl.col("category").is_in(cat.LAUNCHES) & pl.col("name").str.contains(_SUBMITS)
+    return trace.events.filter(submits & pl.col("correlation").is_not_null()).select("correlation", "start_ns")
+
+
+def _ns(value: object) -> str:
+    return duration(int(value)) if isinstance(value, (int, float)) else duration(None)
+
+
+GPU_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
+    orphan_gpu_work,
+    gpu_work_missing,
+    launches_without_work,
+    work_before_launch,
+    overlapping_work,
+    waits_without_record,
+    syncs_while_running,
+    waits_for_unknown_record,
+)

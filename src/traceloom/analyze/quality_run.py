@@ -1,0 +1,132 @@
+"""Checks of the recording as a whole: steps, ranks, what recording cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+
+from traceloom.analyze.verdict import Check
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.notice import Severity
+from traceloom.model.units import count, duration
+
+UNEVEN = 1.5
+"""A step is uneven where it is this many times longer or shorter than the median."""
+
+COSTLY = 1.05
+"""Recording that makes steps this many times longer is said; twice that excess is a warning."""
+
+
+def missing_steps(trace: Trace) -> Check | None:
+    """No steps: nothing can be said per step."""
+    if not trace.events.height:
+        return None
+    message = (
+        "no steps are marked: figures are for the whole window, with whatever ran before and after the steady state; "
+        "`traceloom record` marks steps, and so does `prof.step()` of PyTorch's profiler"
+    )
+    return Check("no-steps", 0 if trace.steps.height else 1, 1, "info", message)
+
+
+def warm_up_step(trace: Trace) -> Check | None:
+    """A first step that is much longer than the others."""
+    lengths = _lengths(trace)
+    if len(lengths) < 3:
+        return None
+    rest = lengths[1:].median()
+    assert isinstance(rest, float)
+    slow = lengths[0] > UNEVEN * rest
+    message = (
+        f"the first step took {duration(int(lengths[0]))}, the others {duration(int(rest))} (median): it looks like a "
+        "warm-up and raises the averages; leave it out with `--steps`"
+    )
+    return Check("warm-up-step", int(slow), 1, "warning", message)
+
+
+def uneven_steps(trace: Trace) -> Check | None:
+    """Steps far from the median; the first one is the business of `warm_up_step`."""
+    lengths = _lengths(trace)
+    if len(lengths) < 3:
+        return None
+    later = lengths[1:]
+    median = lengths.median()
+    assert isinstance(median, float)
+    affected = int(((later > UNEVEN * median) | (later * UNEVEN < median)).sum())
+    message = (
+        f"{count(affected)} of {count(len(later))} later steps differ from the median step ({duration(int(median))}) "
+        f"by more than a factor of {UNEVEN:g}: an average step stands for none of them"
+    )
+    return Check("uneven-steps", affected, len(later), "warning", message)
+
+
+def cut_steps(trace: Trace) -> Check | None:
+    """Steps that the recording cuts off."""
+    if not trace.steps.height:
+        return None
+    affected = int((~trace.steps["complete"]).sum())
+    message = f"{count(affected)} of {count(trace.steps.height)} steps are cut off by the edge of the recording"
+    return Check("cut-steps", affected, trace.steps.height, "info", message)
+
+
+def rank_unknown(trace: Trace) -> Check | None:
+    """A trace of a distributed job that does not say its rank."""
+    distributed = (trace.meta.world_size or 1) > 1 or trace.collectives.height > 0
+    if not distributed:
+        return None
+    message = (
+        "the file belongs to a distributed job but does not say its rank: ranks cannot be compared; the rank may stand "
+        "in the file name"
+    )
+    return Check("rank-unknown", int(trace.rank is None), 1, "warning", message)
+
+
+def rank_outside_world(trace: Trace) -> Check | None:
+    """A rank that the job cannot have."""
+    size = trace.meta.world_size
+    if trace.rank is None or size is None:
+        return None
+    message = f"the file says rank {trace.rank} of {size} ranks, which cannot be: one of the two is wrong"
+    return Check("rank-outside-world", int(not 0 <= trace.rank < size), 1, "warning", message)
+
+
+def recording_cost(trace: Trace) -> Check | None:
+    """What recording cost, as `traceloom record` measured it against unrecorded steps."""
+    overhead = (trace.meta.capture or {}).get("overhead")
+    ratio = overhead.get("ratio") if isinstance(overhead, dict) else None
+    if not isinstance(ratio, (int, float)):
+        return None
+    message = f"recorded steps took {ratio:.2f} times as long as unrecorded ones: absolute times are too long by that"
+    severity: Severity = "warning" if ratio > 1 + 2 * (COSTLY - 1) else "info"
+    return Check("recording-cost", int(ratio > COSTLY), 1, severity, message)
+
+
+def coarse_clock(trace: Trace) -> Check | None:
+    """Times in whole microseconds: short events are rounded."""
+    if trace.meta.unit_ns <= 1:
+        return None
+    work = trace.events.filter(pl.col("category").is_in([*cat.GPU_WORK, cat.OP]))
+    short = int((work["duration_ns"] < 10 * trace.meta.unit_ns).sum())
+    message = (
+        f"times are whole microseconds (a PyTorch before 2024): {count(short)} of {count(work.height)} operators and "
+        "pieces of GPU work are shorter than 10 µs, so that theirs are off by 5 % and more"
+    )
+    return Check("coarse-clock", short, work.height, "info", message)
+
+
+def _lengths(trace: Trace) -> pl.Series:
+    whole = trace.steps.filter("complete").sort("start_ns")
+    return whole["end_ns"] - whole["start_ns"]
+
+
+RUN_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
+    missing_steps,
+    warm_up_step,
+    uneven_steps,
+    cut_steps,
+    rank_unknown,
+    rank_outside_world,
+    recording_cost,
+    coarse_clock,
+)

@@ -1,0 +1,37 @@
+"""What one check of a capture found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from traceloom.model.notice import Severity
+from traceloom.model.units import count
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: `affected` of `total` things are so; the message is for when some are.
+
+    Attributes:
+        slug: Name of the check and of its notice.
+        affected: How many were found.
+        total: Of how many.
+        severity: How bad it is, if any were found.
+        message: One sentence with its numbers.
+    """
+
+    slug: str
+    affected: int
+    total: int
+    severity: Severity
+    message: str
+
+
+def graded(affected: int, total: int, limit: float) -> Severity:
+    """`warning` where the share is above the limit, else `info`."""
+    return "warning" if total and affected > limit * total else "info"
+
+
+def many(number: int, one: str, more: str | None = None) -> str:
+    """`1 piece`, `2 pieces`."""
+    return f"{count(number)} {one if number == 1 else more or one + 's'}"
