@@ -1,0 +1,317 @@
+"""From the columns of a file to a Trace: order, lanes, nesting, joins, side frames, notices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import Meta, Notice, Trace
+from traceloom.model import category as cat
+from traceloom.model.schema import SCHEMAS
+from traceloom.read import metadata as md
+from traceloom.read.captured import with_captured
+from traceloom.read.collectives import collective_frame
+from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS, Columns
+from traceloom.read.fields import NULL
+from traceloom.read.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, Places, find_lanes, lane_frame
+from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
+from traceloom.read.memory import allocation_frame, counter_frame, mark_frame
+from traceloom.read.nesting import Nesting, nest
+from traceloom.read.order import Order, Texts, nearest, nullable, row_numbers, time_order
+from traceloom.read.remarks import remarks
+from traceloom.read.steps import NO_STEP, event_steps, find_steps
+from traceloom.read.transfers import copy_frame, sync_frame
+
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
+_CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
+_CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=cat.CategoryType)
+_OP, _ANNOTATION = _CODES[cat.OP], _CODES[cat.ANNOTATION]
+
+
+def _flags(names: tuple[str, ...]) -> NDArray[np.bool_]:
+    return np.array([name in names for name in cat.CATEGORIES])
+
+
+_IS_WORK, _IS_LAUNCH = _flags(cat.GPU_WORK), _flags(cat.LAUNCHES)
+_SIDE: dict[str, dict[str, Any]] = {
+    "copies": dict.fromkeys(("row", "bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
+    "syncs": dict.fromkeys(("row", "kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
+    "collectives": dict.fromkeys(("row", *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
+    "flows": {"phase": np.bool_, **dict.fromkeys(("flow", "kind", "place", "start"), np.int64)},
+    "marks": dict.fromkeys(("start", "name", "place", "bytes"), np.int64),
+    "counters": {**dict.fromkeys(("start", "name", "key", "place"), np.int64), "value": np.float64},
+    "allocations": dict.fromkeys(
+        (
+            "start",
+            "place",
+            "address",
+            "allocation_bytes",
+            "total_allocated",
+            "total_reserved",
+            "device_type",
+            "device_id",
+        ),
+        np.int64,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """What is known of a file beside its events."""
+
+    path: str
+    metadata: dict[str, Any]
+    size: int  # bytes of text
+    notices: tuple[Notice, ...]
+    capture: dict[str, Any] | None  # this rank's part of capture.json
+
+
+class _Builder:
+    """The steps from columns to frames, with what they share."""
+
+    def __init__(self, columns: Columns, file: File) -> None:
+        self.columns = columns
+        self.file = file
+        self.texts = Texts(columns.texts)
+        self.places = Places(list(columns.places), columns.thread_names)
+        raw_start = columns.column("spans", "start", np.int64)
+        self.order: Order = time_order(raw_start, columns.column("spans", "duration", np.int64))
+        self.base_ns = md.base_ns(file.metadata)
+        self.whole_us = bool((raw_start % 1000 == 0).all())
+        self.start = raw_start[self.order.rows] + self.base_ns
+        del raw_start
+        self.duration = self.spans("duration")
+        self.category = self._categories()
+        self.place = self.spans("place")
+
+    def spans(self, name: str) -> Array:
+        """A column of the complete events, in time order."""
+        return self.columns.column("spans", name, np.int64)[self.order.rows]
+
+    def _categories(self) -> Array:
+        """Category codes; in files of 2021 annotations are called operators too."""
+        code = self.columns.column("spans", "category", np.uint8)[self.order.rows]
+        names = self.spans("name")
+        annotations = [
+            number for number, text in enumerate(self.texts.values) if text.startswith(("ProfilerStep#", "Optimizer."))
+        ]
+        if annotations:
+            code[np.isin(names, annotations) & (code == _OP)] = _ANNOTATION
+        return code
+
+    def spread(self, table: str, name: str) -> Ints:
+        """A column of a side table as one value per event, NULL elsewhere."""
+        out = np.full(len(self.start), NULL, dtype=np.int64)
+        out[self.order.event[self.columns.column(table, "row", np.uint32)]] = self.columns.column(table, name, np.int64)
+        return out
+
+    def side(self, table: str) -> dict[str, Array]:
+        """All columns of a side table, empty ones too."""
+        return {name: self.columns.column(table, name, dtype) for name, dtype in _SIDE[table].items()}
+
+    def device_and_stream(self) -> tuple[Ints, Ints]:
+        """Of device-side events: the arguments, else pid and tid; NULL on the host."""
+        device, stream = self.spread("device", "device"), self.spread("device", "stream")
+        on_device = ON_DEVICE[KIND_OF_CODE[self.category]]
+        for values, which in ((device, 0), (stream, 1)):
+            missing = np.flatnonzero(on_device & (values == NULL))
+            values[missing] = self.places.numbers(which)[self.place[missing]]
+        device[(device < -1) | (device >= 2**31)] = NULL
+        return device, stream
+
+
+def assemble(columns: Columns, file: File) -> Trace:
+    """Build the trace of a file.
+
+    Args:
+        columns: All its entries.
+        file: The rest.
+    """
+    made = _Builder(columns, file)
+    device, stream = made.device_and_stream()
+    lanes = find_lanes(made.category, made.place, device, stream, made.places)
+    nesting = nest(lanes.lane, made.start, made.start + np.maximum(made.duration, 0), lanes.nests)
+    events = _events(made, device, stream, lanes.lane, nesting)
+    autograd = _autograd(made)
+    lane_table = lane_frame(lanes, made.start, nesting.nested_end_ns, autograd)
+    events, steps, step_notices = _linked(made, events, nesting, lane_table)
+    host_spot = np.where(np.array(KINDS)[KIND_OF_CODE[made.category]] == "host", made.place, -1)
+    tensors = _tensors(made)
+    columns.drop("tensors")
+    used = set(events.filter(pl.col("category").is_in(cat.GPU_WORK))["device"].drop_nulls().unique().to_list())
+    groups = md.group_frame(file.metadata, file.capture)
+    collectives = collective_frame(made.side("collectives"), made.texts, made.order, events, tensors)
+    collectives, capture_notices = with_captured(collectives, events, file.capture)
+    sides = {
+        "lanes": lane_table,
+        "devices": md.device_frame(file.metadata, used),
+        "groups": groups,
+        "steps": steps,
+        "collectives": collectives,
+        "copies": copy_frame(made.side("copies"), made.texts, made.order, events),
+        "syncs": sync_frame(made.side("syncs"), made.texts, made.order, events),
+        "flows": _flows(made, events),
+        "python": _python(made),
+        "tensors": tensors,
+        "allocations": allocation_frame(made.side("allocations"), made.base_ns, made.places, events, host_spot, steps),
+        "counters": counter_frame(made.side("counters"), made.base_ns, made.places, made.texts),
+        "marks": mark_frame(made.side("marks"), made.base_ns, made.places, made.texts),
+        "sources": source_frame(
+            columns.column("spans", "offset", np.int64), columns.column("spans", "length", np.int32), made.order
+        ),
+    }
+    meta, rank_notices = _meta(made, events)
+    notices = (
+        *file.notices,
+        *rank_notices,
+        *step_notices,
+        *capture_notices,
+        *remarks(events, nesting, columns.unknown_categories, sides["allocations"]),
+    )
+    return Trace(meta=meta, events=events, notices=notices, **sides)
+
+
+def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nesting) -> pl.DataFrame:
+    """The `events` frame without what joins add."""
+    on_device = ON_DEVICE[KIND_OF_CODE[made.category]]
+    process = np.where(on_device, NULL, _of_places(made, 0))
+    thread = np.where(on_device, NULL, _of_places(made, 1))
+    correlation = made.spread("calls", "correlation")
+    external = made.spread("ops", "external")
+    for table in ("device", "calls"):
+        rows = made.order.event[made.columns.column(table, "row", np.uint32)]
+        external[rows] = made.columns.column(table, "external", np.int64)
+        correlation[rows] = made.columns.column(table, "correlation", np.int64)
+    if repeats_correlation(external, correlation, _IS_WORK[made.category]):
+        external[_IS_WORK[made.category]] = NULL
+    record = made.spread("ops", "record_function")
+    record[record == 0] = NULL
+    return pl.DataFrame(
+        {
+            "event": pl.Series(np.arange(len(made.start), dtype=np.uint32)),
+            "name": made.texts.column(made.spans("name")),
+            "category": _CATEGORY_NAMES.gather(pl.Series(made.category)),
+            "start_ns": made.start,
+            "duration_ns": made.duration,
+            "nested_end_ns": nesting.nested_end_ns,
+            "lane": lane.astype(np.uint32),
+            "process": nullable(process),
+            "thread": nullable(thread),
+            "device": nullable(device, pl.Int32),
+            "stream": nullable(stream),
+            "correlation": nullable(correlation),
+            "external_id": nullable(external),
+            "record_function_id": nullable(record),
+            "sequence": nullable(made.spread("ops", "sequence")),
+            "forward_thread": nullable(made.spread("ops", "forward_thread")),
+            "parent": row_numbers(nesting.parent),
+            "depth": np.minimum(nesting.depth, 2**16 - 1).astype(np.uint16),
+        }
+    )
+
+
+def _of_places(made: _Builder, which: int) -> Ints:
+    numbers = made.places.numbers(which)
+    return numbers[made.place] if len(numbers) else np.zeros(0, dtype=np.int64)
+
+
+def _autograd(made: _Builder) -> Array:
+    engine = [number for number, text in enumerate(made.texts.values) if text.startswith("autograd::engine::")]
+    return np.isin(made.spans("name"), engine) if engine else np.zeros(len(made.start), dtype=np.bool_)
+
+
+def _linked(
+    made: _Builder, events: pl.DataFrame, nesting: Nesting, lanes: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame, list[Notice]]:
+    """Add `op`, `launch` and `step`."""
+    is_launch, is_work = _IS_LAUNCH[made.category], _IS_WORK[made.category]
+    is_op = made.category == _OP
+    correlation = _filled(events["correlation"])
+    launch = launches(correlation, is_launch, is_work)
+    op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, _filled(events["external_id"]))
+    steps, notices = find_steps(events, lanes)
+    step = event_steps(steps, made.start, launch, is_work)
+    linked = events.with_columns(
+        row_numbers(op).alias("op"),
+        row_numbers(launch).alias("launch"),
+        nullable(step, pl.Int32, NO_STEP).alias("step"),
+    )
+    return linked.select(list(SCHEMAS["events"])), steps, notices
+
+
+def _filled(column: pl.Series) -> Ints:
+    return column.fill_null(NULL).to_numpy()
+
+
+def _tensors(made: _Builder) -> pl.DataFrame:
+    codes = {
+        name: made.columns.column("tensors", name, np.int32) for name in ("shapes", "types", "strides", "concrete")
+    }
+    rows = made.order.event[made.columns.column("tensors", "row", np.uint32)]
+    order = np.argsort(rows, kind="stable")
+    listed = {name: made.texts.column(values[order]) for name, values in codes.items()}
+    return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **listed}, schema=SCHEMAS["tensors"])
+
+
+def _python(made: _Builder) -> pl.DataFrame:
+    rows = made.order.event[made.columns.column("frames", "row", np.uint32)]
+    order = np.argsort(rows, kind="stable")
+    values = {
+        name: nullable(made.columns.column("frames", name, np.int64)[order])
+        for name in ("python_id", "python_parent", "module_id")
+    }
+    return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **values}, schema=SCHEMAS["python"])
+
+
+def _flows(made: _Builder, events: pl.DataFrame) -> pl.DataFrame:
+    columns = made.side("flows")
+    columns["start"] = np.where(columns["start"] == NULL, NULL, columns["start"] + made.base_ns)
+    columns["place"] = columns["place"].astype(np.int32)
+    return flow_frame(columns, made.texts, events, made.place.astype(np.int32))
+
+
+def _meta(made: _Builder, events: pl.DataFrame) -> tuple[Meta, list[Notice]]:
+    metadata, file = made.file.metadata, made.file
+    ranks = made.columns.column("collectives", "rank", np.int64)
+    named = np.unique(ranks[(ranks != NULL) & (ranks >= 0)])
+    rank, evidence, notices = md.find_rank(
+        metadata, int(named[0]) if len(named) == 1 else None, file.path, file.capture
+    )
+    info = md.distributed(metadata)
+    processes = events.lazy().select(pl.col("process").drop_nulls().value_counts(sort=True)).collect()["process"]
+    busiest = [row["process"] for row in processes.head(2).to_list() if row["process"] > 0]
+    capture = file.capture or {}
+    host = metadata.get("host_name")
+    latest = int(made.start[-1]) if len(made.start) else 0
+    meta = Meta(
+        path=file.path,
+        rank=rank,
+        rank_evidence=evidence,
+        world_size=md.whole(capture.get("world_size")) or md.whole(info.get("world_size")),
+        host=host if isinstance(host, str) and host else capture.get("host"),
+        process=busiest[0] if busiest else None,
+        backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
+        base_ns=made.base_ns,
+        clock="unix" if made.base_ns or latest > 10**18 else "unknown",
+        unit_ns=1000 if made.whole_us and bool((made.duration % 1000 == 0).all()) else 1,
+        event_count=made.columns.entries,
+        file_bytes=file.size,
+        schema_version=None if metadata.get("schemaVersion") is None else str(metadata["schemaVersion"]),
+        versions=md.versions(metadata),
+        settings=md.settings(metadata),
+        job=md.job(metadata),
+        capture=file.capture,
+    )
+    return meta, notices
+
+
+def display_name(path: str) -> str:
+    """The name of a file for messages."""
+    return "standard input" if path == "-" else Path(path).name

@@ -1,0 +1,163 @@
+"""Communication: which events are collectives, of which kind, over which group, how large."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model.schema import SCHEMAS
+from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
+from traceloom.read.order import Order, Texts, nullable
+
+Array = NDArray[Any]
+
+# Looked for in this order, in the lower-case name without blanks and underscores.
+_KINDS = (
+    ("reducescatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("bcast", "broadcast"),
+    ("barrier", "barrier"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+    ("reduce", "reduce"),
+    ("send", "send"),
+    ("recv", "recv"),
+)
+_SIZES = {
+    "float64": 8, "double": 8, "int64": 8, "long": 8, "longint": 8, "uint64": 8, "complexfloat": 8, "complex64": 8,
+    "complexdouble": 16, "complex128": 16, "complexhalf": 4,
+    "float32": 4, "float": 4, "int32": 4, "int": 4, "uint32": 4, "unsignedint": 4,
+    "float16": 2, "half": 2, "bfloat16": 2, "c10::bfloat16": 2, "c10::half": 2, "int16": 2, "short": 2, "uint16": 2,
+    "int8": 1, "char": 1, "signedchar": 1, "uint8": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
+}  # fmt: skip
+_ANNOTATION = r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|rccl):\s*(.+)$"
+_PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
+
+
+def kind_of(name: str) -> str:
+    """The kind of a collective from any writer's name for it; the name itself where it is none we know.
+
+    Example:
+        >>> kind_of("_allgather_base"), kind_of("nccl:all_to_allv"), kind_of("init")
+        ('all_gather', 'all_to_all', 'init')
+    """
+    plain = re.sub(r"[\s_]", "", name.rsplit(":", maxsplit=1)[-1].lower())
+    return next((kind for part, kind in _KINDS if part in plain), name.rsplit(":", maxsplit=1)[-1].strip().lower())
+
+
+def element_size(name: str | None) -> int | None:
+    """Bytes of an element type as PyTorch or NCCL spells it (`BFloat16`, `Float8_e4m3fn`, `long int`); None unknown."""
+    if name is None:
+        return None
+    plain = re.sub(r"[\s_]", "", name.lower()).removeprefix("torch.")
+    return 1 if plain.startswith("float8") else _SIZES.get(plain)
+
+
+def collective_frame(
+    columns: dict[str, Array], texts: Texts, order: Order, events: pl.DataFrame, tensors: pl.DataFrame
+) -> pl.DataFrame:
+    """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
+    described = _with_arguments(columns, texts, order)
+    annotated = _annotations(events, tensors)
+    return pl.concat([described, annotated]).sort("event")
+
+
+def _with_arguments(columns: dict[str, Array], texts: Texts, order: Order) -> pl.DataFrame:
+    if not len(columns["row"]):
+        return pl.DataFrame(schema=SCHEMAS["collectives"])
+    text = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
+    value = {key: nullable(columns[key]) for key in COLLECTIVE_NUMBERS}
+    frame = pl.DataFrame({"event": order.event[columns["row"]], **text, **value})
+    kinds = mapped(frame["collective"], kind_of)
+    sizes = mapped(frame["element_type"], element_size, pl.Int64)
+    none = pl.lit(None, dtype=pl.Int64)
+    src, dst = pl.col("source_rank"), pl.col("target_rank")
+    peer = pl.when(kinds == "send").then(dst).when(kinds == "recv").then(src).otherwise(pl.col("root_rank"))
+    return frame.select(
+        "event",
+        kinds.alias("kind"),
+        "group",
+        "group_size",
+        pl.col("group_ranks").alias("ranks"),
+        "element_type",
+        "in_elements",
+        "out_elements",
+        pl.when(sizes.is_not_null()).then(pl.col("in_elements") * sizes).otherwise(none).alias("in_bytes"),
+        pl.when(sizes.is_not_null()).then(pl.col("out_elements") * sizes).otherwise(none).alias("out_bytes"),
+        pl.col("collective_sequence").alias("sequence"),
+        pl.when(peer >= 0).then(peer).alias("peer"),
+        "in_splits",
+        "out_splits",
+        pl.col("asynchronous").replace_strict({"true": True, "false": False}, default=None, return_dtype=pl.Boolean),
+    ).cast(SCHEMAS["collectives"])
+
+
+def mapped(column: pl.Series, function: Any, dtype: Any = pl.String) -> pl.Series:
+    """A function of few different texts, applied to each of them once."""
+    different = column.unique().drop_nulls()
+    table = {text: function(text) for text in different}
+    return column.replace_strict(table, default=None, return_dtype=dtype) if table else column.cast(dtype)
+
+
+def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
+    found = (
+        events.lazy()
+        .filter(pl.col("category") == "annotation")
+        .select("event", called=pl.col("name").str.extract(_ANNOTATION), peer=pl.col("name").str.extract(_PEER))
+        .filter(pl.col("called").is_not_null())
+        .join(tensors.lazy().select("event", "shapes", "types"), on="event", how="left", maintain_order="left")
+        .collect()
+    )
+    if not found.height:
+        return pl.DataFrame(schema=SCHEMAS["collectives"])
+    described = found.select("shapes", "types").unique().rows()
+    table = {key: _elements(*key) for key in described}
+    contents = [table[key] for key in found.select("shapes", "types").iter_rows()]
+    return pl.DataFrame(
+        {
+            "event": found["event"],
+            "kind": mapped(found["called"], kind_of),
+            "element_type": [content[0] for content in contents],
+            "in_elements": [content[1] for content in contents],
+            "in_bytes": [content[2] for content in contents],
+            "peer": found["peer"].cast(pl.Int32, strict=False),
+        },
+        schema_overrides={"element_type": pl.String, "in_elements": pl.Int64, "in_bytes": pl.Int64},
+    ).select(
+        [
+            pl.col(name).cast(dtype) if name in ("event", "kind", "element_type", "in_elements", "in_bytes", "peer")
+            else pl.lit(None, dtype=dtype).alias(name)
+            for name, dtype in SCHEMAS["collectives"].items()
+        ]
+    )  # fmt: skip
+
+
+def _elements(shapes: str | None, types: str | None) -> tuple[str | None, int | None, int | None]:
+    """Element type, number of elements and bytes of the tensors of an annotation."""
+    if shapes is None:
+        return None, None, None
+    dims = json.loads(shapes)
+    names = json.loads(types) if types else []
+    if not isinstance(dims, list) or not isinstance(names, list):
+        return None, None, None
+    count, size, kinds = 0, 0, set()
+    for at, dim in enumerate(dims):
+        name = names[at] if at < len(names) and isinstance(names[at], str) else ""
+        each = element_size(name)
+        if not isinstance(dim, list) or not dim or not all(isinstance(n, int) for n in dim):
+            continue
+        elements = int(np.prod(dim, dtype=object))
+        count += elements
+        kinds.add(name)
+        size = -1 if each is None or size < 0 else size + elements * each
+    if not kinds or count >= 2**62:
+        return None, None, None
+    return (kinds.pop() or None if len(kinds) == 1 else None), count, (size if size >= 0 else None)

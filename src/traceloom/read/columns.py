@@ -1,0 +1,400 @@
+"""Slices of decoded entries to arrays; no object of a slice is kept when the next one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.model import category as cat
+from traceloom.read.damage import Damage
+from traceloom.read.document import Slice
+from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW
+from traceloom.read.times import from_doubles, from_text
+
+Array = NDArray[Any]
+_OPS, _FRAMES, _CALLS, _DEVICE = 1, 2, 4, 8
+_GROUP = {
+    cat.OP: _OPS,
+    cat.ANNOTATION: _OPS,
+    cat.COLLECTIVE: _OPS,
+    cat.OTHER: _OPS,
+    cat.PYTHON: _FRAMES,
+    cat.RUNTIME: _CALLS,
+    cat.DRIVER: _CALLS,
+    cat.KERNEL: _DEVICE,
+    cat.COPY: _DEVICE,
+    cat.FILL: _DEVICE,
+    cat.GPU_ANNOTATION: _DEVICE,
+    cat.SYNC: _DEVICE,
+    cat.GPU_EVENT: _DEVICE,
+    cat.COMMAND: _DEVICE,
+}
+_CODE = {name: code for code, name in enumerate(cat.CATEGORIES)}
+_GROUP_OF_CODE = np.array([_GROUP.get(name, 0) for name in cat.CATEGORIES], dtype=np.uint8)
+_COPY_CODES = (_CODE[cat.COPY], _CODE[cat.FILL])
+_SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
+_COMMAND_CODE = _CODE[cat.COMMAND]
+_KERNEL_CODE = _CODE[cat.KERNEL]
+
+COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
+COLLECTIVE_RAWS = ("group_ranks", "in_splits", "out_splits", "asynchronous")
+COLLECTIVE_NUMBERS = (
+    "in_elements",
+    "out_elements",
+    "group_size",
+    "collective_sequence",
+    "rank",
+    "source_rank",
+    "target_rank",
+    "root_rank",
+)
+_COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
+_ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
+
+
+class Interner(dict[Any, int]):
+    """Numbers for things, in the order of their first appearance."""
+
+    def __missing__(self, key: Any) -> int:
+        number = self[key] = len(self)
+        return number
+
+
+class _CategoryCodes(dict[str, int]):
+    """The closed category of a name in the file."""
+
+    def __missing__(self, name: str) -> int:
+        code = self[name] = _CODE[cat.FROM_KINETO.get(name.lower(), cat.OTHER)]
+        return code
+
+
+class Columns:
+    """The arrays of a whole file, gathered slice by slice.
+
+    Attributes:
+        texts: Numbers of all texts (names, lists of shapes): `texts[text] -> code`.
+        places: Numbers of (pid, tid) pairs.
+        tables: Name of a table -> name of a column -> arrays in file order. `spans` has one row per complete event;
+            tables with a column `row` say which of its rows they are about.
+        thread_names: (pid, tid) -> name; process_names: pid -> name.
+        entries: Entries of `traceEvents`, all phases.
+    """
+
+    def __init__(self, damage: Damage, keep: Callable[[str, str, Array], Any] | None = None) -> None:
+        self.texts = Interner()
+        self.places = Interner()
+        self.tables: dict[str, dict[str, list[Any]]] = {}
+        self.thread_names: dict[tuple[Any, Any], str] = {}
+        self.process_names: dict[Any, str] = {}
+        self.unknown_categories: dict[str, int] = {}
+        self.entries = 0
+        self.rows = 0
+        self._damage = damage
+        self._keep = keep
+        self._categories = _CategoryCodes()
+
+    def add(self, part: Slice) -> None:
+        """Take the entries of a slice."""
+        entries = part.entries
+        self.entries += len(entries)
+        spans = [entry for entry in entries if entry.ph == "X"]
+        if len(spans) == len(entries):
+            self._add_spans(spans, part.offsets, part.lengths, exact=part.exact)
+            return
+        complete = np.fromiter([entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries))
+        if spans:
+            self._add_spans(spans, part.offsets[complete], part.lengths[complete], exact=part.exact)
+        rest = np.flatnonzero(~complete).tolist()
+        self._add_others([entries[row] for row in rest], rest, part)
+
+    def column(self, table: str, name: str, dtype: Any) -> Array:
+        """One column of a table in file order; empty where no slice had a row."""
+        parts = self.tables.get(table, {}).get(name, [])
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+    def drop(self, table: str) -> None:
+        """Forget a table that has been used up."""
+        self.tables.pop(table, None)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _put(self, table: str, **columns: Array) -> None:
+        into = self.tables.setdefault(table, {})
+        for name, values in columns.items():
+            kept = self._keep(table, name, values) if self._keep else values
+            into.setdefault(name, []).append(kept)
+
+    def _codes(self, values: Sequence[Any]) -> Array:
+        texts = self.texts
+        return np.fromiter([texts[value] for value in values], dtype=np.int32, count=len(values))
+
+    def _raw_codes(self, values: Sequence[Any]) -> Array:
+        """Numbers of lists as JSON text; -1 where absent."""
+        texts = self.texts
+        coded = [-1 if value is RAW else texts[bytes(value)] for value in values]
+        return np.fromiter(coded, dtype=np.int32, count=len(coded))
+
+    def _text_codes(self, values: Sequence[Any]) -> Array:
+        texts = self.texts
+        coded = [-1 if value is None else texts[str(value)] for value in values]
+        return np.fromiter(coded, dtype=np.int32, count=len(coded))
+
+    def _times(self, entries: list[Any], *, exact: bool) -> tuple[Array, Array, Array, Array]:
+        starts, durations = [entry.ts for entry in entries], [entry.dur for entry in entries]
+        if exact:
+            return from_text(starts, durations)
+        count = len(entries)
+        return from_doubles(np.fromiter(starts, np.float64, count), np.fromiter(durations, np.float64, count))
+
+    def _add_spans(self, spans: list[Any], offsets: Array, lengths: Array, *, exact: bool) -> None:
+        start, duration, timed, lasting = self._times(spans, exact=exact)
+        if not timed.all():
+            lost = np.flatnonzero(~timed)
+            self._damage.note("missing-time", f"byte {offsets[lost[0]]} of the text", len(lost))
+            kept = np.flatnonzero(timed)
+            spans = [spans[row] for row in kept.tolist()]
+            start, duration, lasting, offsets, lengths = (
+                column[kept] for column in (start, duration, lasting, offsets, lengths)
+            )
+        if not lasting.all():
+            unknown = np.flatnonzero(~lasting)
+            self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
+        count = len(spans)
+        categories, places = self._categories, self.places
+        code = np.fromiter([categories[span.cat or ""] for span in spans], dtype=np.uint8, count=count)
+        place = np.fromiter([places[span.pid, span.tid] for span in spans], dtype=np.int32, count=count)
+        self._put(
+            "spans",
+            name=self._codes([span.name for span in spans]),
+            category=code,
+            start=start,
+            duration=duration,
+            place=place,
+            offset=offsets.astype(np.int64),
+            length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
+        )
+        self._count_unknown(spans, code)
+        self._add_arguments([span.args or NO_ARGUMENTS for span in spans], code)
+        self.rows += count
+
+    def _count_unknown(self, spans: list[Any], code: Array) -> None:
+        for row in np.flatnonzero(code == _CODE[cat.OTHER]).tolist():
+            name = spans[row].cat or ""
+            self.unknown_categories[name] = self.unknown_categories.get(name, 0) + 1
+
+    def _add_arguments(self, args: list[Any], code: Array) -> None:
+        group = _GROUP_OF_CODE[code]
+        for number, add in (
+            (_OPS, self._add_ops),
+            (_FRAMES, self._add_frames),
+            (_CALLS, self._add_calls),
+            (_DEVICE, self._add_device),
+        ):
+            rows = np.flatnonzero(group == number)
+            if rows.size:
+                add([args[row] for row in rows.tolist()], rows, code[rows])
+
+    def _row(self, rows: Array) -> Array:
+        return (rows + self.rows).astype(np.uint32)
+
+    def _add_ops(self, args: list[Any], rows: Array, _code: Array) -> None:
+        self._put(
+            "ops",
+            row=self._row(rows),
+            external=_external(args),
+            record_function=numbers([a.record_function_id for a in args]),
+            sequence=numbers([a.sequence for a in args]),
+            forward_thread=numbers([a.forward_thread for a in args]),
+        )
+        shaped = [(at, a) for at, a in enumerate(args) if a.shapes is not RAW or a.shapes_lower is not RAW]
+        if shaped:
+            with_shapes = [a for _, a in shaped]
+            self._put(
+                "tensors",
+                row=self._row(rows[[at for at, _ in shaped]]),
+                shapes=self._raw_codes([a.shapes_lower if a.shapes is RAW else a.shapes for a in with_shapes]),
+                types=self._raw_codes([a.types for a in with_shapes]),
+                strides=self._raw_codes([a.strides for a in with_shapes]),
+                concrete=self._raw_codes([a.concrete for a in with_shapes]),
+            )
+        self._add_collectives(args, rows)
+
+    def _add_frames(self, args: list[Any], rows: Array, _code: Array) -> None:
+        self._put(
+            "frames",
+            row=self._row(rows),
+            python_id=numbers([a.python_id for a in args]),
+            python_parent=numbers([a.python_parent for a in args]),
+            module_id=numbers([a.module_id for a in args]),
+        )
+
+    def _add_calls(self, args: list[Any], rows: Array, _code: Array) -> None:
+        self._put(
+            "calls",
+            row=self._row(rows),
+            correlation=numbers([a.correlation for a in args]),
+            external=_external(args),
+        )
+
+    def _add_device(self, args: list[Any], rows: Array, code: Array) -> None:
+        self._put(
+            "device",
+            row=self._row(rows),
+            correlation=numbers([a.correlation for a in args]),
+            external=_external(args),
+            device=numbers([a.device for a in args]),
+            stream=numbers([a.stream for a in args]),
+        )
+        copies = np.flatnonzero(np.isin(code, _COPY_CODES))
+        if copies.size:
+            some = [args[row] for row in copies.tolist()]
+            texts = {key: self._text_codes([getattr(a, key) for a in some]) for key in _COPY_TEXTS}
+            self._put("copies", row=self._row(rows[copies]), bytes=numbers([a.bytes for a in some]), **texts)
+        syncs = np.flatnonzero(np.isin(code, _SYNC_CODES))
+        if syncs.size:
+            some = [args[row] for row in syncs.tolist()]
+            self._put(
+                "syncs",
+                row=self._row(rows[syncs]),
+                kind=self._text_codes([a.sync_kind for a in some]),
+                awaited_stream=numbers([a.awaited_stream for a in some]),
+                record_correlation=numbers([a.record_correlation for a in some]),
+                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in some]),
+            )
+        kernels = np.flatnonzero(code == _KERNEL_CODE)
+        if kernels.size:
+            self._add_collectives([args[row] for row in kernels.tolist()], rows[kernels])
+
+    def _add_collectives(self, args: list[Any], rows: Array) -> None:
+        found = [at for at, a in enumerate(args) if a.collective is not None]
+        if not found:
+            return
+        some = [args[at] for at in found]
+        columns: dict[str, Array] = {key: self._text_codes([getattr(a, key) for a in some]) for key in COLLECTIVE_TEXTS}
+        columns |= {key: self._raw_codes([getattr(a, key) for a in some]) for key in COLLECTIVE_RAWS}
+        columns |= {key: numbers([getattr(a, key) for a in some]) for key in COLLECTIVE_NUMBERS}
+        self._put("collectives", row=self._row(rows[found]), **columns)
+
+    def _add_others(self, entries: list[Any], rows: list[int], part: Slice) -> None:
+        by_phase: dict[str, list[int]] = {}
+        for at, entry in enumerate(entries):
+            by_phase.setdefault(entry.ph, []).append(at)
+        for phase, places in by_phase.items():
+            some = [entries[at] for at in places]
+            if phase == "M":
+                self._add_names(some)
+            elif phase in ("s", "t", "f"):
+                self._add_flows(some, phase, exact=part.exact)
+            elif phase in ("i", "I", "R"):
+                self._add_instants(some, exact=part.exact)
+            elif phase == "C":
+                self._add_counters(some, [rows[at] for at in places], part)
+            else:
+                where = f"byte {part.offsets[rows[places[0]]]} of the text"
+                self._damage.note("unknown-phase", where, len(some))
+
+    def _add_names(self, entries: list[Any]) -> None:
+        for entry in entries:
+            if entry.name == "thread_name" and entry.args is not None and entry.args.name is not None:
+                self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
+            elif entry.name == "process_name" and entry.args is not None and entry.args.name is not None:
+                self.process_names[entry.pid] = str(entry.args.name)
+
+    def _add_flows(self, entries: list[Any], phase: str, *, exact: bool) -> None:
+        start, _, timed, _ = self._times(entries, exact=exact)
+        places = self.places
+        count = len(entries)
+        self._put(
+            "flows",
+            phase=np.full(count, phase == "s", dtype=np.bool_),
+            flow=numbers([NULL if entry.id is None else entry.id for entry in entries]),
+            kind=self._codes([entry.cat or entry.name for entry in entries]),
+            place=np.fromiter([places[entry.pid, entry.tid] for entry in entries], dtype=np.int32, count=count),
+            start=np.where(timed, start, NULL),
+        )
+
+    def _add_instants(self, entries: list[Any], *, exact: bool) -> None:
+        memory = [entry for entry in entries if entry.name == "[memory]" and entry.args is not None]
+        if memory:
+            start, _, _, _ = self._times(memory, exact=exact)
+            args = [entry.args for entry in memory]
+            columns = {key: numbers([getattr(a, key) for a in args]) for key in _ALLOCATION[1:]}
+            columns["address"] = _addresses([a.address for a in args])
+            self._put("allocations", start=start, place=self._places_of(memory), **columns)
+        marks = [entry for entry in entries if entry.name != "[memory]"]
+        if marks:
+            start, _, timed, _ = self._times(marks, exact=exact)
+            sizes = numbers([(entry.args or NO_ARGUMENTS).allocation_bytes for entry in marks])
+            self._put(
+                "marks",
+                start=np.where(timed, start, NULL),
+                name=self._codes([entry.name for entry in marks]),
+                place=self._places_of(marks),
+                bytes=sizes,
+            )
+
+    def _places_of(self, entries: list[Any]) -> Array:
+        places = self.places
+        return np.fromiter([places[entry.pid, entry.tid] for entry in entries], dtype=np.int32, count=len(entries))
+
+    def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
+        """Counters have keys of any name, so their text is decoded again."""
+        start, _, timed, _ = self._times(entries, exact=part.exact)
+        names, keys, values, times, places = [], [], [], [], []
+        for at, row in enumerate(rows):
+            begin = int(part.offsets[row]) - part.base
+            try:
+                args = msgspec.json.decode(part.text[begin : begin + int(part.lengths[row])])["args"]
+            except (msgspec.DecodeError, KeyError, TypeError):
+                continue
+            for key, value in args.items() if isinstance(args, dict) else ():
+                if isinstance(value, (int, float)) and timed[at]:
+                    names.append(entries[at].name)
+                    keys.append(key)
+                    values.append(float(value))
+                    times.append(int(start[at]))
+                    places.append(self.places[entries[at].pid, entries[at].tid])
+        self._put(
+            "counters",
+            start=np.array(times, dtype=np.int64),
+            name=self._codes(names),
+            key=self._codes(keys),
+            value=np.array(values, dtype=np.float64),
+            place=np.array(places, dtype=np.int32),
+        )
+
+
+def _external(args: list[Any]) -> Array:
+    values = [a.external_id if a.external_id != NULL else a.external_id_lower for a in args]
+    return numbers(values)
+
+
+def numbers(values: Sequence[Any]) -> Array:
+    """int64 of numbers, numbers in quotes, and what is no number (NULL)."""
+    try:
+        return np.fromiter(values, dtype=np.int64, count=len(values))
+    except (TypeError, ValueError, OverflowError):
+        return np.fromiter([number(value) for value in values], dtype=np.int64, count=len(values))
+
+
+def number(value: Any) -> int:
+    """One value as int64, NULL where it is no number (of that size)."""
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return NULL
+    return whole if -(2**63) < whole < 2**63 else NULL
+
+
+def _addresses(values: Sequence[Any]) -> Array:
+    try:
+        return np.fromiter(values, dtype=np.uint64, count=len(values))
+    except (TypeError, ValueError, OverflowError):
+        whole = [number(value) if not isinstance(value, int) else value for value in values]
+        return np.fromiter(
+            [value % 2**64 if value != NULL else 0 for value in whole], dtype=np.uint64, count=len(whole)
+        )

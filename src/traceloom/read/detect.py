@@ -1,0 +1,104 @@
+"""What a file is when it is no Kineto trace: say so, and which command wants it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+from traceloom.errors import InputError
+
+_MAGIC = (
+    (b"PK\x03\x04", "a zip archive (perhaps a saved PyTorch object or a saved graph)"),
+    (b"\x80", "a Python pickle (perhaps a memory snapshot of PyTorch), which is never opened: pickles run code"),
+    (b"SQLite format 3\0", "an SQLite database (perhaps an Nsight Systems export)"),
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd; decompress it first"),
+    (b"\xfd7zXZ", "compressed with xz; decompress it first"),
+    (b"BZh", "compressed with bzip2; decompress it first"),
+    (b"\x7fELF", "a program"),
+    (b"<", "an HTML or XML page"),
+)
+_CHAKRA = re.compile(rb"^[\x01-\x7f]{1,3}\n[\x01-\x20][0-9.]+")
+
+# Top-level keys that only one kind of file has.
+_KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
+    (
+        frozenset({"schema", "nodes"}),
+        "a PyTorch execution trace (host trace), not a Kineto trace",
+        "it goes with the Kineto trace of the same process",
+    ),
+    (frozenset({"segments"}), "a memory snapshot of PyTorch, not a trace", "give the Kineto trace of the run"),
+    (frozenset({"device_traces"}), "a memory snapshot of PyTorch, not a trace", "give the Kineto trace of the run"),
+    (frozenset({"traceloom"}), "a report of Traceloom, not a trace", "give the trace that the report was made from"),
+    (frozenset({"stringTable"}), "a speedscope or Firefox profile, not a Kineto trace", "give a Kineto trace"),
+    (frozenset({"pg_config", "entries"}), "a Flight Recorder dump, not a trace", "give a Kineto trace"),
+)
+
+
+def refuse_start(text: bytes, path: str) -> None:
+    """Refuse what cannot be JSON of a trace by its first bytes.
+
+    Raises:
+        InputError: `empty-file`, or `not-a-trace`, which says what the file is.
+    """
+    head = text[:4096].lstrip()
+    if not head and len(text) < 4096:
+        raise InputError("the file is empty", slug="empty-file", where=path)
+    if head[:1] in (b"{", b"["):
+        return
+    for magic, words in _MAGIC:
+        if text.startswith(magic):
+            _refuse(words, path)
+    if _CHAKRA.match(text[:64]):
+        _refuse("a Chakra execution trace (protobuf), not a Kineto trace", path)
+    _refuse("no JSON object or list", path)
+
+
+def refuse_list(text: bytes, path: str) -> None:
+    """Refuse a list that does not begin with events.
+
+    Raises:
+        InputError: `not-a-trace`.
+    """
+    head = text.lstrip()
+    if head.startswith(b"]"):
+        _refuse("an empty list", path)
+    if head.startswith(b"[-1,") or re.match(rb"\[\s*-?\d+\s*,\s*\[?\d", head):
+        _refuse("a PyTorch memory timeline, not a trace", path)
+    if head.startswith(b"{") and (b'"ph"' in head or not head.rstrip().endswith(b"]")):
+        return
+    _refuse("a list of something that is no trace event", path)
+
+
+def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
+    """Refuse an object whose keys show that it is something else.
+
+    Args:
+        metadata: The top-level entries so far.
+        path: The file.
+        done: No more are to come, and there was no `traceEvents`.
+
+    Raises:
+        InputError: `not-a-trace`.
+    """
+    if metadata.get("format") in ("traceloom-capture", "traceloom-report"):
+        _refuse(f"a {str(metadata['format']).replace('traceloom-', '')} file of Traceloom, not a trace", path)
+    keys = set(metadata)
+    for wanted, words, hint in _KEYS:
+        if wanted <= keys and (done or "traceEvents" not in keys):
+            _refuse(words, path, hint)
+    if done:
+        shown = ", ".join(f"`{key}`" for key in list(metadata)[:4])
+        _refuse(f"JSON without `traceEvents`{f' (its keys: {shown})' if shown else ''}", path)
+
+
+def _refuse(words: str, path: str, hint: str = "") -> NoReturn:
+    raise InputError(
+        f"this is no Kineto trace but {words}"
+        if not words.startswith(("no ", "compressed"))
+        else f"the file is {words}",
+        slug="not-a-trace",
+        where=path,
+        hint=hint,
+    )

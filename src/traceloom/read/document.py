@@ -1,0 +1,394 @@
+"""Walks a Kineto file: metadata in any place, `traceEvents` in slices, damage kept in bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.errors import InputError
+from traceloom.read.damage import Damage
+from traceloom.read.detect import refuse_by_keys, refuse_list, refuse_start
+from traceloom.read.fields import EXACT, FAST, decode_loosely
+from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover
+from traceloom.read.times import needs_text
+
+SLICE = 1 << 20
+_MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
+_BLANK = re.compile(rb"[\s,]*")
+_KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
+_SALVAGE = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*(?=[\[{"\d-])')
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_SCANNER = json.JSONDecoder(strict=False)
+
+
+@dataclass(slots=True)
+class Slice:
+    """A run of decoded entries.
+
+    Attributes:
+        entries: Structs with the fields of `traceloom.read.fields`.
+        exact: The times are text (see `traceloom.read.times`), else doubles that are exact.
+        offsets: Byte of the text at which each entry begins; int64, shape (entries,).
+        lengths: Bytes of each; int64, shape (entries,).
+        text: The text they came from; offsets count from `base`.
+        base: Byte of the text at which `text` begins.
+    """
+
+    entries: list[Any]
+    exact: bool
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    text: bytes
+    base: int
+
+
+class Document:
+    """One pass over the text of a Kineto file.
+
+    Attributes:
+        metadata: Top-level entries other than `traceEvents`, complete after the pass.
+        size: Bytes of text read so far.
+        found_events: `traceEvents` was there.
+    """
+
+    def __init__(self, pieces: Iterator[bytes], damage: Damage, path: str) -> None:
+        self.metadata: dict[str, Any] = {}
+        self.size = 0
+        self.found_events = False
+        self._pieces = pieces
+        self._damage = damage
+        self._path = path
+        self._text = b""  # what is read and not yet used up
+        self._base = 0  # byte of the text at which it begins
+        self._ended = False
+        self._exact: bool | None = None
+        self._separator = b""
+
+    def slices(self) -> Iterator[Slice]:
+        """All entries of `traceEvents`, a slice at a time.
+
+        Raises:
+            InputError: The file is something else, or holds nothing of a trace.
+        """
+        self._fill(1)
+        refuse_start(self._text, self._path)
+        start = self._text.lstrip()[:1]
+        self._skip(len(self._text) - len(self._text.lstrip()) + 1)
+        if start == b"[":
+            self._fill(4096)
+            refuse_list(self._text, self._path)
+            self.found_events = True
+            yield from self._entries()
+        else:
+            yield from self._top()
+        if not self.found_events:
+            refuse_by_keys(self.metadata, self._path, done=True)
+
+    # -- text -------------------------------------------------------------------------------------------------
+
+    def _fill(self, wanted: int) -> bool:
+        """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
+        parts, have = [self._text], len(self._text)
+        while have < wanted and not self._ended:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._ended = True
+                break
+            parts.append(piece)
+            have += len(piece)
+            self.size += len(piece)
+        if len(parts) > 1:
+            self._text = b"".join(parts)
+        return have >= wanted
+
+    def _skip(self, count: int) -> None:
+        self._text = self._text[count:]
+        self._base += count
+
+    # -- the top level ----------------------------------------------------------------------------------------
+
+    def _top(self) -> Iterator[Slice]:
+        while True:
+            self._fill(SLICE)
+            match = _KEY.match(self._text)
+            if match is None:
+                if self._closed() or not (yield from self._astray()):
+                    return
+                continue
+            key = match.group(1).decode("utf-8", "replace")
+            if key == "traceEvents" and self._text[match.end() : match.end() + 1] == b"[":
+                if self.found_events:
+                    self._damage.note("duplicate-key", "$.traceEvents")
+                self.found_events = True
+                self._skip(match.end() + 1)
+                yield from self._entries()
+            elif not self._value(key, match.end()) and not self._salvage():
+                return
+
+    def _closed(self) -> bool:
+        """The end of the object, or of the text."""
+        rest = self._text.lstrip(b" \t\r\n,")
+        if not rest:
+            if self._base:
+                self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+            return True
+        if rest.startswith(b"}"):
+            if rest[1:].strip(b" \t\r\n\0"):
+                self._damage.note("text-after-end", f"byte {self._base + len(self._text) - len(rest) + 1} of the text")
+            return True
+        return False
+
+    def _astray(self) -> Generator[Slice, None, bool]:
+        """No key where one should stand: events after a stray bracket, or damage to skip; False at the end."""
+        if self.found_events and BETWEEN.match(b"}," + self._text.lstrip(b" \t\r\n,]}")):
+            self._damage.note("lost-events", f"byte {self._base} of the text", 0)
+            self._skip(len(self._text) - len(self._text.lstrip(b" \t\r\n,]}")))
+            yield from self._entries()
+            return True
+        return self._salvage()
+
+    def _value(self, key: str, start: int) -> bool:
+        """Read one entry; False where it is malformed."""
+        while True:
+            scanned = self._text.decode("latin-1")  # one character per byte; JSON's own signs are ASCII
+            try:
+                _, end = _SCANNER.raw_decode(scanned, start)
+            except (ValueError, RecursionError):
+                end = -1
+            # A number at the very end may go on in the next piece.
+            if 0 <= end < len(self._text) or (end > 0 and self._ended):
+                break
+            if end < 0 and (self._ended or _EVENTS.search(self._text, start)):
+                return False
+            if len(self._text) > _MOST_VALUE:
+                raise InputError(
+                    f"the entry `{key}` is larger than {_MOST_VALUE >> 20} MB, which no trace has",
+                    slug="oversized-entry",
+                    where=self._path,
+                )
+            self._fill(len(self._text) * 2)
+        value = json.loads(self._text[start:end].decode("utf-8", "replace"), strict=False)
+        self._keep(key, value)
+        self._skip(end)
+        return True
+
+    def _keep(self, key: str, value: Any) -> None:
+        known = self.metadata.get(key)
+        if isinstance(known, dict) and isinstance(value, dict):
+            # distributedInfo stands again after the events in some writers' files, often with more.
+            value = {**known, **{name: item for name, item in value.items() if item not in (None, [], "")}}
+        elif known is not None and known != value:
+            self._damage.note("duplicate-key", f"$.{key}")
+        self.metadata[key] = value
+        if not self.found_events:
+            refuse_by_keys(self.metadata, self._path, done=False)
+
+    def _salvage(self) -> bool:
+        """Jump over malformed metadata to `traceEvents`; keep entries on the way that can be read."""
+        while (match := _EVENTS.search(self._text)) is None and not self._ended:
+            if len(self._text) > _MOST_VALUE:
+                break
+            self._fill(len(self._text) * 2)
+        end = match.start() if match else len(self._text)
+        region = self._text[:end]
+        if self.found_events and match is None and not region.rstrip().endswith((b"}", b"]")):
+            self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+        self._damage.note("damaged-metadata", f"byte {self._base} of the text")
+        at = 0
+        while found := _SALVAGE.search(region, at):
+            try:
+                value, at = _SCANNER.raw_decode(region.decode("latin-1"), found.end())
+            except (ValueError, RecursionError):
+                at = found.end()
+                continue
+            self.metadata.setdefault(found.group(1).decode("utf-8", "replace"), value)
+        self._skip(end)
+        return match is not None
+
+    # -- the events -------------------------------------------------------------------------------------------
+
+    def _entries(self) -> Iterator[Slice]:
+        """Slices up to the end of the list; stands behind its bracket then."""
+        wanted = SLICE
+        while True:
+            whole = self._fill(wanted)
+            blank = _BLANK.match(self._text)
+            self._skip(blank.end() if blank else 0)
+            if self._text.startswith(b"]"):
+                self._skip(1)
+                return
+            if not self._text:
+                self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+                return
+            cut = self._cut() if whole else len(self._text)
+            if cut is None:
+                wanted = max(wanted, len(self._text)) * 2
+                if wanted > _MOST_VALUE:
+                    raise InputError(
+                        f"one event is larger than {_MOST_VALUE >> 20} MB",
+                        slug="oversized-entry",
+                        where=f"{self._path}, byte {self._base} of the text",
+                    )
+                continue
+            wanted = SLICE
+            decoded, used, closed = self._decode(self._text[:cut], last=not whole)
+            if decoded.entries:
+                yield decoded
+            self._skip(used)
+            if closed:
+                return
+
+    def _cut(self) -> int | None:
+        """The last boundary between two events at hand, behind its bracket."""
+        low = len(self._text)
+        while low > 0:
+            high, low = low, max(0, low - (1 << 14))
+            last = None
+            for last in BETWEEN.finditer(self._text, low, min(len(self._text), high + 256)):  # noqa: B007
+                pass
+            if last is not None and last.start() > 0:
+                return last.start() + 1
+        return None
+
+    def _decode(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
+        """Decode a stretch: (slice, bytes used up, whether the list ended in it)."""
+        if self._exact is None:
+            self._exact = needs_text(text)
+        decoder = EXACT if self._exact else FAST
+        try:
+            entries = decoder.decode(b"[" + text + b"]")
+        except msgspec.ValidationError:
+            return self._decode_oddly(text, last=last)
+        except MALFORMED as error:
+            return self._decode_damaged(text, error, last=last)
+        if not self._exact and _inexact(entries):
+            self._exact = True
+            return self._decode(text, last=last)
+        if last:
+            self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+        return self._slice(entries, text, self._exact), len(text), last
+
+    def _decode_oddly(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
+        try:
+            entries, odd = decode_loosely(b"[" + text + b"]")
+        except MALFORMED as error:
+            return self._decode_damaged(text, error, last=last)
+        if odd:
+            self._damage.note("odd-values", f"byte {self._base} of the text", odd)
+        if last:
+            self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+        return self._slice(entries, text, exact=True), len(text), last
+
+    def _decode_damaged(self, text: bytes, error: Exception, *, last: bool) -> tuple[Slice, int, bool]:
+        """The list may end in the text; or the text is malformed."""
+        byte = byte_of(error)
+        if "trailing characters" in str(error) and byte is not None:
+            bracket = text.rfind(b"]", 0, byte - 1)
+            if bracket >= 0:
+                return self._decode_end(text[:bracket])
+        if not last:
+            earlier = _last_boundary(text)
+            near_end = byte is None or byte >= len(text) - 1
+            if near_end and earlier is not None:
+                try:
+                    entries, odd = decode_loosely(b"[" + text[:earlier] + b"]")
+                except MALFORMED:
+                    pass
+                else:
+                    # The cut lay inside an event: nothing is wrong with the text.
+                    if odd:
+                        self._damage.note("odd-values", f"byte {self._base} of the text", odd)
+                    return self._slice(entries, text[:earlier], exact=True), earlier, False
+        end = _end_of_list(text) if last else None
+        body = text if end is None else text[:end]
+        found = recover(body, self._base, self._damage, cut=last and end is None)
+        used = len(text) if end is None else end + 1
+        offsets = np.asarray(found.offsets, dtype=np.int64) + self._base
+        lengths = np.asarray(found.lengths, dtype=np.int64)
+        return Slice(found.entries, True, offsets, lengths, text, self._base), used, last
+
+    def _decode_end(self, text: bytes) -> tuple[Slice, int, bool]:
+        """The last stretch of the list, without its bracket."""
+        if not text.strip():
+            return self._slice([], b"", exact=True), len(text) + 1, True
+        decoded, used, _ = self._decode(text, last=False)
+        if used < len(text):  # pragma: no cover - a proven stretch is used up whole
+            return decoded, used, False
+        return decoded, len(text) + 1, True
+
+    def _slice(self, entries: list[Any], text: bytes, exact: bool) -> Slice:
+        offsets, lengths = self._places(text, len(entries))
+        return Slice(entries, exact, offsets + self._base, lengths, text, self._base)
+
+    def _places(self, text: bytes, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each of the `count` entries begins in the text, and their lengths.
+
+        All boundaries are among the places that look like one, so an equal number of them are the boundaries.
+        """
+        if not self._separator and count > 1 and (match := re.search(rb"\}\s*,\s*\{", text)):
+            self._separator = match.group()
+        if count > 1 and self._separator:
+            starts = _occurrences(text, self._separator)
+            if len(starts) == count - 1:
+                begins = np.concatenate([[0], starts + len(self._separator) - 1])
+                ends = np.concatenate([starts + 1, [len(text.rstrip())]])
+                return begins, ends - begins
+        spans = np.array([match.span() for match in re.finditer(rb"\}\s*,\s*(?=\{)", text)], dtype=np.int64)
+        if count and len(spans) == count - 1:
+            spans = spans.reshape(-1, 2)
+            begins = np.concatenate([[0], spans[:, 1]])
+            ends = np.concatenate([spans[:, 0] + 1, [len(text.rstrip())]])
+            return begins, ends - begins
+        return _places_by_decoding(text)
+
+
+def _inexact(entries: list[Any]) -> bool:
+    """Doubles that may have lost nanoseconds: fractions beyond 2^43."""
+    return any(abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)])
+
+
+def _last_boundary(text: bytes) -> int | None:
+    last = None
+    for last in BETWEEN.finditer(text, max(0, len(text) - (1 << 16))):  # noqa: B007
+        pass
+    return None if last is None else last.start() + 1
+
+
+def _end_of_list(text: bytes) -> int | None:
+    """Where the list of a malformed stretch ends: at a bracket that metadata or the end of the object follows."""
+    last = None
+    for last in re.finditer(rb'\}\s*(\])\s*(?:,\s*"[^"]{1,64}"\s*:|\}\s*$)', text):  # noqa: B007
+        pass
+    if last is None:
+        stripped = text.rstrip()
+        return len(stripped) - 1 if stripped.endswith(b"]") else None
+    return last.start(1)
+
+
+def _occurrences(text: bytes, separator: bytes) -> NDArray[np.int64]:
+    """Where a separator `},...{` stands: braces by one comparison over all bytes, the rest only there."""
+    signs = np.frombuffer(text, dtype=np.uint8)
+    places = np.flatnonzero(signs[: max(0, len(signs) - len(separator) + 1)] == separator[0])
+    for shift in (len(separator) - 1, *range(1, len(separator) - 1)):
+        places = places[signs[places + shift] == separator[shift]]
+    return places.astype(np.int64)
+
+
+def _places_by_decoding(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the entries."""
+    raws = msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw])
+    begins, lengths, at = [], [], 0
+    for raw in raws:
+        piece = bytes(raw)
+        at = text.index(piece, at)
+        begins.append(at)
+        lengths.append(len(piece))
+        at += len(piece)
+    return np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int64)

@@ -1,0 +1,165 @@
+"""The fields of an entry of `traceEvents` that the reader decodes, in all spellings; everything else is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+NULL = -(2**63)  # stands for "absent" in integer columns
+RAW = msgspec.Raw()
+
+# In the usual order of the writers, which makes the decoder's search for keys short.
+# name: (key in the file, type, default)
+_NUMBER = ("number", NULL)
+_LIST = ("raw", RAW)
+_TEXT = ("text", None)
+ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
+    "external_id": ("External id", _NUMBER),
+    "record_function_id": ("Record function id", _NUMBER),
+    "concrete": ("Concrete Inputs", _LIST),
+    "types": ("Input type", _LIST),
+    "strides": ("Input Strides", _LIST),
+    "shapes": ("Input Dims", _LIST),
+    "sequence": ("Sequence number", _NUMBER),
+    "forward_thread": ("Fwd thread id", _NUMBER),
+    "python_parent": ("Python parent id", _NUMBER),
+    "python_id": ("Python id", _NUMBER),
+    "module_id": ("Python module id", _NUMBER),
+    "event_index": ("Ev Idx", _NUMBER),
+    "cbid": ("cbid", _NUMBER),
+    "device": ("device", _NUMBER),
+    "context": ("context", _NUMBER),
+    "stream": ("stream", _NUMBER),
+    "correlation": ("correlation", _NUMBER),
+    "bytes": ("bytes", _NUMBER),
+    "total_reserved": ("Total Reserved", _NUMBER),
+    "total_allocated": ("Total Allocated", _NUMBER),
+    "allocation_bytes": ("Bytes", _NUMBER),
+    "address": ("Addr", _NUMBER),
+    "device_id": ("Device Id", _NUMBER),
+    "device_type": ("Device Type", _NUMBER),
+    "external_id_lower": ("external id", _NUMBER),
+    "shapes_lower": ("Input dims", _LIST),
+    "collective": ("Collective name", _TEXT),
+    "in_elements": ("In msg nelems", _NUMBER),
+    "out_elements": ("Out msg nelems", _NUMBER),
+    "group_size": ("Group size", _NUMBER),
+    "element_type": ("dtype", _TEXT),
+    "in_splits": ("In split size", _LIST),
+    "out_splits": ("Out split size", _LIST),
+    "group": ("Process Group Name", _TEXT),
+    "group_description": ("Process Group Description", _TEXT),
+    "group_ranks": ("Process Group Ranks", _LIST),
+    "rank": ("Rank", _NUMBER),
+    "source_rank": ("Src Rank", _NUMBER),
+    "target_rank": ("Dst Rank", _NUMBER),
+    "root_rank": ("Root", _NUMBER),
+    "collective_sequence": ("Seq", _NUMBER),
+    "asynchronous": ("Is asynchronized op", _LIST),
+    "sync_kind": ("cuda_sync_kind", _TEXT),
+    "awaited_stream": ("wait_on_stream", _NUMBER),
+    "record_correlation": ("wait_on_cuda_event_record_corr_id", _NUMBER),
+    "awaited_event": ("wait_on_cuda_event_id", _NUMBER),
+    "event_id": ("event_id", _NUMBER),
+    "size": ("size", _NUMBER),
+    "kind": ("kind", _TEXT),
+    "copy_kind": ("copy kind", _TEXT),
+    "source_kind": ("src kind", _TEXT),
+    "target_kind": ("dst kind", _TEXT),
+    "name": ("name", _TEXT),
+}
+_STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None}
+
+_EVENT: dict[str, tuple[Any, Any]] = {
+    "ph": (str, ""),
+    "cat": (str | None, ""),
+    "id": (int | str | float | None, None),
+    "name": (str, ""),
+    "pid": (int | str, ""),
+    "tid": (int | str, ""),
+}
+_NAN = float("nan")
+
+
+def _arguments(name: str, strict: bool) -> Any:
+    spec = []
+    for field, (key, (kind, default)) in ARGUMENTS.items():
+        wanted = _STRICT[kind] if strict or kind == "raw" else Any
+        spec.append((field, wanted, msgspec.field(default=default, name=key)))
+    return msgspec.defstruct(name, spec, gc=False)
+
+
+def _entry(name: str, arguments: Any, time: Any, default: Any, strict: bool) -> Any:
+    spec: list[Any] = [(key, kind if strict else Any, value) for key, (kind, value) in _EVENT.items()]
+    spec += [("ts", time, default), ("dur", time, default), ("args", arguments if strict else Any, None)]
+    return msgspec.defstruct(name, spec, gc=False)
+
+
+Arguments = _arguments("Arguments", strict=True)
+NO_ARGUMENTS = Arguments()
+_Loose = _arguments("LooseArguments", strict=False)
+# Times as doubles: exact for whole microseconds, and for nanoseconds below 2^43 microseconds.
+Entry = _entry("Entry", Arguments | None, float, _NAN, strict=True)
+# Times as text: exact whatever they are.
+ExactEntry = _entry("ExactEntry", Arguments | None, msgspec.Raw, RAW, strict=True)
+# Any value anywhere; `tidy` makes it look like an ExactEntry.
+LooseEntry = _entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
+
+FAST = msgspec.json.Decoder(list[Entry])  # type: ignore[valid-type]
+EXACT = msgspec.json.Decoder(list[ExactEntry])  # type: ignore[valid-type]
+_LOOSE = msgspec.json.Decoder(list[LooseEntry])  # type: ignore[valid-type]
+
+
+def decode_loosely(text: bytes) -> tuple[list[Any], int]:
+    """A list of entries whatever the types of their values; gives them and how many had odd values.
+
+    Raises:
+        msgspec.DecodeError: The text is no JSON list of objects.
+    """
+    entries = _LOOSE.decode(text)
+    return entries, sum(_tidy(entry) for entry in entries)
+
+
+def _tidy(entry: Any) -> bool:
+    odd = False
+    for key in ("ph", "cat", "name"):
+        value = getattr(entry, key)
+        if not isinstance(value, str):
+            odd |= value is not None
+            setattr(entry, key, "" if value is None else _shown(value))
+    for key in ("pid", "tid"):
+        value = getattr(entry, key)
+        if not isinstance(value, (int, str)):
+            odd |= value is not None
+            setattr(entry, key, "" if value is None else _shown(value))
+    if not isinstance(entry.id, (int, str, float, type(None))):
+        odd, entry.id = True, None
+    args = entry.args
+    if args is None:
+        return odd
+    if not isinstance(args, dict):
+        entry.args = None
+        return True
+    tidied, odd_args = _tidy_arguments(args)
+    entry.args = tidied
+    return odd or odd_args
+
+
+def _tidy_arguments(args: dict[str, Any]) -> tuple[Any, bool]:
+    odd = False
+    values: dict[str, Any] = {}
+    for field, (key, (kind, _default)) in ARGUMENTS.items():
+        if key not in args:
+            continue
+        value = args[key]
+        if kind == "raw":
+            value = msgspec.Raw(msgspec.json.encode(value))
+        elif not isinstance(value, (int, str, float, type(None))):
+            odd, value = True, None
+        values[field] = value
+    return _Loose(**values), odd
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode("utf-8", "replace")

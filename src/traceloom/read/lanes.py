@@ -1,0 +1,187 @@
+"""Lanes: which row of the timeline an event stands on, and what the row is called."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import category as cat
+from traceloom.model.schema import SCHEMAS
+from traceloom.read.fields import NULL
+
+Ints = NDArray[np.int64]
+Array = NDArray[Any]
+
+KINDS = ("host", "device", "device_annotation", "device_sync", "other")
+_KIND = dict.fromkeys(cat.HOST_WORK, "host") | {
+    cat.KERNEL: "device",
+    cat.COPY: "device",
+    cat.FILL: "device",
+    cat.COMMAND: "device",
+    cat.GPU_ANNOTATION: "device_annotation",
+    cat.SYNC: "device_sync",
+    cat.GPU_EVENT: "device_sync",
+}
+KIND_OF_CODE = np.array([KINDS.index(_KIND.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64)
+ON_DEVICE = np.array([kind.startswith("device") for kind in KINDS])
+_IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")
+_PLAIN = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lane of each event, and the lanes.
+
+    Attributes:
+        lane: Row of `rows` for each event.
+        nests: Whether events of that lane enclose each other (host lanes do, device lanes do not).
+        rows: One dict per lane with the columns of the `lanes` frame that do not depend on times.
+    """
+
+    lane: Ints
+    nests: NDArray[np.bool_]
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The (pid, tid) pairs of a file, by number."""
+
+    pairs: list[tuple[Any, Any]]
+    thread_names: dict[tuple[Any, Any], str]
+
+    def numbers(self, which: int) -> Ints:
+        """The process (0) or thread (1) of each pair as a number, NULL where it is text."""
+        values = [pair[which] if isinstance(pair[which], int) else _number(pair[which]) for pair in self.pairs]
+        inside = [value if -(2**63) < value < 2**63 else NULL for value in values]
+        return np.array(inside, dtype=np.int64)
+
+
+def _number(text: Any) -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return NULL
+
+
+def find_lanes(category: Array, place: Array, device: Ints, stream: Ints, places: Places) -> Lanes:
+    """Group events to lanes: by thread on the host, by (device, stream) on devices.
+
+    Args:
+        category: Code of each event's category.
+        place: Number of its (pid, tid).
+        device: Device index, NULL on the host.
+        stream: Stream, NULL on the host.
+        places: What the numbers of places stand for.
+    """
+    kind = KIND_OF_CODE[category]
+    on_device = ON_DEVICE[kind]
+    key = place.astype(np.int64)
+    rows = np.flatnonzero(on_device)
+    if rows.size:
+        _, device_number = np.unique(device[rows], return_inverse=True)
+        streams, stream_number = np.unique(stream[rows], return_inverse=True)
+        key[rows] = device_number * len(streams) + stream_number
+    key = key * len(KINDS) + kind
+    _, first, lane = np.unique(key, return_index=True, return_inverse=True)
+    described = [_describe(int(row), kind, place, device, stream, places) for row in first]
+    order = sorted(range(len(described)), key=lambda at: _rank(described[at]))
+    renumbered = np.empty(len(order), dtype=np.int64)
+    renumbered[order] = np.arange(len(order))
+    lane = renumbered[lane] if order else lane.astype(np.int64)
+    return Lanes(lane, ~on_device, [described[at] for at in order])
+
+
+def _describe(  # noqa: PLR0917
+    row: int, kind: Array, place: Array, device: Ints, stream: Ints, places: Places
+) -> dict[str, Any]:
+    pid, tid = places.pairs[int(place[row])]
+    name = KINDS[int(kind[row])]
+    on_device = bool(ON_DEVICE[int(kind[row])])
+    out = {
+        "kind": name,
+        "process": str(pid),
+        "thread": str(tid),
+        "device": int(device[row]) if on_device and device[row] != NULL else None,
+        "stream": int(stream[row]) if on_device and stream[row] != NULL else None,
+    }
+    out["name"] = _device_name(out) if on_device else _host_name(pid, tid, name, places.thread_names)
+    return out
+
+
+def _device_name(lane: dict[str, Any]) -> str:
+    stream = "all streams" if lane["stream"] in (None, -1) else f"stream {lane['stream']}"
+    return stream + {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[lane["kind"]]
+
+
+def _host_name(pid: Any, tid: Any, kind: str, names: dict[tuple[Any, Any], str]) -> str:
+    if kind == "other":
+        return str(tid) if isinstance(tid, str) and tid else "profiler"
+    if str(pid) == str(tid):
+        return "main thread"
+    given = names.get((pid, tid), "")
+    bracketed = _IN_BRACKETS.match(given)
+    given = bracketed.group(1) if bracketed else given
+    if "autograd" in given:
+        return f"autograd {tid}"
+    if _PLAIN.match(given):
+        return f"thread {tid}"
+    return given if str(tid) in given else f"{given} {tid}"
+
+
+def _rank(lane: dict[str, Any]) -> tuple[Any, ...]:
+    """Host threads first (main thread on top), then devices by stream, then the rest."""
+    if lane["kind"] == "host":
+        return (0, _natural(lane["process"]), lane["name"] != "main thread", _natural(lane["thread"]))
+    if lane["kind"] == "other":
+        return (2, lane["process"], lane["thread"])
+    device = -1 if lane["device"] is None else lane["device"]
+    stream = -1 if lane["stream"] is None else lane["stream"]
+    return (1, device, stream, KINDS.index(lane["kind"]))
+
+
+def _natural(text: str) -> tuple[int, str]:
+    number = _number(text)
+    return (number if number != NULL else 2**63, text)
+
+
+def lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
+    """The `lanes` frame: event counts and busy times; threads that run the backward pass get their name.
+
+    Args:
+        lanes: From `find_lanes`.
+        start: Starts in time order.
+        nested_end: Ends, clipped to parents.
+        autograd: Whether an event is an evaluation of the autograd engine.
+    """
+    count = len(lanes.rows)
+    order = np.argsort(lanes.lane, kind="stable")
+    bounds = np.searchsorted(lanes.lane[order], np.arange(count + 1))
+    rows = []
+    for number, described in enumerate(lanes.rows):
+        members = order[bounds[number] : bounds[number + 1]]
+        row = {
+            "lane": number,
+            **described,
+            "events": len(members),
+            "busy_ns": _union(start[members], nested_end[members]),
+        }
+        if described["kind"] == "host" and described["name"].startswith("thread ") and autograd[members].any():
+            row["name"] = f"autograd {described['thread']}"
+        rows.append(row)
+    return pl.DataFrame(rows, schema=SCHEMAS["lanes"])
+
+
+def _union(start: Ints, end: Ints) -> int:
+    """Time covered by spans sorted by start."""
+    if not len(start):
+        return 0
+    reached = np.maximum.accumulate(end)
+    begin = start.copy()
+    begin[1:] = np.maximum(begin[1:], reached[:-1])
+    return int(np.maximum(end - begin, 0).sum())

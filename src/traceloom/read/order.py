@@ -1,0 +1,100 @@
+"""Rows in time order: the permutation of the file's complete events, and arrays in the new order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.read.fields import NULL
+
+Ints = NDArray[np.int64]
+Array = NDArray[Any]
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The permutation that sorts events by (start, longer first, place in the file).
+
+    Attributes:
+        rows: `column[rows]` is in time order.
+        event: Event number of each row of the file.
+    """
+
+    rows: Ints
+    event: Ints
+
+
+def time_order(start: Ints, duration: Ints) -> Order:
+    """Sort by start; only where starts are equal are durations looked at."""
+    rows = np.argsort(start, kind="stable")
+    sorted_start = start[rows]
+    equal = sorted_start[1:] == sorted_start[:-1]
+    if equal.any():
+        tied = np.zeros(len(rows), dtype=np.bool_)
+        tied[1:] |= equal
+        tied[:-1] |= equal
+        places = np.flatnonzero(tied)
+        among = rows[places]
+        rows[places] = among[np.lexsort((-duration[among], start[among]))]
+    event = np.empty(len(rows), dtype=np.int64)
+    event[rows] = np.arange(len(rows))
+    return Order(rows, event)
+
+
+def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
+    """The nearest proper ancestor that is wanted, -1 where none: pointer jumping over the others."""
+    up = parent.copy()
+    rows = np.flatnonzero(up >= 0)
+    while rows.size:
+        rows = rows[~wanted[up[rows]]]
+        up[rows] = up[up[rows]]
+        rows = rows[up[rows] >= 0]
+    return up
+
+
+def nullable(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Series:
+    """A column in which `absent` is null."""
+    series = pl.Series(values)
+    if not len(values) or not (values == absent).any():
+        return series.cast(dtype)
+    return pl.select(pl.when(series != absent).then(series).cast(dtype)).to_series()
+
+
+def row_numbers(values: Ints) -> pl.Series:
+    """A column of event numbers in which -1 is null."""
+    return nullable(values, pl.UInt32, NO_ROW)
+
+
+class Texts:
+    """Texts by number: names as they are, lists as compact JSON text."""
+
+    def __init__(self, table: dict[Any, int]) -> None:
+        self.values = [_text(key) for key in table]
+        self._series = pl.Series([*self.values, None], dtype=pl.String)
+
+    def column(self, codes: Array) -> pl.Series:
+        """The texts of these numbers; null for -1."""
+        index = np.where(codes < 0, len(self.values), codes).astype(np.uint32)
+        return self._series.gather(pl.Series(index))
+
+
+def _text(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    return compact(key)
+
+
+def compact(raw: bytes) -> str:
+    """JSON text without blanks; the content of a JSON string; `null` where it is malformed."""
+    import msgspec
+
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "null"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

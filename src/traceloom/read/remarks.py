@@ -1,0 +1,56 @@
+"""What the reader says about the data of a whole trace that is no damage of the text."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from traceloom.model import category as cat
+from traceloom.model.notice import Notice
+from traceloom.read.nesting import Nesting
+
+_ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
+
+
+def remarks(
+    events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], allocations: pl.DataFrame
+) -> list[Notice]:
+    """Notices about crossing spans, orphans, impossible durations and unknown categories."""
+    out: list[Notice] = []
+    negative, absurd, orphans, work = (
+        events.lazy()
+        .select(
+            (pl.col("duration_ns") < 0).sum().alias("negative"),
+            (pl.col("duration_ns") >= _ABSURD_NS).sum().alias("absurd"),
+            (pl.col("category").is_in(cat.GPU_WORK) & pl.col("launch").is_null()).sum().alias("orphans"),
+            pl.col("category").is_in(cat.GPU_WORK).sum().alias("work"),
+        )
+        .collect()
+        .row(0)
+    )
+    if not events.height:
+        out.append(Notice("no-events", "error", "the trace holds no complete event"))
+    if negative:
+        said = f"{negative:,} events have a negative duration; they are kept as recorded and count as 0"
+        out.append(Notice("negative-duration", "warning", said, negative))
+    if absurd:
+        said = (
+            f"{absurd:,} events last longer than a day; they are kept as recorded, and times that hold them are wrong"
+        )
+        out.append(Notice("absurd-duration", "warning", said, absurd))
+    if orphans:
+        said = f"{orphans:,} of {work:,} GPU events have no launch in the trace (submitted before the recording began)"
+        out.append(Notice("orphan-work", "info", said, orphans))
+    clipped = len(nesting.clipped)
+    if clipped:
+        said = f"{clipped:,} spans cross another span of their thread and are shortened where they nest"
+        out.append(Notice("crossing-spans", "info", said, clipped))
+    if unknown_categories:
+        count = sum(unknown_categories.values())
+        names = ", ".join(f"`{name}`" for name in sorted(unknown_categories)[:4])
+        said = f"{count:,} events have a category this version does not know ({names}); they are kept as `other`"
+        out.append(Notice("unknown-category", "info", said, count))
+    if allocations.height and allocations["device_type"].eq("other").any():
+        count = int(allocations["device_type"].eq("other").sum())
+        said = f"{count:,} memory events are of a device type this version does not know"
+        out.append(Notice("unknown-device-type", "info", said, count))
+    return out

@@ -1,0 +1,224 @@
+"""Malformed stretches of `traceEvents`: every whole event is kept, what can be mended is, the rest is counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from traceloom.read.damage import Damage
+from traceloom.read.fields import decode_loosely
+
+# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again.
+BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+_JOINED = 16  # pieces tried together where a boundary may lie inside an event
+
+_BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_NO_VALUE = re.compile(
+    r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined|)(?=\s*[,}\]])"
+)
+_CLOSES_KEY = re.compile(r'"\s*:')
+_CLOSES_VALUE = re.compile(r'"\s*(?:[}\]]|,\s*"(?:[^"\\]|\\.)*"\s*:|$)')
+_CLOSES_ITEM = re.compile(r'"\s*(?:\]|,\s*["{\[\-0-9tfnN])')
+
+
+def byte_of(error: Exception) -> int | None:
+    """The byte at which the decoder gave up, where it says so."""
+    match = _BYTE.search(str(error))
+    return int(match.group(1)) if match else None
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What could be kept of a stretch of text.
+
+    Attributes:
+        entries: Decoded entries.
+        offsets: Where each begins in the stretch.
+        lengths: Their lengths in bytes.
+    """
+
+    entries: list[Any] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, entries: list[Any], spans: list[tuple[int, int]]) -> None:
+        """Take entries with their spans; entries of one span share it."""
+        if len(spans) != len(entries):
+            spans = [(spans[0][0], spans[-1][1])] * len(entries)
+        self.entries += entries
+        self.offsets += [start for start, _ in spans]
+        self.lengths += [end - start for start, end in spans]
+
+
+def recover(text: bytes, base: int, damage: Damage, *, cut: bool) -> Recovered:
+    """Keep every whole entry of a malformed stretch.
+
+    Args:
+        text: Entries separated by commas.
+        base: Where it begins in the whole text, for the notices.
+        damage: Told what was repaired and what was lost.
+        cut: The text ends here although the list does not: the last entry may be cut, and is not repaired.
+    """
+    spans = _spans(text)
+    out = Recovered()
+    at, window = 0, len(spans)
+    while at < len(spans):
+        upto = min(at + window, len(spans))
+        stretch = text[spans[at][0] : spans[upto - 1][1]]
+        try:
+            entries, odd = decode_loosely(b"[" + stretch + b"]")
+        except MALFORMED as error:
+            if upto - at > 1:
+                window = _good_before(error, spans, at, upto)
+                continue
+            at = _one(text, spans, at, base, damage, out, cut=cut)
+            window = 1
+            continue
+        if odd:
+            damage.note("odd-values", f"byte {base + spans[at][0]} of the text", odd)
+        out.add(entries, spans[at:upto])
+        at, window = upto, window * 4
+    return out
+
+
+def _spans(text: bytes) -> list[tuple[int, int]]:
+    """Where each piece between two boundaries begins and ends."""
+    spans, start = [], 0
+    for match in BETWEEN.finditer(text):
+        spans.append((start, match.start() + 1))
+        start = match.end()
+    spans.append((start, len(text)))
+    return spans
+
+
+def _good_before(error: Exception, spans: list[tuple[int, int]], at: int, upto: int) -> int:
+    """How many pieces to try next: those before the fault, or half where its place is unknown."""
+    byte = byte_of(error)
+    if byte is None:
+        return max(1, (upto - at) // 2)
+    place = spans[at][0] + byte - 1
+    good = sum(1 for start, end in spans[at:upto] if end < place)
+    return max(1, min(good, (upto - at) - 1))
+
+
+def _one(  # noqa: PLR0917
+    text: bytes, spans: list[tuple[int, int]], at: int, base: int, damage: Damage, out: Recovered, *, cut: bool
+) -> int:
+    """Deal with one malformed piece; give the next to look at."""
+    start, end = spans[at]
+    for upto in range(at + 1, min(at + _JOINED, len(spans))):
+        whole = text[start : spans[upto][1]]
+        try:
+            entries, _ = decode_loosely(b"[" + whole + b"]")
+        except MALFORMED:
+            continue
+        out.add(entries, [(start, spans[upto][1])])
+        return upto + 1
+    where = f"byte {base + start} of the text"
+    if cut and at == len(spans) - 1:
+        damage.note("cut-file", where)
+        return at + 1
+    mended = mend(text[start:end])
+    if mended:
+        damage.note("repaired-events", where, len(mended))
+        out.add(mended, [(start, end)])
+    else:
+        damage.note("lost-events", where)
+    return at + 1
+
+
+def mend(piece: bytes) -> list[Any]:
+    """Entries of one malformed piece, by ever bolder repairs; empty where none helps."""
+    text = piece.decode("utf-8", "replace").strip().strip(",")
+    for repaired in (
+        text,
+        _values(text),
+        _values(_escapes(text)),
+        _values(_strings(text)),
+        _values(_strings(_escapes(text))),
+    ):
+        try:
+            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            continue
+        whole = [entry for entry in entries if isinstance(entry, dict) and "ph" in entry]
+        if whole:
+            # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
+            clean = json.dumps(whole).encode("utf-8", "replace")
+            return _loosely(clean)
+    return []
+
+
+def _loosely(text: bytes) -> list[Any]:
+    try:
+        return decode_loosely(text)[0]
+    except MALFORMED:
+        lone = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
+        try:
+            return decode_loosely(lone.sub(b"\\\\ufffd", text))[0]
+        except MALFORMED:
+            return []
+
+
+def _escapes(text: str) -> str:
+    """A backslash that escapes nothing is meant as a backslash."""
+    return _BAD_ESCAPE.sub(r"\\\\", text)
+
+
+def _values(text: str) -> str:
+    """Words that are no JSON values become null, outside of strings."""
+    if not _NO_VALUE.search(text):
+        return text
+    parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
+    return "".join(part if part.startswith('"') else _no_value(part, parts) for part in parts)
+
+
+def _no_value(part: str, _parts: list[str]) -> str:
+    # A part ends where a string begins, so a bare word always has its comma or bracket in the same part.
+    return _NO_VALUE.sub(lambda match: match.group(0) if not match.group(0).strip() else f"{match.group(1)}null", part)
+
+
+def _strings(text: str) -> str:
+    """Quotes inside strings get their backslash: a quote closes a string only where JSON can go on after it."""
+    out: list[str] = []
+    open_brackets: list[str] = []
+    at, inside, is_key = 0, False, False
+    while at < len(text):
+        char = text[at]
+        if inside:
+            if char == "\\":
+                out.append(text[at : at + 2])
+                at += 2
+                continue
+            if char == '"':
+                inside = not _closes(text, at, is_key, open_brackets)
+                char = '\\"' if inside else '"'
+        elif char == '"':
+            inside, is_key = True, _is_key(out, open_brackets)
+        elif char in "{[":
+            open_brackets.append(char)
+        elif char in "}]" and open_brackets:
+            open_brackets.pop()
+        out.append(char)
+        at += 1
+    return "".join(out)
+
+
+def _is_key(out: list[str], open_brackets: list[str]) -> bool:
+    if not open_brackets or open_brackets[-1] == "[":
+        return False
+    before = next((part for part in reversed(out) if part.strip()), "")
+    return before in "{,"
+
+
+def _closes(text: str, at: int, is_key: bool, open_brackets: list[str]) -> bool:
+    if is_key:
+        return _CLOSES_KEY.match(text, at) is not None
+    pattern = _CLOSES_ITEM if open_brackets and open_brackets[-1] == "[" else _CLOSES_VALUE
+    return pattern.match(text, at) is not None

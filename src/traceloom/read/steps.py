@@ -1,0 +1,145 @@
+"""Steps: where one iteration ends and the next begins, and how that is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model.notice import Notice
+from traceloom.model.schema import SCHEMAS, empty
+
+Ints = NDArray[np.int64]
+_NO_STEP = -(2**31)
+_FEWEST = 3  # occurrences that make an annotation regular
+_LEAST_COVER = 0.5  # of the host's window, from the first to the last of them
+_MOST_VARIATION = 0.5  # standard deviation of the distances over their mean
+_PROFILER = r"^ProfilerStep#\s*(\d+)$"
+_MARK = r"^traceloom\.step#\s*(\d+)$"
+_NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
+
+
+def find_steps(events: pl.DataFrame, lanes: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
+    """The `steps` frame and what must be said about it.
+
+    `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last mark closes the
+    last step), else the most regular host annotation, else none.
+    """
+    hosts = lanes.filter(pl.col("kind") == "host")["lane"]
+    spans = events.lazy().filter(pl.col("category").is_in(["annotation", "op"]) & pl.col("lane").is_in(hosts.implode()))
+    numbered = spans.select(
+        "name", "lane", "start_ns", end_ns=pl.col("nested_end_ns"), number=pl.col("name").str.extract(_PROFILER)
+    )
+    profiler = numbered.filter(pl.col("number").is_not_null()).collect()
+    if profiler.height:
+        return _numbered(profiler, "profiler-step")
+    marks = numbered.with_columns(number=pl.col("name").str.extract(_MARK)).filter(pl.col("number").is_not_null())
+    marked = marks.collect()
+    if marked.height > 1:
+        return _numbered(marked, "mark")
+    return _regular(spans.filter(pl.col("category") == "annotation").collect(), events)
+
+
+def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
+    """Steps from numbered spans of the thread that has most of them."""
+    lane = spans["lane"].value_counts(sort=True)["lane"][0]
+    spans = (
+        spans.filter(pl.col("lane") == lane)
+        .with_columns(pl.col("number").cast(pl.Int64, strict=False))
+        .sort("start_ns")
+    )
+    notices: list[Notice] = []
+    steps = spans["number"]
+    if steps.null_count() or (steps.diff().drop_nulls() <= 0).any() or not steps.is_between(0, 2**31 - 2).all():
+        notices.append(
+            Notice("renumbered-steps", "warning", "step numbers repeat or go back; the steps are numbered anew from 0")
+        )
+        spans = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
+    if evidence == "mark":
+        ends = spans["start_ns"].shift(-1)
+        spans = spans.with_columns(end_ns=ends).head(-1)
+    else:
+        spans = spans.with_columns(end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
+    return _frame(spans, evidence), notices
+
+
+def _frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
+    return spans.select(
+        pl.col("number").cast(pl.Int32).alias("step"),
+        "name",
+        "start_ns",
+        "end_ns",
+        pl.lit(evidence).cast(SCHEMAS["steps"]["evidence"]).alias("evidence"),
+        pl.lit(value=True).alias("complete"),
+    )
+
+
+def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
+    """Steps from the annotation that comes most regularly and covers most of the window; names may hold numbers."""
+    window = _host_window(events)
+    shaped = annotations.filter(~pl.col("name").str.contains(_NO_STEPS)).with_columns(
+        pattern=pl.col("name").str.replace_all(r"\d+", "#")
+    )
+    best: tuple[float, pl.DataFrame] | None = None
+    for (_, _), group in shaped.group_by("pattern", "lane", maintain_order=True):
+        score = _regularity(group, window)
+        if score is not None and (best is None or score > best[0]):
+            best = (score, group)
+    if best is None:
+        return empty("steps"), [
+            Notice(
+                "no-steps",
+                "info",
+                "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation",
+            )
+        ]
+    spans = best[1].select(
+        "name",
+        "start_ns",
+        number=pl.int_range(pl.len(), dtype=pl.Int64),
+        end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("nested_end_ns")),
+    )
+    said = (
+        f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
+    )
+    return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", said, spans.height)]
+
+
+def _host_window(events: pl.DataFrame) -> int:
+    host = events.lazy().filter(pl.col("process").is_not_null() & (pl.col("category") != "profiler"))
+    first, last = host.select(pl.col("start_ns").min(), pl.col("nested_end_ns").max()).collect().row(0)
+    return int(last - first) if first is not None else 0
+
+
+def _regularity(group: pl.DataFrame, window: int) -> float | None:
+    """Share of the window inside the spans, less their variation; None where they are no steps."""
+    if group.height < _FEWEST or window <= 0:
+        return None
+    start, end = group["start_ns"].to_numpy(), group["nested_end_ns"].to_numpy()
+    if (start[1:] < end[:-1]).any():
+        return None
+    distance = np.diff(start)
+    variation = float(distance.std() / distance.mean()) if distance.mean() > 0 else 1.0
+    if variation > _MOST_VARIATION or (end[-1] - start[0]) < _LEAST_COVER * window:
+        return None
+    return float((end - start).sum()) / window * (1 - variation)
+
+
+def step_of(steps: pl.DataFrame, time_ns: Ints) -> Ints:
+    """The step that holds each time; `_NO_STEP` outside."""
+    if not steps.height:
+        return np.full(len(time_ns), _NO_STEP, dtype=np.int64)
+    at = np.searchsorted(steps["start_ns"].to_numpy(), time_ns, side="right") - 1
+    inside = (at >= 0) & (time_ns < steps["end_ns"].to_numpy()[np.maximum(at, 0)])
+    return np.where(inside, steps["step"].to_numpy().astype(np.int64)[np.maximum(at, 0)], _NO_STEP)
+
+
+def event_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
+    """The step of each event: of its start on the host; of its launch for GPU work, none without a launch."""
+    step = step_of(steps, start)
+    return np.where(is_work, np.where(launch >= 0, step[launch], _NO_STEP), step)
+
+
+NO_STEP = _NO_STEP

@@ -1,0 +1,106 @@
+"""Decimal microseconds of a file to integer nanoseconds, exactly.
+
+A double holds whole microseconds exactly up to 2^53, and tells nanoseconds apart up to 2^43 (8.8e12 µs, more than the
+quarter year that Kineto's `ts` spans since it has a base time). Unix microseconds with a fraction lie beyond; these are
+read as text.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+_TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?(-?\d+)(?:\.(\d+))?([eE]?)')
+_MOST_NS = 2**62  # times beyond (146 years) are no times
+
+
+def needs_text(sample: bytes) -> bool:
+    """Whether doubles lose something: fractions of large numbers, or more than three digits after the point."""
+    for match in _TIMES.finditer(sample, 0, 1 << 18):
+        fraction = match.group(2) or b""
+        if match.group(3) or len(fraction) > 3 or (fraction.strip(b"0") and len(match.group(1)) > 12):
+            if not match.group(3) and len(fraction) <= 3 and abs(int(match.group(1))) < 2**43:
+                continue
+            return True
+    return False
+
+
+def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
+    """Start and duration in ns, and which of each are usable (finite, within 146 years); others are 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        good = np.abs(start_us) < _MOST_NS / 1000
+        timed = np.abs(duration_us) < _MOST_NS / 1000
+        start_us = np.where(good, start_us, 0.0)
+        duration_us = np.where(timed, duration_us, 0.0)
+    whole, more = np.floor(start_us), np.floor(duration_us)
+    fraction = start_us - whole
+    start = whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
+    end = (whole.astype(np.int64) + more.astype(np.int64)) * 1000
+    end += np.rint((fraction + (duration_us - more)) * 1000).astype(np.int64)
+    return start, end - start, good, timed
+
+
+def from_text(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
+    """The same from JSON text: numbers, or numbers in quotes. End = round(start + duration), as in exact decimals."""
+    start_us, start_fraction, good = _split(starts)
+    more_us, more_fraction, timed = _split(durations)
+    start = start_us * 1000 + _rounded(start_fraction)
+    end = (start_us + more_us) * 1000 + _rounded(start_fraction + more_fraction)
+    return start, end - start, good, timed
+
+
+def _rounded(millionths: Ints) -> Ints:
+    """Picoseconds to the nearest nanosecond, halves to the even one as Decimal does."""
+    floor = millionths // 1000
+    rest = millionths - floor * 1000
+    up = (rest > 500) | ((rest == 500) & (floor % 2 == 1))
+    rounded: Ints = floor + up
+    return rounded
+
+
+def _split(texts: list[Any]) -> tuple[Ints, Ints, Bools]:
+    """Whole microseconds, millionths of a microsecond (same sign), and which are numbers at all."""
+    column = pl.Series([bytes(text).decode("ascii", "replace") for text in texts], dtype=pl.String).str.strip_chars(
+        '" '
+    )
+    parts = column.str.splitn(".", 2).struct.unnest()
+    whole = parts["field_0"].cast(pl.Int64, strict=False)
+    padded = parts["field_1"].fill_null("").str.pad_end(6, "0").str.slice(0, 6)
+    digits = parts["field_1"].fill_null("0").str.contains(r"^\d*$")
+    fraction = padded.cast(pl.Int64, strict=False).fill_null(0)
+    good = (whole.is_not_null() & digits).to_numpy()
+    us = whole.fill_null(0).to_numpy().copy()
+    millionths = fraction.to_numpy().copy()
+    negative = column.str.starts_with("-").to_numpy()
+    millionths[negative] *= -1
+    for row in np.flatnonzero(~good):
+        value = _decimal(str(column[int(row)]))
+        if value is not None:
+            good[row] = True
+            us[row], millionths[row] = value
+    far = np.abs(us) >= _MOST_NS // 1000
+    good &= ~far
+    us[~good] = 0
+    millionths[~good] = 0
+    return us, millionths, good
+
+
+def _decimal(text: str) -> tuple[int, int] | None:
+    """Exponents and other spellings, one by one."""
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        return None
+    if not value.is_finite() or abs(value) >= _MOST_NS // 1000:
+        return None
+    whole = int(value)
+    return whole, int((value - whole) * 1_000_000)
