@@ -1,0 +1,148 @@
+"""Where does the time of each GPU go: compute, exposed communication, exposed memory, idle?
+
+The parts of a row add up exactly: compute + exposed communication + exposed memory + idle = window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.classify import Rule, gpu_work
+from traceloom.analyze.intervals import Ints, coverage, merge, summed_coverage, union
+from traceloom.analyze.steps import Tiles, tiles
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+FIELDS = (
+    "window_ns",
+    "busy_ns",
+    "idle_ns",
+    "compute_ns",
+    "communication_ns",
+    "memory_ns",
+    "exposed_communication_ns",
+    "exposed_memory_ns",
+    "gpu_work_count",
+    "kernel_count",
+    "kernel_ns",
+    "edge_idle_before_ns",
+    "edge_idle_after_ns",
+)
+"""The additive fields: those of the steps of a device and of the time outside add up to those of the device."""
+
+_ADDITIVE = {field: pl.Int64() for field in FIELDS}
+DEVICE_SCHEMA = pl.Schema({"device": pl.Int32(), "name": pl.String(), "start_ns": pl.Int64(), **_ADDITIVE})
+STEP_SCHEMA = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "name": pl.String(),
+        "step": pl.Int32(),
+        "start_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        **_ADDITIVE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class GpuTime(Result):
+    """GPU time of a trace, per device and per step. Definitions: docs/concepts/gpu-time.md.
+
+    Attributes:
+        devices: One row per device with GPU work: device, name, start_ns (of its first GPU work), window_ns (first
+            start to last end), busy_ns, idle_ns, compute_ns, communication_ns, memory_ns (unions),
+            exposed_communication_ns (not covered by compute), exposed_memory_ns (covered by neither),
+            gpu_work_count, kernel_count, kernel_ns (sum of durations), edge_idle_before_ns and edge_idle_after_ns
+            (trace time before the first and after the last GPU work; not part of the window).
+        steps: The same fields clipped to each step's time, for every device; the row with step null is the time
+            outside all steps, which has no start of its own. GPU work counts where it starts.
+            window_ns + edge_idle_before_ns + edge_idle_after_ns = duration_ns.
+    """
+
+    devices: pl.DataFrame
+    steps: pl.DataFrame
+
+
+def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
+    """Account for every nanosecond of every device.
+
+    Args:
+        trace: One process's trace.
+        rules: Kernel rules of the user's, before the built-in table.
+    """
+    work = gpu_work(trace, rules)
+    cut = tiles(trace)
+    names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
+    devices, steps = [], []
+    for part in work.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
+        device = part["device"][0]
+        pieces = _measure(part, cut)
+        whole = pieces.sum()
+        label = [pl.lit(device, pl.Int32).alias("device"), pl.lit(names.get(device), pl.String).alias("name")]
+        devices.append(whole.with_columns(*label, pl.lit(part["start_ns"].min()).alias("start_ns")))
+        steps.append(_by_step(trace, cut, pieces).with_columns(label))
+    return GpuTime(_frame(devices, DEVICE_SCHEMA), _frame(steps, STEP_SCHEMA))
+
+
+def _measure(work: pl.DataFrame, cut: Tiles) -> pl.DataFrame:
+    """The additive fields of one device in each tile."""
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    category = work["category"].to_physical().to_numpy()
+    compute, communication, memory = (union(start[category == c], end[category == c]) for c in range(3))
+    visible = merge(compute, communication)
+    busy = merge(visible, memory)
+    low, high = cut.spans
+    first, last = int(start.min()), int(end.max())
+    window = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+    busy_ns, compute_ns, visible_ns = (coverage(spans, low, high) for spans in (busy, compute, visible))
+    is_kernel = (work["kind"] == "kernel").to_numpy()
+    return pl.DataFrame(
+        {
+            "window_ns": window,
+            "busy_ns": busy_ns,
+            "idle_ns": window - busy_ns,
+            "compute_ns": compute_ns,
+            "communication_ns": coverage(communication, low, high),
+            "memory_ns": coverage(memory, low, high),
+            "exposed_communication_ns": visible_ns - compute_ns,
+            "exposed_memory_ns": busy_ns - visible_ns,
+            "gpu_work_count": _count(start, low),
+            "kernel_count": _count(start[is_kernel], low),
+            "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
+            "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
+            "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
+        }
+    )
+
+
+def _count(start: Ints, low: Ints) -> Ints:
+    """Starts in each tile; a start on the last bound of the trace belongs to the last tile."""
+    return np.bincount(np.searchsorted(low, start, side="right") - 1, minlength=low.size).astype(np.int64)
+
+
+def _by_step(trace: Trace, cut: Tiles, pieces: pl.DataFrame) -> pl.DataFrame:
+    """Tiles added up to steps, in order of time; the time outside comes last."""
+    low, high = cut.spans
+    summed = (
+        pieces.with_columns(row=pl.Series(cut.row), duration_ns=pl.Series(high - low))
+        .group_by("row")
+        .agg(pl.col("duration_ns", *FIELDS).sum())
+    )
+    steps = trace.steps.select("step", "start_ns").with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    outside = pl.DataFrame({"row": [-1], "step": [None], "start_ns": [None]}, schema=steps.schema)
+    return (
+        pl.concat([steps.sort("start_ns"), outside])
+        .join(summed, on="row", how="left", maintain_order="left")
+        .with_columns(pl.col("duration_ns", *FIELDS).fill_null(0))
+        .drop("row")
+    )
+
+
+def _frame(parts: list[pl.DataFrame], schema: pl.Schema) -> pl.DataFrame:
+    if not parts:
+        return pl.DataFrame(schema=schema)
+    return pl.concat(parts).select(list(schema)).cast(schema)

@@ -1,0 +1,158 @@
+"""Which GPU work is communication, which is memory, which is compute, and by which rule.
+
+The rules stand in one table, `kernel_rules.json` beside this file. The event's own category comes first (copies and
+fills are memory), then the user's rules, then the table, first match wins; what matches nothing is compute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import polars as pl
+
+from traceloom.analyze.remembered import per_trace
+from traceloom.errors import InputError, UsageError
+from traceloom.model import Trace
+from traceloom.model.category import COPY, FILL, KERNEL
+
+Category = Literal["compute", "communication", "memory"]
+CATEGORIES: tuple[str, ...] = get_args(Category)
+CategoryType = pl.Enum(CATEGORIES)
+KindType = pl.Enum([KERNEL, COPY, FILL])
+
+BY_CATEGORY = "category"  # rule name of copies and fills: the event's category decided, not its name
+NO_RULE = "none"  # rule name of kernels that match nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table.
+
+    Attributes:
+        name: Shown beside every kernel that it decided.
+        category: compute, communication or memory.
+        pattern: Regular expression (linear-time dialect: no look-around, no back references), found anywhere in the
+            kernel's name, upper and lower case alike.
+    """
+
+    name: str
+    category: Category
+    pattern: str
+
+    def __post_init__(self) -> None:
+        if self.category not in CATEGORIES:
+            raise UsageError(
+                f"kernel rule {self.name!r} has the category {self.category!r}",
+                slug="bad-kernel-rule",
+                hint=f"use one of {', '.join(CATEGORIES)}",
+            )
+        try:
+            pl.Series([""]).str.contains(self._expression)
+        except pl.exceptions.ComputeError as error:
+            raise UsageError(
+                f"kernel rule {self.name!r} has a pattern that is no regular expression: {self.pattern!r}",
+                slug="bad-kernel-rule",
+                hint="look-around and back references are not supported",
+            ) from error
+
+    @property
+    def _expression(self) -> str:
+        return f"(?i){self.pattern}"
+
+    def matches(self, column: str = "name") -> pl.Expr:
+        """True where the rule matches the names in `column`."""
+        return pl.col(column).str.contains(self._expression)
+
+
+@lru_cache(maxsize=1)
+def built_in_rules() -> tuple[Rule, ...]:
+    """The table that comes with Traceloom, in order."""
+    text = files("traceloom.analyze").joinpath("kernel_rules.json").read_text(encoding="utf-8")
+    return _rules(json.loads(text), "kernel_rules.json")
+
+
+def read_rules(path: str | Path) -> tuple[Rule, ...]:
+    """A table of the user's: a JSON list of objects with `rule`, `category` and `pattern`.
+
+    Raises:
+        InputError: The file is not such a list.
+        UsageError: A pattern or a category in it cannot be right.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"kernel rules cannot be read: {error}", slug="bad-kernel-rules", where=str(path)) from error
+    return _rules(rows, str(path))
+
+
+def _rules(rows: Any, where: str) -> tuple[Rule, ...]:
+    wanted = ("rule", "category", "pattern")
+    if not isinstance(rows, list):
+        raise InputError("expected a JSON list of kernel rules", slug="bad-kernel-rules", where=where)
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in wanted):
+            raise InputError(
+                "expected an object with the texts `rule`, `category` and `pattern`",
+                slug="bad-kernel-rules",
+                where=f"{where}, $[{index}]",
+            )
+    return tuple(Rule(row["rule"], row["category"], row["pattern"]) for row in rows)
+
+
+def classify(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+    """Category and rule of each (name, kind).
+
+    Args:
+        work: Columns `name` and `kind` (kernel, copy or fill), one row per pair: give unique names, not events.
+        rules: The user's rules; they come before the table.
+
+    Returns:
+        `work` with the columns `category` and `rule`.
+    """
+    ordered = (*rules, *built_in_rules())
+    first = pl.coalesce(pl.when(rule.matches()).then(index) for index, rule in enumerate(ordered))
+    which = pl.when(pl.col("kind") == KERNEL).then(first.fill_null(len(ordered))).otherwise(len(ordered) + 1)
+    number = work.select(which).to_series()
+    categories = [*(rule.category for rule in ordered), "compute", "memory"]
+    return work.with_columns(
+        pl.Series("category", categories, dtype=CategoryType).gather(number),
+        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, BY_CATEGORY]).gather(number),
+    )
+
+
+def gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+    """All kernels, copies and fills of a trace with their categories, by start.
+
+    Returns:
+        Columns event, name, kind, category, rule, device, stream, start_ns, end_ns (>= start: negative durations
+        count as 0), launch, op; one row per event, in the order of `events`.
+    """
+    rules = tuple(rules)
+    return _gpu_work(trace, rules) if rules else _gpu_work_by_table(trace)
+
+
+@per_trace
+def _gpu_work_by_table(trace: Trace) -> pl.DataFrame:
+    return _gpu_work(trace, ())
+
+
+def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
+    work = trace.gpu_work().select(
+        "event",
+        "name",
+        pl.col("category").cast(pl.String).cast(KindType).alias("kind"),
+        "device",
+        "stream",
+        "start_ns",
+        (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
+        "launch",
+        "op",
+    )
+    known = classify(work.select("name", "kind").unique(), rules)
+    return work.join(known, on=["name", "kind"], how="left", maintain_order="left")

@@ -1,0 +1,99 @@
+"""The gaps of each device: time in its window in which no stream runs anything, and what stands around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Trace
+from traceloom.model.category import CATEGORIES, COPY, GPU_WORK
+
+Bools = NDArray[np.bool_]
+_WORK = [CATEGORIES.index(category) for category in GPU_WORK]
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """All gaps of all devices, by device and time; arrays of shape (gaps,).
+
+    Attributes:
+        device: Device index; -1 where the file gives no number.
+        low: Start: the last end so far.
+        high: End: the start of the next work.
+        before: Row (of `events`) of the work that ended last.
+        after: Row of the work that ended the gap.
+        launch: Row of the call that submitted `after`; -1 where it is not recorded.
+        first: True where `after` is the first work of its launch on this device.
+        same_stream: True where `before` and `after` share a stream.
+    """
+
+    device: Ints
+    low: Ints
+    high: Ints
+    before: Ints
+    after: Ints
+    launch: Ints
+    first: Bools
+    same_stream: Bools
+
+
+def gaps(trace: Trace) -> Gaps:
+    """Find the gaps. Work without duration neither begins nor ends one."""
+    events = trace.events
+    duration = events["duration_ns"].to_numpy()
+    row = gpu_rows(trace)
+    device = events["device"].gather(row).cast(pl.Int64).fill_null(-1).to_numpy()
+    order = np.argsort(device, kind="stable")
+    row, device = row[order], device[order]
+    start = events["start_ns"].to_numpy()[row]
+    end = start + duration[row]
+    after, before = _bounds(device, start, end)
+    launch = events["launch"].gather(row).cast(pl.Int64).fill_null(-1).to_numpy()
+    first = np.zeros(row.size, dtype=np.bool_)
+    pair = (launch + 1) * (int(device.max(initial=0)) + 2) + device + 1
+    first[np.unique(pair, return_index=True)[1]] = True
+    stream = events["stream"].gather(row).fill_null(-1).to_numpy()
+    return Gaps(
+        device[after],
+        end[before],
+        start[after],
+        row[before],
+        row[after],
+        launch[after],
+        first[after],
+        stream[after] == stream[before],
+    )
+
+
+def _bounds(device: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Positions of the work that ends a gap and of the work before it; rows by device and start, all with length."""
+    if not start.size:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    same = device[1:] == device[:-1]
+    latest = np.zeros(start.size, dtype=np.int64)
+    reach = np.zeros(start.size, dtype=np.int64)
+    bounds = np.concatenate(([0], 1 + np.flatnonzero(~same), [start.size]))
+    for low, high in pairwise(bounds):  # devices
+        reach[low:high] = np.maximum.accumulate(end[low:high])
+        raised = np.where(end[low:high] == reach[low:high], np.arange(low, high), low)
+        latest[low:high] = np.maximum.accumulate(raised)
+    after = 1 + np.flatnonzero(same & (start[1:] > reach[:-1]))
+    return after, latest[after - 1]
+
+
+def gpu_rows(trace: Trace) -> Ints:
+    """Rows of `events` that are GPU work with a duration."""
+    category = trace.events["category"].to_physical().to_numpy()
+    duration = trace.events["duration_ns"].to_numpy()
+    return np.flatnonzero(np.isin(category, _WORK) & (duration > 0))
+
+
+def copies(trace: Trace, row: Ints) -> Bools:
+    """True where the rows of `events` are copies."""
+    category: NDArray[np.uint8] = trace.events["category"].to_physical().to_numpy()[row]
+    return np.equal(category, CATEGORIES.index(COPY))

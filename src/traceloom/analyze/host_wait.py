@@ -1,0 +1,162 @@
+"""What was the host doing while a GPU had nothing to do?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Bools, Forest, Segments, forest
+from traceloom.analyze.host import main_lane
+from traceloom.analyze.intervals import Ints, Spans, overlaps
+from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, Meaning, meaning
+from traceloom.model import Trace
+
+HOST_CAUSES = {
+    "host_data_loading": "the host waited for or made the next batch",
+    "host_garbage_collection": "Python collected garbage",
+    "host_blocking_call": "the host stood in a call that waits",
+    "host_launch": "the host made other runtime calls",
+    "host_op": "the host worked inside framework operators",
+    "host_python": "the host ran Python",
+    "host_unobserved": "nothing is recorded of what the host did",
+}
+_CAUSES = list(HOST_CAUSES)
+_OF_ACTIVITY = {BLOCKING_CALL: 2, LAUNCH: 3, OP: 4, PYTHON: 5}
+_UNOBSERVED = len(_CAUSES) - 1
+_COLLECTIONS = ("Python GC", "<built-in function collect>")
+
+
+class Stretches(NamedTuple):
+    """Contiguous parts of gaps, each in one step, by gap and start; arrays of one length.
+
+    Attributes:
+        gap: Row of the gap.
+        step_row: Row of the step in `trace.steps`; -1 outside.
+        start: Starts.
+        end: Ends, > starts.
+    """
+
+    gap: Ints
+    step_row: Ints
+    start: Ints
+    end: Ints
+
+
+class _Pieces(NamedTuple):
+    """Stretches of stretches with one innermost host event each; arrays of one length.
+
+    Attributes:
+        part: Row of the stretches.
+        owner: Position of the event in the forest; -1 where none is open.
+        start: Starts.
+        end: Ends.
+        other: True where the event is the main thread's, not the launching thread's.
+    """
+
+    part: Ints
+    owner: Ints
+    start: Ints
+    end: Ints
+    other: Bools
+
+
+def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints) -> pl.DataFrame:
+    """Split time in which the GPU waited for a launch by what the launching thread did.
+
+    Where the launching thread has nothing open (an autograd thread before its first work, say), what the main thread
+    did is taken instead, and is not sure.
+
+    Args:
+        trace: One process's trace.
+        waiting: The time until the launches.
+        lane: Lane of the launching thread of each stretch.
+        device: Device of each stretch; those of one device are disjoint.
+
+    Returns:
+        Columns gap, step_row, start_ns, duration_ns, cause (number in HOST_CAUSES), sure, activity (row of the
+        longest innermost event, -1 where none is open); durations add up to those of `waiting`.
+    """
+    tree = forest(trace)
+    said = meaning(trace)
+    pieces = _observed(trace, tree, said, waiting, (lane, device))
+    cause = _cause(trace, tree, said, pieces)
+    rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
+    frame = pl.DataFrame(
+        {
+            "part": pieces.part,
+            "cause": cause,
+            "start_ns": pieces.start,
+            "ns": pieces.end - pieces.start,
+            "sure": ~pieces.other & (cause != _UNOBSERVED),
+            "activity": np.where(pieces.owner >= 0, rows, -1),
+        }
+    )
+    summed = (
+        frame.lazy()
+        .sort("ns", descending=True, maintain_order=True)
+        .group_by("part", "cause")
+        .agg(pl.col("start_ns").min(), pl.col("ns").sum().alias("duration_ns"), pl.col("sure", "activity").first())
+        .collect()
+    )
+    part = summed["part"].to_numpy()
+    return summed.with_columns(pl.Series("gap", waiting.gap[part]), pl.Series("step_row", waiting.step_row[part]))
+
+
+def _observed(
+    trace: Trace, tree: Forest, said: Meaning, waiting: Stretches, lane_and_device: tuple[Ints, Ints]
+) -> _Pieces:
+    """Cut the stretches at every change of the innermost event."""
+    lane, device = lane_and_device
+    nothing = np.zeros(0, dtype=np.int64)
+    if not lane.size:
+        return _Pieces(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
+    main = main_lane(trace, tree, said)
+    shown = np.unique(lane if main is None else np.append(lane, main))
+    segments = tree.segments(shown, trace.start_ns, trace.end_ns)
+    found = []
+    for one_device, one_lane in np.unique(np.stack((device, lane)), axis=1).T:
+        part = np.flatnonzero((device == one_device) & (lane == one_lane))
+        own = _on_lane(segments, one_lane, part, Spans(waiting.start[part], waiting.end[part]))
+        found.append(own if main is None or one_lane == main else _helped(trace, tree, own, segments, main))
+    return _Pieces(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def _on_lane(segments: Segments, lane: int, part: Ints, spans: Spans) -> _Pieces:
+    here = np.flatnonzero(segments.lane == lane)
+    shared = overlaps(segments.start_ns[here], segments.end_ns[here], spans)
+    owner = segments.owner[here[shared.left]]
+    return _Pieces(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
+
+
+def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: Segments, main: int) -> _Pieces:
+    """Ask the main thread where the launching thread has nothing open.
+
+    That the main thread waits for autograd's threads is no answer: those are the ones asked for.
+    """
+    blank = np.flatnonzero(own.owner < 0)
+    blank = blank[np.argsort(own.start[blank], kind="stable")]
+    asked = _on_lane(segments, main, own.part[blank], Spans(own.start[blank], own.end[blank]))
+    names = trace.events["name"].gather(tree.row[np.maximum(asked.owner, 0)])
+    waits = names.str.starts_with("<built-in method run_backward").to_numpy()
+    asked = asked._replace(owner=np.where(waits, -1, asked.owner), other=(asked.owner >= 0) & ~waits)
+    kept = own.owner >= 0
+    return _Pieces(*(np.concatenate((mine[kept], theirs)) for mine, theirs in zip(own, asked, strict=True)))
+
+
+def _cause(trace: Trace, tree: Forest, said: Meaning, pieces: _Pieces) -> Ints:
+    """Number of the cause of each piece, by its innermost event and what that stands in."""
+    activity = tree.nearest_or_self(said.activity >= 0)
+    spoken = np.where(activity >= 0, said.activity[activity], -1) if activity.size else activity
+    cause = np.full(tree.row.size, _UNOBSERVED)
+    for code, number in _OF_ACTIVITY.items():
+        cause[spoken == code] = number
+    owner = np.unique(pieces.owner[pieces.owner >= 0])
+    names = trace.events["name"].gather(tree.row[owner])
+    cause[owner[names.is_in(_COLLECTIONS).to_numpy()]] = _CAUSES.index("host_garbage_collection")
+    cause[tree.outermost_or_self(said.phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
+    seen = pieces.owner >= 0
+    found = np.full(seen.size, _UNOBSERVED)
+    found[seen] = cause[pieces.owner[seen]]
+    return found
