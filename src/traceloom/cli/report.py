@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli.progress import Progress
-from traceloom.errors import UsageError
+from traceloom.errors import PartialError, UsageError
 
 if TYPE_CHECKING:
-    from traceloom.model import Session
+    from traceloom.model import Notice, Session
+    from traceloom.read import Loaded
+    from traceloom.read import Progress as Reading
     from traceloom.report import ReportOptions
     from traceloom.report.formats import Report
 
@@ -46,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     what = parser.add_argument_group("what to report")
     what.add_argument("--rank", type=_ranks, metavar="N[,N]", help="only these ranks")
-    what.add_argument("--steps", type=_steps, metavar="A..B", help="only the work of these steps, both included")
+    what.add_argument("--steps", type=_steps, metavar="A..B", help="only the work of steps A to B-1")
     what.add_argument("--by-shape", action="store_true", help="count operators apart by the shapes of their inputs")
     how = parser.add_argument_group("how to show it")
     how.add_argument("--top", type=_positive, default=10, metavar="N", help="rows of a table (default: 10)")
@@ -79,13 +81,14 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _steps(text: str) -> tuple[int, int]:
-    first, dots, last = text.partition("..")
+    """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step."""
+    first, dots, end = text.partition("..")
     try:
-        steps = int(first), int(last if dots else first)
+        steps = int(first), int(end) - 1 if dots else int(first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"`{text}` is not a range of steps, as 20..25") from None
     if steps[0] > steps[1]:
-        raise argparse.ArgumentTypeError(f"`{text}` ends before it begins")
+        raise argparse.ArgumentTypeError(f"`{text}` has no steps")
     return steps
 
 
@@ -101,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
-        sessions = _load(args)
+        loaded = _load(args, progress)
         progress.say("analysing")
-        report = _report(sessions, args, options)
+        report = _report(loaded.runs, args, options)
         written = []
         for path, kind in targets:
             progress.say(f"writing {path}")
@@ -113,16 +116,30 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet:
         for line in _closing(args, report, written):
             print(line, file=sys.stderr if args.json else sys.stdout)
+    _check_refused(loaded.refused)
     return 0
 
 
-def _load(args: argparse.Namespace) -> list[Session]:
-    from traceloom.read import load_runs
+def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
+    from traceloom.read import load_inputs
 
-    return load_runs(*args.inputs)
+    def tell(reading: Reading) -> None:
+        part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        progress.say(
+            f"reading{part}" + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
+        )
+
+    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell)
 
 
-def _report(sessions: list[Session], args: argparse.Namespace, options: ReportOptions) -> Report:
+def _check_refused(refused: Sequence[Notice]) -> None:
+    """The report is made of the rest; the exit code and a last word say that it is not all."""
+    if refused:
+        more = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+
+
+def _report(sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions) -> Report:
     from traceloom import report
     from traceloom.report.formats import Report, format_of
 
@@ -140,7 +157,7 @@ def _report(sessions: list[Session], args: argparse.Namespace, options: ReportOp
     return Report(report.build_runs(sessions, ", ".join(args.inputs), commands), sessions[0], options)
 
 
-def _command(session: Session, sessions: list[Session]) -> list[str]:
+def _command(session: Session, sessions: Sequence[Session]) -> list[str]:
     """The command that reports this run alone: by its directory, where no other run has a file there."""
     paths = [trace.meta.path for trace in session.traces]
     homes = {Path(path).parent for path in paths}

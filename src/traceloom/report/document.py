@@ -7,6 +7,7 @@ docs/reference/report-json.md and docs/reference/report.schema.json; version 1 o
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from traceloom import __version__, analyze
@@ -48,7 +49,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     return {
         **_head(session.name, whole.epoch_ns),
         "answer": _answer(part),
-        "inputs": _inputs([whole], absent),
+        "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
         "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
@@ -74,7 +75,7 @@ def _of_ranks(session: Session, options: ReportOptions) -> Session:
     return session if options.ranks is None else session.of_ranks(options.ranks)
 
 
-def build_runs(sessions: list[Session], name: str, commands: list[list[str]]) -> Row:
+def build_runs(sessions: Sequence[Session], name: str, commands: list[list[str]]) -> Row:
     """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
     absent = Absent(0)
     notices = _distinct(tuple(n for session in sessions for n in session.notices))
@@ -119,7 +120,7 @@ def _answer(session: Session) -> Row:
     return {"sentence": answer.sentence, "parts": answer.parts.to_dicts()}
 
 
-def _inputs(sessions: list[Session], absent: Absent) -> list[Row]:
+def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
     return [
         {
             "path": trace.meta.path,

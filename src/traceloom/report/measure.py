@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from traceloom.analyze.breakdown import GpuTime
     from traceloom.analyze.communication import Communication
     from traceloom.analyze.data_loading import DataLoading
-    from traceloom.analyze.host import Host
+    from traceloom.analyze.host import HostTime
     from traceloom.analyze.idle import Idle
     from traceloom.analyze.kernels import Kernels
     from traceloom.analyze.memory import Memory
@@ -32,7 +32,7 @@ class Measured:
     trace: Trace
     gpu: GpuTime
     idle: Idle
-    host: Host
+    host: HostTime
     step_times: StepTimes
     data_loading: DataLoading
     kernels: Kernels

@@ -113,15 +113,16 @@ def memory(ranks: list[Measured], absent: Absent) -> Row:
 
 def data_loading(ranks: list[Measured], absent: Absent) -> Row | None:
     """Waits for the data loader; null where no rank has a loader."""
-    waits: list[Row] = []
-    steps: list[Row] = []
-    for m in ranks:
-        waits += absent.rows(_of(m, m.data_loading.waits.drop("event")), "data_loading.waits")
-        steps += absent.rows(_of(m, m.data_loading.steps), "data_loading.steps")
-    if not waits:
+    with_loader = [m for m in ranks if m.data_loading.waits.height]
+    if not with_loader:
         absent.say("data_loading")
         return None
-    return {"total_ns": sum(m.data_loading.total_ns for m in ranks), "waits": waits, "steps": steps}
+    waits: list[Row] = []
+    steps: list[Row] = []
+    for m in with_loader:
+        waits += absent.rows(_of(m, m.data_loading.waits.drop("event")), "data_loading.waits")
+        steps += absent.rows(_of(m, m.data_loading.steps), "data_loading.steps")
+    return {"total_ns": sum(m.data_loading.total_ns or 0 for m in with_loader), "waits": waits, "steps": steps}
 
 
 def _of(measured: Measured, frame: pl.DataFrame) -> pl.DataFrame:

@@ -83,7 +83,7 @@ def _facts(document: dict[str, Any]) -> Iterator[str]:
 
 def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     """One line per run and the command that reports it."""
-    yield time.heading("Runs")
+    yield from time.heading("Runs", "", width)
     rows: list[list[str | Text]] = [
         [
             str(run["ranks"]) + (f" of {run['world_size']}" if run["world_size"] else ""),

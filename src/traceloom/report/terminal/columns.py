@@ -10,6 +10,7 @@ from rich.text import Text
 Cell = str | Text
 _GAP = "  "
 _INDENT = " "
+_LEAST_BAR, _MOST_BAR = 14, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,26 @@ class Column:
 
     heading: Cell
     right: bool = True
+
+
+def with_bars(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], bar: Callable[[int, int], Text], width: int
+) -> list[Text]:
+    """Rows with a bar at the end of each, or below it where too little room is left.
+
+    Args:
+        columns: All columns but the bar.
+        rows: Their cells.
+        bar: (row number, cells that are left) -> the bar.
+        width: Of the whole line.
+    """
+    bare = lines(columns, rows, ("", lambda *_: ""), width)
+    room = width - max(line.cell_len for line in bare) - len(_GAP)
+    if room >= _LEAST_BAR:
+        return lines(columns, rows, ("", lambda i, left: bar(i, min(left, _MOST_BAR))), width)
+    for number in reversed(range(len(rows))):
+        bare.insert(number + 2, Text(_INDENT) + bar(number, min(width - 2 * len(_INDENT), _MOST_BAR)))
+    return bare
 
 
 def lines(

@@ -34,7 +34,7 @@ def kernels(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
     if not rows:
         return
     shown = ordered(rows, options)
-    yield heading("GPU work", _covering(shown, rows, "total_ns", "of kernels, copies and fills"))
+    yield from heading("GPU work", _covering(shown, rows, "total_ns", "of kernels, copies and fills"), width)
     cells: list[list[str | Text]] = [
         [
             units.duration(row["total_ns"]),
@@ -59,7 +59,7 @@ def operators(document: Row, options: ReportOptions, width: int) -> Iterator[Tex
         return
     shown = ordered(rows, options)
     on_device = any(row["device_ns"] for row in rows)
-    yield heading("Operators", _covering(shown, rows, "self_ns", "of host time"))
+    yield from heading("Operators", _covering(shown, rows, "self_ns", "of host time"), width)
     cells: list[list[str | Text]] = []
     for row in shown:
         cells.append(
@@ -92,7 +92,8 @@ def modules(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
     kept = {row["node"] for row in heaviest}
     shown = [row for row in tree if row["node"] in kept]
     note = rank_label(rank) if len(document["ranks"]) > 1 else ""
-    yield heading("Modules", note)
+    what = "module" if any(row["kind"] == "module" for row in tree) else "region"
+    yield from heading(f"{what.capitalize()}s", note, width)
     on_device = key == "device_ns"
     cells: list[list[str | Text]] = [
         [
@@ -108,16 +109,19 @@ def modules(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
         indent = "  " * min(shown[i]["depth"], 12)
         return Text.assemble((indent, DIM), short(shown[i]["name"], max(room - len(indent), 8)))
 
-    yield from lines(columns, cells, ("module", name), width)
+    yield from lines(columns, cells, (what, name), width)
 
 
 def communication(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
     """Collectives by kind and group."""
     rows = document["communication"]["collectives"]
+    on_device = [row for row in rows if row["where"] == "device"]
+    rows = on_device or rows  # the host's calls of what runs on a device only say how long it took to launch
     if not rows:
         return
     shown = ordered(rows, options)
-    yield heading("Communication", _covering(shown, rows, "total_ns", "summed over ranks"))
+    where = "on devices" if on_device else "on the host"
+    yield from heading("Communication", _covering(shown, rows, "total_ns", where), width)
     cells: list[list[str | Text]] = [
         [
             units.duration(row["total_ns"]),
@@ -137,14 +141,13 @@ def communication(document: Row, options: ReportOptions, width: int) -> Iterator
 
 
 def _collective(row: Row) -> str:
-    parts = [row["kind"]]
+    parts = [row["kind"] or "unknown"]
     if row["element_type"]:
         parts.append(row["element_type"])
     if row["group_size"]:
         parts.append(f"{row['group_size']} ranks")
     if row["group_description"] or row["group"]:
         parts.append(f"group {row['group_description'] or row['group']}")
-    parts.append(f"on {row['where']}")
     return " · ".join(parts)
 
 
@@ -153,7 +156,8 @@ def memory(document: Row, width: int) -> Iterator[Text]:
     rows = document["memory"]["devices"]
     if not rows:
         return
-    yield heading("Memory")
+    counted = any(row["evidence"] == "running-sum" for row in rows)
+    yield from heading("Memory", "of the CPU: more than at the start of the recording" if counted else "", width)
     many = len(document["ranks"]) > 1
     curves = {(c["rank"], c["device_type"], c["device"]): c["allocated_bytes"] for c in document["memory"]["curve"]}
     cells: list[list[str | Text]] = [
@@ -186,9 +190,11 @@ def data_loading(document: Row, width: int) -> Iterator[Text]:
         return
     window = sum(rank["window_ns"] for rank in document["ranks"])
     longest = max(wait["duration_ns"] for wait in loading["waits"])
-    yield heading("Data loading")
+    batches = len(loading["waits"])
+    waits = f"{units.count(batches)} batch{'es' if batches > 1 else ''}"
+    yield from heading("Data loading", "", width)
     said = (
-        f"{units.duration(loading['total_ns'])} waited for data in {units.count(len(loading['waits']))} batches "
+        f"{units.duration(loading['total_ns'])} waited for data in {waits} "
         f"({units.share(loading['total_ns'], window)} of the time); the longest wait took {units.duration(longest)}."
     )
     for line in textwrap.wrap(said, width - 2):
@@ -200,7 +206,7 @@ def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
     found = document["notices"]
     if not found:
         return
-    yield heading("Notices", "what to know about the data")
+    yield from heading("Notices", "what to know about the data", width)
     ranks = len(document["ranks"])
     for (sign, style), message in [_notice(notice, ranks) for notice in _grouped(found)][: options.top]:
         first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False) or [""]

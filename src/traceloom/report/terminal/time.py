@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,11 +11,11 @@ from rich.text import Text
 from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.terminal.bars import plain, sparkline, stacked
-from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.columns import Column, with_bars
 from traceloom.report.terminal.look import ACTIVITIES, DEVICE, DIM, PHASES, Kind
 
 Row = dict[str, Any]
-_WIDEST_BAR = 60
+_WIDEST_SPARKLINE = 12
 _MOST_BARS = 16
 
 
@@ -33,9 +34,15 @@ def place_label(document: Row, rank: Row, device: int | None = None) -> str:
     return " ".join(parts)
 
 
-def heading(title: str, note: str = "") -> Text:
-    """A section's heading."""
-    return Text.assemble("\n", (title, "bold"), ("  " + note if note else "", DIM))
+def heading(title: str, note: str, width: int) -> Iterator[Text]:
+    """A section's heading after a blank line; a long note stands below it."""
+    yield Text("")
+    if len(title) + len(note) + 2 <= width:
+        yield Text.assemble((title, "bold"), ("  " + note if note else "", DIM))
+        return
+    yield Text(title, "bold")
+    for line in textwrap.wrap(note, width - 2, break_on_hyphens=False):
+        yield Text(" " + line, DIM)
 
 
 def devices(document: Row, width: int) -> Iterator[Text]:
@@ -43,7 +50,7 @@ def devices(document: Row, width: int) -> Iterator[Text]:
     found = [(rank, device) for rank in document["ranks"] for device in rank["devices"]]
     if not found:
         return
-    yield heading("GPU time", _device_note([device for _, device in found]))
+    yield from heading("GPU time", _device_note([device for _, device in found]), width)
     shown = found[:_MOST_BARS]
     rows: list[list[str | Text]] = []
     for rank, device in shown:
@@ -52,20 +59,25 @@ def devices(document: Row, width: int) -> Iterator[Text]:
         rows.append([label, units.duration(device["window_ns"]), *shares])
     columns = [Column("", right=False), Column("window"), *(Column(kind.heading) for kind in DEVICE)]
     bars = [[device[kind.key] for kind in DEVICE] for _, device in shown]
-    yield from lines(columns, rows, ("", lambda i, room: stacked(DEVICE, bars[i], min(room, _WIDEST_BAR))), width)
+    yield from with_bars(columns, rows, lambda i, room: stacked(DEVICE, bars[i], room), width)
     if len(found) > len(shown):
         yield Text(f" … and {len(found) - len(shown)} more, in the JSON report", DIM)
 
 
 def _device_note(devices: Sequence[Row]) -> str:
-    """What unions hide: communication and copies that ran beside compute."""
-    hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
-    whole = sum(d["communication_ns"] for d in devices)
+    """The device's name, and what the shares do not show: hidden communication, time outside the window."""
+    notes = []
     names = {harmless(d["name"]) for d in devices if d["name"]}
-    note = next(iter(names)) if len(names) == 1 else ""
+    if len(names) == 1:
+        notes.append(next(iter(names)))
+    hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
     if hidden > 0:
-        note += f"{'; ' if note else ''}{units.share(hidden, whole)} of communication hidden behind compute"
-    return note
+        communication = sum(d["communication_ns"] for d in devices)
+        notes.append(f"{units.share(hidden, communication)} of communication hidden behind compute")
+    edges = sum(d["edge_idle_before_ns"] + d["edge_idle_after_ns"] for d in devices)
+    if edges > sum(d["window_ns"] for d in devices) / 1000:
+        notes.append(f"from first to last GPU work; {units.duration(edges)} before and after")
+    return "; ".join(notes)
 
 
 def host(document: Row, width: int) -> Iterator[Text]:
@@ -74,7 +86,7 @@ def host(document: Row, width: int) -> Iterator[Text]:
     accounts = [(rank, account) for rank, account in accounts if account][:_MOST_BARS]
     if not accounts:
         return
-    yield heading("Host time", "main thread")
+    yield from heading("Host time", "main thread", width)
     has_devices = any(rank["devices"] for rank in document["ranks"])
     phased = any(row["phase"] != "other" for _, account in accounts for row in account)
     if phased:
@@ -101,7 +113,7 @@ def _bars(
         rows.append([label, units.duration(whole), *(units.share(parts[i], whole) for i in used)])
     columns = [Column("", right=False), Column("window"), *(Column(kind.heading) for kind in kept)]
     bars = [[parts[i] for i in used] for parts in sums]
-    yield from lines(columns, rows, ("", lambda i, room: stacked(kept, bars[i], min(room, _WIDEST_BAR))), width)
+    yield from with_bars(columns, rows, lambda i, room: stacked(kept, bars[i], room), width)
 
 
 def steps(document: Row, top: int, width: int) -> Iterator[Text]:
@@ -127,7 +139,7 @@ def _step_note(rank: Row) -> str:
 
 def _steps_of_one(rank: Row, top: int, width: int) -> Iterator[Text]:
     found = rank["steps"][:top]
-    yield heading("Steps", _step_note(rank))
+    yield from heading("Steps", _step_note(rank), width)
     longest = max(step["duration_ns"] for step in found)
     on_device = any(step["devices"] for step in found)
     rows = [_step_row(step, on_device=on_device) for step in found]
@@ -135,11 +147,11 @@ def _steps_of_one(rank: Row, top: int, width: int) -> Iterator[Text]:
     columns += [Column("GPU busy"), Column("GPU lag")] if on_device else []
 
     def bar(i: int, room: int) -> Text:
-        length = round(min(room, _WIDEST_BAR) * found[i]["duration_ns"] / longest) if longest else 0
+        length = round(room * found[i]["duration_ns"] / longest) if longest else 0
         kinds, parts = _step_parts(found[i], rank)
         return stacked(kinds, parts, length)
 
-    yield from lines(columns, rows, ("", bar), width)
+    yield from with_bars(columns, rows, bar, width)
     if len(rank["steps"]) > len(found):
         yield Text(f" … and {len(rank['steps']) - len(found)} more (--top {len(rank['steps'])})", DIM)
 
@@ -166,15 +178,27 @@ def _step_parts(step: Row, rank: Row) -> tuple[Sequence[Kind], list[int]]:
 
 
 def _steps_of_many(ranks: list[Row], width: int) -> Iterator[Text]:
-    yield heading("Steps")
+    yield from heading("Steps", "", width)
+    several = any(len(rank["steps"]) > 1 for rank in ranks)
+    medians = [(rank["step_times"] or {}).get("median_ns") for rank in ranks]
     rows: list[list[str | Text]] = []
-    for rank in ranks:
-        times = rank["step_times"]
-        spread = [units.duration(times[key] if times else None) for key in ("median_ns", "min_ns", "max_ns")]
-        rows.append([rank_label(rank["rank"]), str(len(rank["steps"])), *spread])
-    columns = [Column("", right=False), *(Column(name) for name in ("steps", "median", "min", "max"))]
-    spans = [[step["duration_ns"] for step in rank["steps"]] for rank in ranks]
-    yield from lines(columns, rows, ("each", lambda i, room: Text(sparkline(spans[i], min(room, _WIDEST_BAR)))), width)
+    for rank, median in zip(ranks, medians, strict=True):
+        row: list[str | Text] = [rank_label(rank["rank"]), str(len(rank["steps"])), units.duration(median)]
+        if several:
+            times = rank["step_times"] or {}
+            row += [units.duration(times.get("min_ns")), units.duration(times.get("max_ns"))]
+            row.append(sparkline([step["duration_ns"] for step in rank["steps"]], _WIDEST_SPARKLINE))
+        rows.append(row)
+    columns = [Column("", right=False), Column("steps"), Column("median" if several else "time")]
+    columns += [Column("min"), Column("max"), Column("each", right=False)] if several else []
+    longest = max((median or 0 for median in medians), default=0)
+
+    def bar(i: int, room: int) -> Text:
+        parts = [_step_parts(step, ranks[i]) for step in ranks[i]["steps"]]
+        summed = [sum(column) for column in zip(*(part for _, part in parts), strict=True)]
+        return stacked(parts[0][0], summed, round(room * (medians[i] or 0) / longest) if longest else 0)
+
+    yield from with_bars(columns, rows, bar, width)
 
 
 def idle(document: Row, width: int) -> Iterator[Text]:
@@ -188,16 +212,14 @@ def idle(document: Row, width: int) -> Iterator[Text]:
     whole = sum(ns for ns, _ in summed.values())
     if not whole:
         return
-    yield heading("Why the GPU was idle", f"{units.duration(whole)} in all")
+    yield from heading("Why the GPU was idle", f"{units.duration(whole)} in all", width)
     found = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
     rows: list[list[str | Text]] = [
         [units.duration(ns), units.share(ns, whole), units.count(gaps), short(_words(cause), 40)]
         for cause, ns, gaps in found
     ]
     columns = [Column("time"), Column("share"), Column("gaps"), Column("cause", right=False)]
-    yield from lines(
-        columns, rows, ("", lambda i, room: plain(found[i][1] / whole, min(room, _WIDEST_BAR), DIM)), width
-    )
+    yield from with_bars(columns, rows, lambda i, room: plain(found[i][1] / whole, room, DIM), width)
 
 
 def _words(slug: str) -> str:
