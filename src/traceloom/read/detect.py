@@ -19,20 +19,20 @@ _MAGIC = (
     (b"\x7fELF", "a program"),
     (b"<", "an HTML or XML page"),
 )
-_CHAKRA = re.compile(rb"^[\x01-\x7f]{1,3}\n[\x01-\x20][0-9.]+")
+_CHAKRA = re.compile(rb"^[\x00-\xff]{1,3}\n[\x01-\x40]?[\w.-]*\d+\.\d+")
 
 # Top-level keys that only one kind of file has.
 _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
     (
         frozenset({"schema", "nodes"}),
-        "a PyTorch execution trace (host trace), not a Kineto trace",
+        "a PyTorch execution trace (host trace)",
         "it goes with the Kineto trace of the same process",
     ),
-    (frozenset({"segments"}), "a memory snapshot of PyTorch, not a trace", "give the Kineto trace of the run"),
-    (frozenset({"device_traces"}), "a memory snapshot of PyTorch, not a trace", "give the Kineto trace of the run"),
-    (frozenset({"traceloom"}), "a report of Traceloom, not a trace", "give the trace that the report was made from"),
-    (frozenset({"stringTable"}), "a speedscope or Firefox profile, not a Kineto trace", "give a Kineto trace"),
-    (frozenset({"pg_config", "entries"}), "a Flight Recorder dump, not a trace", "give a Kineto trace"),
+    (frozenset({"segments"}), "a memory snapshot of PyTorch", "give the Kineto trace of the run"),
+    (frozenset({"device_traces"}), "a memory snapshot of PyTorch", "give the Kineto trace of the run"),
+    (frozenset({"traceloom"}), "a report of Traceloom", "give the trace that the report was made from"),
+    (frozenset({"stringTable"}), "a speedscope or Firefox profile", "give a Kineto trace"),
+    (frozenset({"pg_config", "entries"}), "a Flight Recorder dump", "give a Kineto trace"),
 )
 
 
@@ -51,7 +51,7 @@ def refuse_start(text: bytes, path: str) -> None:
         if text.startswith(magic):
             _refuse(words, path)
     if _CHAKRA.match(text[:64]):
-        _refuse("a Chakra execution trace (protobuf), not a Kineto trace", path)
+        _refuse("a Chakra execution trace (protobuf)", path)
     _refuse("no JSON object or list", path)
 
 
@@ -65,7 +65,7 @@ def refuse_list(text: bytes, path: str) -> None:
     if head.startswith(b"]"):
         _refuse("an empty list", path)
     if head.startswith(b"[-1,") or re.match(rb"\[\s*-?\d+\s*,\s*\[?\d", head):
-        _refuse("a PyTorch memory timeline, not a trace", path)
+        _refuse("a PyTorch memory timeline", path)
     if head.startswith(b"{") and (b'"ph"' in head or not head.rstrip().endswith(b"]")):
         return
     _refuse("a list of something that is no trace event", path)
@@ -83,7 +83,7 @@ def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
         InputError: `not-a-trace`.
     """
     if metadata.get("format") in ("traceloom-capture", "traceloom-report"):
-        _refuse(f"a {str(metadata['format']).replace('traceloom-', '')} file of Traceloom, not a trace", path)
+        _refuse(f"a {str(metadata['format']).replace('traceloom-', '')} file of Traceloom", path)
     keys = set(metadata)
     for wanted, words, hint in _KEYS:
         if wanted <= keys and (done or "traceEvents" not in keys):

@@ -71,7 +71,7 @@ class Document:
         self._exact: bool | None = None
         self._separator = b""
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Generator[Slice, None, None]:
         """All entries of `traceEvents`, a slice at a time.
 
         Raises:
@@ -129,7 +129,10 @@ class Document:
                 self.found_events = True
                 self._skip(match.end() + 1)
                 yield from self._entries()
-            elif not self._value(key, match.end()) and not self._salvage():
+                continue
+            if not self.found_events:
+                refuse_by_keys({**self.metadata, key: None}, self._path, done=False)
+            if not self._value(key, match.end()) and not self._salvage():
                 return
 
     def _closed(self) -> bool:
@@ -187,8 +190,6 @@ class Document:
         elif known is not None and known != value:
             self._damage.note("duplicate-key", f"$.{key}")
         self.metadata[key] = value
-        if not self.found_events:
-            refuse_by_keys(self.metadata, self._path, done=False)
 
     def _salvage(self) -> bool:
         """Jump over malformed metadata to `traceEvents`; keep entries on the way that can be read."""

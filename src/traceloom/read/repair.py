@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,23 +136,25 @@ def _one(  # noqa: PLR0917
 
 def mend(piece: bytes) -> list[Any]:
     """Entries of one malformed piece, by ever bolder repairs; empty where none helps."""
+    whole = mended(piece)
+    # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
+    return _loosely(json.dumps(whole).encode("utf-8", "replace")) if whole else []
+
+
+def mended(piece: bytes) -> list[dict[str, Any]]:
+    """The same as plain dicts."""
     text = piece.decode("utf-8", "replace").strip().strip(",")
-    for repaired in (
-        text,
-        _values(text),
-        _values(_escapes(text)),
-        _values(_strings(text)),
-        _values(_strings(_escapes(text))),
-    ):
+    for repairs in _REPAIRS:
+        repaired = text
+        for repair in repairs:
+            repaired = repair(repaired)
         try:
             entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
             continue
         whole = [entry for entry in entries if isinstance(entry, dict) and "ph" in entry]
         if whole:
-            # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
-            clean = json.dumps(whole).encode("utf-8", "replace")
-            return _loosely(clean)
+            return whole
     return []
 
 
@@ -222,3 +225,13 @@ def _closes(text: str, at: int, is_key: bool, open_brackets: list[str]) -> bool:
         return _CLOSES_KEY.match(text, at) is not None
     pattern = _CLOSES_ITEM if open_brackets and open_brackets[-1] == "[" else _CLOSES_VALUE
     return pattern.match(text, at) is not None
+
+
+_Repair = Callable[[str], str]
+_REPAIRS: tuple[tuple[_Repair, ...], ...] = (
+    (),
+    (_values,),
+    (_escapes, _values),
+    (_strings, _values),
+    (_escapes, _strings, _values),
+)

@@ -1,0 +1,134 @@
+"""What a user may give: files, directories, captures, standard input; which files in them are traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from traceloom.errors import InputError
+
+_DEPTH = 4  # levels below a directory
+_ENDINGS = (".json", ".json.gz")
+_CAPTURE = "capture.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One file to read.
+
+    Attributes:
+        path: The file; `-` is standard input.
+        given: It was named by the user, not found in a directory.
+        capture: The directory of the capture it belongs to.
+        entry: This rank's part of capture.json.
+    """
+
+    path: Path
+    given: bool
+    capture: Path | None = None
+    entry: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """The inputs and the documents of captures, by directory."""
+
+    inputs: list[Input] = field(default_factory=list)
+    captures: dict[Path, dict[str, Any]] = field(default_factory=dict)
+
+
+def find(paths: tuple[str, ...]) -> Found:
+    """Every file that the paths stand for.
+
+    Raises:
+        InputError: `unreadable` for a path that is not there; `no-traces` for a directory without any candidate.
+    """
+    found = Found()
+    seen: set[Path] = set()
+    for text in paths:
+        path = Path(text)
+        if text != "-" and not path.exists():
+            raise InputError("there is no such file or directory", slug="unreadable", where=text)
+        if path.is_dir():
+            before = len(found.inputs)
+            _directory(path, found, seen, _DEPTH)
+            if len(found.inputs) == before:
+                raise InputError(
+                    "the directory holds no trace (no .json or .json.gz file)", slug="no-traces", where=text
+                )
+        elif path.name == _CAPTURE:
+            _directory(path.parent, found, seen, 0)
+        else:
+            _add(found, seen, Input(path, given=True))
+    return found
+
+
+def _add(found: Found, seen: set[Path], one: Input) -> None:
+    real = one.path.resolve() if str(one.path) != "-" else one.path
+    if real not in seen:
+        seen.add(real)
+        found.inputs.append(one)
+
+
+def _directory(folder: Path, found: Found, seen: set[Path], depth: int) -> None:
+    document = read_capture(folder)
+    if document is not None:
+        found.captures[folder] = document
+        for name, entry in windows(document):
+            path = folder / name
+            if path.is_file():
+                _add(found, seen, Input(path, given=False, capture=folder, entry=entry))
+        return
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.is_dir() and depth > 0 and not path.name.startswith("."):
+            _directory(path, found, seen, depth - 1)
+        elif path.is_file() and path.name.lower().endswith(_ENDINGS):
+            _add(found, seen, Input(path, given=False))
+
+
+def _natural(path: Path) -> list[Any]:
+    import re
+
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def read_capture(folder: Path) -> dict[str, Any] | None:
+    """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
+
+    Raises:
+        InputError: `damaged-capture`: the file is there but is not what it should be.
+    """
+    whole = folder / _CAPTURE
+    if whole.is_file():
+        document = _json(whole)
+        if document is None or document.get("format") != "traceloom-capture":
+            raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
+        return document
+    parts = [_json(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
+    ranks = [part for part in parts if part is not None and "rank" in part]
+    return {"format": "traceloom-capture", "version": 1, "ranks": ranks} if ranks else None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """File name and part of capture.json of every timed window; graph steps are none."""
+    ranks = document.get("ranks")
+    for entry in ranks if isinstance(ranks, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        several = entry.get("windows")
+        for window in several if isinstance(several, list) else [entry.get("window")]:
+            name = window.get("file") if isinstance(window, dict) else None
+            # A name from a file of a stranger never leaves the directory.
+            if isinstance(name, str) and Path(name).name == name:
+                yield name, entry

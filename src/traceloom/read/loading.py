@@ -1,0 +1,164 @@
+"""From what the user gives to sessions."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+from traceloom.errors import InputError, UsageError
+from traceloom.model import Notice, Session, Trace
+from traceloom.read.cache import Cache
+from traceloom.read.inputs import Found, Input, find
+from traceloom.read.ranks import Report, read_all
+from traceloom.read.runs import Peek, group, names, peeked
+
+AnyPath = str | os.PathLike[str]
+# Kinds of files that lie beside traces in a directory and are no fault there.
+_BESIDE = ("not-a-trace", "empty-file")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the inputs gave.
+
+    Attributes:
+        runs: One session per run, at least one.
+        refused: One notice (`refused-input`) per file that could not be used; the CLI exits with 4 then.
+    """
+
+    runs: tuple[Session, ...]
+    refused: tuple[Notice, ...] = ()
+
+
+def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> Session:
+    """Load the traces of one run.
+
+    Args:
+        paths: Files, directories (also TensorBoard's log directories and captures), `-` for standard input.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Called with a `Progress` as the reading goes on.
+
+    Returns:
+        The session; files that were refused beside good ones are notices of it (`refused-input`).
+
+    Raises:
+        UsageError: `several-runs`: the inputs hold more than one run; `no-inputs`: nothing was given.
+        InputError: Nothing that was given is a trace.
+
+    Example:
+        >>> import traceloom
+        >>> session = traceloom.load("captures/run1")  # doctest: +SKIP
+    """
+    found, runs, labels, refused = _plan(paths)
+    if len(runs) > 1:
+        shown = "; ".join(f"{label} ({_ranks(run)})" for label, run in list(zip(labels, runs, strict=True))[:6])
+        raise UsageError(
+            f"the inputs hold {len(runs)} runs, expected one: {shown}{'; ...' if len(runs) > 6 else ''}",
+            slug="several-runs",
+            where=", ".join(str(path) for path in paths[:3]),
+            hint=f"give the files of one run, as in: traceloom report {shlex.join(_some(runs[0]))}",
+        )
+    loaded = _loaded(found, runs, labels, refused, cache=cache, progress=progress)
+    return loaded.runs[0]
+
+
+def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> list[Session]:
+    """Load every run that the inputs hold; see `load`."""
+    return list(load_inputs(*paths, cache=cache, progress=progress).runs)
+
+
+def load_inputs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> Loaded:
+    """Load every run that the inputs hold, and say which files were refused; see `load`."""
+    found, runs, labels, refused = _plan(paths)
+    return _loaded(found, runs, labels, refused, cache=cache, progress=progress)
+
+
+def _plan(paths: tuple[AnyPath, ...]) -> tuple[Found, list[list[Input]], list[str], list[InputError]]:
+    """The files of each run, and what was refused."""
+    if not paths:
+        raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
+    given = tuple(os.fspath(path) for path in paths)
+    found = find(given)
+    if len(found.inputs) == 1:
+        return found, [found.inputs], [given[0]], []
+    if any(str(one.path) == "-" for one in found.inputs):
+        raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
+    peeks: list[Peek] = []
+    refused: list[InputError] = []
+    for one, result in zip(found.inputs, peeked(found.inputs), strict=True):
+        if isinstance(result, Peek):
+            peeks.append(result)
+        elif one.given or one.capture is not None or result.slug not in _BESIDE:
+            refused.append(result)
+    if not peeks:
+        raise (
+            refused[0]
+            if refused
+            else InputError(
+                "the directory holds no Kineto trace among its .json files", slug="no-traces", where=", ".join(given)
+            )
+        )
+    runs = group(peeks)
+    return found, [[peek.source for peek in run] for run in runs], names(runs, given), refused
+
+
+def _loaded(
+    found: Found,
+    runs: list[list[Input]],
+    labels: list[str],
+    refused: list[InputError],
+    *,
+    cache: bool,
+    progress: Report | None,
+) -> Loaded:
+    every = [one for run in runs for one in run]
+    results = read_all(every, cache=Cache() if cache else None, report=progress)
+    sessions: list[Session] = []
+    refused = list(refused)
+    at = 0
+    for run, label in zip(runs, labels, strict=True):
+        mine = results[at : at + len(run)]
+        at += len(run)
+        refused += [result for result in mine if isinstance(result, InputError)]
+        traces = [result for result in mine if isinstance(result, Trace)]
+        if traces:
+            sessions.append(_session(traces, label, found, run))
+    if not sessions:
+        raise refused[0]
+    notices = tuple(_refusal(error) for error in refused)
+    if notices:
+        first = sessions[0]
+        sessions[0] = Session(first.traces, first.name, first.capture, first.notices + notices)
+    return Loaded(tuple(sessions), notices)
+
+
+def _session(traces: list[Trace], name: str, found: Found, run: list[Input]) -> Session:
+    ordered = sorted(traces, key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
+    capture = next((found.captures[one.capture] for one in run if one.capture is not None), None)
+    return Session(tuple(ordered), name, capture, tuple(_overlaps(ordered)))
+
+
+def _overlaps(traces: list[Trace]) -> list[Notice]:
+    """The same rank at disjoint times is a rank with several windows; at the same time it cannot be."""
+    out = []
+    for one, other in zip(traces, traces[1:], strict=False):
+        if one.rank is not None and one.rank == other.rank and other.start_ns < one.end_ns:
+            both = f"{one.meta.path} and {other.meta.path}"
+            said = f"two files claim rank {one.rank} at the same time: {both}; both are kept"
+            out.append(Notice("duplicate-rank", "warning", said, rank=one.rank, where=other.meta.path))
+    return out
+
+
+def _refusal(error: InputError) -> Notice:
+    return Notice("refused-input", "error", f"refused: {error}", where=error.where)
+
+
+def _some(run: list[Input]) -> list[str]:
+    folders = {one.capture for one in run}
+    folder = folders.pop() if len(folders) == 1 else None
+    return [str(folder)] if folder is not None else [str(one.path) for one in run[:8]]
+
+
+def _ranks(run: list[Input]) -> str:
+    return "1 file" if len(run) == 1 else f"{len(run)} files"

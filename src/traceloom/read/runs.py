@@ -1,0 +1,155 @@
+"""Which files belong to one run, told from their first part only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from traceloom.errors import InputError
+from traceloom.read import metadata as md
+from traceloom.read.damage import Damage
+from traceloom.read.document import Document
+from traceloom.read.inputs import Input
+from traceloom.read.source import open_input, text_pieces
+from traceloom.read.times import from_text
+
+_NEAR_NS = 600 * 10**9  # ranks of one run start their windows within ten minutes
+_FAR_NS = 3600 * 10**9
+_JOB = re.compile(r"^(PT_PROFILER_JOB_\w*ID\w*|group_trace_id|mast_job_name|tw_job|job_id)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What the first part of a file tells.
+
+    Attributes:
+        source: The file.
+        rank: From capture.json, `distributedInfo` or the file name.
+        world_size: From the same.
+        job: Job ids.
+        host: Host name.
+        process: Process id of the first event.
+        start_ns: Earliest time of the first slice; None where the clock is not Unix time.
+        pattern: Directory and file name, digits replaced.
+    """
+
+    source: Input
+    rank: int | None
+    world_size: int | None
+    job: tuple[tuple[str, str], ...]
+    host: str | None
+    process: Any
+    start_ns: int | None
+    pattern: str
+
+
+def peek(source: Input) -> Peek:
+    """Read the metadata and the first slice of a file.
+
+    Raises:
+        InputError: It is no trace.
+    """
+    damage = Damage()
+    with open_input(source.path) as stream:
+        document = Document(text_pieces(stream, damage), damage, str(source.path))
+        slices = document.slices()
+        first = next(slices, None)
+        slices.close()
+    metadata = document.metadata
+    entries = [entry for entry in first.entries if entry.ph == "X"] if first else []
+    process = next((entry.pid for entry in entries if isinstance(entry.pid, int) and entry.pid > 0), None)
+    start = _earliest(entries, exact=first.exact if first else False)
+    base = md.base_ns(metadata)
+    if start is not None:
+        start += base
+    info = md.distributed(metadata)
+    entry = source.entry or {}
+    rank, _, _ = md.find_rank(metadata, None, str(source.path), source.entry)
+    host = metadata.get("host_name")
+    return Peek(
+        source=source,
+        rank=rank,
+        world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
+        job=tuple(sorted((key, str(value)) for key, value in metadata.items() if _JOB.match(key))),
+        host=host if isinstance(host, str) and host else None,
+        process=process,
+        start_ns=start if start is not None and start > 10**18 else None,
+        pattern=re.sub(r"\d+", "#", str(source.path)),
+    )
+
+
+def _earliest(entries: list[Any], *, exact: bool) -> int | None:
+    if not entries:
+        return None
+    if exact:
+        start, _, good, _ = from_text([entry.ts for entry in entries], [b"0"] * len(entries))
+        return int(start[good].min()) if good.any() else None
+    times = [entry.ts for entry in entries if entry.ts == entry.ts]
+    return int(min(times) * 1000) if times else None
+
+
+def same_run(one: Peek, other: Peek) -> bool:
+    """Whether two files are of one run: captures, job ids, world size, time, processes and names, in this order."""
+    if one.source.capture is not None or other.source.capture is not None:
+        return one.source.capture == other.source.capture
+    jobs, others = dict(one.job), dict(other.job)
+    if any(jobs[key] != others[key] for key in jobs.keys() & others.keys()):
+        return False
+    if one.world_size is not None and other.world_size is not None and one.world_size != other.world_size:
+        return False
+    gap = None if one.start_ns is None or other.start_ns is None else abs(one.start_ns - other.start_ns)
+    alike = one.pattern == other.pattern
+    if (one.world_size or 0) > 1 and (other.world_size or 0) > 1:
+        return (gap is not None and gap <= (_FAR_NS if alike else _NEAR_NS)) or (gap is None and alike)
+    same_process = one.process is not None and one.process == other.process and one.host == other.host
+    if one.rank == other.rank:
+        return alike and same_process and one.start_ns != other.start_ns
+    return alike and None not in (one.rank, other.rank) and (gap is None or gap <= _FAR_NS)
+
+
+def group(peeks: list[Peek]) -> list[list[Peek]]:
+    """Files by run, in the order of their first file."""
+    runs: list[list[Peek]] = []
+    for one in peeks:
+        home = next((run for run in runs if same_run(run[0], one) or same_run(run[-1], one)), None)
+        if home is None:
+            runs.append([one])
+        else:
+            home.append(one)
+    return runs
+
+
+def names(runs: list[list[Peek]], given: tuple[str, ...]) -> list[str]:
+    """A name for each run: what the user gave where there is one run, else what its files have in common."""
+    if len(runs) == 1:
+        return [given[0] if len(given) == 1 else _common([peek.source.path for peek in runs[0]])]
+    return [_common([peek.source.capture or peek.source.path for peek in run]) for run in runs]
+
+
+def _common(paths: list[Path]) -> str:
+    if len(set(paths)) == 1:
+        return str(paths[0])
+    folders = {path.parent for path in paths}
+    if len(folders) > 1:
+        parts = [path.parts for path in paths]
+        shared = [column[0] for column in zip(*parts, strict=False) if len(set(column)) == 1]
+        return str(Path(*shared)) if shared else str(paths[0])
+    masked = {re.sub(r"\d+", "*", path.name) for path in paths}
+    name = masked.pop() if len(masked) == 1 else paths[0].name
+    return str(paths[0].parent / name)
+
+
+def peeked(inputs: list[Input]) -> Iterator[Peek | InputError]:
+    """Each file's first part, or why it is refused."""
+    for one in inputs:
+        yield _peek_or_refusal(one)
+
+
+def _peek_or_refusal(one: Input) -> Peek | InputError:
+    try:
+        return peek(one)
+    except InputError as error:
+        return error
