@@ -1,23 +1,29 @@
-"""Analyses: pure functions from a trace (or session) to a frozen result. One module per question."""
+"""One question, one function: from a trace (or a session) to a frozen result whose frames add up."""
 
-from traceloom.analyze.breakdown import GpuTime, gpu_time
-from traceloom.analyze.classify import Rule, read_rules
-from traceloom.analyze.communication import Communication, communication
-from traceloom.analyze.idle import Idle, idle
-from traceloom.analyze.kernels import Kernels, kernels
-from traceloom.analyze.steps import StepTimes, step_times
+from traceloom.analyze.answer import answer
+from traceloom.analyze.breakdown import gpu_time
+from traceloom.analyze.communication import communication
+from traceloom.analyze.data_loading import data_loading
+from traceloom.analyze.host import host
+from traceloom.analyze.idle import idle
+from traceloom.analyze.kernels import kernels
+from traceloom.analyze.memory import memory
+from traceloom.analyze.modules import modules
+from traceloom.analyze.operators import operators
+from traceloom.analyze.quality import quality
+from traceloom.analyze.steps import step_times
 
 __all__ = [
-    "Communication",
-    "GpuTime",
-    "Idle",
-    "Kernels",
-    "Rule",
-    "StepTimes",
+    "answer",
     "communication",
+    "data_loading",
     "gpu_time",
+    "host",
     "idle",
     "kernels",
-    "read_rules",
+    "memory",
+    "modules",
+    "operators",
+    "quality",
     "step_times",
 ]

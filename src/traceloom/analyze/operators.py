@@ -108,8 +108,8 @@ def _kinds(trace: Trace, tree: Forest, by_shape: bool) -> Ints:
     if not by_shape:
         return names
     shapes = _shapes(trace).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
-    _, number = np.unique(np.stack([names, shapes + 1]), axis=1, return_inverse=True)
-    return number.astype(np.int64).reshape(-1)
+    pair = names * (int(shapes.max(initial=0)) + 2) + shapes + 1
+    return np.unique(pair, return_inverse=True)[1].astype(np.int64)
 
 
 def _names(trace: Trace, tree: Forest, kind: Ints, by_shape: bool) -> pl.DataFrame:

@@ -19,10 +19,10 @@ ABSURD_NS = 24 * 3600 * 10**9
 
 def missing_ops(trace: Trace) -> Check | None:
     """GPU work or calls without a single framework operator."""
-    seen = trace.events.filter(pl.col("category").is_in([*cat.GPU_WORK, *cat.LAUNCHES])).height
+    seen = _count(trace, *cat.GPU_WORK, *cat.LAUNCHES)
     if not seen:
         return None
-    ops = trace.events.filter(pl.col("category") == cat.OP).height
+    ops = _count(trace, cat.OP)
     message = (
         "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
         "unknown, only calls and GPU work are shown"
@@ -32,7 +32,8 @@ def missing_ops(trace: Trace) -> Check | None:
 
 def missing_shapes(trace: Trace) -> Check | None:
     """Ops without the shapes of their inputs."""
-    ops = trace.events.filter((pl.col("category") == cat.OP) & ~pl.col("name").str.contains(OURS))
+    events = trace.events.select("event", "category", "name").filter(pl.col("category") == cat.OP)
+    ops = events.filter(~pl.col("name").str.contains(OURS))
     if not ops.height:
         return None
     without = ops.height - ops.join(trace.tensors.select("event"), on="event", how="semi").height
@@ -47,10 +48,10 @@ def missing_shapes(trace: Trace) -> Check | None:
 
 def missing_stacks(trace: Trace) -> Check | None:
     """No Python frames: what runs between operators is unknown."""
-    ops = trace.events.filter(pl.col("category") == cat.OP).height
+    ops = _count(trace, cat.OP)
     if not ops:
         return None
-    frames = trace.events.filter(pl.col("category") == cat.PYTHON).height
+    frames = _count(trace, cat.PYTHON)
     message = (
         "no Python stacks were recorded: host time between operators shows as unobserved, and modules only as far as "
         "annotations go; record with stacks to see them, at some cost"
@@ -60,8 +61,10 @@ def missing_stacks(trace: Trace) -> Check | None:
 
 def shortened_events(trace: Trace) -> Check | None:
     """Events that overran the one they lie in."""
-    host = trace.lanes.filter(pl.col("kind") == "host").select("lane")
-    events = trace.events.join(host, on="lane", how="semi")
+    host = trace.lanes.filter(pl.col("kind") == "host")["lane"]
+    events = trace.events.select("lane", "start_ns", "duration_ns", "nested_end_ns").filter(
+        pl.col("lane").is_in(host.implode())
+    )
     if not events.height:
         return None
     over = pl.col("start_ns") + pl.col("duration_ns") - pl.col("nested_end_ns")
@@ -95,7 +98,7 @@ def absurd_durations(trace: Trace) -> Check | None:
 def unknown_categories(trace: Trace) -> Check | None:
     """Events of a category that this version does not know."""
     total = trace.events.height
-    unknown = trace.events.filter(pl.col("category") == cat.OTHER)
+    unknown = trace.events.select("category", "name").filter(pl.col("category") == cat.OTHER)
     names = ", ".join(sorted(unknown["name"].unique().to_list())[:3])
     message = (
         f"{many(unknown.height, 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
@@ -107,7 +110,7 @@ def unknown_categories(trace: Trace) -> Check | None:
 def profiler_overhead(trace: Trace) -> Check | None:
     """Time that the profiler says it took itself."""
     window = trace.end_ns - trace.start_ns
-    own = trace.events.filter(pl.col("category") == cat.OVERHEAD)
+    own = trace.events.select("category", "start_ns", "duration_ns").filter(pl.col("category") == cat.OVERHEAD)
     if not window:
         return None
     taken = union(own["start_ns"].to_numpy(), (own["start_ns"] + own["duration_ns"]).to_numpy()).total
@@ -120,7 +123,7 @@ def profiler_overhead(trace: Trace) -> Check | None:
 
 def collectives_without_details(trace: Trace) -> Check | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
-    calls = trace.events.filter(pl.col("name") == "record_param_comms").select("event")
+    calls = trace.events.select("event", "name").filter(pl.col("name") == "record_param_comms").select("event")
     if not calls.height:
         return None
     told = calls.join(trace.collectives, on="event", how="inner").drop_nulls(
@@ -136,9 +139,8 @@ def collectives_without_details(trace: Trace) -> Check | None:
 
 def ambiguous_backward(trace: Trace) -> Check | None:
     """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
-    nodes = trace.events.filter(
-        pl.col("name").str.starts_with("autograd::engine::evaluate_function: ") & (pl.col("sequence") >= 0)
-    )
+    events = trace.events.select("name", "process", "forward_thread", "sequence").filter(pl.col("sequence") >= 0)
+    nodes = events.filter(pl.col("name").str.starts_with("autograd::engine::evaluate_function: "))
     if not nodes.height:
         return None
     names = nodes.group_by("process", "forward_thread", "sequence").agg(pl.col("name").n_unique())
@@ -148,6 +150,10 @@ def ambiguous_backward(trace: Trace) -> Check | None:
         "the forward operator of these is uncertain"
     )
     return Check("ambiguous-backward", affected, names.height, "info", message)
+
+
+def _count(trace: Trace, *categories: str) -> int:
+    return int(trace.events["category"].is_in(categories).sum())
 
 
 EVENT_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (

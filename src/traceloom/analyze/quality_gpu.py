@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import polars as pl
 
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.verdict import Check, graded, many
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -22,7 +23,7 @@ _WAITS = ("Stream Wait Event", "Event Sync")
 
 def orphan_gpu_work(trace: Trace) -> Check | None:
     """GPU work that no launch in the file explains."""
-    work = trace.gpu_work()
+    work = _work(trace)
     if not work.height:
         return None
     orphans = work.filter(pl.col("launch").is_null())
@@ -39,7 +40,7 @@ def orphan_gpu_work(trace: Trace) -> Check | None:
 def gpu_work_missing(trace: Trace) -> Check | None:
     """Launches were recorded, but nothing that ran on a GPU."""
     launches = _submissions(trace)
-    if not launches.height or trace.gpu_work().height:
+    if not launches.height or _work(trace).height:
         return None
     message = (
         f"{many(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
@@ -50,7 +51,7 @@ def gpu_work_missing(trace: Trace) -> Check | None:
 
 def launches_without_work(trace: Trace) -> Check | None:
     """Launches whose GPU work is not in the file."""
-    work = trace.gpu_work()
+    work = _work(trace)
     launches = _submissions(trace)
     if not work.height or not launches.height:
         return None
@@ -69,7 +70,7 @@ def launches_without_work(trace: Trace) -> Check | None:
 
 def work_before_launch(trace: Trace) -> Check | None:
     """GPU work that starts before its launch: the two clocks disagree (rule 1)."""
-    work = trace.gpu_work().filter(pl.col("launch").is_not_null())
+    work = _work(trace).filter(pl.col("launch").is_not_null())
     if not work.height:
         return None
     called = trace.events["start_ns"].gather(work["launch"])
@@ -84,7 +85,7 @@ def work_before_launch(trace: Trace) -> Check | None:
 
 def overlapping_work(trace: Trace) -> Check | None:
     """GPU work that begins before the work before it on the same stream has ended."""
-    work = trace.gpu_work().filter(pl.col("duration_ns") > 0)
+    work = _work(trace).filter(pl.col("duration_ns") > 0)
     if not work.height:
         return None
     end = pl.col("start_ns") + pl.col("duration_ns")
@@ -119,7 +120,7 @@ def syncs_while_running(trace: Trace) -> Check | None:
         .drop_nulls()
         .sort("start_ns")
     )
-    kernels = trace.events.filter(pl.col("category") == cat.KERNEL)
+    kernels = _work(trace).filter(pl.col("category") == cat.KERNEL)
     if not syncs.height or not kernels.height:
         return None
     ends = kernels.select(
@@ -143,7 +144,10 @@ def waits_for_unknown_record(trace: Trace) -> Check | None:
     )
     if not waits.height:
         return None
-    calls = trace.events.filter(pl.col("category").is_in(cat.LAUNCHES) & pl.col("name").str.contains("EventRecord"))
+    called = trace.events.select("category", "name", "correlation", "start_ns").filter(
+        pl.col("category").is_in(cat.LAUNCHES)
+    )
+    calls = called.filter(pl.col("name").str.contains("EventRecord"))
     records = calls.group_by("correlation").agg(pl.col("start_ns").min().alias("recorded_ns"))
     met = waits.join(records, left_on="record_correlation", right_on="correlation", how="left")
     unknown = pl.col("recorded_ns").is_null() | (pl.col("recorded_ns") > pl.col("start_ns"))
@@ -155,9 +159,16 @@ def waits_for_unknown_record(trace: Trace) -> Check | None:
     return Check("waits-for-unknown-record", affected, waits.height, "info", message)
 
 
+@per_trace
+def _work(trace: Trace) -> pl.DataFrame:
+    columns = ["category", "start_ns", "duration_ns", "device", "stream", "correlation", "launch"]
+    return trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(columns).collect()
+
+
+@per_trace
 def _submissions(trace: Trace) -> pl.DataFrame:
-    submits = pl.col("category").is_in(cat.LAUNCHES) & pl.col("name").str.contains(_SUBMITS)
-    return trace.events.filter(submits & pl.col("correlation").is_not_null()).select("correlation", "start_ns")
+    calls = trace.events.lazy().filter(pl.col("category").is_in(cat.LAUNCHES) & pl.col("correlation").is_not_null())
+    return calls.filter(pl.col("name").str.contains(_SUBMITS)).select("correlation", "start_ns").collect()
 
 
 def _ns(value: object) -> str:

@@ -1,0 +1,88 @@
+"""The answer: one sentence, parts that add up to the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from traceloom.analyze import answer
+from traceloom.model import Session, Trace
+from traceloom.testing import TraceBuilder
+
+
+def session(*traces: Trace) -> Session:
+    return Session(traces, "run")
+
+
+def gpu(rank: int = 0, world_size: int = 1) -> Trace:
+    builder = TraceBuilder(rank=rank, world_size=world_size)
+    for step in range(2):
+        at = 100_000 * step
+        builder.step(step, at, 100_000).python("train.py(1): f", at, 99_000)
+        for index, start in enumerate((10_000, 60_000)):
+            number = 10 * step + index + 1
+            builder.launch("cudaLaunchKernel", at + start, 10, correlation=number)
+            builder.kernel("gemm", at + start + 15, 30_000, correlation=number)
+    return builder.build()
+
+
+def cpu() -> Trace:
+    return (
+        TraceBuilder(device_name=None)
+        .step(1, 0, 1000)
+        .annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 100)
+        .op("aten::mm", 100, 600)
+        .op("aten::relu", 700, 200)
+        .build()
+    )
+
+
+def test_gpu_parts_add_up_to_the_steps_of_all_devices() -> None:
+    result = answer(session(gpu(0, 2), gpu(1, 2)))
+    assert result.whole_ns == result.parts["ns"].sum() == 2 * 200_000_000
+    assert dict(result.parts.group_by("kind").agg(result.parts["ns"].sum()).rows()).keys() == {"compute", "idle"}
+    assert result.sentence.startswith("Ranks 0–1, 2 steps of 100 ms: the 2 GPUs are computing 60.0 % of the time")
+
+
+def test_the_gpu_sentence_names_the_main_cause_of_idle_time() -> None:
+    sentence = answer(session(gpu())).sentence
+    assert sentence.startswith(
+        "2 steps of 100 ms: GPU 0 is computing 60.0 % of the time and idle 40.0 %; the main cause"
+    )
+
+
+def test_a_run_on_the_cpu_tells_what_the_main_thread_did() -> None:
+    result = answer(session(cpu()))
+    assert result.whole_ns == result.parts["ns"].sum() == 1_000_000
+    assert result.parts.select("label", "kind", "ns").rows() == [
+        ("forward: operators", "op", 800_000),
+        ("loading: nothing recorded", "unobserved", 100_000),
+        ("other: nothing recorded", "unobserved", 100_000),
+    ]
+    assert result.sentence == (
+        "1 step of 1.00 ms: 80.0 % of the time the CPU runs operators, mostly in the forward phase; "
+        "the largest is aten::mm (75.0 % of that); the DataLoader is waited for 10.0 %."
+    )
+
+
+def test_without_steps_the_whole_is_the_window() -> None:
+    trace = TraceBuilder(device_name=None).op("aten::mm", 0, 300).build()
+    result = answer(session(trace))
+    assert result.whole_ns == 300_000
+    assert result.sentence.startswith("A window of 300 µs: 100 % of the time the CPU runs operators")
+
+
+def test_gpu_work_without_steps_is_told_from_first_to_last_work() -> None:
+    trace = TraceBuilder().op("aten::mm", 0, 1000).kernel("k", 100, 30).kernel("k", 170, 30).build()
+    assert answer(session(trace)).whole_ns == 100_000
+
+
+def test_nothing_recorded_is_said() -> None:
+    result = answer(session(TraceBuilder().build()))
+    assert (result.whole_ns, result.parts.height) == (0, 0)
+    assert "no timed events" in result.sentence
+    assert result.parts.schema == answer(session(cpu())).parts.schema
+
+
+def test_ranks_with_gaps_are_named_as_such() -> None:
+    traces = [replace(cpu(), meta=replace(cpu().meta, rank=rank, world_size=8)) for rank in (0, 3, 7)]
+    assert answer(session(*traces)).sentence.startswith("3 ranks (0 to 7), 1 step of")

@@ -1,0 +1,117 @@
+"""Capture quality: each check finds what it is for, and nothing in a sound trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from traceloom.analyze import quality
+from traceloom.model import Trace
+from traceloom.testing import TraceBuilder
+
+
+def sound() -> TraceBuilder:
+    """A trace that no check objects to: steps, stacks, shapes, work with launches."""
+    builder = TraceBuilder()
+    for step in range(4):
+        at = 100 * step
+        builder.step(step, at, 100).python("train.py(1): f", at, 90)
+        builder.op("aten::mm", at + 10, 20, shapes=[[2, 2], [2, 2]])
+        builder.launch("cudaLaunchKernel", at + 12, 4, correlation=step + 1)
+        builder.kernel("gemm", at + 40, 10, correlation=step + 1)
+    return builder
+
+
+def found(trace: Trace) -> dict[str, int]:
+    return {notice.slug: notice.count for notice in quality(trace).notices}
+
+
+def test_a_sound_capture_has_no_notices_but_a_list_of_checks_made() -> None:
+    result = quality(sound().build())
+    assert result.notices == ()
+    assert set(result.checks["severity"]) == {"ok"}
+    assert result.checks.height >= 14
+
+
+def test_notices_name_the_rank_and_come_worst_first() -> None:
+    trace = sound().kernel("early", 1, 2, stream=9).kernel("negative", 80, -5, correlation=1).build()
+    notices = quality(trace).notices
+    assert {notice.rank for notice in notices} == {0}
+    assert [notice.severity for notice in notices] == sorted((n.severity for n in notices), reverse=True)
+
+
+CASES: list[tuple[str, int, TraceBuilder]] = [
+    ("orphan-gpu-work", 1, sound().kernel("early", 1, 2)),
+    ("gpu-work-missing", 1, TraceBuilder().op("a", 0, 9, shapes=[[1]]).launch("cudaLaunchKernel", 1, 2, correlation=1)),
+    ("launches-without-work", 1, sound().launch("cudaLaunchKernel", 395, 2, correlation=77)),
+    (
+        "gpu-work-before-launch",
+        1,
+        sound().launch("cudaLaunchKernel", 70, 5, correlation=9).kernel("k", 68, 3, correlation=9),
+    ),
+    (
+        "overlapping-gpu-work",
+        1,
+        sound().launch("cudaLaunchKernel", 32, 2, correlation=9).kernel("k", 45, 9, correlation=9),
+    ),
+    ("negative-durations", 1, sound().op("aten::add", 95, -3, shapes=[[1]])),
+    ("absurd-durations", 1, sound().op("aten::add", 395, 9e10, shapes=[[1]], thread=7)),
+    ("no-steps", 1, TraceBuilder().python("f.py(1): f", 0, 9).op("aten::mm", 1, 2, shapes=[[1]])),
+    ("warm-up-step", 1, TraceBuilder().mark(1, 0).mark(2, 300).mark(3, 400).mark(4, 500).mark(5, 600)),
+    ("uneven-steps", 1, TraceBuilder().mark(1, 0).mark(2, 100).mark(3, 200).mark(4, 500).mark(5, 600)),
+    ("missing-shapes", 1, TraceBuilder().python("f.py(1): f", 0, 9).op("aten::mm", 1, 2)),
+    ("missing-stacks", 1, TraceBuilder().op("aten::mm", 1, 2, shapes=[[1]])),
+    ("shortened-events", 1, TraceBuilder().op("aten::mm", 0, 10).op("aten::add", 8, 4)),
+    (
+        "no-operators",
+        2,
+        TraceBuilder().launch("cudaLaunchKernel", 0, 2, correlation=1).kernel("k", 5, 2, correlation=1),
+    ),
+    ("rank-unknown", 1, TraceBuilder(rank=None).collective("allreduce", 0, 5)),
+    ("rank-outside-world", 1, TraceBuilder(rank=8, world_size=8).op("aten::mm", 0, 5)),
+    ("collectives-without-details", 1, TraceBuilder().op("record_param_comms", 0, 5)),
+    (
+        "ambiguous-backward",
+        1,
+        TraceBuilder()
+        .op("autograd::engine::evaluate_function: A", 0, 5, sequence=3, forward_thread=1)
+        .op("autograd::engine::evaluate_function: B", 9, 5, sequence=3, forward_thread=1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("slug", "affected", "builder"), CASES, ids=[case[0] for case in CASES])
+def test_a_check_finds_what_it_is_for(slug: str, affected: int, builder: TraceBuilder) -> None:
+    assert found(builder.build()).get(slug) == affected
+
+
+@pytest.mark.parametrize("slug", [case[0] for case in CASES])
+def test_no_check_objects_to_a_sound_trace(slug: str) -> None:
+    checks = quality(sound().build()).checks
+    assert checks.filter((checks["check"] == slug) & (checks["affected_count"] > 0)).height == 0
+
+
+def test_a_fill_of_nothing_is_no_lost_launch() -> None:
+    trace = sound().launch("cudaMemsetAsync", 330, 2, correlation=50).build()
+    assert "launches-without-work" not in found(trace)
+
+
+def test_a_driver_call_inside_a_runtime_call_is_no_lost_launch() -> None:
+    trace = sound().launch("cuLaunchKernel", 13, 2, correlation=1, driver=True, flow=False).build()
+    assert "launches-without-work" not in found(trace)
+
+
+@pytest.mark.parametrize(("ratio", "severity"), [(1.02, None), (1.08, "info"), (1.5, "warning")])
+def test_the_cost_of_recording_is_said_where_it_was_measured(ratio: float, severity: str | None) -> None:
+    trace = sound().build()
+    capture: dict[str, Any] = {"overhead": {"ratio": ratio}}
+    notices = quality(replace(trace, meta=replace(trace.meta, capture=capture))).notices
+    assert [notice.severity for notice in notices] == ([severity] if severity else [])
+
+
+def test_damage_in_capture_json_is_no_crash() -> None:
+    trace = sound().build()
+    for capture in ({"overhead": None}, {"overhead": {"ratio": "fast"}}, {"overhead": []}):
+        assert quality(replace(trace, meta=replace(trace.meta, capture=capture))).notices == ()
