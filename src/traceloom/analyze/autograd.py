@@ -38,10 +38,10 @@ def backward_of(trace: Trace, tree: Forest) -> Backward | None:
     is joined. Several ops can carry one number, since it is read when an op begins: the one that began last made the
     node.
     """
-    events = trace.events[tree.row].select(
-        pl.Series("position", np.arange(tree.row.size)), "process", "sequence", "forward_thread", "category", "lane"
+    columns = trace.events.select("process", "sequence", "forward_thread", "category", "lane")
+    known = columns.with_columns(pl.Series("position", tree.position)).filter(
+        (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
     )
-    known = events.filter((pl.col("category") == cat.OP) & pl.col("sequence").is_not_null() & (pl.col("sequence") >= 0))
     forward = known.filter(pl.col("forward_thread").fill_null(0) == 0)
     backward = known.filter(pl.col("forward_thread") > 0)
     threads = pl.concat(

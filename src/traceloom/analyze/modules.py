@@ -136,13 +136,12 @@ def _levels(tree: Forest, kind: Ints) -> Ints:
     wanted = kind >= 0
     above = tree.nearest(wanted)
     level = np.where(wanted, 0, -1)
-    up = np.where(wanted, above, -1)
+    rows = np.flatnonzero(wanted & (above >= 0))
+    up = above[rows]
     for depth in range(1, _DEEPEST + 2):
-        rows = np.flatnonzero(up >= 0)
-        if not rows.size:
-            break
         level[rows] = depth
-        up[rows] = above[up[rows]]
+        up = above[up]
+        rows, up = rows[up >= 0], up[up >= 0]
     return level
 
 

@@ -43,11 +43,27 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> Pieces:
 
 
 def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[Pieces, Ints]:
-    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside all steps)."""
+    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside all steps).
+
+    The stretches lie in the trace's window and are not empty; whole ones come first, in their order.
+    """
     plan = tiles(trace)
-    shared = overlaps(start_ns, end_ns, plan.spans)
-    steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)
-    return Pieces(shared.left, shared.start, shared.end), steps[plan.row[shared.right]]
+    steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)[plan.row]
+    if not steps.size:
+        return Pieces(np.zeros(0, dtype=np.int64), start_ns[:0], end_ns[:0]), steps
+    first = np.searchsorted(plan.spans.start, start_ns, side="right") - 1
+    crossing = end_ns > plan.spans.end[first]
+    rows = np.flatnonzero(crossing)
+    if not rows.size:
+        return Pieces(np.arange(start_ns.size), start_ns, end_ns), steps[first]
+    whole = np.flatnonzero(~crossing)
+    shared = overlaps(start_ns[rows], end_ns[rows], plan.spans)
+    pieces = Pieces(
+        np.concatenate([whole, rows[shared.left]]),
+        np.concatenate([start_ns[whole], shared.start]),
+        np.concatenate([end_ns[whole], shared.end]),
+    )
+    return pieces, np.concatenate([steps[first[whole]], steps[shared.right]])
 
 
 def contains(spans: Spans, time_ns: Ints) -> Bools:
