@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from traceloom.report.formats import Report
 
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
+_PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
 _EXAMPLES = """\
 examples:
   traceloom report run                           a recorded run
@@ -152,18 +155,22 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
         raise UsageError(
             f"the inputs hold {len(sessions)} runs, but {of_one[0]} is about one",
             slug="several-runs",
-            hint=f"choose one, as with: {shlex.join(commands[0])}",
+            hint=f"choose one, as with: {commands[0]}",
         )
     return Report(report.build_runs(sessions, ", ".join(args.inputs), commands), sessions[0], options)
 
 
-def _command(session: Session, sessions: Sequence[Session]) -> list[str]:
-    """The command that reports this run alone: by its directory, where no other run has a file there."""
+def _command(session: Session, sessions: Sequence[Session]) -> str:
+    """The shell command that reports this run alone: by its directory or its pattern, where these name nothing else."""
     paths = [trace.meta.path for trace in session.traces]
     homes = {Path(path).parent for path in paths}
     others = {Path(trace.meta.path).parent for other in sessions if other is not session for trace in other.traces}
-    alone = len(homes) == 1 and not homes & others and len(paths) > 1
-    return ["traceloom", "report", *([str(homes.pop())] if alone else paths)]
+    inputs = shlex.join(paths)
+    if len(paths) > 1 and len(homes) == 1 and not homes & others:
+        inputs = shlex.quote(str(homes.pop()))
+    elif len(paths) > 1 and sorted(glob.glob(session.name)) == sorted(paths) and _PATTERN.fullmatch(session.name):  # noqa: PTH207
+        inputs = session.name
+    return f"traceloom report {inputs}"
 
 
 def _show(args: argparse.Namespace, report: Report) -> None:

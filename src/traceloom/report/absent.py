@@ -53,7 +53,7 @@ REASONS = {
     "memory.devices[*].peak_bytes": "the allocator's own total was not recorded",
     "memory.devices[*].rank": "the file does not say its rank",
     "memory.curve[*].rank": "the file does not say its rank",
-    "memory.curve[*].reserved_bytes": "the allocator does not say what it has reserved",
+    "memory.curve[*].reserved_bytes[*]": "the allocator does not say what it has reserved",
     "data_loading": "no data loader was recorded",
     "data_loading.waits[*].rank": "the file does not say its rank",
     "data_loading.waits[*].thread": "the file does not number this thread",

@@ -6,11 +6,11 @@ docs/reference/report-json.md and docs/reference/report.schema.json; version 1 o
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from traceloom import __version__, analyze
+from traceloom.analyze.answer import Facts
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
 from traceloom.report import totals
@@ -48,7 +48,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     absent.say("findings")
     return {
         **_head(session.name, whole.epoch_ns),
-        "answer": _answer(part),
+        "answer": _answer(part, [m.facts for m in ranks]),
         "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
@@ -75,14 +75,18 @@ def _of_ranks(session: Session, options: ReportOptions) -> Session:
     return session if options.ranks is None else session.of_ranks(options.ranks)
 
 
-def build_runs(sessions: Sequence[Session], name: str, commands: list[list[str]]) -> Row:
+def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> Row:
     """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
     absent = Absent(0)
     notices = _distinct(tuple(n for session in sessions for n in session.notices))
     runs = [_run(session, command, absent) for session, command in zip(sessions, commands, strict=True)]
     return {
         **_head(name, 0),
-        "answer": {"sentence": f"{len(sessions)} runs; choose one to see where its time goes.", "parts": []},
+        "answer": {
+            "sentence": f"{len(sessions)} runs; choose one to see where its time goes.",
+            "whole_ns": 0,
+            "parts": [],
+        },
         "inputs": _inputs(sessions, absent),
         "notices": _notices(notices, absent),
         "capture": None,
@@ -115,9 +119,9 @@ def _head(name: str, epoch_ns: int) -> Row:
     }
 
 
-def _answer(session: Session) -> Row:
-    answer = analyze.answer(session)
-    return {"sentence": answer.sentence, "parts": answer.parts.to_dicts()}
+def _answer(session: Session, facts: list[Facts]) -> Row:
+    answer = analyze.answer(session, facts)
+    return {"sentence": answer.sentence, "whole_ns": answer.whole_ns, "parts": answer.parts.to_dicts()}
 
 
 def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
@@ -148,7 +152,7 @@ def _distinct(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
     return tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
 
 
-def _run(session: Session, command: list[str], absent: Absent) -> Row:
+def _run(session: Session, command: str, absent: Absent) -> Row:
     spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
     window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
     return {
@@ -159,5 +163,5 @@ def _run(session: Session, command: list[str], absent: Absent) -> Row:
         "steps": max((t.steps.height for t in session.traces), default=0),
         "events": sum(t.events.height for t in session.traces),
         "sentence": analyze.answer(session).sentence,
-        "command": shlex.join(command),
+        "command": command,
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from traceloom import analyze
+from traceloom.analyze.answer import Facts
 from traceloom.analyze.breakdown import FIELDS
 from traceloom.model import Notice, Trace
 from traceloom.report.window import cut
@@ -41,6 +42,11 @@ class Measured:
     communication: Communication
     memory: Memory
     notices: tuple[Notice, ...]
+
+    @property
+    def facts(self) -> Facts:
+        """What the answer is drawn from."""
+        return Facts(self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading)
 
 
 def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> Measured:

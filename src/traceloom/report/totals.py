@@ -95,7 +95,7 @@ def memory(ranks: list[Measured], absent: Absent) -> Row:
         devices += absent.rows(_of(m, m.memory.devices), "memory.devices")
         for (kind, device), curve in m.memory.curve.group_by("device_type", "device", maintain_order=True):
             if curve["reserved_bytes"].null_count():
-                absent.say("memory.curve[*].reserved_bytes")
+                absent.say("memory.curve[*].reserved_bytes[*]")
             curves.append(
                 {
                     "rank": absent.value(m.trace.rank, "memory.curve[*].rank"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -81,6 +82,12 @@ def _facts(document: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _apart(names: list[str]) -> list[str]:
+    """Paths without the folders that all of them share."""
+    shared = os.path.commonprefix([name.replace("\\", "/") for name in names]).rpartition("/")[0]
+    return [name[len(shared) + 1 :] if shared else name for name in names]
+
+
 def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     """One line per run and the command that reports it."""
     yield from time.heading("Runs", "", width)
@@ -94,7 +101,7 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
         for run in document["runs"]
     ]
     columns = [Column("ranks"), Column("time"), Column("steps"), Column("events")]
-    names = [run["name"] for run in document["runs"]]
+    names = _apart([run["name"] for run in document["runs"]])
     yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
     for run in document["runs"]:
         yield Text("")
