@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from traceloom.report.html.cells import text
@@ -24,4 +25,8 @@ class Reasons:
 
     def line(self, path: str, what: str) -> str:
         """One quiet line in place of a part that is missing."""
-        return f'<p class="quiet absent">{what}: {text(self.of(path))}.</p>'
+        return f'<p class="quiet absent"><span class="what">{what}: </span>{_with_code(text(self.of(path)))}.</p>'
+
+
+def _with_code(escaped: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)

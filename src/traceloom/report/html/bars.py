@@ -60,7 +60,7 @@ def legend(parts: Iterable[tuple[str, str, int]], whole: int) -> str:
     """The parts as a list with their colours, times and shares."""
     items = "".join(
         f'<li><i class="swatch b-{colour}"></i><span>{text(label)}</span> '
-        f"<b>{units.share(ns, whole)}</b> <span class=\"quiet\">{units.duration(ns)}</span></li>"
+        f'<b>{units.share(ns, whole)}</b> <span class="quiet">{units.duration(ns)}</span></li>'
         for label, colour, ns in parts
         if ns
     )

@@ -82,7 +82,9 @@ def _capture(document: Row, reasons: Reasons) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict) and all(not isinstance(v, (dict, list)) for v in value.values()):
-        pairs = (f"<span>{text(k.replace('_', ' '))} <b>{text(v)}</b></span>" for k, v in value.items() if v is not None)
+        pairs = (
+            f"<span>{text(k.replace('_', ' '))} <b>{text(v)}</b></span>" for k, v in value.items() if v is not None
+        )
         return "".join(pairs)
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text(shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…")

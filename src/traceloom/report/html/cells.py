@@ -12,7 +12,8 @@ UNKNOWN = "–"
 _TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 _BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 _DECIMALS = 3
-_NAME_LENGTH = 80
+NAME_LENGTH = 64
+_ONE_LINE = 32  # characters that never wrap
 
 
 def text(value: object) -> str:
@@ -30,6 +31,7 @@ class Column:
         kind: text, name (long, cut with the whole on hover), time, bytes, count, share or bar (ready HTML).
         hint: What is counted, shown on hover of the header.
         swatch: Colour group shown before the title.
+        scale: Columns with the same scale share one unit, so that they can be compared.
     """
 
     key: str
@@ -37,6 +39,7 @@ class Column:
     kind: str = "text"
     hint: str = ""
     swatch: str = ""
+    scale: str = ""
 
     @property
     def numeric(self) -> bool:
@@ -49,15 +52,18 @@ class Column:
         return {"time": "ns", "bytes": "B", "share": "%"}.get(self.kind, "")
 
 
-def unit_of(column: Column, values: list[Any]) -> tuple[int | float, str]:
-    """The unit in which the largest value of a column is at least 1."""
+Unit = tuple[float, str]
+
+
+def unit_of(column: Column, values: list[Any]) -> Unit:
+    """The unit in which the largest value of a column is at least 1; none for a column of zeros."""
     if column.kind == "share":
         return 0.01, "%"
     if column.kind not in ("time", "bytes"):
         return 1, ""
     largest = max((abs(value) for value in values if value is not None), default=0)
     units = _TIME if column.kind == "time" else _BYTES
-    return next(((factor, unit) for factor, unit in units if largest >= factor), units[-1])
+    return next(((factor, unit) for factor, unit in units if largest >= factor), (1, ""))
 
 
 def rounded(value: float) -> str:
@@ -72,18 +78,19 @@ def rounded(value: float) -> str:
     return shown.rstrip("0").rstrip(".") if size < 0.01 else shown
 
 
-def cells(column: Column, values: list[Any], reason: str) -> list[str]:
+def cells(column: Column, values: list[Any], unit: Unit, reason: str) -> list[str]:
     """The `<td>` of each value; null as a dash that says why on hover."""
     if not column.numeric:
         return [_worded(column, value, reason) for value in values]
-    factor, _ = unit_of(column, values)
-    shown = [None if value is None else _number(column, value, factor) for value in values]
+    shown = [None if value is None else _number(column, value, unit[0]) for value in values]
     widest = max((len(s.partition(".")[2]) for s in shown if s is not None), default=0)
     return [_numeric(column, value, s, widest, reason) for value, s in zip(values, shown, strict=True)]
 
 
 def _number(column: Column, value: float, factor: float) -> str:
     if column.kind == "share":
+        if value in (0, 1):
+            return f"{value * 100:.0f}"
         if 0 < value < 0.001:
             return "<0.1"
         return ">99.9" if 0.999 < value < 1 else f"{value * 100:.1f}"
@@ -93,12 +100,13 @@ def _number(column: Column, value: float, factor: float) -> str:
 def _numeric(column: Column, value: Any, shown: str | None, widest: int, reason: str) -> str:
     if shown is None:
         return _unknown("n", reason)
-    whole, dot, fraction = shown.partition(".")
+    _, dot, fraction = shown.partition(".")
     missing = widest - len(fraction)
     pad = f" p{missing}" + ("" if dot else " w") if missing else ""
     exact = round(value * 100, 6) if column.kind == "share" else value
-    strip = _strip(value) if column.kind == "share" else ""
-    return f'<td class="n{pad}" data-v="{exact}">{strip}{escape(whole + dot + fraction)}</td>'
+    if column.kind == "share":
+        return f'<td class="n" data-v="{exact}">{_strip(value)}<span class="sh">{escape(shown)}</span></td>'
+    return f'<td class="n{pad}" data-v="{exact}">{escape(shown)}</td>'
 
 
 def _strip(fraction: float) -> str:
@@ -116,12 +124,13 @@ def _worded(column: Column, value: Any, reason: str) -> str:
         return f'<td class="bar">{value}</td>'
     if column.kind == "name":
         whole = harmless(str(value))
-        cut = short(whole, _NAME_LENGTH)
+        cut = short(whole, NAME_LENGTH)
         title = f' title="{escape(whole)}"' if cut != whole else ""
         return f'<td class="name"{title}>{escape(cut)}</td>'
     if column.kind == "html":
         return f"<td>{value}</td>"
-    return f"<td>{text(value)}</td>"
+    short_one = ' class="s"' if len(str(value)) <= _ONE_LINE else ""
+    return f"<td{short_one}>{text(value)}</td>"
 
 
 def _unknown(look: str, reason: str) -> str:

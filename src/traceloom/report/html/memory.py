@@ -8,7 +8,7 @@ from traceloom.model import units
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
 from traceloom.report.html.modules import island
-from traceloom.report.html.overview import rank_name
+from traceloom.report.html.overview import allocator, rank_name
 from traceloom.report.html.table import table
 
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ def memory(document: Row, reasons: Reasons) -> str:
         if curve["time_ns"]:
             only = "" if len(ranks) == 1 else f' data-of-rank="{position}"'
             curves.append(f"<div{only}>{_curve(curve)}</div>")
-    rows = [{**row, "rank": names.get(row.get("rank"), "–"), "where": _device(row)} for row in devices]
+    rows = [{**row, "rank": names.get(row.get("rank"), "–"), "where": allocator(row)} for row in devices]
     columns = [
         *((Column("rank", "Rank"),) if len(ranks) > 1 else ()),
         Column("where", "Device"),
@@ -42,10 +42,6 @@ def memory(document: Row, reasons: Reasons) -> str:
         Column("free_count", "Frees", "count"),
     ]
     return "".join(curves) + table("memory-table", columns, rows, reasons.columns("memory.devices"), "Memory by device")
-
-
-def _device(row: Row) -> str:
-    return str(row["device_type"] if row["device_type"] == "cpu" else f"{row['device_type']} {row['device']}")
 
 
 def thinned(values: list[int], most: int) -> list[int]:
@@ -67,23 +63,25 @@ def _curve(curve: Row) -> str:
     reserved = [curve["reserved_bytes"][k] for k in at]
     if any(reserved):
         series.append(("reserved", reserved))
-    highest = max((v for _, values in series for v in values if v is not None), default=0) or 1
+    highest = max(0, *(v for _, values in series for v in values if v is not None)) or 1
+    # Below zero where blocks from before the recording were freed and what was there at its start is unknown.
+    lowest = min(0, *(v for _, values in series for v in values if v is not None))
     span = max(times[-1] - times[0], 1)
 
     def x(time: int) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (time - times[0]) / span
 
     def y(value: int | None) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - (value or 0) / highest)
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (highest - (value or 0)) / (highest - lowest)
 
     paths = "".join(_path(name, times, values, x, y) for name, values in reversed(series))
     marks = "".join(
         f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
         f'<text x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{units.size(v)}</text>'
-        for v in (0, highest // 2, highest)
+        for v in ((lowest,) if lowest < -highest // 12 else ()) + (0, highest // 2, highest)
     )
     peak = max((v for v in series[0][1] if v is not None), default=None)
-    says = f"{_device(curve)}: peak {units.size(peak)} allocated"
+    says = f"{allocator(curve)}: peak {units.size(peak)} allocated"
     data = {"times": times, "left": _LEFT, "right": _RIGHT, "series": [{"name": n, "values": v} for n, v in series]}
     return (
         f'<figure class="curve"><figcaption class="curve-says" role="status">{text(says)}</figcaption>'

@@ -35,6 +35,7 @@ def island(value: Any) -> str:
 
 
 def _tree(tree: list[Row], position: int, reasons: Reasons) -> str:
+    device = any(row.get("device_ns") for row in tree)
     place = {row["node"]: k for k, row in enumerate(tree)}
     nodes = [
         [
@@ -42,11 +43,10 @@ def _tree(tree: list[Row], position: int, reasons: Reasons) -> str:
             harmless(row["name"]),
             row["count"],
             row["host_ns"],
-            row.get("device_ns"),
+            row.get("device_ns") if device else None,
         ]
         for row in tree
     ]
-    device = any(row.get("device_ns") for row in tree)
     measure = "device" if device else "host"
     switch = "".join(
         f'<button type="button" data-measure-as="{key}" aria-pressed="{str(key == measure).lower()}">{name}</button>'
@@ -69,12 +69,12 @@ def _table(tree: list[Row], position: int, reasons: Reasons, *, device: bool) ->
         Column("name", "Module", "name"),
         Column("kind", "Kind"),
         Column("count", "Calls", "count"),
-        Column("host_ns", "Host", "time", "time of the calls on their threads"),
-        Column("self_host_ns", "Host, self", "time", "outside child rows"),
+        Column("host_ns", "Host", "time", "time of the calls on their threads", scale="host"),
+        Column("self_host_ns", "Host, self", "time", "outside child rows", scale="host"),
         *(
             (
-                Column("device_ns", "GPU", "time", "GPU work launched in it"),
-                Column("self_device_ns", "GPU, self", "time", "launched outside child rows"),
+                Column("device_ns", "GPU", "time", "GPU work launched in it", scale="gpu"),
+                Column("self_device_ns", "GPU, self", "time", "launched outside child rows", scale="gpu"),
                 Column("kernel_count", "GPU work", "count", "kernels, copies and fills"),
             )
             if device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from traceloom.analyze.idle import CAUSES
 from traceloom.model import units
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.bars import bar, group, legend
@@ -12,6 +13,10 @@ from traceloom.report.html.table import table
 
 Row = dict[str, Any]
 KEY_NUMBERS = 4
+NO_BREAK = "\u202f"
+_SMALL = 0.01  # share of the bar below which a part is not listed on its own
+# Of the parts of the answer: useful time first, idle time last; the phases of a CPU-only run in their order.
+_ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
 
 _DEVICE_PARTS = (
     ("compute", "compute", "compute_ns"),
@@ -54,18 +59,42 @@ def device_shares(row: Row) -> Row:
 def headline(document: Row) -> str:
     """The sentence and the bar below it."""
     answer = document.get("answer") or {}
-    parts = [(p["label"], group(str(p["kind"])), int(p["ns"])) for p in answer.get("parts") or []]
+    parts = [
+        (str(p["label"]), _colour(str(p["label"]), str(p["kind"])), int(p["ns"])) for p in answer.get("parts") or []
+    ]
     whole = sum(ns for _, _, ns in parts)
-    picture = f'<div class="answer-bar">{bar(parts, whole)}{legend(parts, whole)}</div>' if whole else ""
-    return f'<h1>{text(answer.get("sentence") or document.get("name") or "Report")}</h1>{picture}'
+    parts.sort(key=lambda part: (_ORDER.index(part[1]) if part[1] in _ORDER else 0, -part[2]))
+    picture = (
+        f'<div class="answer-bar">{bar(parts, whole)}{legend(_folded(parts, whole), whole)}</div>' if whole else ""
+    )
+    sentence = str(answer.get("sentence") or document.get("name") or "Report")
+    return f"<h1>{text(sentence).replace(' %', NO_BREAK + '%')}</h1>{picture}"
+
+
+def _colour(label: str, kind: str) -> str:
+    """Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour."""
+    phase, colon, _ = label.partition(":")
+    return group(phase) if colon and phase in PHASES else group(kind)
+
+
+def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, str, int]]:
+    """The parts with those of the same colour that are too small to see as one."""
+    small = [part for part in parts if part[2] < whole * _SMALL]
+    out = [part for part in parts if part[2] >= whole * _SMALL]
+    for colour in dict.fromkeys(part[1] for part in small):
+        same = [part for part in small if part[1] == colour and part[2]]
+        title = f"{len(same)} other {'causes of idle time' if colour == 'idle' else 'parts'}"
+        if same:
+            out.append((same[0][0] if len(same) == 1 else title, colour, sum(ns for _, _, ns in same)))
+    return out
 
 
 def key_numbers(document: Row) -> str:
     """The four numbers that say most about this run."""
     found = [number for number in (make(document) for make in _CANDIDATES) if number]
     items = "".join(
-        f'<div><dt>{escape_label}</dt><dd><b title="{text(exact)}">{text(value)}</b><span>{text(more)}</span></dd></div>'
-        for escape_label, value, exact, more in found[:KEY_NUMBERS]
+        f'<div><dt>{text(label)}</dt><dd><b title="{text(exact)}">{text(value)}</b><span>{text(more)}</span></dd></div>'
+        for label, value, exact, more in found[:KEY_NUMBERS]
     )
     return f'<dl class="key">{items}</dl>' if items else ""
 
@@ -131,7 +160,13 @@ def _idle_cause(document: Row) -> Number | None:
     if not idle:
         return None
     worst = max(causes, key=causes.__getitem__)
-    return "First cause of idle time", _words(worst), f"{causes[worst]} ns", f"{units.share(causes[worst], idle)} of it"
+    label = f"Idle, mostly: {_words(worst)}"
+    return (
+        label,
+        units.share(causes[worst], idle),
+        f"{causes[worst]} ns",
+        f"of all idle time: {CAUSES.get(worst, worst)}",
+    )
 
 
 def _words(slug: str) -> str:
@@ -141,12 +176,17 @@ def _words(slug: str) -> str:
 def _memory(document: Row) -> Number | None:
     devices = (document.get("memory") or {}).get("devices") or []
     known = [d for d in devices if d.get("peak_bytes") is not None]
-    accelerators = [d for d in known if d["device_type"] != "cpu"] or known
+    accelerators = [d for d in known if not d["device_type"].startswith("cpu")] or known
     if not accelerators:
         return None
     highest = max(accelerators, key=lambda d: int(d["peak_bytes"]))
-    where = highest["device_type"] if highest["device_type"] == "cpu" else f"{highest['device_type']} {highest['device']}"
-    return "Peak memory", units.size(highest["peak_bytes"]), f"{highest['peak_bytes']} B", str(where)
+    return "Peak memory", units.size(highest["peak_bytes"]), f"{highest['peak_bytes']} B", allocator(highest)
+
+
+def allocator(row: Row) -> str:
+    """How the memory of a device is called."""
+    kind = str(row["device_type"])
+    return kind if kind.startswith("cpu") or row.get("device") is None else f"{kind} {row['device']}"
 
 
 def main_account(rank: Row) -> tuple[int, list[Row]]:

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 # In the order of their imports: a script only uses what stands before it.
 SCRIPTS = (
     "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
-    "draw.js", "rows.js", "overview.js", "timeline.js", "gestures.js", "details.js", "search.js", "tables.js",
+    "draw.js", "rows.js", "overview.js", "pace.js", "timeline.js", "gestures.js", "details.js", "search.js", "tables.js",
     "icicle.js", "curve.js", "page.js", "main.js",
 )  # fmt: skip
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
@@ -55,7 +55,7 @@ def render(document: dict[str, Any], session: Session) -> str:
         ranks=_rank_choice(document),
         headline=overview.headline(document),
         numbers=overview.key_numbers(document),
-        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
+        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, body in sections if not _missing(body)),
         sections="\n".join(_section(*section) for section in sections),
         footer=_footer(document, time.perf_counter() - began),
         data=view.payload if view else "",
@@ -89,7 +89,8 @@ def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
     if not any(trace.events.height for trace in session.traces):
         return None
     kernels = document.get("kernels") or []
-    return timeline.build(session, {row["name"] for row in kernels if row.get("category") == "communication"})
+    communication = {row["name"] for row in kernels if row.get("category") == "communication"}
+    return timeline.build(session, communication, (document.get("memory") or {}).get("curve") or [])
 
 
 def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -> list[Section]:
@@ -127,10 +128,17 @@ def _data(document: Row, reasons: Reasons) -> str:
 
 
 def _section(identity: str, title: str, note: str, body: str) -> str:
+    missing = _missing(body)
+    look, beside = (' class="missing"', body) if missing else ("", f'<p class="quiet">{note}</p>')
     return (
-        f'<section id="{identity}" aria-labelledby="{identity}-title"><header><h2 id="{identity}-title">{title}</h2>'
-        f'<p class="quiet">{note}</p></header>{body}</section>'
+        f'<section{look} id="{identity}" aria-labelledby="{identity}-title"><header><h2 id="{identity}-title">{title}'
+        f"</h2>{beside}</header>{'' if missing else body}</section>"
     )
+
+
+def _missing(body: str) -> bool:
+    """Whether a section is only one line that says why it is missing."""
+    return body.startswith('<p class="quiet absent">') and body.count("<p") == 1
 
 
 def _timeline_body(view: timeline.Timeline | None) -> str:

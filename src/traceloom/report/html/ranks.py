@@ -56,7 +56,10 @@ def _steps(rank: Row, position: int, reasons: Reasons) -> str:
         *((Column("launches", "Launches", "count", "calls that submitted GPU work"),) if gpu else ()),
         Column("whole", "Whole", "text", "no: the recording cuts the step off"),
     ]
-    known = {"lag": reasons.of("ranks[*].steps[*].lag_ns"), **{c.key: "no GPU work in this step" for c in DEVICE_SHARES}}
+    known = {
+        "lag": reasons.of("ranks[*].steps[*].lag_ns"),
+        **{c.key: "no GPU work in this step" for c in DEVICE_SHARES},
+    }
     return table(f"steps-{position}", columns, rows, known, f"Steps of {rank_name(rank, position)}")
 
 
@@ -158,7 +161,7 @@ def _host(rank: Row, position: int, reasons: Reasons) -> str:
     columns = [
         Column("name", "Thread"),
         Column("bar", "By activity", "bar"),
-        *(Column(a, title, "time", "", group(a)) for a, title in ACTIVITIES.items()),
+        *(Column(a, title, "time", "", group(a), "activity") for a, title in ACTIVITIES.items()),
         Column("events", "Events", "count"),
     ]
     return table(f"host-{position}", columns, rows, {}, f"Host threads of {rank_name(rank, position)}")

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from traceloom.report.html.cells import Column, cells, text, unit_of
+from traceloom.report.html.cells import NAME_LENGTH, Column, Unit, cells, text, unit_of
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
-_FILTER_FROM = 8  # rows; a filter over fewer is clutter
+_FILTER_FROM = 13  # rows; a filter over fewer is clutter
 
 
 def table(
@@ -30,8 +30,9 @@ def table(
     """
     kept = rows[:MOST_ROWS]
     values = {column.key: [row.get(column.key) for row in kept] for column in columns}
-    shown = [cells(column, values[column.key], reasons.get(column.key, "")) for column in columns]
-    heads = "".join(_head(column, values[column.key]) for column in columns)
+    units = _units(columns, values)
+    shown = [cells(c, values[c.key], unit, reasons.get(c.key, "")) for c, unit in zip(columns, units, strict=True)]
+    heads = "".join(_head(column, unit) for column, (_, unit) in zip(columns, units, strict=True))
     full = [_full(columns, row) for row in kept]
     body = "\n".join(f"<tr{more}>{''.join(row)}</tr>" for more, *row in zip(full, *shown, strict=True))
     return (
@@ -42,8 +43,15 @@ def table(
     )
 
 
-def _head(column: Column, values: list[Any]) -> str:
-    _, unit = unit_of(column, values)
+def _units(columns: Sequence[Column], values: Mapping[str, list[Any]]) -> list[Unit]:
+    """The unit of each column; one for all columns of a scale."""
+    scales: dict[str, list[Any]] = {}
+    for column in columns:
+        scales.setdefault(column.scale or column.key, []).extend(values[column.key])
+    return [unit_of(column, scales[column.scale or column.key]) for column in columns]
+
+
+def _head(column: Column, unit: str) -> str:
     small = f" <small>{unit}</small>" if unit else ""
     swatch = f'<i class="swatch b-{column.swatch}"></i>' if column.swatch else ""
     hint = f' title="{escape(column.hint)}"' if column.hint else ""
@@ -58,7 +66,7 @@ def _head(column: Column, values: list[Any]) -> str:
 def _full(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
     """The whole names of a row, for the filter, where the cells show them cut."""
     names = [str(row[c.key]) for c in columns if c.kind == "name" and row.get(c.key) is not None]
-    whole = " ".join(name for name in names if len(name) > 80)
+    whole = " ".join(name for name in names if len(name) > NAME_LENGTH)
     return f' data-full="{text(whole)}"' if whole else ""
 
 

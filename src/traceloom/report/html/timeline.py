@@ -15,14 +15,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import Session, Trace
-from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, COPY, FILL, GPU_WORK, PYTHON
+from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
 from traceloom.report.html.packing import Ints, pack, zigzag
 from traceloom.report.names import harmless, short
 
 LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
 _FACT_LENGTH = 300  # characters of one argument that are kept
 _SHORT = 60  # characters of a name on the canvas
-_CURVE_POINTS = 2_000
 _LANE_ORDER = {"device": 0, "device_annotation": 1, "device_sync": 2, "host": 3, "other": 4}
 _FACTS = {
     "tensors": {"shapes": "shapes", "types": "types", "concrete": "values"},
@@ -58,12 +57,13 @@ class Timeline:
     omitted: dict[str, int]
 
 
-def build(session: Session, communication: set[str], limit: int = LIMIT) -> Timeline:
+def build(session: Session, communication: set[str], curves: list[dict[str, Any]], limit: int = LIMIT) -> Timeline:
     """Pack the events of a session.
 
     Args:
         session: All traces; one without events gets lanes without events.
         communication: Names of the kernels that are communication; all others count as compute.
+        curves: The memory curves of the report document.
         limit: The most events to embed, shared fairly between the ranks; see `_keep` for which go first.
     """
     quota = _fair_share([trace.events.height for trace in session.traces], limit)
@@ -79,18 +79,27 @@ def build(session: Session, communication: set[str], limit: int = LIMIT) -> Time
         places.append(place)
         first += part.height
     columns, tables = _columns(session, parts, places, [lane["count"] for lane in lanes])
-    shown = {harmless(name) for name in communication}
-    tables["communication"] = [i for i, (name, _) in enumerate(tables["labels"]) if name in shown]
+    tables["communication"] = _communication(session, communication, tables["labels"])
     header = {
         "version": 1,
         "epoch_ns": str(session.epoch_ns),
         "span_ns": max((t.end_ns for t in session.traces), default=0) - session.epoch_ns,
         "categories": list(CATEGORIES),
-        "ranks": [_rank(trace, session.epoch_ns) for trace in session.traces],
+        "ranks": [_rank(trace, session.epoch_ns, curves) for trace in session.traces],
         "lanes": [lane for lane in lanes if lane["count"]],
         **tables,
     }
     return Timeline(pack(header, columns), first, _omitted(session, parts))
+
+
+def _communication(session: Session, kernels: set[str], labels: list[list[Any]]) -> list[int]:
+    """The labels of communication: kernels by name, annotations that have a collective."""
+    shown = {harmless(name) for name in kernels}
+    for trace in session.traces:
+        collectives = trace.events["name"].gather(trace.collectives["event"])
+        shown.update(harmless(name) for name in collectives.unique().to_list())
+    coded = {CATEGORIES.index(name) for name in (KERNEL, ANNOTATION, GPU_ANNOTATION, COLLECTIVE)}
+    return [number for number, (name, code) in enumerate(labels) if code in coded and name in shown]
 
 
 def _fair_share(sizes: list[int], limit: int) -> list[int]:
@@ -135,10 +144,10 @@ def _lanes(trace: Trace, number: int) -> pl.DataFrame:
     return (
         trace.lanes.with_columns(
             kind.replace_strict(_LANE_ORDER, return_dtype=pl.Int8).alias("_kind"),
-            (~main).fill_null(value=True).alias("_side"),
+            ((kind == "host") & ~main.fill_null(value=False)).alias("_side"),
             pl.when(kind == "host").then(-pl.col("events").cast(pl.Int64)).otherwise(0).alias("_few"),
         )
-        .sort("_kind", "device", "_few", "_side", "stream", "lane", nulls_last=True)
+        .sort("_kind", "device", "_side", "_few", "stream", "lane", nulls_last=True)
         .select(
             "lane",
             pl.lit(number, dtype=pl.Int32).alias("trace"),
@@ -264,36 +273,19 @@ def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[A
     return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
 
 
-def _rank(trace: Trace, epoch_ns: int) -> dict[str, Any]:
+def _rank(trace: Trace, epoch_ns: int, curves: list[dict[str, Any]]) -> dict[str, Any]:
     """What the timeline shows of a rank beside its events: steps and the memory curves."""
     steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
     return {
         "rank": trace.rank,
         "host": trace.meta.host,
         "steps": [list(row) for row in steps.iter_rows()],
-        "memory": [curve for curve in _memory(trace, epoch_ns) if curve["time_ns"]],
+        "memory": [
+            {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
+            for curve in curves
+            if curve["rank"] == trace.rank and curve["time_ns"]
+        ],
     }
-
-
-def _memory(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
-    """The allocator's own running total per device, thinned to the lowest and the highest of equal stretches of time."""
-    curves = []
-    known = trace.allocations.filter(pl.col("allocated_bytes").is_not_null())
-    for (kind, device), frame in known.group_by("device_type", "device", maintain_order=True):
-        span = max(trace.end_ns - trace.start_ns, 1)
-        bucket = (pl.col("time_ns") - trace.start_ns) * (_CURVE_POINTS // 2) // span
-        ranked = frame.select("time_ns", "allocated_bytes", bucket.alias("bucket")).sort("allocated_bytes", "time_ns")
-        extremes = [ranked.unique("bucket", keep=end, maintain_order=True) for end in ("first", "last")]
-        points = pl.concat(extremes).unique().sort("time_ns", "allocated_bytes")
-        curves.append(
-            {
-                "device_type": kind,
-                "device": device,
-                "time_ns": (points["time_ns"] - epoch_ns).to_list(),
-                "bytes": points["allocated_bytes"].to_list(),
-            }
-        )
-    return curves
 
 
 def _omitted(session: Session, parts: list[pl.DataFrame]) -> dict[str, int]:

@@ -29,9 +29,9 @@ def kernels(document: Row, reasons: Reasons) -> str:
         Column("total_ns", "Total", "time", "sum of the durations over all ranks"),
         Column("fraction", "Share", "share", "of the sum of all GPU work; what overlaps counts twice"),
         Column("count", "Count", "count"),
-        Column("mean_ns", "Mean", "time"),
-        Column("min_ns", "Shortest", "time"),
-        Column("max_ns", "Longest", "time"),
+        Column("mean_ns", "Mean", "time", scale="one"),
+        Column("min_ns", "Shortest", "time", scale="one"),
+        Column("max_ns", "Longest", "time", scale="one"),
         *_several(document),
     ]
     return table("kernel-table", columns, rows, reasons.columns("kernels"), "Kernels, copies and fills by name")
@@ -47,9 +47,17 @@ def operators(document: Row, reasons: Reasons) -> str:
     columns = [
         Column("name", "Name", "name"),
         *((Column("shapes", "Shapes of inputs", "name"),) if shapes else ()),
-        Column("self_ns", "Self", "time", "host time inside the operator but outside the operators it calls"),
+        Column(
+            "self_ns", "Self", "time", "host time inside the operator but outside the operators it calls", scale="host"
+        ),
         Column("fraction", "Share", "share", "of the self time of all operators"),
-        Column("total_ns", "Total", "time", "host time with the operators it calls; recursion counts more than once"),
+        Column(
+            "total_ns",
+            "Total",
+            "time",
+            "host time with the operators it calls; recursion counts more than once",
+            scale="host",
+        ),
         Column("count", "Count", "count"),
         Column("mean_ns", "Mean", "time", "total by count"),
         *(_DEVICE_COLUMNS if device else ()),
@@ -59,8 +67,8 @@ def operators(document: Row, reasons: Reasons) -> str:
 
 
 _DEVICE_COLUMNS = (
-    Column("self_device_ns", "GPU, self", "time", "GPU work launched directly by the operator"),
-    Column("device_ns", "GPU", "time", "GPU work launched in the operator or in those it calls"),
+    Column("self_device_ns", "GPU, self", "time", "GPU work launched directly by the operator", scale="gpu"),
+    Column("device_ns", "GPU", "time", "GPU work launched in the operator or in those it calls", scale="gpu"),
     Column("kernel_count", "GPU work", "count", "kernels, copies and fills launched in it"),
 )
 
@@ -79,8 +87,8 @@ def communication(document: Row, reasons: Reasons) -> str:
         Column("count", "Count", "count"),
         Column("bytes", "Bytes", "bytes", "sum over all calls and ranks"),
         Column("total_ns", "Total", "time", "sum over all ranks; waiting for other ranks is part of it"),
-        Column("mean_ns", "Mean", "time"),
-        Column("max_ns", "Longest", "time"),
+        Column("mean_ns", "Mean", "time", scale="one"),
+        Column("max_ns", "Longest", "time", scale="one"),
         Column("exposed_ns", "Not hidden", "time", "time that no computing hides"),
         *_several(document),
     ]

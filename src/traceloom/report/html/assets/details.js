@@ -60,15 +60,15 @@ export class Details {
     const rows = [
       ["kind", kindOf(events, event)],
       ["where", `${rank.rank === null ? `trace ${lane.trace + 1}` : `rank ${rank.rank}`} · ${lane.name}`],
-      ["start", duration(events.start[event]), `${exact(events.start[event], "ns after the epoch")} (${events.epoch + BigInt(events.start[event])} ns)`],
+      ["start", `${grouped((events.start[event] / 1e6).toFixed(3))}\u202fms`, `${exact(events.start[event], "ns after the epoch")} (${events.epoch + BigInt(events.start[event])} ns)`],
       ["duration", duration(events.duration[event]), exact(events.duration[event], "ns")],
       ["step", step ? `${step[1]}` : "–", step ? "" : "the event lies outside all steps, or its launch was not recorded"],
     ];
     if (!Number.isNaN(events.correlation[event])) rows.push(["correlation", String(events.correlation[event])]);
     const launch = events.launch[event];
     if (launch >= 0) {
-      const delay = events.start[event] - events.start[launch] - events.duration[launch];
-      rows.push(["waited since launch", duration(delay), exact(delay, "ns from the end of the launch to the start")]);
+      const delay = events.start[event] - events.start[launch];
+      rows.push(["after its launch", duration(delay), exact(delay, "ns from the start of the launch call to the start")]);
     }
     if (work.length) {
       const total = work.reduce((sum, k) => sum + events.duration[k], 0);

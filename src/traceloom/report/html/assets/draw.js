@@ -50,6 +50,18 @@ export class Painter {
     return ((time - this.view.from) / (this.view.to - this.view.from)) * this.width;
   }
 
+  // Vertical lines that show through the blank pixels of the rows.
+  grid(places) {
+    const { context, canvas, scale, palette } = this;
+    this.blank = new Uint32Array(canvas.width).fill(palette.pixels[0][0]);
+    context.fillStyle = palette.grid;
+    for (const place of places) {
+      const pixel = Math.round(place * scale);
+      this.blank[pixel] = palette.gridPixel;
+      context.fillRect(pixel, 0, 1, canvas.height);
+    }
+  }
+
   // One row of events at `top`, `height` CSS pixels high.
   row(row, top, height) {
     const { canvas, scale, perPixel, events, palette } = this;
@@ -95,10 +107,9 @@ export class Painter {
   }
 
   #pixels(low, high, y, tall) {
-    const blank = this.palette.pixels[0][0];
     for (let pixel = low; pixel <= high; pixel++) {
       const cover = this.cover[pixel];
-      this.line[pixel] = cover === 0 ? blank : this.palette.pixels[this.colour[pixel]][Math.min(70 + cover * 185, 255) | 0];
+      this.line[pixel] = cover === 0 ? this.blank[pixel] : this.palette.pixels[this.colour[pixel]][Math.min(70 + cover * 185, 255) | 0];
       this.cover[pixel] = 0;
       this.heaviest[pixel] = 0;
     }
@@ -179,7 +190,7 @@ export class Painter {
     }
   }
 
-  // A curve from the end of one event to the start of another.
+  // A curve from one event to another.
   arrow(fromX, fromY, toX, toY, colour) {
     const { context, scale } = this;
     const bend = Math.max(Math.abs(toX - fromX) / 2, 24);
@@ -211,10 +222,10 @@ export class Painter {
     context.fillRect(Math.round(left * scale), Math.round(top * scale), Math.max(Math.round(width * scale), 1), Math.max(Math.round(height * scale), 1));
   }
 
-  // A step curve of [time, value] as a filled area; values from 0 to `highest`.
-  area(times, values, highest, top, height, fill, stroke) {
+  // A staircase of values over times as a filled area, from `lowest` to `highest`.
+  area({ times, values, lowest, highest, height }, top, colour) {
     const { context, scale } = this;
-    const y = (value) => (top + height - (value / highest) * height) * scale;
+    const y = (value) => (top + height - ((value - lowest) / (highest - lowest)) * height) * scale;
     context.beginPath();
     context.moveTo(this.x(times[0]) * scale, y(0));
     for (let i = 0; i < times.length; i++) {
@@ -228,10 +239,10 @@ export class Painter {
     context.lineTo(last * scale, y(0));
     context.closePath();
     context.globalAlpha = 0.25;
-    context.fillStyle = fill;
+    context.fillStyle = colour;
     context.fill();
     context.globalAlpha = 1;
-    context.strokeStyle = stroke;
+    context.strokeStyle = colour;
     context.lineWidth = scale;
     context.stroke();
   }

@@ -27,7 +27,7 @@ export class Events {
     this.categories = header.labels.map(([, code]) => header.categories[code]);
     const communication = new Set(header.communication);
     this.groups = Uint8Array.from(this.categories, (category, label) =>
-      GROUP_NAMES.indexOf(communication.has(label) && category === "kernel" ? "communication" : GROUPS[category] ?? "other"));
+      GROUP_NAMES.indexOf(communication.has(label) ? "communication" : GROUPS[category] ?? "other"));
     this.gpuLabels = this.categories.map((category) => GPU_WORK.has(category));
     this.label = Uint32Array.from(columns.label);
     this.fact = Uint32Array.from(columns.fact);

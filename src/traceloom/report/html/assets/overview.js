@@ -58,7 +58,7 @@ export class Overview {
       if (gpu ? !lane.gpu : lane.kind !== "host") continue;
       lanes++;
       for (let i = lane.first; i < lane.first + lane.count; i++) {
-        if (!gpu && events.parent[i] >= 0) continue;
+        if (!gpu && (events.parent[i] >= 0 || events.end[i] < 0)) continue; // only the outermost of what is shown
         const group = events.group(i);
         if (!bins.has(group)) bins.set(group, new Float64Array(columns));
         spread(bins.get(group), events.start[i], events.start[i] + Math.max(events.duration[i], 0), events.span / columns);

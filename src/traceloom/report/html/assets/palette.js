@@ -37,6 +37,7 @@ export class Palette {
     const background = parse(value("--paper"));
     this.background = css(background);
     for (const name of ["ink", "muted", "line", "panel", "accent", "grid"]) this[name] = css(parse(value(`--${name}`)));
+    this.gridPixel = packed(parse(value("--grid")), 255);
     const ink = parse(value("--ink"));
     const strong = parse(value("--paper"));
     const dark = luminance(background) < 0.5;

@@ -1,4 +1,6 @@
 // Which rows stand where: ranks, their memory curves, lanes; and the column of labels beside the canvas.
+import { element } from "./element.js";
+import { byteSize } from "./units.js";
 
 export const ROW = 17; // CSS pixels of a row of events
 const GAP = 1;
@@ -12,7 +14,7 @@ function rankName(rank, number) {
 }
 
 function shownDevice(curve) {
-  return curve.device === null || curve.device_type === "cpu" ? curve.device_type : `${curve.device_type} ${curve.device}`;
+  return curve.device === null || curve.device_type.startsWith("cpu") ? curve.device_type : `${curve.device_type} ${curve.device}`;
 }
 
 export class Rows {
@@ -53,9 +55,10 @@ export class Rows {
   }
 
   #curve(curve, top) {
-    const highest = Math.max(...curve.bytes, 1);
-    this.lines.push({ kind: "curve", top, height: CURVE, curve, highest });
-    this.#label(`memory · ${shownDevice(curve)}`, null, top, CURVE, "tl-quiet");
+    const highest = curve.allocated_bytes.reduce((most, bytes) => Math.max(most, bytes), 1);
+    const lowest = curve.allocated_bytes.reduce((least, bytes) => Math.min(least, bytes), 0);
+    this.lines.push({ kind: "curve", top, height: CURVE, curve, highest, lowest });
+    this.#label(`memory · ${shownDevice(curve)}`, null, top, CURVE, "tl-quiet", `peak ${byteSize(highest)}`);
     return top + CURVE + LANE_GAP;
   }
 
@@ -63,6 +66,7 @@ export class Rows {
     const hide = this.hidePython && lane.hasPython;
     if (!lane.rows || lane.hid !== hide) this.events.layOut(lane, hide);
     lane.hid = hide;
+    if (!lane.rows.length) return top; // nothing but Python frames, and these are hidden
     const folded = this.folded.has(key);
     const rows = folded ? lane.rows.slice(0, 1) : lane.rows;
     lane.top = top;
@@ -75,15 +79,12 @@ export class Rows {
     return top + height + LANE_GAP;
   }
 
-  #label(text, key, top, height, look) {
-    const label = document.createElement(key ? "button" : "span");
-    label.className = `tl-label ${look}`;
+  #label(text, key, top, height, look, more = "") {
+    const label = element(key ? "button" : "span", { className: `tl-label ${look}`, title: text });
     label.style.top = `${top}px`;
     label.style.height = `${height}px`;
-    label.title = text;
-    const name = document.createElement("span");
-    name.textContent = text;
-    label.append(name);
+    label.append(element("span", { textContent: text }));
+    if (more) label.append(element("small", { textContent: more }));
     if (key) {
       label.type = "button";
       label.dataset.key = key;

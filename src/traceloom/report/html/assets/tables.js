@@ -51,8 +51,10 @@ export function bringToLife(figure) {
       header.querySelector("button")?.addEventListener("click", () => {
         const numeric = header.classList.contains("n");
         const now = header.getAttribute("aria-sort");
+        const first = numeric ? "descending" : "ascending";
         const down = now ? now === "ascending" : numeric;
-        setState(`${key}.sort`, `${header.dataset.key}:${down ? "down" : "up"}`);
+        // The third click gives the first order back.
+        setState(`${key}.sort`, now && now !== first ? null : `${header.dataset.key}:${down ? "down" : "up"}`);
         sortFromAddress();
       });
     });

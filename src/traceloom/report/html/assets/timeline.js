@@ -1,10 +1,11 @@
 // The timeline: one view of time over all rows, drawn on demand.
 import { Painter } from "./draw.js";
 import { Palette } from "./palette.js";
+import { Pace } from "./pace.js";
 import { Rows, ROW } from "./rows.js";
 import { Overview } from "./overview.js";
 import { ticks, tickLabel } from "./scale.js";
-import { byteSize, duration } from "./units.js";
+import { duration } from "./units.js";
 import { getState, setState, onState } from "./state.js";
 
 const SHORTEST = 20; // nanoseconds over the whole width
@@ -21,6 +22,7 @@ export class Timeline {
     this.ruler = new Painter(this.part("ruler"), events);
     this.rows = new Rows(events, this.part("labels"), () => this.#relaid());
     this.overview = new Overview(this.part("overview"), this);
+    this.pace = new Pace(() => this.resize());
     this.view = { from: 0, to: events.span };
     this.selected = -1;
     this.hovered = -1;
@@ -73,8 +75,9 @@ export class Timeline {
   }
 
   resize() {
-    const scale = window.devicePixelRatio || 1;
+    const { scale } = this.pace;
     this.content.style.height = `${this.rows.height}px`;
+    this.scroller.style.maxHeight = `${this.rows.height + 8}px`;
     const width = Math.max(this.scroller.clientWidth - this.canvas.offsetLeft, 50);
     const height = Math.min(this.scroller.clientHeight, Math.max(this.rows.height, 60));
     this.canvas.style.width = `${width}px`;
@@ -176,7 +179,10 @@ export class Timeline {
   }
 
   request() {
-    this.frame ??= requestAnimationFrame(() => this.draw());
+    this.frame ??= requestAnimationFrame((now) => {
+      this.pace.frame(now);
+      this.draw();
+    });
   }
 
   draw() {
@@ -196,7 +202,7 @@ export class Timeline {
 
   #grid(painter) {
     const { marks } = ticks(this.view.from, this.view.to, painter.width, 110);
-    for (const time of marks) painter.box(painter.x(time), 0, 1 / painter.scale, painter.height, this.palette.grid);
+    painter.grid(marks.map((time) => painter.x(time)));
   }
 
   #line(line, top) {
@@ -205,9 +211,8 @@ export class Timeline {
       if (this.search) this.painter.matches(line.row, this.search, top, line.height);
     } else if (line.kind === "rank") this.#steps(line, top);
     else {
-      const { time_ns: times, bytes } = line.curve;
-      this.painter.area(times, bytes, line.highest, top, line.height, this.palette.accent, this.palette.accent);
-      this.painter.text(`peak ${byteSize(line.highest)}`, this.painter.width - 6, top + 8, this.palette.muted, "right");
+      const { time_ns: times, allocated_bytes: bytes } = line.curve;
+      this.painter.area({ times, values: bytes, ...line }, top, this.palette.accent);
     }
   }
 
@@ -250,12 +255,12 @@ export class Timeline {
     const pairs = [];
     if (events.launch[selected] >= 0) pairs.push([events.launch[selected], selected]);
     if (events.forward[selected] >= 0) pairs.push([events.forward[selected], selected]);
-    for (const work of this.work ?? []) pairs.push([selected, work]);
+    for (const work of this.work ?? []) pairs.push([events.launch[work], work]);
     for (const [from, to] of pairs.slice(0, 200)) {
       const tops = [this.rows.topOf(from), this.rows.topOf(to)];
       if (tops.includes(null)) continue;
       const [fromY, toY] = tops.map((top) => top - shift + ROW / 2);
-      painter.arrow(painter.x(events.end[from]), fromY, painter.x(events.start[to]), toY, palette.accent);
+      painter.arrow(painter.x(events.start[from]), fromY, painter.x(events.start[to]), toY, palette.accent);
     }
   }
 
@@ -266,7 +271,8 @@ export class Timeline {
     for (const time of marks) {
       const x = ruler.x(time);
       ruler.box(x, 14, 1 / ruler.scale, 8, palette.line);
-      if (x > -40) ruler.text(tickLabel(time, step), x + 4, 11, palette.muted);
+      const text = tickLabel(time, step);
+      if (x > -40 && x + text.length * 6.5 < ruler.width) ruler.text(text, x + 4, 11, palette.muted);
     }
   }
 }

@@ -5,12 +5,13 @@ const TIME_UNITS = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]];
 const BYTE_UNITS = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
 
 export function grouped(value) {
-  return String(value).replace(/\B(?=(\d{3})+(?!\d))/g, THIN);
+  const [whole, ...fraction] = String(value).split(".");
+  return [whole.replace(/\B(?=(\d{3})+(?!\d))/g, THIN), ...fraction].join(".");
 }
 
 function threeDigits(value) {
   const size = Math.abs(value);
-  return grouped(value.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0)).replace(/\.(.*)$/, (all) => all.replaceAll(THIN, ""));
+  return grouped(value.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0));
 }
 
 function inUnits(value, units, smallest) {
