@@ -19,7 +19,7 @@ _MAGIC = (
     (b"\x7fELF", "a program"),
     (b"<", "an HTML or XML page"),
 )
-_CHAKRA = re.compile(rb"^[\x00-\xff]{1,3}\n[\x01-\x40]?[\w.-]*\d+\.\d+")
+_CHAKRA = re.compile(rb"\n\x06schema|\n.\d+\.\d+\.\d+", re.DOTALL)
 
 # Top-level keys that only one kind of file has.
 _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
@@ -50,7 +50,7 @@ def refuse_start(text: bytes, path: str) -> None:
     for magic, words in _MAGIC:
         if text.startswith(magic):
             _refuse(words, path)
-    if _CHAKRA.match(text[:64]):
+    if _CHAKRA.search(text[:64]):
         _refuse("a Chakra execution trace (protobuf)", path)
     _refuse("no JSON object or list", path)
 

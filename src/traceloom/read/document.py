@@ -228,7 +228,7 @@ class Document:
             if not self._text:
                 self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                 return
-            cut = self._cut() if whole else len(self._text)
+            cut = self._cut() if whole else len(self._text.rstrip(b" \t\r\n,"))
             if cut is None:
                 wanted = max(wanted, len(self._text)) * 2
                 if wanted > _MOST_VALUE:

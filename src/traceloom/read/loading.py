@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Notice, Session, Trace
@@ -142,7 +143,7 @@ def _session(traces: list[Trace], name: str, found: Found, run: list[Input]) -> 
 def _overlaps(traces: list[Trace]) -> list[Notice]:
     """The same rank at disjoint times is a rank with several windows; at the same time it cannot be."""
     out = []
-    for one, other in zip(traces, traces[1:], strict=False):
+    for one, other in pairwise(traces):
         if one.rank is not None and one.rank == other.rank and other.start_ns < one.end_ns:
             both = f"{one.meta.path} and {other.meta.path}"
             said = f"two files claim rank {one.rank} at the same time: {both}; both are kept"

@@ -13,16 +13,21 @@ import msgspec
 from traceloom.read.damage import Damage
 from traceloom.read.fields import decode_loosely
 
-# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again.
-BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
+# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again. At the
+# end of a cut text the key may be cut too.
+BETWEEN = re.compile(
+    rb'\}\s*,\s*(?=\{\s*(?:"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))'
+)
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _JOINED = 16  # pieces tried together where a boundary may lie inside an event
 
 _BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _NO_VALUE = re.compile(
-    r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined|)(?=\s*[,}\]])"
+    r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined)(?=\s*[,}\]])"
 )
+_MISSING = re.compile(r"(?<=:)\s*(?=[,}\]])")
+_SPARE_COMMA = re.compile(r",\s*(?=[}\]])")
 _CLOSES_KEY = re.compile(r'"\s*:')
 _CLOSES_VALUE = re.compile(r'"\s*(?:[}\]]|,\s*"(?:[^"\\]|\\.)*"\s*:|$)')
 _CLOSES_ITEM = re.compile(r'"\s*(?:\]|,\s*["{\[\-0-9tfnN])')
@@ -175,16 +180,14 @@ def _escapes(text: str) -> str:
 
 
 def _values(text: str) -> str:
-    """Words that are no JSON values become null, outside of strings."""
-    if not _NO_VALUE.search(text):
-        return text
+    """Words that are no JSON values, and values that are missing, become null; spare commas go; outside of strings."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
-    return "".join(part if part.startswith('"') else _no_value(part, parts) for part in parts)
+    return "".join(part if part.startswith('"') else _bare(part) for part in parts)
 
 
-def _no_value(part: str, _parts: list[str]) -> str:
-    # A part ends where a string begins, so a bare word always has its comma or bracket in the same part.
-    return _NO_VALUE.sub(lambda match: match.group(0) if not match.group(0).strip() else f"{match.group(1)}null", part)
+def _bare(part: str) -> str:
+    part = _NO_VALUE.sub(r"\1null", part)
+    return _SPARE_COMMA.sub("", _MISSING.sub(" null", part))
 
 
 def _strings(text: str) -> str:
