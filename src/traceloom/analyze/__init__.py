@@ -2,6 +2,7 @@
 
 from traceloom.analyze.answer import answer
 from traceloom.analyze.breakdown import gpu_time
+from traceloom.analyze.classify import Rule, read_rules
 from traceloom.analyze.communication import communication
 from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.host import host
@@ -14,6 +15,7 @@ from traceloom.analyze.quality import quality
 from traceloom.analyze.steps import step_times
 
 __all__ = [
+    "Rule",
     "answer",
     "communication",
     "data_loading",
@@ -25,5 +27,6 @@ __all__ = [
     "modules",
     "operators",
     "quality",
+    "read_rules",
     "step_times",
 ]

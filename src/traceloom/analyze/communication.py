@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from traceloom.analyze.classify import Rule, gpu_work
-from traceloom.analyze.collective_names import host_calls, kind_of_kernel, kind_of_name
+from traceloom.analyze.collective_names import arguments, host_calls, kind_of_kernel
 from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -66,7 +66,7 @@ class Communication(Result):
 def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     """Add up communication kernels, and collectives that run on the host, by what they did."""
     work = gpu_work(trace, rules)
-    said = _arguments(trace)
+    said = arguments(trace)
     calls = host_calls(trace, said)
     kernels = _of(work, "communication")
     if not calls.height and not kernels.height:
@@ -103,23 +103,29 @@ def _described(trace: Trace, kernels: pl.DataFrame, said: pl.DataFrame, calls: p
     """Communication kernels with kind, group, group_size, element_type and bytes.
 
     They stand in the kernel's own arguments, else in those of the op that launched it, else in the annotation around
-    the launch (the bytes only where it launched one kernel); the kind is else in the kernel's name.
+    the launch (the bytes only where those launched no other such kernel); the kind is else in the kernel's name.
     """
-    calls = calls.rename({"kind": "kind_said"})
-    around = pl.DataFrame({"event": _around(kernels["launch"], trace, calls)})
-    alone = pl.col("event").is_unique() & pl.col("event").is_not_null()
     fields = [name for name in said.columns if name != "event"]
     sources = [
-        kernels.select("event").join(said, on="event", how="left", maintain_order="left"),
-        kernels.select("op").join(said, left_on="op", right_on="event", how="left", maintain_order="left"),
-        around.join(calls, on="event", how="left", maintain_order="left").with_columns(pl.when(alone).then("bytes")),
+        _joined(kernels["event"], said),
+        _joined(kernels["op"], said),
+        _joined(_around(kernels["launch"], trace, calls), calls),
     ]
     names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
     by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
     known = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in fields}
     return kernels.with_columns(
-        *(series.alias(name) for name, series in known.items()), kind=known["kind_said"].fill_null(by_kernel)
+        *(series.alias(name) for name, series in known.items() if name != "kind"),
+        kind=known["kind"].fill_null(by_kernel),
     )
+
+
+def _joined(events: pl.Series, said: pl.DataFrame) -> pl.DataFrame:
+    """What is said of each event; bytes only where the event comes once, or they would count several times."""
+    rows = pl.DataFrame({"event": events})
+    once = pl.col("event").is_unique() & pl.col("event").is_not_null()
+    found = rows.join(said, on="event", how="left", maintain_order="left")
+    return found.with_columns(pl.when(once).then("bytes"))
 
 
 def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
@@ -131,18 +137,6 @@ def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
         above = parents.gather(above)
         found = found.fill_null(pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series())
     return found
-
-
-def _arguments(trace: Trace) -> pl.DataFrame:
-    """What the file says of collectives: event, kind_said, group, group_size, element_type, bytes."""
-    return trace.collectives.select(
-        "event",
-        kind_of_name("kind").alias("kind_said"),
-        "group",
-        "group_size",
-        "element_type",
-        pl.max_horizontal("in_bytes", "out_bytes").alias("bytes"),
-    ).unique("event", keep="first", maintain_order=True)
 
 
 def _grouped(trace: Trace, calls: pl.DataFrame, where: str) -> pl.DataFrame:

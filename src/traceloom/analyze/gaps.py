@@ -43,7 +43,7 @@ class Gaps:
 
 
 def gaps(trace: Trace) -> Gaps:
-    """Find the gaps. Work without duration neither begins nor ends one."""
+    """Find the gaps. Work without duration (or with a negative one, in a damaged file) bounds them like any other."""
     events = trace.events
     duration = events["duration_ns"].to_numpy()
     row = gpu_rows(trace)
@@ -51,7 +51,7 @@ def gaps(trace: Trace) -> Gaps:
     order = np.argsort(device, kind="stable")
     row, device = row[order], device[order]
     start = events["start_ns"].to_numpy()[row]
-    end = start + duration[row]
+    end = start + np.maximum(duration[row], 0)
     after, before = _bounds(device, start, end)
     launch = events["launch"].gather(row).cast(pl.Int64).fill_null(-1).to_numpy()
     first = np.zeros(row.size, dtype=np.bool_)
@@ -71,7 +71,7 @@ def gaps(trace: Trace) -> Gaps:
 
 
 def _bounds(device: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Positions of the work that ends a gap and of the work before it; rows by device and start, all with length."""
+    """Positions of the work that ends a gap and of the work before it; rows by device and start."""
     if not start.size:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     same = device[1:] == device[:-1]
@@ -87,10 +87,8 @@ def _bounds(device: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 
 def gpu_rows(trace: Trace) -> Ints:
-    """Rows of `events` that are GPU work with a duration."""
-    category = trace.events["category"].to_physical().to_numpy()
-    duration = trace.events["duration_ns"].to_numpy()
-    return np.flatnonzero(np.isin(category, _WORK) & (duration > 0))
+    """Rows of `events` that are GPU work."""
+    return np.flatnonzero(np.isin(trace.events["category"].to_physical().to_numpy(), _WORK))
 
 
 def copies(trace: Trace, row: Ints) -> Bools:

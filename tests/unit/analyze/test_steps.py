@@ -1,0 +1,49 @@
+"""Step times, and the lag of the GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from traceloom.analyze import step_times
+from traceloom.analyze.steps import tiles
+from traceloom.testing import TraceBuilder
+
+
+def three() -> TraceBuilder:
+    return TraceBuilder().op("before", 0, 5).step(1, 10, 20).step(2, 30, 40).step(3, 70, 30)
+
+
+def test_steps_last_until_the_next_one_and_have_a_spread() -> None:
+    times = step_times(three().build())
+    assert times.steps["duration_ns"].to_list() == [20_000, 40_000, 30_000]
+    assert (times.count, times.median_ns, times.min_ns, times.max_ns) == (3, 30_000, 20_000, 40_000)
+    assert times.spread_fraction == pytest.approx((35 - 25) / 30)
+    assert times.evidence == "profiler-step"
+
+
+def test_the_lag_is_how_long_after_its_step_the_last_work_ends() -> None:
+    builder = three().launch("cudaLaunchKernel", 12, 1, correlation=1).kernel("a", 15, 20, correlation=1)
+    builder.launch("cudaLaunchKernel", 32, 1, correlation=2).kernel("b", 36, 2, correlation=2)
+    steps = step_times(builder.build()).steps
+    assert steps["lag_ns"].to_list() == [5_000, 0, None]
+    assert steps["launch_count"].to_list() == [1, 1, 0]
+
+
+def test_a_graph_launch_counts_once() -> None:
+    builder = three().launch("cudaGraphLaunch", 12, 1, correlation=1)
+    builder.kernel("a", 15, 2, correlation=1).kernel("b", 18, 2, correlation=1)
+    assert step_times(builder.build()).steps["launch_count"].to_list() == [1, 0, 0]
+
+
+def test_a_trace_without_steps_has_none_and_says_so() -> None:
+    times = step_times(TraceBuilder().op("aten::mm", 0, 5).build())
+    assert times.steps.height == 0
+    assert (times.count, times.median_ns, times.spread_fraction, times.evidence) == (0, None, None, "none")
+
+
+def test_tiles_cover_the_trace_without_holes() -> None:
+    trace = three().op("after", 110, 20).build()
+    cut = tiles(trace)
+    assert cut.row.tolist() == [-1, 0, 1, 2, -1]
+    assert (cut.spans.start[1:] == cut.spans.end[:-1]).all()
+    assert (cut.spans.start[0], cut.spans.end[-1]) == (trace.start_ns, trace.end_ns)
