@@ -135,9 +135,13 @@ def _host_parts(one: Facts) -> pl.DataFrame:
     if one.trace.steps.height:
         mine = mine.filter(pl.col("step").is_not_null())
     rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
-    return _parts(
-        [{"label": f"{phase}: {_ACTIVITIES[kind]}", "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()]
-    )
+    return _parts([{"label": _label(phase, kind), "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()])
+
+
+def _label(phase: str, activity: str) -> str:
+    # only a thread that records nothing while another one communicates gets this pair: see `host`
+    waits = phase == "communication" and activity == "unobserved"
+    return "communication: waiting" if waits else f"{phase}: {_ACTIVITIES[activity]}"
 
 
 def _parts(rows: Iterable[dict[str, object]]) -> pl.DataFrame:

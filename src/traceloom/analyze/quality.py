@@ -30,7 +30,8 @@ class Quality(Result):
     """What was checked about a capture, and what the user must know of it.
 
     Attributes:
-        notices: One for each check that found something, the worst first.
+        notices: One for each check that found something and that the reader has not said (`trace.notices`), the worst
+            first.
         checks: Every check that applies to this trace, with how many of how many events it found; severity `ok` where
             it found none. A check that cannot be made here (no GPU work, no collectives) has no row.
     """
@@ -53,9 +54,10 @@ def quality(trace: Trace) -> Quality:
         }
         for check in done
     ]
+    told = {notice.slug for notice in trace.notices}
     notices = tuple(
         Notice(check.slug, check.severity, check.message, count=check.affected, rank=trace.rank)
         for check in done
-        if check.affected
+        if check.affected and check.slug not in told
     )
     return Quality(worst_first(notices), pl.DataFrame(rows, schema=CHECKS))

@@ -27,7 +27,7 @@ def missing_ops(trace: Trace) -> Check | None:
         "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
         "unknown, only calls and GPU work are shown"
     )
-    return Check("no-operators", 0 if ops else seen, seen, "warning", message)
+    return Check(0 if ops else seen, seen, "warning", message, slug="no-operators")
 
 
 def missing_shapes(trace: Trace) -> Check | None:
@@ -43,7 +43,7 @@ def missing_shapes(trace: Trace) -> Check | None:
     )
     # where shapes are on, some operators still have no tensors to speak of
     affected = without if without == ops.height else 0
-    return Check("missing-shapes", affected, ops.height, "info", message)
+    return Check(affected, ops.height, "info", message, slug="missing-shapes")
 
 
 def missing_stacks(trace: Trace) -> Check | None:
@@ -56,7 +56,7 @@ def missing_stacks(trace: Trace) -> Check | None:
         "no Python stacks were recorded: host time between operators shows as unobserved, and modules only as far as "
         "annotations go; record with stacks to see them, at some cost"
     )
-    return Check("missing-stacks", 0 if frames else ops, ops, "info", message)
+    return Check(0 if frames else ops, ops, "info", message, slug="missing-stacks")
 
 
 def shortened_events(trace: Trace) -> Check | None:
@@ -73,7 +73,7 @@ def shortened_events(trace: Trace) -> Check | None:
         f"{count(lost.len())} of {many(events.height, 'host event')} crossed another one and are cut short, by "
         f"{duration(int(lost.sum()))} in all, so that no time counts twice"
     )
-    return Check("shortened-events", lost.len(), events.height, graded(lost.len(), events.height, 0.01), message)
+    return Check(lost.len(), events.height, graded(lost.len(), events.height, 0.01), message, slug="crossing-spans")
 
 
 def negative_durations(trace: Trace) -> Check | None:
@@ -81,7 +81,7 @@ def negative_durations(trace: Trace) -> Check | None:
     total = trace.events.height
     affected = int((trace.events["duration_ns"] < 0).sum())
     message = f"{many(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
-    return Check("negative-durations", affected, total, "warning", message) if total else None
+    return Check(affected, total, "warning", message, slug="negative-duration") if total else None
 
 
 def absurd_durations(trace: Trace) -> Check | None:
@@ -92,7 +92,7 @@ def absurd_durations(trace: Trace) -> Check | None:
         f"{many(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
         "and every share of it are wrong"
     )
-    return Check("absurd-durations", affected, total, "error", message) if total else None
+    return Check(affected, total, "error", message, slug="absurd-duration") if total else None
 
 
 def unknown_categories(trace: Trace) -> Check | None:
@@ -104,7 +104,7 @@ def unknown_categories(trace: Trace) -> Check | None:
         f"{many(unknown.height, 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
         "shown in the timeline, counted nowhere"
     )
-    return Check("unknown-categories", unknown.height, total, "info", message) if total else None
+    return Check(unknown.height, total, "info", message, slug="unknown-category") if total else None
 
 
 def profiler_overhead(trace: Trace) -> Check | None:
@@ -118,7 +118,7 @@ def profiler_overhead(trace: Trace) -> Check | None:
         f"the profiler reports {many(own.height, 'pause')} of its own (flushing buffers, allocating them), "
         f"{duration(taken)} or {share(taken, window)} of the window: this time is not the program's"
     )
-    return Check("profiler-overhead", own.height, trace.events.height, graded(taken, window, 0.05), message)
+    return Check(own.height, trace.events.height, graded(taken, window, 0.05), message, slug="profiler-overhead")
 
 
 def collectives_without_details(trace: Trace) -> Check | None:
@@ -134,7 +134,7 @@ def collectives_without_details(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(calls.height)} collective calls do not say kind, size, type or group (an older "
         "PyTorch, or shapes were off): bytes and bandwidth of these are unknown"
     )
-    return Check("collectives-without-details", affected, calls.height, "info", message)
+    return Check(affected, calls.height, "info", message, slug="collectives-without-details")
 
 
 def ambiguous_backward(trace: Trace) -> Check | None:
@@ -149,7 +149,7 @@ def ambiguous_backward(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(names.height)} autograd sequence numbers belong to several backward operators: "
         "the forward operator of these is uncertain"
     )
-    return Check("ambiguous-backward", affected, names.height, "info", message)
+    return Check(affected, names.height, "info", message, slug="ambiguous-backward")
 
 
 def _count(trace: Trace, *categories: str) -> int:

@@ -34,7 +34,7 @@ def orphan_gpu_work(trace: Trace) -> Check | None:
         "named for it"
     )
     severity = graded(orphans.height, work.height, 0.05)
-    return Check("orphan-gpu-work", orphans.height, work.height, severity, message)
+    return Check(orphans.height, work.height, severity, message, slug="orphan-work")
 
 
 def gpu_work_missing(trace: Trace) -> Check | None:
@@ -46,7 +46,7 @@ def gpu_work_missing(trace: Trace) -> Check | None:
         f"{many(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
         "the GPU (another profiler held it, or it was not asked to), so that device times are unknown, not zero"
     )
-    return Check("gpu-work-missing", launches.height, launches.height, "warning", message)
+    return Check(launches.height, launches.height, "warning", message, slug="gpu-work-missing")
 
 
 def launches_without_work(trace: Trace) -> Check | None:
@@ -64,7 +64,7 @@ def launches_without_work(trace: Trace) -> Check | None:
         "GPU time is missing there"
     )
     return Check(
-        "launches-without-work", lost.height, launches.height, graded(lost.height, launches.height, 0.01), message
+        lost.height, launches.height, graded(lost.height, launches.height, 0.01), message, slug="launches-without-work"
     )
 
 
@@ -80,7 +80,7 @@ def work_before_launch(trace: Trace) -> Check | None:
         f"{many(affected, 'piece')} of GPU work started before the launch, by up to {_ns(early.max())}: the clocks of "
         "host and GPU disagree by that much, and so do launch delays and idle causes"
     )
-    return Check("gpu-work-before-launch", affected, work.height, "warning", message)
+    return Check(affected, work.height, "warning", message, slug="gpu-work-before-launch")
 
 
 def overlapping_work(trace: Trace) -> Check | None:
@@ -95,7 +95,7 @@ def overlapping_work(trace: Trace) -> Check | None:
         f"{many(affected, 'piece')} of GPU work overlapped the one before on its own stream (programmatic launches, or "
         "several hardware queues): sums of kernel times exceed the time that passed; unions are right"
     )
-    return Check("overlapping-gpu-work", affected, work.height, "info", message)
+    return Check(affected, work.height, "info", message, slug="overlapping-gpu-work")
 
 
 def waits_without_record(trace: Trace) -> Check | None:
@@ -108,7 +108,7 @@ def waits_without_record(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(waits.height)} waits for an event do not say which record they await: "
         "dependencies between streams are incomplete"
     )
-    return Check("waits-without-record", affected, waits.height, "info", message)
+    return Check(affected, waits.height, "info", message, slug="waits-without-record")
 
 
 def syncs_while_running(trace: Trace) -> Check | None:
@@ -132,7 +132,7 @@ def syncs_while_running(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
         "their stream still ran: their times cannot be trusted"
     )
-    return Check("syncs-while-running", affected, syncs.height, "info", message)
+    return Check(affected, syncs.height, "info", message, slug="syncs-while-running")
 
 
 def waits_for_unknown_record(trace: Trace) -> Check | None:
@@ -156,7 +156,7 @@ def waits_for_unknown_record(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(waits.height)} waits between streams await an event record that is not in the "
         "file or comes later: dependencies between streams are incomplete"
     )
-    return Check("waits-for-unknown-record", affected, waits.height, "info", message)
+    return Check(affected, waits.height, "info", message, slug="waits-for-unknown-record")
 
 
 @per_trace

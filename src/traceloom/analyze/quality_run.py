@@ -27,7 +27,7 @@ def missing_steps(trace: Trace) -> Check | None:
         "no steps are marked: figures are for the whole window, with whatever ran before and after the steady state; "
         "`traceloom record` marks steps, and so does `prof.step()` of PyTorch's profiler"
     )
-    return Check("no-steps", 0 if trace.steps.height else 1, 1, "info", message)
+    return Check(0 if trace.steps.height else 1, 1, "info", message, slug="no-steps")
 
 
 def warm_up_step(trace: Trace) -> Check | None:
@@ -42,7 +42,7 @@ def warm_up_step(trace: Trace) -> Check | None:
         f"the first step took {duration(int(lengths[0]))}, the others {duration(int(rest))} (median): it looks like a "
         "warm-up and raises the averages; leave it out with `--steps`"
     )
-    return Check("warm-up-step", int(slow), 1, "warning", message)
+    return Check(int(slow), 1, "warning", message, slug="warm-up-step")
 
 
 def uneven_steps(trace: Trace) -> Check | None:
@@ -58,7 +58,7 @@ def uneven_steps(trace: Trace) -> Check | None:
         f"{count(affected)} of {count(len(later))} later steps differ from the median step ({duration(int(median))}) "
         f"by more than a factor of {UNEVEN:g}: an average step stands for none of them"
     )
-    return Check("uneven-steps", affected, len(later), "warning", message)
+    return Check(affected, len(later), "warning", message, slug="uneven-steps")
 
 
 def cut_steps(trace: Trace) -> Check | None:
@@ -67,7 +67,7 @@ def cut_steps(trace: Trace) -> Check | None:
         return None
     affected = int((~trace.steps["complete"]).sum())
     message = f"{count(affected)} of {count(trace.steps.height)} steps are cut off by the edge of the recording"
-    return Check("cut-steps", affected, trace.steps.height, "info", message)
+    return Check(affected, trace.steps.height, "info", message, slug="cut-steps")
 
 
 def rank_unknown(trace: Trace) -> Check | None:
@@ -79,7 +79,7 @@ def rank_unknown(trace: Trace) -> Check | None:
         "the file belongs to a distributed job but does not say its rank: ranks cannot be compared; the rank may stand "
         "in the file name"
     )
-    return Check("rank-unknown", int(trace.rank is None), 1, "warning", message)
+    return Check(int(trace.rank is None), 1, "warning", message, slug="rank-unknown")
 
 
 def rank_outside_world(trace: Trace) -> Check | None:
@@ -88,7 +88,7 @@ def rank_outside_world(trace: Trace) -> Check | None:
     if trace.rank is None or size is None:
         return None
     message = f"the file says rank {trace.rank} of {size} ranks, which cannot be: one of the two is wrong"
-    return Check("rank-outside-world", int(not 0 <= trace.rank < size), 1, "warning", message)
+    return Check(int(not 0 <= trace.rank < size), 1, "warning", message, slug="rank-outside-world")
 
 
 def recording_cost(trace: Trace) -> Check | None:
@@ -99,7 +99,7 @@ def recording_cost(trace: Trace) -> Check | None:
         return None
     message = f"recorded steps took {ratio:.2f} times as long as unrecorded ones: absolute times are too long by that"
     severity: Severity = "warning" if ratio > 1 + 2 * (COSTLY - 1) else "info"
-    return Check("recording-cost", int(ratio > COSTLY), 1, severity, message)
+    return Check(int(ratio > COSTLY), 1, severity, message, slug="recording-cost")
 
 
 def coarse_clock(trace: Trace) -> Check | None:
@@ -112,7 +112,7 @@ def coarse_clock(trace: Trace) -> Check | None:
         f"times are whole microseconds (a PyTorch before 2024): {count(short)} of {count(work.height)} operators and "
         "pieces of GPU work are shorter than 10 µs, so that theirs are off by 5 % and more"
     )
-    return Check("coarse-clock", short, work.height, "info", message)
+    return Check(short, work.height, "info", message, slug="coarse-clock")
 
 
 def _lengths(trace: Trace) -> pl.Series:

@@ -13,18 +13,18 @@ class Check:
     """One check: `affected` of `total` things are so; the message is for when some are.
 
     Attributes:
-        slug: Name of the check and of its notice.
         affected: How many were found.
         total: Of how many.
         severity: How bad it is, if any were found.
         message: One sentence with its numbers.
+        slug: Name of the check and of its notice.
     """
 
-    slug: str
     affected: int
     total: int
     severity: Severity
     message: str
+    slug: str
 
 
 def graded(affected: int, total: int, limit: float) -> Severity:
