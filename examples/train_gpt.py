@@ -1,9 +1,9 @@
 """Train a small GPT on text it makes itself: something real to record.
 
-    python examples/train_gpt.py
-    torchrun --nproc-per-node 2 examples/train_gpt.py
+python examples/train_gpt.py
+torchrun --nproc-per-node 2 examples/train_gpt.py
 
-    traceloom record -- torchrun --nproc-per-node 2 examples/train_gpt.py
+traceloom record -- torchrun --nproc-per-node 2 examples/train_gpt.py
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ def main() -> None:
         num_workers=arguments.workers,
         drop_last=True,
     )
-    model: nn.Module = GPT(
-        len(data.alphabet), arguments.context, arguments.layers, arguments.width, arguments.heads
-    )
+    model: nn.Module = GPT(len(data.alphabet), arguments.context, arguments.layers, arguments.width, arguments.heads)
     if distributed:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -250,7 +250,7 @@ def _flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
         return []
     threads = {str(thread.ident): thread.native_id for thread in threading.enumerate()}
     rows = []
-    for entry in json.loads(dump(True, False)).get("entries") or []:  # noqa: FBT003
+    for entry in json.loads(dump(True, False)).get("entries") or []:
         start = int(entry.get("time_created_ns") or 0)
         if not begin_ns <= start <= end_ns:
             continue

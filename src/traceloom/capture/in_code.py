@@ -129,5 +129,3 @@ def record(
     if settings.whole:
         settings = replace(settings, graph_step=False)
     return Recording(settings, force=force)
-
-

@@ -66,16 +66,18 @@ def attach(settings: Settings, *, in_child: bool = False) -> Any:
 def forked(parent: Any) -> None:
     """In a forked child: it never continues the parent's recording.
 
-    Where the parent was not recording, the child may be a rank of its own (`torch.multiprocessing` with fork): it is
-    attached anew, and waits for its first module call or optimizer step.
+    The child may be a rank of its own (`torch.multiprocessing` with fork), so it is attached anew and waits for its
+    first module call or optimizer step. Where the parent was being recorded, only a child with a process group counts.
     """
     global _recorder
-    was_recording = parent.was_recording
+    was_recording, in_graph_step = parent.was_recording, parent.graph is not None
     parent.forked()
     parent.attachment.detach(in_child=True)
     _recorder = None
-    if not was_recording and VARIABLE in os.environ:
+    if VARIABLE in os.environ and not in_graph_step:
         attach(parent.settings, in_child=True)
+        if was_recording:
+            _recorder.attachment.inherits_kineto = True
 
 
 class Attachment:
@@ -87,6 +89,7 @@ class Attachment:
         self.recorder = recorder
         self._handles: list[Any] = []
         self._waiting = True
+        self.inherits_kineto = False  # a fork of a process that was being recorded
         self._watch_steps()
         self._watch_profilers()
         self._watch_first_call(in_child=in_child)
@@ -146,7 +149,8 @@ class Attachment:
         from traceloom.capture import moments
 
         recorder = self.recorder
-        guess = not in_child and not moments.is_child_of_multiprocessing()
+        stacks_at_once = recorder.settings.stacks and not recorder.settings.early  # imports would be in them
+        guess = not (in_child or stacks_at_once or moments.is_child_of_multiprocessing())
         self._module_hook = register_module_forward_pre_hook(lambda module, args: self._called())
         self._handles.append(self._module_hook)
 
@@ -156,16 +160,20 @@ class Attachment:
                 recorder.first_call()
             recorder.tick()
 
-        self._alarm = moments.Alarm(
-            tick, poll=lambda: self._waiting and guess, deadline=lambda: recorder.plan.deadline
-        )
+        self._alarm = moments.Alarm(tick, poll=lambda: self._waiting and guess, deadline=lambda: recorder.plan.deadline)
         recorder.deadline_changed = self._alarm.changed
         if not in_child:
             self._alarm.changed()
 
     def _called(self) -> None:
-        from traceloom.capture import moments
+        from traceloom.capture import distributed, moments
 
+        if self.inherits_kineto and not moments.is_loader_worker():
+            if distributed.module() is None:
+                return  # still only a child; an optimizer step asks again
+            from traceloom.capture.kineto import abandon
+
+            abandon()
         self._stop_waiting()
         if not moments.is_loader_worker():
             self.recorder.used_torch = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class _Ours:
         self._hidden.__enter__()
         _ours.active = True
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _ours.active = False
         self._hidden.__exit__(*error)
 
@@ -43,25 +44,47 @@ class OtherThreadError(RuntimeError):
     """Kineto runs on another thread."""
 
 
+class _Profile(_KinetoProfile):
+    """PyTorch's profiler without its import of torch._inductor, which takes seconds in a process that never compiles."""
+
+    def prepare_trace(self) -> None:
+        compiler = sys.modules.get("torch._inductor.config")
+        self.has_cudagraphs = compiler is not None and bool(compiler.triton.cudagraphs)
+        self.profiler = torch.autograd.profiler.profile(
+            use_cpu=True,
+            use_device=self.use_device,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            use_kineto=True,
+            experimental_config=self.experimental_config,
+        )
+        self.profiler._prepare_trace()
+
+
 class Kineto:
     """One window of Kineto: `start`, `stop`, then `save` as often as needed."""
 
     def __init__(self, settings: Settings, *, with_observer: bool = False) -> None:
         options = {"trace_only": not settings.stacks, "verbose": settings.stacks}
-        self._profile = _KinetoProfile(
+        self._profile = _Profile(
             record_shapes=settings.shapes or with_observer,
             profile_memory=settings.memory and not with_observer,
             with_stack=settings.stacks and not with_observer,
             experimental_config=_experimental(options),
         )
+        self._memory = settings.memory
         self._told_of_job = False
         self.thread = 0
 
     def start(self) -> None:
         """Record this thread, and the threads that work for it, from now on."""
         with _Ours():
+            # PyTorch's line about a block from before the window comes with the first one that is freed: be the first.
+            block = torch.empty(1) if self._memory else None
             self._profile.prepare_trace()
             self._profile.start_trace()
+            del block
         self._told_of_job = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.thread = threading.get_ident()
 
@@ -121,7 +144,7 @@ class Graph:
     """The graph step: the host trace, and Kineto at the same time, joined by `Record function id`."""
 
     def __init__(self, settings: Settings, host_path: Path) -> None:
-        self._host_path = host_path
+        self.host_path = host_path
         self._kineto = Kineto(settings, with_observer=True)
         self._observer = ExecutionTraceObserver()
 
@@ -131,9 +154,9 @@ class Graph:
         Raises:
             OSError: The host trace cannot be written there.
         """
-        self._host_path.touch()
+        self.host_path.touch()
         with _Ours():
-            self._observer.register_callback(str(self._host_path))
+            self._observer.register_callback(str(self.host_path))
             self._observer.start()
         self._kineto.start()
 
@@ -154,13 +177,13 @@ class Graph:
         Raises:
             OSError: One of the two could not be written whole.
         """
-        require_whole(self._host_path)
+        require_whole(self.host_path)
         self._kineto.save(path)
 
     def redirect_in_child(self) -> None:
         """In a forked child: the observer's descriptor must not reach the parent's file any more."""
         try:
-            target = self._host_path.stat()
+            target = self.host_path.stat()
         except OSError:
             return
         null = os.open(os.devnull, os.O_WRONLY)
@@ -181,6 +204,14 @@ def _open_descriptors() -> list[int]:
         except OSError:
             continue
     return list(range(3, 256))
+
+
+def abandon() -> None:
+    """In a forked child: end the recording that it inherited, and forget it."""
+    with _Ours():
+        torch._C._autograd._enable_record_function(True)
+        torch._C._autograd._disable_profiler()
+        torch.autograd.profiler._run_on_profiler_stop()
 
 
 def mark(step: int) -> None:

@@ -119,12 +119,11 @@ class Plan:
         """What counts as a step has changed: the numbers begin anew."""
         if self._settings.by_time or self._settings.whole:
             return []
-        if self.phase is Phase.WINDOW and not self._blocked:
-            if self._settings.early:
-                return [Action.DISCARD, *self._begin(Phase.EARLY, now, 0)]
-            self.phase = Phase.IDLE
-            return [Action.DISCARD]
-        return []
+        before, self.phase = self.phase, Phase.IDLE
+        if before in (Phase.EARLY, Phase.WINDOW):
+            again = self._begin(Phase.EARLY, now, 0) if self._settings.early else []
+            return [Action.DISCARD, *again]
+        return [Action.GRAPH_DISCARD] if before is Phase.GRAPH else []
 
     def foreign_profiler(self) -> list[Action]:
         """The user's own profiler is about to start."""

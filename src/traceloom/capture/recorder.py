@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -171,9 +171,12 @@ class Recorder:
         restart: list[Action] = []
         if tick is Tick.RESTART:
             self.log.restart()
+            self.storage.forget()
             restart = self.plan.renumber(now)
         self.log.end(steady_ns, self._mark())
         number = self.log.number
+        if number == 1:
+            self.storage.look_around()
         actions = restart + self.plan.step_starts(number, now)
         self.clock.frozen = self.plan.phase in (Phase.GRAPH_PENDING, Phase.GRAPH, Phase.DONE)
         self.log.begin(unix_ns, steady_ns)
@@ -247,8 +250,11 @@ class Recorder:
         if settings.by_time or settings.whole:
             kind = "time" if settings.by_time else "block"
         self.on_start()
+        self.storage.look_around()
+        # The early part may hold the import of half of PyTorch: millions of Python calls. It goes without stacks.
+        wanted = replace(settings, stacks=False) if kind == "early" else settings
         window = Window(
-            kineto.Kineto(settings),
+            kineto.Kineto(wanted),
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
             start_ns=time.time_ns(),
@@ -317,9 +323,9 @@ class Recorder:
         if graph is None or not self._stopped(graph.stop):
             return
         if keep:
-            self.storage.keep_graph(graph, self._graph_step, len(self.log.durations(Mark.GRAPH)))
-        else:
-            self.storage.drop_graph()
+            self.storage.keep_graph(graph, self._graph_step)
+        else:  # half a graph is of no use
+            graph.host_path.unlink(missing_ok=True)
 
     # ---- forks
 
@@ -327,7 +333,7 @@ class Recorder:
         """This is a forked child: it must neither record nor write into the parent's files."""
         self._finished = True
         if self._window is not None or self.graph is not None:
-            torch._C._autograd._enable_record_function(False)  # noqa: FBT003
+            torch._C._autograd._enable_record_function(False)
         if self.graph is not None:
             self.graph.redirect_in_child()
         self._window = self.graph = None

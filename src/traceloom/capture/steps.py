@@ -34,8 +34,6 @@ class _Optimizer:
 class StepClock:
     """Decides which of the things that happen in a training loop is the step."""
 
-    _RANK = {"none": 0, "optimizer": 1, "profiler": 2, "call": 3}
-
     def __init__(self) -> None:
         self.source = "none"
         self.frozen = False  # once the window is full, numbers no longer change
@@ -43,16 +41,20 @@ class StepClock:
         self._clock: _Optimizer | None = None
 
     def called(self) -> Tick:
-        """`traceloom.step()` was called."""
-        return self._from("call")
+        """`traceloom.step()` was called: even a full window gives way to it."""
+        before, self.source = self.source, "call"
+        return Tick.STEP if before in ("none", "call") else Tick.RESTART
 
     def profiler_stepped(self) -> Tick:
         """The user's own profiler made a step."""
-        return self._from("profiler")
+        if self.source == "call" or (self.frozen and self.source != "profiler"):
+            return Tick.NOTHING
+        before, self.source = self.source, "profiler"
+        return Tick.STEP if before in ("none", "profiler") else Tick.RESTART
 
     def optimizer_stepped(self, optimizer: Any) -> Tick:
         """Some optimizer made a step."""
-        if self._RANK[self.source] > self._RANK["optimizer"]:
+        if self.source not in ("none", "optimizer"):
             return Tick.NOTHING
         self.source = "optimizer"
         seen = self._seen(optimizer)
@@ -73,12 +75,6 @@ class StepClock:
             self._clock = seen
             return Tick.RESTART
         return Tick.NOTHING
-
-    def _from(self, source: str) -> Tick:
-        if self._RANK[self.source] > self._RANK[source]:
-            return Tick.NOTHING
-        before, self.source = self.source, source
-        return Tick.STEP if before in ("none", source) or self.frozen else Tick.RESTART
 
     def _seen(self, optimizer: Any) -> _Optimizer:
         # Identities are used again after an optimizer was freed, therefore the weak reference.

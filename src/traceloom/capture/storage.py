@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class Storage:
         self._place: tuple[int | None, int | None, int | None] = (None, None, None)
         self._groups: list[dict[str, Any]] = []
         self.directory = Path(settings.directory)
+        self._places = writing.Places(self.directory)
 
     @property
     def busy(self) -> bool:
@@ -73,60 +75,70 @@ class Storage:
 
     def host_trace_path(self) -> Path:
         """Where PyTorch's observer writes during the graph step."""
-        return self.directory / f"{self.stem()}.host.json"
+        return self._places.choose(_expected_bytes(0)) / f"{self.stem()}.host.json"
 
     def keep(self, window: Window, *, used_torch: bool) -> None:
         """Write a recorded window: exported now, compressed beside the steps."""
         self.look_around()
         if not used_torch and self._is_bystander():
             return
-        name = f"{self.stem()}.kineto.json"
-        plain, moved = self._export(name, window.kineto.save)
-        if plain is None:
+        self._writer.wait()  # an earlier attempt may still be on its way into the same file
+        steps = max(0, window.end_step - window.first_step)
+        plain = self._places.choose(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
+        whole = self._export(plain, window.kineto.save)
+        if not plain.exists():
             return
-        if not used_torch and window.end_step <= window.first_step and not _has_ops(plain):
+        if whole and not used_torch and not steps and not _has_ops(plain):
             plain.unlink()
             self._give_up_name()
             return
         self._window = {
-            "file": plain.name if moved is None else str(plain),
+            "file": plain.name,
             "kind": window.kind,
-            "first_step": window.first_step if window.end_step > window.first_step else None,
-            "step_count": max(0, window.end_step - window.first_step),
+            "first_step": window.first_step if steps else None,
+            "step_count": steps,
             "start_ns": window.start_ns,
             "end_ns": window.end_ns,
         }
+        if window.kind == "early" and self._settings.stacks:
+            message = "the run ended before the window began; what was recorded until then has no stacks"
+            self._notices.append({"slug": "no-early-stacks", "message": message})
         self._collectives, self._live_bytes = window.collectives, window.live_bytes
         self._memory_snapshot()
-        self._writer.submit(lambda: self._compressed(self._window, "file", plain))
-
-    def keep_graph(self, graph: Graph, step: int, _: int) -> None:
-        """Write the graph step."""
-        name = f"{self.stem()}.graph.kineto.json"
-        host = self.host_trace_path()
-        plain, moved = self._export(name, graph.save)
-        if plain is None:
-            host.unlink(missing_ok=True)
-            return
-        self._graph = {
-            "step": step,
-            "file": plain.name if moved is None else str(plain),
-            "host_file": host.name,
-        }
-        table = self._graph
-        self._writer.submit(lambda: self._compressed(table, "file", plain))
-        self._writer.submit(lambda: self._compressed(table, "host_file", host))
+        table = self._window
+        self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._publish("running"))
 
-    def drop_graph(self) -> None:
-        """The graph step was cut short: half a graph is of no use."""
-        self.host_trace_path().unlink(missing_ok=True)
+    def keep_graph(self, graph: Graph, step: int) -> None:
+        """Write the graph step."""
+        self._writer.wait()
+        host = graph.host_path
+        plain = host.with_name(f"{self.stem()}.graph.kineto.json")
+        if not self._export(plain, graph.save):
+            plain.unlink(missing_ok=True)
+            host.unlink(missing_ok=True)
+            return
+        table = self._graph = {"step": step, "file": plain.name, "host_file": host.name}
+        self._writer.submit(lambda: self._compress(table, "file", plain))
+        self._writer.submit(lambda: self._compress(table, "host_file", host))
+        self._writer.submit(lambda: self._publish("running"))
+
+    def forget(self) -> None:
+        """The numbers of the steps begin anew: what was kept has lost its place."""
+        if self.empty:
+            return
+        self._writer.wait()
+        for table, keys in ((self._window, ("file",)), (self._graph, ("file", "host_file"))):
+            for key in keys if table is not None else ():
+                (self.directory / table[key]).unlink(missing_ok=True)
+        self._window = self._graph = self._collectives = None
 
     def finish(self, reason: str, *, used_torch: bool) -> None:
         """Wait for the files, then write this process's part and merge."""
         self._writer.wait()
         if not self.empty:
             self._publish(reason)
+        self._places.leave()
         notes = self.directory / writing.NOTES
         moved = any(notice["slug"] == "capture-moved" for notice in self._notices)
         if (self.empty or moved) and notes.is_dir():
@@ -136,24 +148,24 @@ class Storage:
 
     # ---- parts
 
-    def _export(self, name: str, save: Any) -> tuple[Path | None, str | None]:
+    def _export(self, plain: Path, save: Callable[[Path], None]) -> bool:
+        """Let PyTorch write a file; False where it is cut. What there is of it stays: readers keep whole events."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            pass  # `export` finds out and goes elsewhere
-        try:
-            plain, moved = writing.export(self.directory, name, save)
+            save(plain)
         except OSError as error:
-            say_once("disk-full", f"`{name}` could not be written: {error.strerror or error}")
-            return None, None
-        if moved is not None:
-            self._notices.append({"slug": "capture-moved", "message": f"{name} is in {plain.parent}: {moved}"})
-        return plain, moved
+            for half in plain.parent.glob(f"{plain.name}*.tmp"):
+                half.replace(plain)
+            message = f"`{plain}` could not be written to its end: {error.strerror or error}"
+            say_once("disk-full", message)
+            self._notices.append({"slug": "disk-full", "message": message})
+            return False
+        return True
 
-    def _compressed(self, table: dict[str, Any] | None, key: str, plain: Path) -> None:
-        name = writing.compress(plain)
-        if table is not None:
-            table[key] = name if plain.parent == self.directory else str(plain.parent / name)
+    def _compress(self, table: dict[str, Any], key: str, plain: Path) -> None:
+        path = self._places.compress(plain)
+        table[key] = path.name if path.parent == self.directory else str(path)
+        if path.parent != self.directory:
+            self._notices.append({"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"})
 
     def _is_bystander(self) -> bool:
         """A process without rank and steps, where others have recorded theirs: it has only started them."""
@@ -178,15 +190,18 @@ class Storage:
                 say_once("no-memory-snapshot", f"the allocator's history could not be written: {error}")
 
     def _publish(self, reason: str) -> None:
+        """Write this process's part, and merge all parts."""
         part = self.part(reason)
         name = f"{self.stem()}.capture.json"
         try:
             writing.write_json(self.directory / name, part)
             manifest.merge(self.directory)
         except OSError as error:
-            plain, _ = self._export(name, lambda path: writing.write_json(path, part))
-            if plain is not None and plain.parent == self.directory:
-                say_once("not-merged", f"`{manifest.NAME}` could not be written: {error.strerror or error}")
+            path = self._places.refuge() / name
+            writing.write_json(path, part)
+            where = f"what was recorded is in `{path.parent}`"
+            say_once("capture-moved", f"`{self.directory}` takes no more data ({error.strerror or error}); {where}")
+            self._notices.append({"slug": "capture-moved", "message": f"{name} is in {path.parent}"})
 
     def part(self, reason: str) -> dict[str, Any]:
         """This process's entry of `capture.json`."""
@@ -235,7 +250,12 @@ class Storage:
             path.write_text(json.dumps(columns, separators=(",", ":")), encoding="utf-8")
         except OSError:
             return columns  # then they travel with the rest, wherever that can be written
-        return {"file": writing.compress(path), "rows": rows}
+        return {"file": self._places.compress(path).name, "rows": rows}
+
+
+def _expected_bytes(window_ns: int) -> int:
+    """A generous guess at the size of a trace before compression: 200,000 events a second of 500 bytes each."""
+    return 64_000_000 + window_ns // 10
 
 
 def _has_ops(path: Path) -> bool:

@@ -60,53 +60,75 @@ def write_json(path: Path, value: Any) -> None:
         raise
 
 
-def compress(plain: Path) -> str:
-    """Replace `x.json` by `x.json.gz`, atomically; give the name of the file that holds the data afterwards.
+class Places:
+    """Where files go: the capture directory, or a refuge in the temporary directory where that is full or forbidden."""
 
-    Where the compressed file cannot be written, the plain one stays.
-    """
-    target = plain.with_name(plain.name + ".gz")
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._refuge: Path | None = None
+
+    def choose(self, expected_bytes: int) -> Path:
+        """A directory for a file of about this size before compression.
+
+        Kineto can write its trace only once, so a disk that is too small must be seen beforehand.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.directory).free
+            if free >= expected_bytes and os.access(self.directory, os.W_OK):
+                return self.directory
+        except OSError:
+            free = 0
+        if free >= shutil.disk_usage(tempfile.gettempdir()).free:
+            return self.directory
+        return self.refuge()
+
+    def refuge(self) -> Path:
+        """The directory that takes what the capture directory does not."""
+        if self._refuge is None:
+            self._refuge = Path(tempfile.mkdtemp(prefix="traceloom-"))
+        return self._refuge
+
+    def compress(self, plain: Path) -> Path:
+        """Make `x.json.gz` of `x.json` in the capture directory, atomically; the file that holds the data afterwards.
+
+        Where that cannot be, it is compressed where it lies, or stays as it is.
+        """
+        reason = ""
+        for place in dict.fromkeys((self.directory, plain.parent)):
+            target = place / (plain.name + ".gz")
+            try:
+                _gzip(plain, target)
+            except OSError as error:
+                reason = reason or error.strerror or str(error)
+                continue
+            plain.unlink()
+            break
+        else:
+            target = plain
+            say_once("not-compressed", f"`{plain}` stays uncompressed: {reason}")
+        if target.parent != self.directory:
+            where = f"what was recorded is in `{target.parent}`"
+            say_once("capture-moved", f"`{self.directory}` takes no more data ({reason}); {where}")
+        return target
+
+    def leave(self) -> None:
+        """Remove the refuge where it was not needed in the end."""
+        if self._refuge is not None:
+            with contextlib.suppress(OSError):
+                self._refuge.rmdir()
+
+
+def _gzip(plain: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with plain.open("rb") as source, gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as sink:
             shutil.copyfileobj(source, sink, _PIECE)
         temporary.replace(target)
-    except OSError as error:
+    except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        say_once("not-compressed", f"`{plain.name}` stays uncompressed: {error.strerror or error}")
-        return plain.name
-    plain.unlink()
-    return target.name
-
-
-def export(directory: Path, name: str, save: Callable[[Path], None]) -> tuple[Path, str | None]:
-    """Let `save` write `name` into the directory, or else into the temporary directory.
-
-    Returns:
-        The file, and why it is not where it should be (None where it is).
-
-    Raises:
-        OSError: It could not be written in either place.
-    """
-    try:
-        save(directory / name)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            (directory / name).unlink()
-        reason = error.strerror or str(error)
-        refuge = Path(tempfile.mkdtemp(prefix="traceloom-")) / name
-        try:
-            save(refuge)
-        except OSError:
-            shutil.rmtree(refuge.parent, ignore_errors=True)
-            raise error from None
-        say_once(
-            "capture-moved",
-            f"`{directory}` takes no more data ({reason}); what was recorded is in `{refuge.parent}`",
-        )
-        return refuge, reason
-    return directory / name, None
+        raise
 
 
 class Writer:

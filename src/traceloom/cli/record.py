@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import os
 import re
 import sys
@@ -102,7 +102,7 @@ def default_name(command: list[str]) -> str:
     scripts = [word for word in command if word.endswith(".py")]
     script = Path(scripts[0]).stem if scripts else Path(command[0]).stem
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", script)[:60] or "run"
-    now = datetime.datetime.now().astimezone()
+    now = dt.datetime.now().astimezone()
     return f"traceloom-{name}-{now:%Y%m%d-%H%M%S}"
 
 

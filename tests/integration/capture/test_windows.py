@@ -1,0 +1,191 @@
+"""Which part of a run is recorded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+
+def spans(run: Any, prefix: str) -> list[tuple[float, float]]:
+    events = [event for event in run.events() if str(event.get("name")).startswith(prefix)]
+    return sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
+
+
+def test_by_default_five_steps_are_recorded_from_the_fourth_on_and_one_graph_step(recorder: Any) -> None:
+    run = recorder.python("for _ in range(12): step()")
+    rank = run.rank()
+    assert run.code == 0
+    assert run.files == {
+        "capture.json", "rank0.capture.json", "rank0.kineto.json.gz", "rank0.graph.kineto.json.gz",
+        "rank0.host.json.gz",
+    }  # fmt: skip
+    assert rank["window"]["kind"] == "steps"
+    assert (rank["window"]["first_step"], rank["window"]["step_count"]) == (3, 5)
+    assert run.marks() == [3, 4, 5, 6, 7, 8]
+    assert rank["step_source"] == "optimizer"
+    states = rank["steps"]["state"]
+    assert states[:9] == ["early"] * 3 + ["recorded"] * 5 + ["graph"]
+    assert set(states[9:]) <= {"unrecorded", "disturbed"}
+    assert len(states) == 12
+    assert all(duration > 0 for duration in rank["steps"]["duration_ns"])
+    assert rank["graph_step"]["step"] == 8
+    assert rank["graph_step"]["duration_ns"] == rank["steps"]["duration_ns"][8]
+
+
+def test_step_marks_do_not_cross_the_optimizer_and_agree_with_the_step_times(recorder: Any) -> None:
+    run = recorder.python("for _ in range(12): step()")
+    marks, optimizer = spans(run, "traceloom.step#"), spans(run, "Optimizer.step#")
+    assert len(optimizer) == 5
+    for begin, end in marks:
+        assert all(end <= start or begin >= stop for start, stop in optimizer)
+    assert optimizer[-1][1] <= marks[-1][0], "the last optimizer step ends before the window does"
+    base = run.json("rank0.kineto.json.gz")["baseTimeNanoseconds"]
+    steps = run.rank()["steps"]
+    for number in (4, 5, 6, 7):
+        mark_ns = int(marks[number - 3][0] * 1000) + base
+        # The boundary is taken in the hook; the mark follows when the optimizer's annotation is closed.
+        assert 0 <= mark_ns - steps["start_ns"][number] < 20_000_000
+
+
+def test_host_trace_and_kineto_of_the_graph_step_join_by_record_function_id(recorder: Any) -> None:
+    run = recorder.python("for _ in range(12): step()")
+    host = run.json("rank0.host.json.gz")["nodes"]
+    kineto = run.json("rank0.graph.kineto.json.gz")["traceEvents"]
+    timed = [event for event in run.events() if event.get("cat") == "cpu_op"]
+    assert {event["args"]["Record function id"] for event in timed} == {0}, "the timed part runs without the observer"
+    in_host = {attr["value"]: node["name"] for node in host for attr in node["attrs"] if attr["name"] == "rf_id"}
+    joined = [
+        event for event in kineto if event.get("cat") == "cpu_op" and in_host.get(event["args"]["Record function id"])
+    ]
+    operators = [event for event in kineto if event.get("cat") == "cpu_op"]
+    assert len(joined) >= len(operators) - 1 > 10
+    assert all(in_host[event["args"]["Record function id"]] == event["name"] for event in joined)
+    assert any(node["name"].startswith("Optimizer.step#AdamW") for node in host)
+
+
+def test_a_run_that_ends_early_keeps_everything(recorder: Any) -> None:
+    run = recorder.python("for _ in range(2): step()")
+    assert run.rank()["window"]["kind"] == "early"
+    assert run.marks()[:1] == [0]
+    assert run.rank()["steps"]["state"] == ["recorded", "recorded"]
+    assert "aten::linear" in run.names()
+    assert run.rank()["graph_step"] is None
+
+
+def test_the_chosen_steps_are_recorded_without_shapes_and_graph_step_when_told_so(recorder: Any) -> None:
+    run = recorder.python("for _ in range(8): step()", "--steps", "2..4", "--no-shapes", "--no-graph-step")
+    rank = run.rank()
+    assert (rank["window"]["first_step"], rank["window"]["step_count"]) == (2, 2)
+    assert run.marks() == [2, 3, 4]
+    assert rank["graph_step"] is None
+    assert not any("host" in name or "graph" in name for name in run.files)
+    assert not any(event.get("args", {}).get("Input Dims") for event in run.events())
+    assert rank["settings"]["shapes"] is False
+
+
+def test_stacks_and_memory_are_in_the_trace_when_asked_for(recorder: Any) -> None:
+    run = recorder.python("for _ in range(6): step()", "--steps", "0..2", "--stacks", "--memory", "--no-graph-step")
+    categories = {event.get("cat") for event in run.events()}
+    assert {"python_function", "cpu_instant_event"} <= categories
+    assert any(event["name"].startswith("nn.Module: Linear") for event in run.events() if event.get("ph") == "X")
+    # Weights and biases: 16*32 + 32 + 32*4 + 4 floats, all alive at the start.
+    assert run.rank()["live_bytes_at_start"]["cpu"] >= 4 * 676
+
+
+def test_a_program_without_modules_and_steps_is_recorded_from_its_first_operators_on(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import time, torch
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            torch.ones(32, 32) @ torch.ones(32, 32)
+            time.sleep(0.001)
+        """,
+        train=False,
+    )
+    assert run.rank()["window"]["kind"] == "early"
+    assert run.rank()["window"]["first_step"] is None
+    assert "aten::matmul" in run.names()
+    assert run.rank()["steps"]["start_ns"] == []
+
+
+def test_inference_without_an_optimizer_gives_a_capture(recorder: Any) -> None:
+    run = recorder.python("with torch.no_grad():\n    for _ in range(20): model(torch.randn(4, 16))")
+    assert run.names().count("aten::addmm") == 40
+    assert "recorded" in run.ours[-2]
+
+
+def test_a_window_by_time_begins_and_ends_by_the_clock(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import time, torch
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            torch.ones(8) + 1
+            time.sleep(0.005)
+        """,
+        "--after", "0.5", "--duration", "0.6",
+        train=False,
+    )  # fmt: skip
+    window = run.rank()["window"]
+    assert window["kind"] == "time"
+    assert 0.6e9 <= window["end_ns"] - window["start_ns"] < 1.4e9
+    assert window["start_ns"] - run.rank()["created_ns"] >= 0.4e9
+    assert "aten::add" in run.names()
+
+
+def test_accumulation_stays_within_a_step_and_the_slowest_of_alternating_optimizers_counts(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        critic = torch.nn.Linear(16, 1)
+        judge = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for _ in range(6):
+            for _ in range(3):  # three updates of the critic for one of the generator
+                for _ in range(2):  # each over two accumulated batches
+                    critic(torch.randn(8, 16)).mean().backward()
+                judge.step()
+            step()
+        """,
+        "--steps", "2..4",
+    )  # fmt: skip
+    assert len(run.rank()["steps"]["start_ns"]) == 6
+    assert run.marks() == [2, 3, 4]
+    assert run.names().count("Optimizer.step#SGD.step") == 6
+    assert run.names().count("Optimizer.step#AdamW.step") == 2
+
+
+def test_traceloom_step_overrules_the_optimizer(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import traceloom
+        for _ in range(5):
+            for _ in range(3): step()
+            traceloom.step()
+        """,
+        "--steps", "1..3",
+    )  # fmt: skip
+    rank = run.rank()
+    assert rank["step_source"] == "call"
+    assert len(rank["steps"]["start_ns"]) == 5
+    assert run.marks() == [1, 2, 3]
+    assert run.names().count("Optimizer.step#AdamW.step") == 6
+
+
+def test_a_window_that_is_never_reached_is_explained(recorder: Any) -> None:
+    run = recorder.python("for _ in range(4): step()\nimport sys; sys.exit(7)", "--steps", "50..60")
+    assert run.code == 7
+    assert run.ours == [
+        "traceloom: nothing was recorded: the run did not reach step 50: it made 4 steps [never-reached]"
+    ]
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("steps", ["5..5", "x", "7..3", "-1"])
+def test_a_choice_of_steps_that_cannot_be_is_refused(recorder: Any, steps: str) -> None:
+    run = recorder.record([sys.executable, "-c", "print('ran')"], f"--steps={steps}")
+    assert (run.code, run.out) == (2, "")
+    assert "[bad-steps]" in run.err
