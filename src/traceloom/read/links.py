@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.read.order import NO_ROW, Order, Texts, nullable, row_numbers
@@ -16,6 +17,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Array = NDArray[Any]
 
+_FLOW_KINDS = ("launch", "forward-backward", "other")
 # Names of the three generations, as category or name of the arrow.
 _FLOW_KIND = {
     "ac2g": "launch",
@@ -26,6 +28,12 @@ _FLOW_KIND = {
     "fwdbwd": "forward-backward",
     "forward_backward": "forward-backward",
 }
+_BOUND_BY = {
+    **dict.fromkeys((cat.RUNTIME, cat.DRIVER, *cat.GPU_WORK, cat.SYNC, cat.COMMAND), 0),
+    **dict.fromkeys((cat.OP, cat.ANNOTATION), 1),
+}
+_BINDS = np.array([_BOUND_BY.get(name, 2) for name in cat.CATEGORIES])
+_MOST_TIES = 1000  # events looked at that start at one time
 
 
 def first_by_key(keys: Ints, rows: Ints, wanted: Ints) -> Ints:
@@ -73,51 +81,54 @@ def repeats_correlation(external: Ints, correlation: Ints, is_work: Bools) -> bo
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
 
 
-def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, place: Array) -> pl.DataFrame:
+def flow_frame(columns: dict[str, Array], texts: Texts, start: Ints, category: Array, place: Array) -> pl.DataFrame:
     """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its place and time.
 
     Args:
         columns: `phase` (True = start), `flow`, `kind` (number of a text), `place`, `start` of all arrow ends.
         texts: What the numbers of `kind` stand for.
-        events: The events in time order.
+        start: Starts of the events, sorted.
+        category: Codes of their categories.
         place: Their places.
     """
     if not len(columns["flow"]):
         return pl.DataFrame(schema=SCHEMAS["flows"])
-    kinds = pl.Series([_FLOW_KIND.get(text, "other") for text in texts.values], dtype=pl.String)
+    kind = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.values])[columns["kind"]]
     ends = pl.DataFrame(
         {
             "begins": columns["phase"],
             "flow": nullable(columns["flow"]),
-            "kind": kinds.gather(pl.Series(columns["kind"].astype(np.uint32))),
-            "place": columns["place"],
-            "start_ns": columns["start"],
+            "kind": kind,
+            "event": row_numbers(_at(columns["start"], columns["place"], kind, (start, category, place))),
         }
     )
-    found = _at(ends, events, place)
-    both = ends.with_columns(event=found).unique(["begins", "kind", "flow"], keep="last", maintain_order=True)
-    begins = both.filter(pl.col("begins")).select("kind", "flow", source="event")
-    arrives = both.filter(~pl.col("begins")).select("kind", "flow", target="event")
+    ends = ends.unique(["begins", "kind", "flow"], keep="last", maintain_order=True)
+    begins = ends.filter(pl.col("begins")).select("kind", "flow", source="event")
+    arrives = ends.filter(~pl.col("begins")).select("kind", "flow", target="event")
     joined = begins.join(arrives, on=["kind", "flow"], how="full", coalesce=True, maintain_order="left_right")
-    return joined.select(list(SCHEMAS["flows"])).cast(SCHEMAS["flows"])
+    names = pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"]).gather(joined["kind"].cast(pl.UInt32))
+    return joined.with_columns(names.alias("kind")).select(list(SCHEMAS["flows"])).cast(SCHEMAS["flows"])
 
 
-def _at(ends: pl.DataFrame, events: pl.DataFrame, place: Array) -> pl.Series:
-    """The event that starts where and when each arrow end stands: the innermost one of the kind that arrows bind to."""
-    category = pl.col("category").cast(pl.String)
-    binds = (
-        pl.when(category.is_in(["op", "annotation"]))
-        .then(pl.lit("forward-backward"))
-        .when(category.is_in(["runtime", "driver", "kernel", "copy", "fill", "sync", "command"]))
-        .then(pl.lit("launch"))
-        .otherwise(pl.lit("other"))
-    )
-    known = events.lazy().select("event", "start_ns", kind=binds, place=pl.Series(place))
-    exact = known.unique(["kind", "place", "start_ns"], keep="last", maintain_order=True).collect()
-    any_kind = exact.lazy().unique(["place", "start_ns"], keep="last", maintain_order=True).drop("kind").collect()
-    by_kind = ends.join(exact, on=["kind", "place", "start_ns"], how="left", maintain_order="left")["event"]
-    by_place = ends.join(any_kind, on=["place", "start_ns"], how="left", maintain_order="left")["event"]
-    return by_kind.fill_null(by_place)
+def _at(when: Ints, where: Array, kind: Array, events: tuple[Ints, Array, Array]) -> Ints:
+    """The event that starts when and where each arrow end stands; -1 where none does.
+
+    Of several the innermost of the kind that such arrows bind to, else the innermost of any kind.
+    """
+    start, category, place = events
+    low, high = np.searchsorted(start, when, "left"), np.searchsorted(start, when, "right")
+    found = np.full(len(when), NO_ROW, dtype=np.int64)
+    for any_kind in (False, True):
+        rows = np.flatnonzero((found < 0) & (low < high))
+        at = high[rows] - 1
+        for _ in range(_MOST_TIES):
+            hit = (place[at] == where[rows]) & (any_kind | (_BINDS[category[at]] == kind[rows]))
+            found[rows[hit]] = at[hit]
+            on = ~hit & (at > low[rows])
+            rows, at = rows[on], at[on] - 1
+            if not rows.size:
+                break
+    return found
 
 
 def source_frame(offset: Array, length: Array, order: Order) -> pl.DataFrame:
@@ -130,6 +141,3 @@ def source_frame(offset: Array, length: Array, order: Order) -> pl.DataFrame:
         },
         schema=SCHEMAS["sources"],
     )
-
-
-__all__ = ["flow_frame", "launches", "ops", "repeats_correlation", "row_numbers", "source_frame"]

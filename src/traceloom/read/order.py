@@ -62,7 +62,7 @@ def nullable(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Ser
     series = pl.Series(values)
     if not len(values) or not (values == absent).any():
         return series.cast(dtype)
-    return pl.select(pl.when(series != absent).then(series).cast(dtype)).to_series()
+    return series.set(series == absent, None).cast(dtype)
 
 
 def row_numbers(values: Ints) -> pl.Series:
