@@ -87,19 +87,19 @@ def read_rules(path: str | Path) -> tuple[Rule, ...]:
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"kernel rules cannot be read: {error}", slug="bad-kernel-rules", where=str(path)) from error
+        raise InputError(f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)) from error
     return _rules(rows, str(path))
 
 
 def _rules(rows: Any, where: str) -> tuple[Rule, ...]:
     wanted = ("rule", "category", "pattern")
     if not isinstance(rows, list):
-        raise InputError("expected a JSON list of kernel rules", slug="bad-kernel-rules", where=where)
+        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=where)
     for index, row in enumerate(rows):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in wanted):
             raise InputError(
                 "expected an object with the texts `rule`, `category` and `pattern`",
-                slug="bad-kernel-rules",
+                slug="kernel-rules-unreadable",
                 where=f"{where}, $[{index}]",
             )
     return tuple(Rule(row["rule"], row["category"], row["pattern"]) for row in rows)

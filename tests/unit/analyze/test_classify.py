@@ -118,10 +118,17 @@ def test_a_file_that_is_no_table_is_refused_with_its_place(tmp_path: Path, text:
     path.write_text(text)
     with pytest.raises(InputError) as caught:
         read_rules(path)
-    assert caught.value.slug == "bad-kernel-rules"
+    assert caught.value.slug == "kernel-rules-unreadable"
     assert "rules.json" in caught.value.where
 
 
 def test_a_missing_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         read_rules(tmp_path / "none.json")
+
+
+def test_every_rule_stands_in_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "concepts" / "kernel-categories.md").read_text(
+        encoding="utf-8"
+    )
+    assert [rule.name for rule in built_in_rules() if f"`{rule.name}`" not in page] == []
