@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,17 +37,18 @@ def write(path: Path, produce: Callable[[BinaryIO], None], *, force: bool) -> in
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as handle:
-            produce(handle)
-            handle.flush()
-        size = beside.stat().st_size
-        beside.replace(path)
+        try:
+            with beside.open("wb") as handle:
+                produce(handle)
+            size = beside.stat().st_size
+            beside.replace(path)
+        except BaseException:
+            with suppress(OSError):  # what went wrong first is what counts
+                beside.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        raise OutputError(
-            f"`{path}` cannot be written: {_reason(error)}", slug="cannot-write", hint=_hint(error)
-        ) from error
-    finally:
-        beside.unlink(missing_ok=True)
+        said = f"`{path}` cannot be written: {_reason(error)}"
+        raise OutputError(said, slug="cannot-write", hint=_hint(error)) from error
     return size
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import PurePath
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -84,8 +85,10 @@ def _facts(document: dict[str, Any]) -> Iterator[str]:
 
 def _apart(names: list[str]) -> list[str]:
     """Paths without the folders that all of them share."""
-    shared = os.path.commonprefix([name.replace("\\", "/") for name in names]).rpartition("/")[0]
-    return [name[len(shared) + 1 :] if shared else name for name in names]
+    paths = [PurePath(name) for name in names]
+    folders = zip(*(path.parts[:-1] for path in paths), strict=False)
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
+    return [str(PurePath(*path.parts[shared:])) for path in paths]
 
 
 def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:

@@ -42,15 +42,14 @@ def plain(fraction: float, width: int, style: str) -> Text:
     return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8], style)
 
 
-def sparkline(values: Sequence[float], width: int, *, from_zero: bool = True) -> str:
-    """The values as a row of at most `width` small bars; neighbours share one, which shows the largest of them."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values (>= 0) as at most `width` small bars; neighbours share one, which shows the largest of them."""
     if not values:
         return ""
     count = min(width, len(values))
     bounds = [len(values) * i // count for i in range(count + 1)]
     highest = [max(values[low:high]) for low, high in pairwise(bounds)]
-    floor = 0.0 if from_zero else min(highest)
-    span = max(highest) - floor
-    if span <= 0:
-        return _LEVELS[0 if max(highest) <= 0 else 3] * count
-    return "".join(_LEVELS[min(7, int((value - floor) / span * 8))] for value in highest)
+    top = max(highest)
+    if top <= 0:
+        return _LEVELS[0] * count
+    return "".join(_LEVELS[min(7, int(max(value, 0) / top * 8))] for value in highest)
