@@ -74,51 +74,60 @@ class File:
 
 
 class _Builder:
-    """The steps from columns to frames, with what they share."""
+    """The steps from columns to frames, with what they share; columns of the file are given up as they are used."""
 
     def __init__(self, columns: Columns, file: File) -> None:
         self.columns = columns
         self.file = file
         self.texts = Texts(columns.texts)
         self.places = Places(list(columns.places), columns.thread_names)
-        raw_start = columns.column("spans", "start", np.int64)
-        self.order: Order = time_order(raw_start, columns.column("spans", "duration", np.int64))
+        raw_start = columns.take("spans", "start", np.int64)
+        raw_duration = columns.take("spans", "duration", np.int64)
+        self.order: Order = time_order(raw_start, raw_duration)
         self.base_ns = md.base_ns(file.metadata)
         self.whole_us = bool((raw_start % 1000 == 0).all())
         self.start = raw_start[self.order.rows] + self.base_ns
         del raw_start
-        self.duration = self.spans("duration")
+        self.duration = raw_duration[self.order.rows]
+        del raw_duration
+        self.name = self._span("name", np.int32)
         self.category = self._categories()
-        self.place = self.spans("place")
+        self.place = self._span("place", np.int32)
+        self._rows: dict[str, Ints] = {}
 
-    def spans(self, name: str) -> Array:
-        """A column of the complete events, in time order."""
-        return self.columns.column("spans", name, np.int64)[self.order.rows]
+    def _span(self, name: str, dtype: Any) -> Array:
+        return self.columns.take("spans", name, dtype)[self.order.rows]
 
     def _categories(self) -> Array:
         """Category codes; in files of 2021 annotations are called operators too."""
-        code = self.columns.column("spans", "category", np.uint8)[self.order.rows]
-        names = self.spans("name")
+        code = self._span("category", np.uint8)
         annotations = [
             number for number, text in enumerate(self.texts.values) if text.startswith(("ProfilerStep#", "Optimizer."))
         ]
         if annotations:
-            code[np.isin(names, annotations) & (code == _OP)] = _ANNOTATION
+            code[np.isin(self.name, annotations) & (code == _OP)] = _ANNOTATION
         return code
 
-    def spread(self, table: str, name: str) -> Ints:
-        """A column of a side table as one value per event, NULL elsewhere."""
+    def rows(self, table: str) -> Ints:
+        """The event of each row of a side table."""
+        if table not in self._rows:
+            self._rows[table] = self.order.event[self.columns.take(table, "row", np.uint32)]
+        return self._rows[table]
+
+    def spread(self, name: str, *tables: str) -> Ints:
+        """A column of side tables as one value per event, NULL elsewhere."""
         out = np.full(len(self.start), NULL, dtype=np.int64)
-        out[self.order.event[self.columns.column(table, "row", np.uint32)]] = self.columns.column(table, name, np.int64)
+        for table in tables:
+            out[self.rows(table)] = self.columns.take(table, name, np.int64)
         return out
 
     def side(self, table: str) -> dict[str, Array]:
         """All columns of a side table, empty ones too."""
-        return {name: self.columns.column(table, name, dtype) for name, dtype in _SIDE[table].items()}
+        return {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE[table].items()}
 
     def device_and_stream(self) -> tuple[Ints, Ints]:
         """Of device-side events: the arguments, else pid and tid; NULL on the host."""
-        device, stream = self.spread("device", "device"), self.spread("device", "stream")
+        device, stream = self.spread("device", "device"), self.spread("stream", "device")
         on_device = ON_DEVICE[KIND_OF_CODE[self.category]]
         for values, which in ((device, 0), (stream, 1)):
             missing = np.flatnonzero(on_device & (values == NULL))
@@ -144,10 +153,11 @@ def assemble(columns: Columns, file: File) -> Trace:
     events, steps, step_notices = _linked(made, events, nesting, lane_table)
     host_spot = np.where(np.array(KINDS)[KIND_OF_CODE[made.category]] == "host", made.place, -1)
     tensors = _tensors(made)
-    columns.drop("tensors")
     used = set(events.filter(pl.col("category").is_in(cat.GPU_WORK))["device"].drop_nulls().unique().to_list())
     groups = md.group_frame(file.metadata, file.capture)
-    collectives = collective_frame(made.side("collectives"), made.texts, made.order, events, tensors)
+    described = made.side("collectives")
+    ranks = described["rank"]
+    collectives = collective_frame(described, made.texts, made.order, events, tensors)
     collectives, capture_notices = with_captured(collectives, events, file.capture)
     sides = {
         "lanes": lane_table,
@@ -164,10 +174,10 @@ def assemble(columns: Columns, file: File) -> Trace:
         "counters": counter_frame(made.side("counters"), made.base_ns, made.places, made.texts),
         "marks": mark_frame(made.side("marks"), made.base_ns, made.places, made.texts),
         "sources": source_frame(
-            columns.column("spans", "offset", np.int64), columns.column("spans", "length", np.int32), made.order
+            columns.take("spans", "offset", np.int64), columns.take("spans", "length", np.int32), made.order
         ),
     }
-    meta, rank_notices = _meta(made, events)
+    meta, rank_notices = _meta(made, events, ranks)
     notices = (
         *file.notices,
         *rank_notices,
@@ -183,20 +193,16 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
     on_device = ON_DEVICE[KIND_OF_CODE[made.category]]
     process = np.where(on_device, NULL, _of_places(made, 0))
     thread = np.where(on_device, NULL, _of_places(made, 1))
-    correlation = made.spread("calls", "correlation")
-    external = made.spread("ops", "external")
-    for table in ("device", "calls"):
-        rows = made.order.event[made.columns.column(table, "row", np.uint32)]
-        external[rows] = made.columns.column(table, "external", np.int64)
-        correlation[rows] = made.columns.column(table, "correlation", np.int64)
+    correlation = made.spread("correlation", "calls", "device")
+    external = made.spread("external", "ops", "calls", "device")
     if repeats_correlation(external, correlation, _IS_WORK[made.category]):
         external[_IS_WORK[made.category]] = NULL
-    record = made.spread("ops", "record_function")
+    record = made.spread("record_function", "ops")
     record[record == 0] = NULL
     return pl.DataFrame(
         {
             "event": pl.Series(np.arange(len(made.start), dtype=np.uint32)),
-            "name": made.texts.column(made.spans("name")),
+            "name": made.texts.column(made.name),
             "category": _CATEGORY_NAMES.gather(pl.Series(made.category)),
             "start_ns": made.start,
             "duration_ns": made.duration,
@@ -209,8 +215,8 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
             "correlation": nullable(correlation),
             "external_id": nullable(external),
             "record_function_id": nullable(record),
-            "sequence": nullable(made.spread("ops", "sequence")),
-            "forward_thread": nullable(made.spread("ops", "forward_thread")),
+            "sequence": nullable(made.spread("sequence", "ops")),
+            "forward_thread": nullable(made.spread("forward_thread", "ops")),
             "parent": row_numbers(nesting.parent),
             "depth": np.minimum(nesting.depth, 2**16 - 1).astype(np.uint16),
         }
@@ -224,7 +230,7 @@ def _of_places(made: _Builder, which: int) -> Ints:
 
 def _autograd(made: _Builder) -> Array:
     engine = [number for number, text in enumerate(made.texts.values) if text.startswith("autograd::engine::")]
-    return np.isin(made.spans("name"), engine) if engine else np.zeros(len(made.start), dtype=np.bool_)
+    return np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_)
 
 
 def _linked(
@@ -252,19 +258,19 @@ def _filled(column: pl.Series) -> Ints:
 
 def _tensors(made: _Builder) -> pl.DataFrame:
     codes = {
-        name: made.columns.column("tensors", name, np.int32) for name in ("shapes", "types", "strides", "concrete")
+        name: made.columns.take("tensors", name, np.int32) for name in ("shapes", "types", "strides", "concrete")
     }
-    rows = made.order.event[made.columns.column("tensors", "row", np.uint32)]
+    rows = made.rows("tensors")
     order = np.argsort(rows, kind="stable")
     listed = {name: made.texts.column(values[order]) for name, values in codes.items()}
     return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **listed}, schema=SCHEMAS["tensors"])
 
 
 def _python(made: _Builder) -> pl.DataFrame:
-    rows = made.order.event[made.columns.column("frames", "row", np.uint32)]
+    rows = made.rows("frames")
     order = np.argsort(rows, kind="stable")
     values = {
-        name: nullable(made.columns.column("frames", name, np.int64)[order])
+        name: nullable(made.columns.take("frames", name, np.int64)[order])
         for name in ("python_id", "python_parent", "module_id")
     }
     return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **values}, schema=SCHEMAS["python"])
@@ -276,9 +282,8 @@ def _flows(made: _Builder) -> pl.DataFrame:
     return flow_frame(columns, made.texts, made.start, made.category, made.place)
 
 
-def _meta(made: _Builder, events: pl.DataFrame) -> tuple[Meta, list[Notice]]:
+def _meta(made: _Builder, events: pl.DataFrame, ranks: Ints) -> tuple[Meta, list[Notice]]:
     metadata, file = made.file.metadata, made.file
-    ranks = made.columns.column("collectives", "rank", np.int64)
     named = np.unique(ranks[(ranks != NULL) & (ranks >= 0)])
     rank, evidence, notices = md.find_rank(
         metadata, int(named[0]) if len(named) == 1 else None, file.path, file.capture

@@ -116,9 +116,10 @@ class Columns:
         parts = self.tables.get(table, {}).get(name, [])
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
-    def drop(self, table: str) -> None:
-        """Forget a table that has been used up."""
-        self.tables.pop(table, None)
+    def take(self, table: str, name: str, dtype: Any) -> Array:
+        """One column of a table, which is forgotten here."""
+        parts = self.tables.get(table, {}).pop(name, [])
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
