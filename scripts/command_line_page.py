@@ -1,0 +1,82 @@
+"""Writes docs/reference/command-line.md from the parsers; with --check, says whether it is up to date."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from traceloom.cli import VERBS, parser
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "command-line.md"
+_INTRODUCTION = """\
+# Command line
+
+<!-- Written by scripts/command_line_page.py from the parsers; do not edit. -->
+
+One command, `traceloom`, with a verb: `traceloom VERB ...`. `traceloom --help` shows the verbs, `traceloom VERB --help`
+what each understands.
+
+| exit code | meaning |
+|--:|---|
+| 0 | fine; damage that was repaired is a notice in the report |
+| 1 | a defect of Traceloom |
+| 2 | the call cannot be right |
+| 3 | the input, or the place to write to, is refused |
+| 4 | one of several inputs was refused, the rest was done |
+| 5 | a check failed |
+| 130 | interrupted by Ctrl-C |
+| 141 | whoever read the output stopped reading |
+
+`traceloom record` ends with the exit code of the command it records. An error is one sentence with a remedy and the
+name of its entry in [Messages](messages.md); `--debug` shows a traceback as well. Colours are shown on a terminal only,
+and never where `NO_COLOR` is set.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([_INTRODUCTION, *(line for verb in VERBS for line in _verb(verb))]) + "\n"
+
+
+def _verb(name: str) -> Iterator[str]:
+    whole = parser([name])
+    subparsers = next(a for a in whole._actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001
+    one = subparsers.choices[name]
+    yield f"## traceloom {name}\n"
+    yield f"{one.description}\n"
+    yield "| argument | meaning |"
+    yield "|---|---|"
+    for action in one._actions:  # noqa: SLF001
+        if action.help is not argparse.SUPPRESS:
+            yield f"| {_spelled(action)} | {_cell((action.help or '') % {'default': action.default})} |"
+    yield f"\n```text\n{(one.epilog or '').strip()}\n```\n"
+
+
+def _spelled(action: argparse.Action) -> str:
+    value = str(action.metavar or action.dest.upper())
+    if not action.option_strings:
+        return f"`{value}`"
+    takes = "" if action.nargs == 0 else f" {value}"
+    return ", ".join(f"`{option}{takes}`" for option in action.option_strings)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        sys.stdout.write("" if fresh else f"{PAGE} is stale: run {Path(__file__).name}\n")
+        return 0 if fresh else 1
+    PAGE.write_text(text, encoding="utf-8")
+    sys.stdout.write(f"Wrote {PAGE}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
