@@ -69,9 +69,12 @@ class Forest:
             rows = rows[up[rows] >= 0]
         return up
 
-    def nearest_or_self(self, wanted: Bools) -> Ints:
-        """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none."""
-        return np.where(wanted, np.arange(wanted.size), self.nearest(wanted))
+    def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
+        """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
+
+        `above` is `nearest(wanted)`, where it is known already.
+        """
+        return np.where(wanted, np.arange(wanted.size), self.nearest(wanted) if above is None else above)
 
     def topmost(self, wanted: Bools) -> Bools:
         """Which wanted events have no wanted ancestor."""
@@ -106,10 +109,12 @@ class Forest:
         """Durations, clipped to the parents' ends; >= 0."""
         return self.end_ns - self.start_ns
 
-    def self_ns(self, wanted: Bools) -> Ints:
-        """For wanted events the time in which they are the innermost wanted event; 0 for others."""
+    def self_ns(self, wanted: Bools, above: Ints) -> Ints:
+        """For wanted events the time in which they are the innermost wanted event; 0 for others.
+
+        `above` is `nearest(wanted)`.
+        """
         span = np.where(wanted, self.span_ns(), 0)
-        above = self.nearest(wanted)
         child = np.flatnonzero(wanted & (above >= 0))
         np.subtract.at(span, above[child], self.span_ns()[child])
         return span

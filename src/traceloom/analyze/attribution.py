@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.ancestry import Bools, Ints, forest
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -27,15 +27,16 @@ class GpuWork:
     duration_ns: Ints
     kernel: Bools
 
-    def by_ancestor(self, tree: Forest, wanted: Bools) -> tuple[Ints, Ints, Ints]:
-        """Time, kernels and count of the work launched directly under each wanted host event, without one between."""
-        owner = np.full(self.origin.size, -1)
-        known = self.origin >= 0
-        owner[known] = tree.nearest_or_self(wanted)[self.origin[known]] if known.any() else -1
+    def by_owner(self, owner_of: Ints) -> tuple[Ints, Ints, Ints]:
+        """Time, kernels and count of the work that each host event owns; arrays of shape (host events,).
+
+        `owner_of` names for each host event the one that owns what is launched there; -1 for nobody.
+        """
+        owner = np.append(owner_of, -1)[self.origin]
         owned = owner >= 0
         sums = []
         for values in (self.duration_ns, self.kernel.astype(np.int64), np.ones(owner.size, dtype=np.int64)):
-            total = np.zeros(wanted.size, dtype=np.int64)
+            total = np.zeros(owner_of.size, dtype=np.int64)
             np.add.at(total, owner[owned], values[owned])
             sums.append(total)
         return sums[0], sums[1], sums[2]

@@ -60,6 +60,6 @@ def backward_of(trace: Trace, tree: Forest) -> Backward | None:
         made, on=["process", "sequence"], how="inner"
     )
     position = joined["position"].to_numpy()
-    direct, _, _ = launched_work(trace).by_ancestor(tree, np.ones(tree.row.size, dtype=np.bool_))
+    direct, _, _ = launched_work(trace).by_owner(np.arange(tree.row.size))
     device = tree.subtree_sums(direct)
     return Backward(position, joined["forward"].to_numpy(), tree.span_ns()[position], device[position])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -48,6 +49,21 @@ ACCOUNT = pl.Schema(
     }
 )
 _UNKNOWN = -1
+
+
+class _Pieces(NamedTuple):
+    """Stretches of lanes, each within one step; arrays of one length."""
+
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+    step: Ints
+    phase: Ints
+    activity: Ints
+
+    def take(self, rows: Ints) -> _Pieces:
+        """Some of the pieces, in the order of `rows`."""
+        return _Pieces(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True)
@@ -112,20 +128,20 @@ def main_lane(trace: Trace, tree: Forest, said: Meaning) -> int | None:
     return int(counts["lane"][0])
 
 
-def _pieces(trace: Trace, tree: Forest, said: Meaning, lanes: Ints, main: int | None) -> pl.DataFrame:
-    """Pieces of lanes with their step, phase and activity; they tile every lane's window."""
+def _pieces(trace: Trace, tree: Forest, said: Meaning, lanes: Ints, main: int | None) -> list[_Pieces]:
+    """Pieces of lanes with their step, phase and activity; together they tile every lane's window."""
     segments = tree.segments(lanes, trace.start_ns, trace.end_ns)
     phase_of, activity_of = _phase(trace, tree, said), _activity(tree, said)
-    pieces, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
-    owner, lane = segments.owner[pieces.source], segments.lane[pieces.source]
+    cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
+    owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
     # one more entry at the end, which the owner -1 (nothing recorded) finds
     phase, activity = np.append(phase_of, _UNKNOWN)[owner], np.append(activity_of, UNOBSERVED)[owner]
-    columns = {"lane": lane, "start_ns": pieces.start_ns, "end_ns": pieces.end_ns}
-    frame = pl.DataFrame({**columns, "step": step, "phase": phase, "activity": activity})
-    if main is not None:
-        mine = frame.filter(pl.col("lane") == main).sort("start_ns")
-        frame = pl.concat([frame.filter(pl.col("lane") != main), _infer(trace, tree, phase_of, main, mine)])
-    return frame
+    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step, phase, activity)
+    if main is None:
+        return [pieces]
+    mine = np.flatnonzero(lane == main)
+    ordered = pieces.take(mine[np.argsort(cuts.start_ns[mine], kind="stable")])
+    return [pieces.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
 
 
 def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
@@ -151,7 +167,7 @@ def _activity(tree: Forest, said: Meaning) -> Ints:
     return np.append(said.activity, UNOBSERVED)[says]
 
 
-def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: pl.DataFrame) -> pl.DataFrame:
+def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
     """Give phases to the main thread's time that says none (see `host`); pieces are sorted by start."""
     elsewhere = _others_of_process(trace, main)[tree.lane]
     for wanted, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
@@ -159,8 +175,7 @@ def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: pl.Dat
         busy = union(tree.start_ns[rows], tree.end_ns[rows])
         if busy.start.size:
             pieces = _overlapped(pieces, busy, wanted, only_unobserved)
-    filled = _filled(pieces["phase"].to_numpy(), pieces["step"].to_numpy())
-    return pieces.with_columns(pl.Series("phase", filled))
+    return pieces._replace(phase=_filled(pieces.phase, pieces.step))
 
 
 def _others_of_process(trace: Trace, main: int) -> Bools:
@@ -173,21 +188,16 @@ def _others_of_process(trace: Trace, main: int) -> Bools:
     return out
 
 
-def _overlapped(pieces: pl.DataFrame, busy: Spans, wanted: int, only_unobserved: bool) -> pl.DataFrame:
+def _overlapped(pieces: _Pieces, busy: Spans, wanted: int, only_unobserved: bool) -> _Pieces:
     """Give `wanted` to the parts of phaseless pieces that lie in the busy time; others are left whole."""
-    free = (pieces["phase"] < 0).to_numpy()
+    free = pieces.phase < 0
     if only_unobserved:
-        free &= (pieces["activity"] == UNOBSERVED).to_numpy()
-    start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
-    narrow = cut(np.where(free, start, end), end, np.unique(np.concatenate(busy)))
-    source = narrow.source
-    low = np.where(free[source], narrow.start_ns, start[source])
-    inside = free[source] & contains(busy, low)
-    return pieces[source].with_columns(
-        pl.Series("start_ns", low),
-        pl.Series("end_ns", narrow.end_ns),
-        pl.Series("phase", np.where(inside, wanted, pieces["phase"].to_numpy()[source])),
-    )
+        free &= pieces.activity == UNOBSERVED
+    narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
+    found, free = pieces.take(narrow.source), free[narrow.source]
+    start = np.where(free, narrow.start_ns, found.start_ns)
+    phase = np.where(free & contains(busy, start), wanted, found.phase)
+    return found._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
 
 
 def _filled(phase: Ints, step: Ints) -> Ints:
@@ -205,17 +215,22 @@ def _filled(phase: Ints, step: Ints) -> Ints:
     return out
 
 
-def _account(pieces: pl.DataFrame) -> pl.DataFrame:
-    summed = (
-        pieces.group_by("lane", "step", "phase", "activity")
-        .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
-        .with_columns(pl.when(pl.col("phase") < 0).then(OTHER).otherwise("phase").alias("phase"))
-        .group_by("lane", "step", "phase", "activity")
-        .agg(pl.col("ns").sum())
-        .sort("lane", "step", "phase", "activity")
-    )
-    return summed.with_columns(
-        pl.when(pl.col("step") != int(NO_STEP)).then("step").alias("step"),
-        pl.Series(PHASES).gather(summed["phase"]).alias("phase"),
-        pl.Series(ACTIVITIES).gather(summed["activity"]).alias("activity"),
+def _account(pieces: list[_Pieces]) -> pl.DataFrame:
+    """Add up by lane, step, phase and activity; one number stands for the four while they are added."""
+    lane, start, end, step, phase, activity = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    steps, place = np.unique(step, return_inverse=True)
+    kinds = len(PHASES) * len(ACTIVITIES)
+    kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity
+    key = (lane * max(steps.size, 1) + place.reshape(-1)) * kinds + kind
+    summed = pl.DataFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum()).sort("key")
+    keys = summed["key"].to_numpy()
+    number = steps[(keys // kinds) % max(steps.size, 1)] if steps.size else keys
+    return pl.DataFrame(
+        {
+            "lane": keys // (kinds * max(steps.size, 1)),
+            "step": pl.Series(number).replace(int(NO_STEP), None),
+            "phase": pl.Series(PHASES).gather(keys % kinds // len(ACTIVITIES)),
+            "activity": pl.Series(ACTIVITIES).gather(keys % len(ACTIVITIES)),
+            "ns": summed["ns"],
+        }
     ).cast(ACCOUNT)

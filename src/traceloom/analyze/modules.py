@@ -61,13 +61,18 @@ def modules(trace: Trace) -> Modules:
     evidence, kind = _regions(trace, tree)
     if not (kind >= 0).any():
         return Modules(TREE.to_frame(), "none")
-    level = _levels(tree, kind)
-    kind[level > _DEEPEST] = -1
     wanted = kind >= 0
-    node, table = _paths(trace, tree, kind, level)
-    span, own = tree.span_ns(), tree.self_ns(wanted)
-    device, kernels, _ = launched_work(trace).by_ancestor(tree, wanted)
-    backward = _backward(trace, tree, wanted)
+    above = tree.nearest(wanted)
+    level = _levels(above, wanted)
+    if (level > _DEEPEST).any():
+        kind[level > _DEEPEST] = -1
+        wanted = kind >= 0
+        above = tree.nearest(wanted)
+    node, table = _paths(trace, tree, kind, level, above)
+    span, own = tree.span_ns(), tree.self_ns(wanted, above)
+    owner = tree.nearest_or_self(wanted, above)
+    device, kernels, _ = launched_work(trace).by_owner(owner)
+    backward = _backward(trace, tree, owner)
     values = {
         "host_ns": span,
         "self_host_ns": own,
@@ -106,13 +111,12 @@ def _regions(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     return evidence, kind
 
 
-def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints) -> tuple[Ints, pl.DataFrame]:
+def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints, above: Ints) -> tuple[Ints, pl.DataFrame]:
     """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
 
     Goes down level by level; a level takes one group-by of its events, and nesting of regions is shallow.
     """
     wanted = kind >= 0
-    above = tree.nearest(wanted)
     names = trace.events["name"].gather(tree.row[np.flatnonzero(wanted)])
     called = pl.DataFrame({"position": np.flatnonzero(wanted), "name": names, "kind": kind[wanted]})
     node = np.full(wanted.size, -1)
@@ -131,10 +135,8 @@ def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints) -> tuple[Ints, p
     return node, pl.concat(rows)
 
 
-def _levels(tree: Forest, kind: Ints) -> Ints:
+def _levels(above: Ints, wanted: Bools) -> Ints:
     """How many regions stand above each region, at most one more than the deepest level; -1 for what is none."""
-    wanted = kind >= 0
-    above = tree.nearest(wanted)
     level = np.where(wanted, 0, -1)
     rows = np.flatnonzero(wanted & (above >= 0))
     up = above[rows]
@@ -145,16 +147,16 @@ def _levels(tree: Forest, kind: Ints) -> Ints:
     return level
 
 
-def _backward(trace: Trace, tree: Forest, wanted: Bools) -> dict[str, Ints] | None:
+def _backward(trace: Trace, tree: Forest, owner: Ints) -> dict[str, Ints] | None:
     """Host and device time of backward ops, added up at the innermost region of their forward ops."""
     joined = backward_of(trace, tree)
     if joined is None:
         return None
-    region = tree.nearest_or_self(wanted)[joined.forward]
+    region = owner[joined.forward]
     known = region >= 0
     out = {}
     for name, values in (("host_ns", joined.host_ns), ("device_ns", joined.device_ns)):
-        total = np.zeros(wanted.size, dtype=np.int64)
+        total = np.zeros(owner.size, dtype=np.int64)
         np.add.at(total, region[known], values[known])
         out[name] = total
     return out

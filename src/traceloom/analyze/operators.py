@@ -63,15 +63,16 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     """
     tree = forest(trace)
     is_op = meaning(trace).op
+    above = tree.nearest(is_op)
     work = launched_work(trace)
-    direct_ns, direct_kernels, direct_count = work.by_ancestor(tree, is_op)
+    direct_ns, direct_kernels, direct_count = work.by_owner(tree.nearest_or_self(is_op, above))
     kind = _kinds(trace, tree, by_shape)
     top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
     ops = pl.DataFrame(
         {
             "kind": kind,
             "top": top,
-            "self_ns": tree.self_ns(is_op),
+            "self_ns": tree.self_ns(is_op, above),
             "span_ns": tree.span_ns(),
             "self_device_ns": direct_ns,
             "device_ns": tree.subtree_sums(direct_ns),

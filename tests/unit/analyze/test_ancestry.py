@@ -52,7 +52,7 @@ def test_sums_over_subtrees_and_self_times() -> None:
     tree, names = sample()
     assert tree.subtree_sums(np.array([1, 10, 100, 1000, 10_000, 5])).tolist() == [11_111, 1110, 100, 1000, 10_000, 5]
     every = np.ones(len(names), dtype=np.bool_)
-    assert tree.self_ns(every).tolist() == [60_000, 20_000, 10_000, 10_000, 0, 10_000]
+    assert tree.self_ns(every, tree.nearest(every)).tolist() == [60_000, 20_000, 10_000, 10_000, 0, 10_000]
 
 
 def test_segments_tile_every_lane_also_an_empty_one() -> None:
