@@ -5,6 +5,7 @@ sees every call, also those that DDP makes in C++; torch >= 2.8 for gloo), and a
 `ProcessGroup`, in place only while the window is recorded (which knows roots, peers and threads).
 """
 
+# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import json

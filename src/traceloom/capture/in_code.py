@@ -38,7 +38,7 @@ class Recording:
         self._force = force
         self._recorder: Any = None
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> Recording:  # noqa: PYI034  (never subclassed)
         if importlib.util.find_spec("torch") is None:
             raise CaptureError(
                 "torch is not installed, so there is nothing to record", slug="no-torch", hint="pip install torch"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from traceloom.capture.messages import say_once
@@ -80,6 +82,20 @@ def forked(parent: Any) -> None:
             _recorder.attachment.inherits_kineto = True
 
 
+@dataclass
+class _Restored:
+    """A method of a stranger's class that we have replaced; `remove` puts the original back."""
+
+    kind: Any
+    name: str
+    original: Any
+    ours: Any
+
+    def remove(self) -> None:
+        if vars(self.kind).get(self.name) is self.ours:
+            setattr(self.kind, self.name, self.original)
+
+
 class Attachment:
     """Everything that ties a recorder to its process."""
 
@@ -110,20 +126,40 @@ class Attachment:
             _recorder = None
 
     def _watch_steps(self) -> None:
+        from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         recorder = self.recorder
+        self._optimizer_steps = 0
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def before(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
             if self._waiting:
                 self._called()
 
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            frame = sys._getframe(1)
+        def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            self._optimizer_steps += 1
+            if self._waiting and self.inherits_kineto:
+                return
+            frame = sys._getframe(1)  # noqa: SLF001
             annotated = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_code.co_varnames
             recorder.optimizer_stepped(optimizer, frame if annotated else None)
 
-        self._handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        scale_and_step = GradScaler.step
+
+        @functools.wraps(scale_and_step)
+        def scaled_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            steps = self._optimizer_steps
+            result = scale_and_step(scaler, optimizer, *args, **kwargs)
+            if steps == self._optimizer_steps:  # gradients were infinite: the optimizer was left out, the step was not
+                recorder.optimizer_stepped(optimizer)
+            return result
+
+        GradScaler.step = scaled_step
+        self._handles += [
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+            _Restored(GradScaler, "step", scale_and_step, scaled_step),
+        ]
 
     def _watch_profilers(self) -> None:
         from traceloom.capture.yielding import Yielding
@@ -151,7 +187,7 @@ class Attachment:
         recorder = self.recorder
         stacks_at_once = recorder.settings.stacks and not recorder.settings.early  # imports would be in them
         guess = not (in_child or stacks_at_once or moments.is_child_of_multiprocessing())
-        self._module_hook = register_module_forward_pre_hook(lambda module, args: self._called())
+        self._module_hook = register_module_forward_pre_hook(lambda _module, _args: self._called())
         self._handles.append(self._module_hook)
 
         def tick() -> None:

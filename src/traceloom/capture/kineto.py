@@ -3,6 +3,7 @@
 Kineto's state belongs to the thread that starts it; only that thread may stop it (another one would crash).
 """
 
+# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,17 +37,19 @@ class _Ours:
         self._hidden.__enter__()
         _ours.active = True
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         _ours.active = False
-        self._hidden.__exit__(*error)
+        self._hidden.__exit__(kind, error, where)
 
 
 class OtherThreadError(RuntimeError):
     """Kineto runs on another thread."""
 
 
-class _Profile(_KinetoProfile):
-    """PyTorch's profiler without its import of torch._inductor, which takes seconds in a process that never compiles."""
+class _Profile(_KinetoProfile):  # type: ignore[misc]
+    """PyTorch's profiler without its import of torch._inductor, which takes seconds."""
 
     def prepare_trace(self) -> None:
         compiler = sys.modules.get("torch._inductor.config")
@@ -132,12 +136,13 @@ def require_whole(path: Path) -> None:
         raise OSError(28, os.strerror(28), str(path))
 
 
-def _experimental(options: dict[str, bool]) -> Any:
+def _experimental(options: dict[str, Any]) -> Any:
     """The experimental options that this PyTorch knows."""
     from torch._C._profiler import _ExperimentalConfig
 
     signature = _ExperimentalConfig.__init__.__doc__ or ""
-    return _ExperimentalConfig(**{name: True for name, on in options.items() if on and f"{name}:" in signature})
+    known: dict[str, Any] = {name: True for name, on in options.items() if on and f"{name}:" in signature}
+    return _ExperimentalConfig(**known)
 
 
 class Graph:
@@ -187,22 +192,23 @@ class Graph:
         except OSError:
             return
         null = os.open(os.devnull, os.O_WRONLY)
-        for entry in _open_descriptors():
-            try:
-                status = os.fstat(entry)
-            except OSError:
-                continue
-            if (status.st_dev, status.st_ino) == (target.st_dev, target.st_ino):
-                os.dup2(null, entry)
+        for descriptor in _open_descriptors():
+            if _same_file(descriptor, target):
+                os.dup2(null, descriptor)
         os.close(null)
+
+
+def _same_file(descriptor: int, target: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), target)
+    except OSError:
+        return False  # closed in the meantime: it was the one that listed them
 
 
 def _open_descriptors() -> list[int]:
     for directory in ("/proc/self/fd", "/dev/fd"):
-        try:
+        if os.path.isdir(directory):  # noqa: PTH112
             return [int(name) for name in os.listdir(directory) if name.isdigit()]  # noqa: PTH208
-        except OSError:
-            continue
     return list(range(3, 256))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -91,10 +92,9 @@ class Launch:
                 "started_ns": started,
                 "ended_ns": time.time_ns(),
             }
-            try:
+            # On failure the parts are there, and `summary` tells what is wrong with the directory.
+            with contextlib.suppress(OSError):
                 manifest.merge(self._directory, run)
-            except OSError:
-                pass  # the parts are there, and `summary` tells what is wrong with the directory
         return status
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
@@ -176,8 +176,10 @@ class Launch:
             return "no-torch", "no process of the command imported torch"
         return (
             "no-hook",
-            "no Python of the command ran our start-up hook: it was started with -E, -I or -S, its environment was "
-            "cleared (containers, ssh, sudo), or it is not Python",
+            (
+                "no Python of the command ran our start-up hook: it was started with -E, -I or -S, its environment "
+                "was cleared (containers, ssh, sudo), or it is not Python"
+            ),
         )
 
 

@@ -4,6 +4,7 @@ Everything here runs inside somebody else's training loop. Between two steps not
 whatever fails is reported in one line, and the program goes on.
 """
 
+# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import functools

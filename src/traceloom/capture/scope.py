@@ -4,6 +4,7 @@ In the traces a scope is a user annotation called `traceloom.scope:` and its nam
 While nothing records, entering and leaving one costs a fraction of a microsecond, and without torch nothing happens.
 """
 
+# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import functools
@@ -48,7 +49,7 @@ class scope:  # noqa: N801  (used like a function)
         self._annotation: Any = None
         self._outer: scope | None = None
 
-    def __enter__(self) -> scope:
+    def __enter__(self) -> scope:  # noqa: PYI034  (a scope is never subclassed)
         if self._open:
             raise UsageError(f"scope `{self.name}` is open already", slug="bad-scope", hint="make a new one")
         self._open = True
@@ -82,6 +83,7 @@ class scope:  # noqa: N801  (used like a function)
         return _escaped(".".join(reversed(names)))
 
     def __call__(self, function: _F) -> _F:
+        """Put a scope of this name around every call of `function`."""
         name = self.name
         if inspect.isasyncgenfunction(function):
             raise UsageError(

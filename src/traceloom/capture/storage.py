@@ -1,5 +1,6 @@
 """What one process leaves behind: its traces, its tables and its part of `capture.json`."""
 
+# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import contextlib
@@ -129,8 +130,9 @@ class Storage:
             return
         self._writer.wait()
         for table, keys in ((self._window, ("file",)), (self._graph, ("file", "host_file"))):
-            for key in keys if table is not None else ():
-                (self.directory / table[key]).unlink(missing_ok=True)
+            for key in keys:
+                if table is not None:
+                    (self.directory / table[key]).unlink(missing_ok=True)
         self._window = self._graph = self._collectives = None
 
     def finish(self, reason: str, *, used_torch: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -64,7 +65,7 @@ def test_a_block_of_code_is_recorded_with_its_scopes(recorder: Any) -> None:
         for event in run.events()
         if event.get("name") == "traceloom.scope:task"
     )
-    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
     assert run.rank()["window"]["kind"] == "block"
     assert run.rank()["ended"] == "block"
     run.directory = recorder.tmp_path / "chosen"

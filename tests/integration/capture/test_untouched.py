@@ -107,9 +107,10 @@ ENDINGS = {
         "SIGTERM",
     ),
     "own handler": (
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(30)",
+        """import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)""",
         9,
         "exit",
     ),
@@ -205,3 +206,37 @@ def test_a_full_disk_is_told_and_nothing_is_lost(recorder: Any, tiny_disk: Path)
     assert any("[capture-moved]" in line for line in run.ours)
     kept = {path.name for path in refuge.rglob("*") if path.is_file()}
     assert "rank0.kineto.json.gz" in kept or "rank0.kineto.json" in kept
+
+
+def test_a_program_that_hangs_in_c_still_dies_of_sigterm(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import ctypes, os, threading, time
+        import traceloom.capture.endings as endings
+        endings.PATIENCE_SECONDS = 0.5
+        for _ in range(12): step()
+        def kill(): time.sleep(0.3); os.kill(os.getpid(), 15)
+        threading.Thread(target=kill, daemon=True).start()
+        # C code that does not come back for a signal, as a collective that waits for its peer.
+        ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref((mutex := (ctypes.c_char * 64)())))
+        ctypes.CDLL(None).pthread_mutex_lock(ctypes.byref(mutex))
+        """
+    )
+    assert run.code == -signal.SIGTERM
+    assert run.rank()["window"]["step_count"] == 5
+
+
+def test_a_skipped_step_of_a_gradient_scaler_is_a_step(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(6):
+            loss = model(torch.randn(8, 16)).square().mean()
+            if number == 2: loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+        """,
+        "--steps", "4..5",
+    )  # fmt: skip
+    assert len(run.rank()["steps"]["start_ns"]) == 6
+    assert run.marks() == [4, 5]

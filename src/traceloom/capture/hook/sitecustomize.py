@@ -4,11 +4,14 @@ It costs a process that never imports torch next to nothing: it chains the `site
 directory off `sys.path`, and waits for `import torch`. It must run on any Python and never break the program.
 """
 
+# It runs before anything else, on any Python, in anybody's program: plain old Python on purpose.
+# ruff: noqa: ANN001, ANN202, ARG002, BLE001, PTH100, PTH118, PTH120, UP031, UP036
+# mypy: ignore-errors
 import os
 import sys
 
 
-def _chain(here):  # type: ignore[no-untyped-def]
+def _chain(here):
     """Run the sitecustomize that ours hides, exactly as Python would have done."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     from importlib.machinery import PathFinder
@@ -25,7 +28,7 @@ def _chain(here):  # type: ignore[no-untyped-def]
 class _TorchFinder:
     """Lets the others find torch, and asks to be called when it has been imported."""
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
         if self in sys.meta_path:
@@ -37,7 +40,7 @@ class _TorchFinder:
             return spec
         loader, execute = spec.loader, spec.loader.exec_module
 
-        def exec_module(module):  # type: ignore[no-untyped-def]
+        def exec_module(module):
             del loader.exec_module
             execute(module)
             _begin()
@@ -46,7 +49,7 @@ class _TorchFinder:
         return spec
 
 
-def _begin():  # type: ignore[no-untyped-def]
+def _begin():
     try:
         if sys.version_info < (3, 10):
             version = ".".join(map(str, sys.version_info[:2]))
@@ -71,7 +74,7 @@ def _begin():  # type: ignore[no-untyped-def]
         sys.stderr.write("traceloom: recording did not start, your program goes on: %r [recorder-failed]\n" % (error,))
 
 
-def _hook():  # type: ignore[no-untyped-def]
+def _hook():
     if os.environ.get("TRACELOOM_RECORD"):
         sys.meta_path.insert(0, _TorchFinder())
         marker = os.environ.get("TRACELOOM_MARKER")
