@@ -2,8 +2,9 @@
 
     python benchmarks/timeline.py [--events 200000] [--scales 1 2] [--seconds 3] [--keep page.html]
 
-Draws 40 rows of events, in the page and filling the window: full view (every event is in sight), panning and zooming. Each frame changes the view, so that
-nothing is drawn from memory. A browser shows at most 60 frames per second; headless Chromium draws in software.
+Draws 40 rows of events, in the page and filling the window: full view (every event is in sight), panning and zooming.
+Each frame changes the view, so that nothing is drawn from memory. A browser shows at most 60 frames per second;
+headless Chromium draws in software.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def session(count: int) -> Session:
             frames.append(
                 pl.DataFrame(
                     {
-                        "name": pl.Series(random.integers(0, 40, each)).cast(pl.String) + ("::op" if host else "_kernel"),
+                        "name": pl.Series(random.integers(0, 40, each)).cast(pl.String) + "::op",
                         "category": pl.Series(["op" if host else "kernel"]).new_from_index(0, each),
                         "start_ns": start,
                         "duration_ns": (length * (0.99**depth)).astype(np.int64),

@@ -12,7 +12,7 @@ class Reasons:
     """The document's `absent` list, asked by path."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        self._reasons = {entry["path"]: entry["reason"] for entry in document.get("absent") or []}
+        self._reasons: dict[str, str] = {e["path"]: e["reason"] for e in document.get("absent") or []}
 
     def of(self, path: str, otherwise: str = "the report does not say") -> str:
         """Why the value at `path` is unknown."""

@@ -58,14 +58,15 @@ def thinned(values: list[int], most: int) -> list[int]:
 
 def _curve(curve: Row) -> str:
     at = thinned([value or 0 for value in curve["allocated_bytes"]], _POINTS)
-    times = [curve["time_ns"][k] for k in at]
+    times: list[int] = [curve["time_ns"][k] for k in at]
     series = [("allocated", [curve["allocated_bytes"][k] for k in at])]
     reserved = [curve["reserved_bytes"][k] for k in at]
     if any(reserved):
         series.append(("reserved", reserved))
-    highest = max(0, *(v for _, values in series for v in values if v is not None)) or 1
+    known: list[int] = [v for _, values in series for v in values if v is not None]
+    highest = max([0, *known]) or 1
     # Below zero where blocks from before the recording were freed and what was there at its start is unknown.
-    lowest = min(0, *(v for _, values in series for v in values if v is not None))
+    lowest = min([0, *known])
     span = max(times[-1] - times[0], 1)
 
     def x(time: int) -> float:

@@ -21,8 +21,8 @@ Row = dict[str, Any]
 # In the order of their imports: a script only uses what stands before it.
 SCRIPTS = (
     "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
-    "draw.js", "rows.js", "overview.js", "pace.js", "timeline.js", "gestures.js", "details.js", "search.js", "tables.js",
-    "icicle.js", "curve.js", "page.js", "main.js",
+    "draw.js", "rows.js", "overview.js", "pace.js", "timeline.js", "gestures.js", "details.js", "search.js",
+    "tables.js", "icicle.js", "curve.js", "page.js", "main.js",
 )  # fmt: skip
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
 _IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
@@ -168,8 +168,9 @@ def _rank_choice(document: Row) -> str:
 
 
 def _footer(document: Row, seconds: float) -> str:
+    version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
     return (
-        f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from {text(document.get('epoch_ns', ''))} ns "
-        f"(Unix time where the trace gives it) · page made in {seconds:.2f} s</p>"
+        f"<p>Traceloom {version} · times count from {epoch} ns (Unix time where the trace gives it) · "
+        f"page made in {seconds:.2f} s</p>"
         "<p>The same numbers for programs: <code>traceloom report … -o report.json</code></p>"
     )

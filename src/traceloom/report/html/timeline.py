@@ -74,7 +74,8 @@ def build(session: Session, communication: set[str], curves: list[dict[str, Any]
         place = np.full(trace.events.height + 1, 0, dtype=np.int64)
         place[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
         counts = dict(part.group_by("order").len().iter_rows())
-        lanes += [{**row, "count": counts.get(row.pop("order"), 0)} for row in table.drop("lane").to_dicts()]
+        shown = table.drop("lane", "order").to_dicts()
+        lanes += [{**row, "count": counts.get(position, 0)} for position, row in enumerate(shown)]
         parts.append(part)
         places.append(place)
         first += part.height
@@ -113,7 +114,7 @@ def _fair_share(sizes: list[int], limit: int) -> list[int]:
 
 
 def _keep(events: pl.DataFrame, share: int) -> pl.DataFrame:
-    """The `share` most useful events: GPU work, annotations and collectives first, Python frames last, long before short."""
+    """The most useful events: GPU work, annotations and collectives first, Python frames last, long before short."""
     if events.height <= share:
         return events
     first = pl.col("category").is_in([*GPU_WORK, ANNOTATION, COLLECTIVE])

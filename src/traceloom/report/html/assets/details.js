@@ -6,6 +6,7 @@ import { byteSize, duration, exact, grouped, share } from "./units.js";
 const RECORD = "\u001e";
 const UNIT = "\u001f";
 const FACT_BYTES = new Set(["bytes", "bytes in", "bytes out"]);
+const RANGE_NOTE = "Sums of the time inside it over all ranks; work that overlaps counts twice.";
 const MOST = 6; // rows of the sums of a range
 
 export class Details {
@@ -53,6 +54,11 @@ export class Details {
     );
   }
 
+  #absolute(event) {
+    const { start, epoch } = this.events;
+    return `${exact(start[event], "ns after the epoch")} (${epoch + BigInt(start[event])} ns)`;
+  }
+
   #rows(event, lane, work) {
     const { events } = this;
     const rank = events.ranks[lane.trace];
@@ -60,7 +66,7 @@ export class Details {
     const rows = [
       ["kind", kindOf(events, event)],
       ["where", `${rank.rank === null ? `trace ${lane.trace + 1}` : `rank ${rank.rank}`} · ${lane.name}`],
-      ["start", `${grouped((events.start[event] / 1e6).toFixed(3))}\u202fms`, `${exact(events.start[event], "ns after the epoch")} (${events.epoch + BigInt(events.start[event])} ns)`],
+      ["start", `${grouped((events.start[event] / 1e6).toFixed(3))}\u202fms`, this.#absolute(event)],
       ["duration", duration(events.duration[event]), exact(events.duration[event], "ns")],
       ["step", step ? `${step[1]}` : "–", step ? "" : "the event lies outside all steps, or its launch was not recorded"],
     ];
@@ -111,11 +117,13 @@ export class Details {
     const { sums, names, count } = sumRange(this.events, range);
     const groups = [...sums].filter(([, ns]) => ns > 0).sort((a, b) => b[1] - a[1]);
     const longest = [...names].sort((a, b) => b[1] - a[1]).slice(0, MOST);
-    const row = ([key, ns]) =>
-      element("div", {}, element("dt", { textContent: key }), element("dd", { textContent: `${duration(ns)} · ${share(ns, wide)}`, title: exact(Math.round(ns), "ns") }));
+    const row = ([key, ns]) => {
+      const value = { textContent: `${duration(ns)} · ${share(ns, wide)}`, title: exact(Math.round(ns), "ns") };
+      return element("div", {}, element("dt", { textContent: key }), element("dd", value));
+    };
     this.panel.replaceChildren(
       element("h3", { className: "tl-name", textContent: `${duration(wide)} selected` }),
-      element("p", { className: "quiet", textContent: `${grouped(count)} events touch it. Sums of durations inside it over all ranks; work that overlaps counts twice.` }),
+      element("p", { className: "quiet", textContent: `${grouped(count)} events touch it. ${RANGE_NOTE}` }),
       element("dl", { className: "tl-facts" }, ...groups.map(row)),
       element("h4", { textContent: "Longest GPU work, or operators where there is none" }),
       element("dl", { className: "tl-facts tl-long" }, ...longest.map(([label, ns]) => row([this.events.shortNames[label], ns]))),

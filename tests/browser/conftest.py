@@ -1,0 +1,136 @@
+"""A real browser, and pages of small made runs in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceloom.model import Session
+from traceloom.report import document
+from traceloom.report.html import render
+from traceloom.testing import TraceBuilder
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, without a window."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
+
+
+def trace(rank: int, kernels: tuple[str, ...]) -> Any:
+    """Four steps; each kernel has its operator, its launch, and a Python frame around them."""
+    builder = TraceBuilder(rank=rank, world_size=2)
+    correlation = 0
+    for step in range(4):
+        at = step * 1000.0
+        builder.step(step, at, 1000)
+        builder.python("train.py(7): step", at + 1, 990)
+        builder.python("nn.Module: Net_0", at + 10, 900, module_id=1)
+        for k, name in enumerate(kernels):
+            correlation += 1
+            start = at + 20 + 90 * k
+            builder.python(f"nn.Module: Linear_{k}", start - 2, 84, module_id=2 + k)
+            builder.op(f"aten::op{k}", start, 80, shapes=[[2, 3 + k]])
+            builder.launch("cudaLaunchKernel", start + 10, 8, correlation=correlation)
+            builder.kernel(name, start + 40, 30 + 2 * k, correlation=correlation)
+        builder.allocation(at + 5, 1000, address=step, total_allocated=1000 * (step + 1), total_reserved=8000)
+    return builder.build()
+
+
+def run_of(*kernels: str, name: str = "made") -> Session:
+    return Session(tuple(trace(rank, kernels) for rank in (0, 1)), name)
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The files of two pages: `plain` and `hostile`."""
+    folder = tmp_path_factory.mktemp("pages")
+    names = [f"kernel_{k:02d}_gemm" if k % 2 else f"kernel_{k:02d}_copy" for k in range(9)]
+    out = {}
+    runs = {"plain": run_of(*names, *(f"rare_{k}" for k in range(1))), "hostile": run_of(EVIL, "kind", name=EVIL)}
+    for name, session in runs.items():
+        out[name] = folder / f"{name}.html"
+        out[name].write_text(render(document.build(session), session), encoding="utf-8")
+    return out
+
+
+class Tab:
+    """A page in the browser, with what went wrong in it."""
+
+    def __init__(self, page: Any, uri: str) -> None:
+        self.page = page
+        self.uri = uri
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: self.problems.append(message.text))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("dialog", lambda dialog: (self.problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def go(self, hash_: str = "") -> Tab:
+        """(Re)load the page with this hash and wait until the timeline stands."""
+        self.page.goto("about:blank")
+        self.requests.clear()
+        self.page.goto(self.uri + hash_)
+        self.page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return self
+
+    def timeline(self, expression: str) -> Any:
+        """A JavaScript expression about `t`, the timeline."""
+        return self.page.evaluate(
+            f"(() => {{ const t = document.getElementById('timeline-view').timeline; return {expression}; }})()"
+        )
+
+    def event_named(self, name: str) -> tuple[int, float, float]:
+        """(event, x, y) of the first drawn event of a name; x and y on the screen."""
+        self.page.locator("#timeline").scroll_into_view_if_needed()
+        found = self.page.evaluate(
+            """(name) => {
+              const t = document.getElementById("timeline-view").timeline;
+              const { events } = t;
+              let event = -1;
+              for (let i = 0; i < events.count && event < 0; i++)
+                if (events.name(i) === name && t.rows.topOf(i) !== null) event = i;
+              const box = t.canvas.getBoundingClientRect();
+              const x = t.painter.x((events.start[event] + events.end[event]) / 2);
+              return [event, box.left + x, box.top + t.rows.topOf(event) - t.scroller.scrollTop + 8];
+            }""",
+            name,
+        )
+        return tuple(found)
+
+
+@pytest.fixture
+def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Tab]]:
+    """Open one of the pages; after the test, nothing may have gone wrong in it."""
+    contexts, tabs = [], []
+
+    def opened(name: str = "plain", hash_: str = "", script: str = "", **options: Any) -> Tab:
+        options.setdefault("viewport", {"width": 1440, "height": 1000})
+        context = browser.new_context(**options)
+        page = context.new_page()
+        if script:
+            page.add_init_script(script)
+        tab = Tab(page, pages[name].as_uri())
+        contexts.append(context)
+        tabs.append(tab)
+        return tab.go(hash_)
+
+    yield opened
+    problems = [problem for tab in tabs for problem in tab.problems]
+    for context in contexts:
+        context.close()
+    assert problems == []

@@ -1,0 +1,370 @@
+"""The report page in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+Open = Callable[..., Any]
+
+
+def names_of(tab: Any, table: str) -> list[str]:
+    """The names that a table shows, from top to bottom."""
+    return tab.page.locator(f"#{table} tbody tr:visible td.name").all_inner_texts()
+
+
+def colours(tab: Any) -> int:
+    """How many different colours the canvas of the timeline shows."""
+    return tab.page.evaluate(
+        """() => {
+          const canvas = document.querySelector("canvas[data-part=canvas]");
+          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+          const seen = new Set();
+          for (let i = 0; i < data.length; i += 4) seen.add((data[i] << 16) | (data[i + 1] << 8) | data[i + 2]);
+          return seen.size;
+        }"""
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "hostile"])
+def test_it_opens_without_a_request_or_a_complaint(open_page: Open, name: str) -> None:
+    tab = open_page(name)
+    assert [url for url in tab.requests if url != tab.uri and not url.startswith("data:image/svg")] == []
+
+
+@pytest.mark.parametrize("width", [1440, 800, 480])
+def test_nothing_makes_the_page_scroll_sideways(open_page: Open, width: int) -> None:
+    tab = open_page(viewport={"width": width, "height": 900})
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_hostile_names_are_text_in_tables_timeline_tooltip_and_title(open_page: Open) -> None:
+    tab = open_page("hostile")
+    assert EVIL in tab.page.title()
+    assert EVIL in tab.page.locator("#kernel-table").inner_text()
+    event, x, y = tab.event_named(EVIL)
+    tab.page.mouse.move(x, y)
+    assert EVIL[:30] in tab.page.locator("[data-part=tip]").inner_text()
+    tab.page.mouse.click(x, y)
+    assert tab.timeline("t.selected") == event
+    assert tab.page.locator("[data-part=details] h3").inner_text() == EVIL
+    assert tab.page.locator("img").count() == 0
+    assert tab.page.locator("script").count() == 2 + tab.page.locator("script[type]").count()
+
+
+def test_headers_sort_and_the_address_remembers(open_page: Open) -> None:
+    tab = open_page()
+    header = tab.page.locator("#kernel-table th[data-key=name] button")
+    header.click()
+    first = names_of(tab, "kernel-table")
+    assert first == sorted(first)
+    assert tab.page.locator("#kernel-table th[data-key=name]").get_attribute("aria-sort") == "ascending"
+    header.click()
+    assert names_of(tab, "kernel-table") == sorted(first, reverse=True)
+    tab.page.wait_for_timeout(250)
+    hash_ = tab.page.evaluate("location.hash")
+    assert "kernel-table.sort=name%3Adown" in hash_
+    assert names_of(tab.go(hash_), "kernel-table") == sorted(first, reverse=True)
+
+
+def test_numbers_sort_by_their_exact_value(open_page: Open) -> None:
+    tab = open_page(hash_="#kernel-table.sort=mean_ns:up")
+    values = tab.page.locator("#kernel-table tbody tr td:nth-child(6)").evaluate_all(
+        "cells => cells.map((cell) => Number(cell.dataset.v))"
+    )
+    assert len(values) == 10
+    assert values == sorted(values)
+
+
+def test_long_tables_filter_and_unfold(open_page: Open) -> None:
+    tab = open_page("plain")
+    figure = tab.page.locator("#operator-table")
+    assert figure.locator("tbody tr:visible").count() == 10
+    tab = open_page(hash_="#notice-table.q=zzz")
+    assert tab.page.locator("#kernel-table tbody tr").count() == 10
+
+
+def test_the_exact_value_shows_on_hover(open_page: Open) -> None:
+    tab = open_page()
+    cell = tab.page.locator("#kernel-table tbody tr td[data-v]").first
+    cell.scroll_into_view_if_needed()
+    cell.hover()
+    exact = tab.page.locator("#kernel-table tbody tr td[title][data-v]").first.get_attribute("title")
+    assert exact.replace("\u202f", "").split() == [cell.get_attribute("data-v"), "ns"]
+
+
+def test_the_chosen_rank_is_shown_and_remembered(open_page: Open) -> None:
+    tab = open_page()
+    assert [tab.page.locator(f"#steps-{k}").is_visible() for k in (0, 1)] == [True, False]
+    tab.page.select_option("#rank", "1")
+    assert [tab.page.locator(f"#steps-{k}").is_visible() for k in (0, 1)] == [False, True]
+    tab.page.wait_for_timeout(250)
+    assert "rank=1" in tab.page.evaluate("location.hash")
+
+
+def test_the_timeline_draws(open_page: Open) -> None:
+    assert colours(open_page()) > 20
+
+
+def test_it_draws_without_decompression_stream_too(open_page: Open) -> None:
+    tab = open_page(script="delete window.DecompressionStream; delete Uint8Array.fromBase64;")
+    reference = open_page()
+    assert tab.page.evaluate("typeof DecompressionStream") == "undefined"
+    sums = "[t.events.count, t.events.start.reduce((a, b) => a + b), t.events.duration.reduce((a, b) => a + b)]"
+    assert tab.timeline(sums) == reference.timeline(sums)
+    assert colours(tab) > 20
+
+
+def test_search_finds_counts_and_steps_through(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.fill("[data-part=search]", "KERNEL_03")
+    assert tab.page.locator("[data-part=count]").inner_text() == "8 found"
+    tab.page.keyboard.press("Enter")
+    assert tab.page.locator("[data-part=count]").inner_text() == "1 of 8"
+    assert tab.page.locator("[data-part=details] h3").inner_text() == "kernel_03_gemm"
+    first = tab.timeline("t.events.start[t.selected]")
+    tab.page.click("[data-part=next]")
+    assert tab.timeline("t.events.start[t.selected]") >= first
+    tab.page.click("[data-part=previous]")
+    assert tab.page.locator("[data-part=count]").inner_text() == "1 of 8"
+    tab.page.fill("[data-part=search]", "no such event")
+    assert tab.page.locator("[data-part=count]").inner_text() == "nothing found"
+    assert tab.page.locator("[data-part=next]").is_disabled()
+
+
+def test_a_click_shows_what_is_known_and_leads_to_the_launch(open_page: Open) -> None:
+    tab = open_page()
+    _, x, y = tab.event_named("kernel_04_copy")
+    tab.page.mouse.click(x, y)
+    panel = tab.page.locator("[data-part=details]")
+    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
+    assert facts["kind"] == "kernel · compute"
+    assert facts["duration"] == "38.0\u202fµs"
+    assert facts["step"] == "ProfilerStep#0"
+    assert facts["where"] == "rank 0 · GPU 0 · stream 7"
+    assert facts["correlation"] == "5"
+    assert facts["after its launch"] == "30.0\u202fµs"
+    panel.get_by_role("button", name="Launch").click()
+    assert panel.locator("h3").inner_text() == "cudaLaunchKernel"
+    panel.get_by_role("button", name="Parent").click()
+    assert panel.locator("h3").inner_text() == "aten::op4"
+    assert "[[2,7]]" in panel.inner_text().replace(" ", "")
+    panel.get_by_role("button", name="GPU work").click()
+    assert panel.locator("h3").inner_text() == "kernel_04_copy"
+
+
+def test_the_keyboard_alone_zooms_moves_and_selects(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.locator("[data-part=scroll]").focus()
+    whole = tab.timeline("t.view.to - t.view.from")
+    tab.page.keyboard.press("w")
+    tab.page.keyboard.press("w")
+    assert tab.timeline("t.view.to - t.view.from") == pytest.approx(whole * 0.49)
+    start = tab.timeline("t.view.from")
+    tab.page.keyboard.press("d")
+    assert tab.timeline("t.view.from") > start
+    tab.page.keyboard.press("f")
+    assert tab.timeline("t.view.to - t.view.from") == pytest.approx(whole)
+    tab.page.keyboard.press("Enter")
+    first = tab.timeline("t.selected")
+    assert first >= 0
+    tab.page.keyboard.press(".")
+    assert tab.timeline("t.selected") == first + 1
+    tab.page.keyboard.press("l")
+    assert tab.timeline("t.events.category(t.selected)") == "runtime"
+    tab.page.keyboard.press("Escape")
+    assert tab.timeline("t.selected") == -1
+
+
+def test_the_time_range_stands_in_the_address(open_page: Open) -> None:
+    tab = open_page(hash_="#t=1000000-1500000")
+    assert tab.timeline("[t.view.from, t.view.to]") == [1_000_000, 1_500_000]
+    tab.page.click("[data-part=in]")
+    tab.page.wait_for_timeout(250)
+    assert tab.page.evaluate("location.hash") == "#t=1100000-1400000"
+
+
+def test_the_wheel_scrolls_the_page_until_the_timeline_has_the_focus(open_page: Open) -> None:
+    tab = open_page()
+    _, x, y = tab.event_named("kernel_00_copy")
+    tab.page.mouse.move(x, y)
+    span = tab.timeline("t.view.to - t.view.from")
+    tab.page.mouse.wheel(0, 60)
+    tab.page.wait_for_timeout(200)
+    assert tab.timeline("t.view.to - t.view.from") == span
+    _, x, y = tab.event_named("kernel_00_copy")
+    tab.page.mouse.click(x, y)
+    tab.page.mouse.wheel(0, -200)
+    tab.page.wait_for_timeout(200)
+    assert tab.timeline("t.view.to - t.view.from") < span
+
+
+def test_a_drag_moves_and_a_drag_with_shift_measures(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.click("[data-part=in]")
+    tab.page.locator("canvas[data-part=canvas]").scroll_into_view_if_needed()
+    box = tab.page.locator("canvas[data-part=canvas]").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + 40
+    before = tab.timeline("t.view.from")
+    tab.page.mouse.move(x, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(x - 100, y, steps=4)
+    tab.page.mouse.up()
+    assert tab.timeline("t.view.from") > before
+    tab.page.keyboard.down("Shift")
+    tab.page.mouse.down()
+    tab.page.mouse.move(x + 200, y, steps=4)
+    tab.page.mouse.up()
+    tab.page.keyboard.up("Shift")
+    panel = tab.page.locator("[data-part=details]")
+    assert "selected" in panel.locator("h3").inner_text()
+    assert "GPU compute" in panel.inner_text()
+
+
+def test_sums_of_a_range_are_the_time_inside_it(open_page: Open) -> None:
+    tab = open_page()
+    tab.timeline("t.setRange({from: 0, to: t.events.span})")
+    panel = tab.page.locator("[data-part=details]")
+    facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
+    kernels = 2 * 4 * sum(30 + 2 * k for k in range(10))  # µs: two ranks, four steps
+    assert facts["GPU compute"].startswith(f"{kernels / 1000:.2f}\u202fms")
+
+
+def test_ranks_and_lanes_fold(open_page: Open) -> None:
+    tab = open_page()
+    label = tab.page.locator("button.tl-label", has_text="rank 0")
+    rows = tab.timeline("t.rows.lines.length")
+    label.click()
+    assert tab.timeline("t.rows.lines.length") < rows
+    assert tab.page.locator("button.tl-label", has_text="rank 0").get_attribute("aria-expanded") == "false"
+
+
+def test_python_frames_can_be_shown(open_page: Open) -> None:
+    tab = open_page()
+    height = tab.timeline("t.rows.height")
+    assert not tab.page.locator("[data-part=python]").is_checked()
+    tab.page.locator("[data-part=python]").check()
+    assert tab.timeline("t.rows.height") > height
+    tab.event_named("train.py(7): step")
+
+
+def test_levels_of_detail_keep_all_the_time(open_page: Open) -> None:
+    tab = open_page()
+    equal = tab.page.evaluate(
+        """() => {
+          const t = document.getElementById("timeline-view").timeline;
+          const { events } = t;
+          const Row = t.rows.lines.find((line) => line.kind === "row").row.constructor;
+          const many = { start: new Float64Array(5000), end: new Float64Array(5000), label: new Uint32Array(5000) };
+          for (let i = 0; i < 5000; i++) { many.start[i] = i * 10; many.end[i] = i * 10 + 1 + (i % 9); }
+          const row = new Row(many, Int32Array.from({ length: 5000 }, (_, i) => i));
+          const busy = (level) => level.busy.reduce((a, b) => a + b);
+          const fine = row.level(0);
+          const coarse = row.level(400);
+          return [busy(fine) === busy(coarse), fine.start.length, coarse.start.length, coarse.width <= 400,
+                  coarse.start.every((start, k) => !k || start >= coarse.end[k - 1])];
+        }"""
+    )
+    assert equal[:2] == [True, 5000]
+    assert equal[2] < 5000 / 10
+    assert equal[3:] == [True, True]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_and_can_be_changed(open_page: Open, scheme: str) -> None:
+    tab = open_page(color_scheme=scheme)
+    paper = "getComputedStyle(document.body).backgroundColor"
+    dark = "rgb(18, 22, 29)"
+    assert (tab.page.evaluate(paper) == dark) == (scheme == "dark")
+    tab.page.click("#theme")
+    assert (tab.page.evaluate(paper) == dark) == (scheme == "light")
+    assert tab.timeline("t.palette.background") == ("#12161d" if scheme == "light" else "#ffffff")
+    other = "dark" if scheme == "light" else "light"
+    tab.go()  # remembered
+    assert tab.page.evaluate("document.documentElement.dataset.theme") == other
+
+
+def test_the_address_decides_the_theme_before_all(open_page: Open) -> None:
+    tab = open_page(hash_="#theme=dark")
+    assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 29)"
+
+
+def test_on_paper_it_is_light_whole_and_without_controls(open_page: Open) -> None:
+    tab = open_page(color_scheme="dark")
+    tab.page.emulate_media(media="print")
+    assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.timeline("t.palette.background") == "#ffffff"
+    for hidden in ("nav", ".tl-tools", "#help-button"):
+        assert not tab.page.locator(hidden).first.is_visible()
+    assert tab.page.locator("canvas[data-part=canvas]").is_visible()
+    rows = tab.page.locator("#kernel-table tbody tr")
+    assert rows.count() == tab.page.locator("#kernel-table tbody tr:visible").count()
+    assert len(tab.page.pdf(format="A4")) > 10_000
+
+
+def test_the_help_opens_with_a_question_mark(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.keyboard.press("?")
+    assert tab.page.locator("#help").is_visible()
+    tab.page.keyboard.press("Escape")
+    assert not tab.page.locator("#help").is_visible()
+
+
+def test_a_question_mark_in_the_search_is_only_text(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.locator("[data-part=search]").focus()
+    tab.page.keyboard.type("a?w")
+    assert not tab.page.locator("#help").is_visible()
+    assert tab.page.locator("[data-part=search]").input_value() == "a?w"
+
+
+def test_the_memory_curve_tells_values_by_keyboard(open_page: Open) -> None:
+    tab = open_page()
+    curve = tab.page.locator(".curve:visible").first
+    rest = curve.locator(".curve-says").inner_text()
+    curve.locator("svg").focus()
+    tab.page.keyboard.press("ArrowRight")
+    assert "allocated" in curve.locator(".curve-says").inner_text()
+    assert curve.locator(".curve-says").inner_text() != rest
+
+
+def test_the_module_tree_zooms_by_keyboard(open_page: Open) -> None:
+    tab = open_page()
+    tree = tab.page.locator(".modules:visible")
+    boxes = tree.locator("[role=treeitem]")
+    assert boxes.count() == 11
+    tree.locator("[tabindex='0']").first.focus()
+    assert tree.locator(".icicle-says b").inner_text() == "Net_0"
+    tab.page.keyboard.press("ArrowDown")
+    assert tree.locator(".icicle-says b").inner_text() == "Linear_9"  # the longest kernel
+    tab.page.keyboard.press("Enter")
+    assert boxes.count() == 2
+    assert tree.locator("[role=treeitem].faded").count() == 1
+    tab.page.keyboard.press("Escape")
+    assert boxes.count() == 11
+
+
+def test_everything_that_acts_can_be_reached_and_has_a_name(open_page: Open) -> None:
+    tab = open_page()
+    nameless = tab.page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, [role=application], [role=region], canvas")]
+          .filter((e) => e.getClientRects().length && !e.closest("[aria-hidden]") && e.tagName !== "CANVAS")
+          .filter((e) => !(e.textContent.trim() || e.getAttribute("aria-label") || e.title || e.labels?.length))
+          .map((e) => e.outerHTML.slice(0, 120))"""
+    )
+    assert nameless == []
+
+
+def test_it_reads_without_scripts(browser: Any, pages: dict[str, Any]) -> None:
+    context = browser.new_context(java_script_enabled=False, viewport={"width": 1440, "height": 1000})
+    page = context.new_page()
+    page.goto(pages["plain"].as_uri())
+    assert page.locator("#kernel-table tbody tr:visible").count() == 10
+    assert page.locator("#steps-1").is_visible()
+    assert "need JavaScript" in page.locator("#timeline").inner_text()
+    context.close()

@@ -1,0 +1,262 @@
+"""The page: self-contained, strict about what may run, honest about what is missing, safe with any name."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from traceloom.model import Notice, Session
+from traceloom.report import document
+from traceloom.report.html import render
+from traceloom.report.html.modules import island
+from traceloom.report.html.page import SCRIPTS, STYLES
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"\u2028"
+ASSETS = files("traceloom.report.html").joinpath("assets")
+
+
+class Elements(HTMLParser):
+    """All start tags with their attributes, the bodies of scripts and styles, and the visible text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: list[tuple[str, dict[str, str | None], str]] = []
+        self.texts: list[str] = []
+        self._open: tuple[str, dict[str, str | None]] | None = None
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open = (tag, dict(attrs)) if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = None
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.raw.append((*self._open, data))
+        else:
+            self.texts.append(data)
+
+
+@pytest.fixture
+def page(made_document: dict[str, Any], session: Session) -> str:
+    return render(made_document, session)
+
+
+def running(page: str) -> list[str]:
+    """The bodies of the scripts that a browser runs."""
+    return [body for tag, attributes, body in Elements(page).raw if tag == "script" and "type" not in attributes]
+
+
+def test_the_page_asks_nothing_of_the_network(page: str) -> None:
+    for tag, attributes in Elements(page).tags:
+        for name in ("src", "href", "srcset", "data", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:image/svg+xml")), (tag, name, value)
+    style = next(body for tag, _, body in Elements(page).raw if tag == "style")
+    assert "url(" not in style
+    assert "@import" not in style
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|sendBeacon|import\(", "".join(running(page)))
+
+
+def test_the_policy_allows_just_the_scripts_and_the_style_of_the_page(page: str) -> None:
+    policy = next(a["content"] for t, a in Elements(page).tags if t == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    styles = [body for tag, _, body in Elements(page).raw if tag == "style"]
+    bodies = running(page) + styles
+    assert len(bodies) == 3
+    for body in bodies:
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert policy.count("sha256-") == 3
+
+
+def test_nothing_needs_an_inline_style_or_handler(page: str) -> None:
+    for tag, attributes in Elements(page).tags:
+        assert not [name for name in attributes if name == "style" or name.startswith("on")], (tag, attributes)
+
+
+def test_the_page_without_data_is_small(page: str) -> None:
+    assert len(page.encode()) < 250_000
+
+
+def test_ids_are_unique_and_links_lead_somewhere(page: str) -> None:
+    tags = Elements(page).tags
+    ids = Counter(attributes["id"] for _, attributes in tags if "id" in attributes)
+    assert [name for name, count in ids.items() if count > 1] == []
+    for _, attributes in tags:
+        target = attributes.get("href") or ""
+        assert not target.startswith("#") or target[1:] in ids, target
+
+
+def test_the_sentence_is_headline_and_title(page: str, made_document: dict[str, Any]) -> None:
+    sentence = made_document["answer"]["sentence"]
+    shown = "".join(Elements(page).texts)
+    plain = sentence.replace(" %", "\u202f%")
+    assert f"{sentence} – small run" in shown
+    assert plain in shown
+
+
+def test_four_key_numbers(page: str) -> None:
+    found = re.search(r'<dl class="key">(.*?)</dl>', page, re.DOTALL)
+    assert found
+    assert re.findall(r"<dt>(.*?)</dt>", found[1])[:3] == ["Step", "GPU busy", "Communication not hidden"]
+    assert found[1].count("<dt>") == 4
+
+
+def test_missing_parts_say_why_in_one_line(page: str, made_document: dict[str, Any]) -> None:
+    reasons = {entry["path"]: entry["reason"] for entry in made_document["absent"]}
+    shown = "".join(Elements(page).texts)
+    for path in ("memory.devices", "data_loading", "findings"):
+        assert reasons[path].replace("`", "") in shown
+    assert 'href="#memory"' not in page  # a part that is not there has no link
+
+
+def test_unknown_values_are_dashes_with_the_document_s_reason(made_document: dict[str, Any], session: Session) -> None:
+    made_document["communication"]["collectives"] = [
+        {"kind": "all_reduce", "where": "device", "count": 2, "total_ns": 5, "mean_ns": 2, "max_ns": 3, "bytes": None}
+    ]
+    made_document["absent"] = [{"path": "communication.collectives[*].bytes", "reason": "nobody wrote it down"}]
+    assert '<td class="n none" title="nobody wrote it down">–</td>' in render(made_document, session)
+
+
+def test_a_run_without_a_gpu_shows_the_host_account(session: Session, named_trace: Callable[..., Any]) -> None:
+    from traceloom.testing import TraceBuilder
+
+    trace = TraceBuilder(device_name=None).step(1, 0, 90).op("aten::add", 5, 50).build()
+    run = Session((trace,), "cpu")
+    page = render(document.build(run), run)
+    assert 'id="host-breakdown"' in page
+    assert 'id="breakdown"' not in page
+
+
+def test_an_empty_document_gives_a_page(session: Session) -> None:
+    page = render({"ranks": [], "absent": []}, Session((), "nothing"))
+    assert "the trace has no events" in page
+    assert "timeline-view" not in "".join(re.findall(r'id="([^"]*)"', page))
+
+
+def hostile(session: Session, named_trace: Callable[..., Any]) -> tuple[dict[str, Any], Session]:
+    """A run in which every text that can come from outside is hostile."""
+    run = Session((named_trace(EVIL, rank=0, host=EVIL),), EVIL, None, (Notice("evil", "warning", EVIL),))
+    made = document.build(run)
+
+    def poisoned(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: poisoned(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [poisoned(v, key) for v in value]
+        closed = key in ("cause", "phase", "activity", "epoch_ns", "evidence")
+        return EVIL if isinstance(value, str) and not closed else value
+
+    made = poisoned(made)
+    made["modules"] = [
+        {"node": 0, "parent": None, "depth": 0, "path": EVIL, "name": EVIL, "kind": EVIL, "count": 1, "rank": 0,
+         "host_ns": 5, "self_host_ns": 5, "device_ns": 3, "self_device_ns": 3, "kernel_count": 1}
+    ]  # fmt: skip
+    made["memory"] = {
+        "devices": [{"rank": 0, "device_type": EVIL, "device": 0, "peak_bytes": 5, "peak_time_ns": 1,
+                     "allocation_count": 1, "free_count": 0}],
+        "curve": [{"rank": 0, "device_type": EVIL, "device": 0, "time_ns": [0, 1], "allocated_bytes": [1, 5],
+                   "reserved_bytes": [None, None]}],
+    }  # fmt: skip
+    made["communication"] = {"collectives": [
+        {"kind": EVIL, "where": EVIL, "group": EVIL, "element_type": EVIL, "count": 1, "total_ns": 1, "mean_ns": 1,
+         "max_ns": 1}]}  # fmt: skip
+    made["capture"] = {EVIL: {EVIL: EVIL}, "settings": {"steps": EVIL}, "list": [EVIL]}
+    made["absent"] = [{"path": "data_loading", "reason": EVIL}]
+    return made, run
+
+
+def test_hostile_names_are_text_everywhere(session: Session, named_trace: Callable[..., Any]) -> None:
+    made, run = hostile(session, named_trace)
+    calm = render(document.build(session), session)
+    page = render(made, run)
+    elements = Elements(page)
+    assert running(page) == running(calm)
+    assert not [tag for tag, _ in elements.tags if tag == "img"]
+    known = {"meta", "link", "html", "head", "title", "script", "style", "body"}
+    assert {tag for tag, _ in elements.tags} - known <= {tag for tag, _ in Elements(calm).tags} | {
+        "svg",
+        "path",
+        "line",
+        "text",
+        "figcaption",
+        "h3",
+    }
+    shown = "".join(elements.texts)
+    assert shown.count("</script><script>alert(1)</script>") >= 12
+    assert "\u2028" not in page
+    assert page.count("<script>") == 2
+
+
+def test_islands_keep_hostile_names_inside_json() -> None:
+    made = island({"name": EVIL})
+    assert json.loads(made) == {"name": EVIL}
+    assert not re.search("[<>&\u2028\u2029]", made)
+
+
+def test_scripts_import_only_what_stands_before_them() -> None:
+    """The page joins the modules in this order in one scope; imports must resolve to exports of earlier files."""
+    exported: dict[str, set[str]] = {}
+    for name in SCRIPTS:
+        source = ASSETS.joinpath(name).read_text(encoding="utf-8")
+        for names, module in re.findall(r'^import \{ (.*?) \} from "\./(.*?)";$', source, re.MULTILINE):
+            assert set(names.split(", ")) <= exported[module], (name, module)
+        assert source.count("\nimport ") + source.startswith("import ") == len(
+            re.findall(r'^import \{ .*? \} from "\./.*?";$', source, re.MULTILINE)
+        )
+        exported[name] = set(re.findall(r"^export (?:async )?(?:function|class|const|let) (\w+)", source, re.MULTILINE))
+
+
+def test_scripts_share_one_scope_without_clashes() -> None:
+    declared = Counter(
+        name
+        for script in SCRIPTS
+        for name in re.findall(
+            r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)",
+            ASSETS.joinpath(script).read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
+    assert [name for name, count in declared.items() if count > 1] == []
+
+
+def test_scripts_are_small_readable_files_that_never_write_html() -> None:
+    for name in (*SCRIPTS, "theme.js"):
+        source = ASSETS.joinpath(name).read_text(encoding="utf-8")
+        assert len(source.splitlines()) < 500, name
+        assert max(map(len, source.splitlines())) <= 160, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", source), (
+            name
+        )
+
+
+def test_colours_stand_in_one_style_sheet_only() -> None:
+    for name in STYLES:
+        if name != "colours.css":
+            assert not re.search(r"#[0-9a-f]{3,8}\b(?!\s*\{)|rgb\(|hsl\(", ASSETS.joinpath(name).read_text("utf-8")), (
+                name
+            )
+
+
+def test_light_and_dark_name_the_same_colours() -> None:
+    source = ASSETS.joinpath("colours.css").read_text(encoding="utf-8")
+    blocks = re.findall(r"\{([^{}]*--paper:[^{}]*)\}", source)
+    names = [set(re.findall(r"(--[\w-]+):", block)) for block in blocks]
+    assert len(names) == 3
+    assert names[0] == names[1] == names[2]
+    assert blocks[1].split() == blocks[2].split()
