@@ -257,9 +257,7 @@ def _filled(column: pl.Series) -> Ints:
 
 
 def _tensors(made: _Builder) -> pl.DataFrame:
-    codes = {
-        name: made.columns.take("tensors", name, np.int32) for name in ("shapes", "types", "strides", "concrete")
-    }
+    codes = {name: made.columns.take("tensors", name, np.int32) for name in ("shapes", "types", "strides", "concrete")}
     rows = made.rows("tensors")
     order = np.argsort(rows, kind="stable")
     listed = {name: made.texts.column(values[order]) for name, values in codes.items()}

@@ -40,6 +40,8 @@ _SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
 _COMMAND_CODE = _CODE[cat.COMMAND]
 _KERNEL_CODE = _CODE[cat.KERNEL]
 
+_JOINED = 64  # arrays of slices made one
+
 COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
 COLLECTIVE_RAWS = ("group_ranks", "in_splits", "out_splits", "asynchronous")
 COLLECTIVE_NUMBERS = (
@@ -95,6 +97,7 @@ class Columns:
         self.rows = 0
         self._damage = damage
         self._keep = keep
+        self._merged: dict[tuple[str, str], int] = {}
         self._categories = _CategoryCodes()
 
     def add(self, part: Slice) -> None:
@@ -126,8 +129,13 @@ class Columns:
     def _put(self, table: str, **columns: Array) -> None:
         into = self.tables.setdefault(table, {})
         for name, values in columns.items():
-            kept = self._keep(table, name, values) if self._keep else values
-            into.setdefault(name, []).append(kept)
+            parts = into.setdefault(name, [])
+            parts.append(values)
+            if len(parts[self._merged.get((table, name), 0) :]) == _JOINED:
+                joined = np.concatenate(parts[-_JOINED:])
+                self._merged[table, name] = len(parts) - _JOINED + 1
+                # Few large arrays instead of many small ones: what lies between small ones is never given back.
+                parts[-_JOINED:] = [self._keep(table, name, joined) if self._keep else joined]
 
     def _codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts

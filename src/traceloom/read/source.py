@@ -17,6 +17,7 @@ from traceloom.errors import InputError
 from traceloom.read.damage import Damage
 
 PIECE = 1 << 18  # bytes of text per piece; what fits the processor's caches is decoded fastest
+_BATCH = 1 << 20  # bytes of text decompressed at once
 _PACKED = 1 << 16  # compressed bytes fed at a time
 _GZIP = b"\x1f\x8b"
 # Deflate can expand 1032 times; real traces stay below 60.
@@ -43,7 +44,7 @@ def open_input(path: str | Path) -> BinaryIO:
 
 
 def text_pieces(stream: BinaryIO, damage: Damage, step: Step | None = None) -> Iterator[bytes]:
-    """The decompressed text in pieces, fetched one ahead in a thread (decompression runs beside decoding).
+    """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the decoding.
 
     Args:
         stream: The file.
@@ -53,19 +54,20 @@ def text_pieces(stream: BinaryIO, damage: Damage, step: Step | None = None) -> I
     Raises:
         InputError: `gzip-bomb`, where the text grows out of all proportion.
     """
-    pieces = _transcoded(_gathered(_plain(stream, damage, step)))
-    with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
-        ahead = pool.submit(next, pieces, None)
-        while (piece := ahead.result()) is not None:
-            ahead = pool.submit(next, pieces, None)
-            yield piece
-
-
-def _plain(stream: BinaryIO, damage: Damage, step: Step | None) -> Iterator[bytes]:
     head = stream.read(_PACKED)
-    if head.startswith(_GZIP):
-        yield from _unpacked(stream, head, damage, step)
+    if not head.startswith(_GZIP):
+        yield from _transcoded(_gathered(_plain(stream, head, step), PIECE))
         return
+    batches = _transcoded(_gathered(_unpacked(stream, head, damage, step), _BATCH))
+    with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
+        ahead = pool.submit(next, batches, None)
+        while (batch := ahead.result()) is not None:
+            ahead = pool.submit(next, batches, None)
+            for at in range(0, len(batch), PIECE):
+                yield batch[at : at + PIECE]
+
+
+def _plain(stream: BinaryIO, head: bytes, step: Step | None) -> Iterator[bytes]:
     total = 0
     while head:
         total += len(head)
@@ -144,14 +146,14 @@ def _refuse_bomb(read: int, text: int) -> None:
         )
 
 
-def _gathered(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Chunks of any size joined to pieces of at least `PIECE`."""
+def _gathered(chunks: Iterator[bytes], least: int) -> Iterator[bytes]:
+    """Chunks of any size joined to pieces of at least so many bytes."""
     waiting: list[bytes] = []
     size = 0
     for chunk in chunks:
         waiting.append(chunk)
         size += len(chunk)
-        if size >= PIECE:
+        if size >= least:
             yield b"".join(waiting)
             waiting, size = [], 0
     if size:
