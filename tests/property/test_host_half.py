@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,40 @@ def test_sums_hold_on_every_public_trace(path: Path, shared_data: Path) -> None:
 @given(trace=traces())
 def test_sums_hold_on_random_traces(trace: Trace) -> None:
     check_everything(trace)
+
+
+def plain_activity(events: list[dict[str, object]], rows: dict[int, dict[str, object]]) -> dict[str, int]:
+    """The same account by looking at every stretch of one thread: slow, and simple enough to be believed."""
+    bounds = sorted({t for e in events for t in (e["start_ns"], e["nested_end_ns"])})  # type: ignore[type-var]
+    out: dict[str, int] = {}
+    for low, high in pairwise(bounds):
+        around = [e for e in events if e["start_ns"] <= low and e["nested_end_ns"] >= high]  # type: ignore[operator]
+        at = max(around, key=lambda e: e["depth"], default=None)  # type: ignore[arg-type, return-value]
+        said = None
+        while at is not None and said is None:
+            said = spoken(str(at["category"]), str(at["name"]))
+            at = rows.get(at["parent"])  # type: ignore[arg-type]
+        if said is not None:
+            out[said] = out.get(said, 0) + high - low  # type: ignore[operator]
+    return out
+
+
+def spoken(category: str, name: str) -> str | None:
+    if category == "op":
+        return None if name.startswith("traceloom.") else "op"
+    if category == "annotation":
+        return "op" if name.startswith("gloo:") else None
+    return {"python": "python", "runtime": "call"}.get(category)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=traces())
+def test_activities_are_those_of_the_innermost_events(trace: Trace) -> None:
+    account = host(trace).account.with_columns(
+        pl.col("activity").cast(pl.String).replace({"launch": "call", "blocking_call": "call"})
+    )
+    rows = {row["event"]: row for row in trace.events.to_dicts()}
+    for lane in host(trace).threads["lane"]:
+        mine = account.filter((pl.col("lane") == lane) & (pl.col("activity") != "unobserved"))
+        sums = dict(mine.group_by("activity").agg(pl.col("ns").sum()).rows())
+        assert sums == plain_activity([row for row in rows.values() if row["lane"] == lane], rows)

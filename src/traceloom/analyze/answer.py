@@ -190,9 +190,10 @@ def _of_gpus(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
     idle_ns = int(idling["ns"].sum())
     if idle_ns < _IDLE_WORTH_A_REASON * whole:
         return text
-    reasons = {f"idle: {CAUSES[cause]}": reason for cause, reason in _REASONS.items()}
+    reasons = {f"idle: {meaning}": _REASONS.get(cause, meaning) for cause, meaning in CAUSES.items()}
+    reasons[f"idle: {_EDGE}"] = "there was no GPU work yet, or no more, at the edges of the steps"
     label, ns = idling.select("label", "ns").row(0)
-    reason = reasons.get(label, "there was no GPU work yet, or no more, at the edges of the steps")
+    reason = reasons[label]
     return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reason}"
 
 
