@@ -8,6 +8,7 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.names import harmless, short
+from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 
 Row = dict[str, Any]
@@ -149,12 +150,11 @@ def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
 
 
 def _notices(document: Row) -> Iterator[str]:
-    found = document["notices"]
+    found = said_once(document["notices"], len(document["ranks"]))
     if not found:
         return
     yield ""
     for notice in found[:_MOST_NOTICES]:
-        rank = "" if notice["rank"] is None else f" (rank {notice['rank']})"
-        yield f"- {notice['severity']}: {text(notice['message'])}{rank}"
+        yield f"- {notice.severity}: {text(notice.sentence)}"
     if len(found) > _MOST_NOTICES:
         yield f"- … and {len(found) - _MOST_NOTICES} more"

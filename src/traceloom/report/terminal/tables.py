@@ -10,6 +10,7 @@ from rich.text import Text
 
 from traceloom.model import units
 from traceloom.report.names import harmless, short
+from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.terminal.bars import sparkline
 from traceloom.report.terminal.columns import Column, lines
@@ -203,33 +204,16 @@ def data_loading(document: Row, width: int) -> Iterator[Text]:
 
 def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
     """What the user must know about the data, worst first."""
-    found = document["notices"]
+    found = said_once(document["notices"], len(document["ranks"]))
     if not found:
         return
     yield from heading("Notices", "what to know about the data", width)
-    ranks = len(document["ranks"])
-    for (sign, style), message in [_notice(notice, ranks) for notice in _grouped(found)][: options.top]:
-        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False) or [""]
+    for notice in found[: options.top]:
+        sign, style = SEVERITY[notice.severity]
+        message = harmless(f"{notice.sentence} [{notice.slug}]")
+        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
         yield Text.assemble(" ", (sign, style), " ", first)
         for line in rest:
             yield Text("   " + line)
-    if len(_grouped(found)) > options.top:
-        yield Text(f" … and {len(_grouped(found)) - options.top} more, in the JSON report", DIM)
-
-
-def _grouped(found: list[Row]) -> list[list[Row]]:
-    """Notices of one kind that several ranks have stand as one."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for notice in found:
-        groups.setdefault((notice["slug"], notice["severity"]), []).append(notice)
-    return list(groups.values())
-
-
-def _notice(group: list[Row], ranks: int) -> tuple[tuple[str, str], str]:
-    first = group[0]
-    who = ""
-    if ranks > 1 and first["rank"] is not None:
-        who = f"{rank_label(first['rank'])}: "
-    more = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
-    where = f" ({first['where']})" if first["where"] else ""
-    return SEVERITY[first["severity"]], harmless(f"{who}{first['message']}{where}{more} [{first['slug']}]")
+    if len(found) > options.top:
+        yield Text(f" … and {len(found) - options.top} more, in the JSON report", DIM)

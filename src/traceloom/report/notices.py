@@ -1,0 +1,31 @@
+"""Notices as people read them: what several ranks have in common is said once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Notices of one kind, as one."""
+
+    severity: str
+    slug: str
+    sentence: str
+
+
+def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
+    """The notices of a document in their order; those that differ by rank or place alone stand as the first of them."""
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for notice in notices:
+        kinds.setdefault((notice["severity"], notice["slug"]), []).append(notice)
+    return [Said(severity, slug, _sentence(alike, ranks)) for (severity, slug), alike in kinds.items()]
+
+
+def _sentence(alike: list[dict[str, Any]], ranks: int) -> str:
+    first = alike[0]
+    who = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
+    where = f" ({first['where']})" if first["where"] else ""
+    more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
+    return f"{who}{first['message']}{where}{more}"
