@@ -38,8 +38,8 @@ __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604  (the names are the k
 
 if TYPE_CHECKING:
     from traceloom.capture import record as record
-    from traceloom.capture import scope as scope
     from traceloom.capture import step as step
+    from traceloom.capture.scope import scope as scope
     from traceloom.errors import CaptureError as CaptureError
     from traceloom.errors import CheckError as CheckError
     from traceloom.errors import InputError as InputError

@@ -12,8 +12,13 @@ from traceloom.model.category import CategoryType
 
 Event = pl.UInt32
 
+
+def _schema(columns: dict[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
+    return pl.Schema(columns)
+
+
 SCHEMAS: dict[str, pl.Schema] = {
-    "events": pl.Schema(
+    "events": _schema(
         {
             "event": Event,  # row number; rows are sorted by (start_ns, longer first, file order)
             "name": pl.String,
@@ -38,7 +43,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "step": pl.Int32,  # step of the host time at start; for GPU work, of its launch
         }
     ),
-    "lanes": pl.Schema(
+    "lanes": _schema(
         {
             "lane": pl.UInt32,
             "kind": pl.Enum(["host", "device", "device_annotation", "device_sync", "other"]),
@@ -51,7 +56,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "busy_ns": pl.Int64,  # union of the lane's events
         }
     ),
-    "devices": pl.Schema(
+    "devices": _schema(
         {
             "device": pl.Int32,
             "name": pl.String,  # null where the file leaves it empty
@@ -61,7 +66,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "used": pl.Boolean,  # has GPU work in this trace
         }
     ),
-    "groups": pl.Schema(
+    "groups": _schema(
         {
             "group": pl.String,
             "description": pl.String,
@@ -70,7 +75,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "ranks": pl.List(pl.Int32),  # null where the file cut the list
         }
     ),
-    "steps": pl.Schema(
+    "steps": _schema(
         {
             "step": pl.Int32,  # the number in the name, unique here; ascending
             "name": pl.String,
@@ -80,7 +85,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "complete": pl.Boolean,  # False where the recording cuts it off
         }
     ),
-    "collectives": pl.Schema(
+    "collectives": _schema(
         {
             "event": Event,  # the op, annotation or kernel it is about
             "kind": pl.String,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, ...
@@ -99,7 +104,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "asynchronous": pl.Boolean,
         }
     ),
-    "copies": pl.Schema(
+    "copies": _schema(
         {
             "event": Event,
             "kind": pl.String,  # HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
@@ -108,7 +113,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "target_memory": pl.String,
         }
     ),
-    "syncs": pl.Schema(
+    "syncs": _schema(
         {
             "event": Event,
             "kind": pl.String,  # as recorded: Context Sync, Stream Sync, Event Sync, Stream Wait Event
@@ -118,7 +123,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "event_id": pl.Int64,
         }
     ),
-    "flows": pl.Schema(
+    "flows": _schema(
         {
             "kind": pl.Enum(["launch", "forward-backward", "other"]),
             "flow": pl.Int64,  # the id in the file
@@ -126,7 +131,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "target": Event,
         }
     ),
-    "python": pl.Schema(
+    "python": _schema(
         {
             "event": Event,
             "python_id": pl.Int64,
@@ -134,7 +139,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "module_id": pl.Int64,  # of nn.Module calls
         }
     ),
-    "tensors": pl.Schema(
+    "tensors": _schema(
         {
             "event": Event,  # one row per op that has shapes; the lists as JSON text, one entry per input
             "shapes": pl.String,
@@ -143,7 +148,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "concrete": pl.String,
         }
     ),
-    "allocations": pl.Schema(
+    "allocations": _schema(
         {
             "time_ns": pl.Int64,
             "address": pl.UInt64,
@@ -158,13 +163,13 @@ SCHEMAS: dict[str, pl.Schema] = {
             "step": pl.Int32,
         }
     ),
-    "counters": pl.Schema(
+    "counters": _schema(
         {"time_ns": pl.Int64, "process": pl.String, "name": pl.String, "key": pl.String, "value": pl.Float64}
     ),
-    "marks": pl.Schema(
+    "marks": _schema(
         {"time_ns": pl.Int64, "name": pl.String, "process": pl.String, "thread": pl.String, "bytes": pl.Int64}
     ),
-    "sources": pl.Schema(
+    "sources": _schema(
         {
             "event": Event,
             "offset": pl.Int64,  # byte range of the event in the (decompressed) file
