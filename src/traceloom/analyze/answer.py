@@ -27,6 +27,7 @@ _GPU_LABELS = {
 _GPU_VERBS = {"compute": "computing", "communication": "only communicating", "memory": "only copying", "idle": "idle"}
 _REASONS = {
     **{cause: f"launches came late because {meaning}" for cause, meaning in HOST_CAUSES.items()},
+    "host_unobserved": "launches came late, and nothing is recorded of what the host did meanwhile",
     "launch_latency": "the GPU took its time to begin work that was just launched",
     "dependency": "work had to wait for another stream",
     "kernel_to_kernel": "short pauses between pieces of work that were launched in time",

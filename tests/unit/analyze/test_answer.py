@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from traceloom.analyze import answer
+from traceloom.analyze.answer import _REASONS
+from traceloom.analyze.idle import CAUSES
 from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
 
@@ -86,3 +88,7 @@ def test_nothing_recorded_is_said() -> None:
 def test_ranks_with_gaps_are_named_as_such() -> None:
     traces = [replace(cpu(), meta=replace(cpu().meta, rank=rank, world_size=8)) for rank in (0, 3, 7)]
     assert answer(session(*traces)).sentence.startswith("3 ranks (0 to 7), 1 step of")
+
+
+def test_every_cause_of_idle_time_has_its_reason() -> None:
+    assert set(_REASONS) == set(CAUSES)
