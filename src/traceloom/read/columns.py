@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
 from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW
+from traceloom.read.spill import Spill
 from traceloom.read.times import from_doubles, from_text
 
 Array = NDArray[Any]
@@ -86,7 +87,7 @@ class Columns:
         entries: Entries of `traceEvents`, all phases.
     """
 
-    def __init__(self, damage: Damage, keep: Callable[[str, str, Array], Any] | None = None) -> None:
+    def __init__(self, damage: Damage) -> None:
         self.texts = Interner()
         self.places = Interner()
         self.tables: dict[str, dict[str, list[Any]]] = {}
@@ -96,7 +97,8 @@ class Columns:
         self.entries = 0
         self.rows = 0
         self._damage = damage
-        self._keep = keep
+        self.spill: Spill | None = None
+        self._dtypes: dict[tuple[str, str], Any] = {}
         self._merged: dict[tuple[str, str], int] = {}
         self._categories = _CategoryCodes()
 
@@ -114,14 +116,11 @@ class Columns:
         rest = np.flatnonzero(~complete).tolist()
         self._add_others([entries[row] for row in rest], rest, part)
 
-    def column(self, table: str, name: str, dtype: Any) -> Array:
-        """One column of a table in file order; empty where no slice had a row."""
-        parts = self.tables.get(table, {}).get(name, [])
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
-
     def take(self, table: str, name: str, dtype: Any) -> Array:
-        """One column of a table, which is forgotten here."""
+        """One column of a table in file order, which is forgotten here; empty where no slice had a row."""
         parts = self.tables.get(table, {}).pop(name, [])
+        if self.spill is not None and self.spill.holds(table, name):
+            return self.spill.column(table, name, parts, self._dtypes[table, name])
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -131,11 +130,18 @@ class Columns:
         for name, values in columns.items():
             parts = into.setdefault(name, [])
             parts.append(values)
-            if len(parts[self._merged.get((table, name), 0) :]) == _JOINED:
-                joined = np.concatenate(parts[-_JOINED:])
-                self._merged[table, name] = len(parts) - _JOINED + 1
-                # Few large arrays instead of many small ones: what lies between small ones is never given back.
-                parts[-_JOINED:] = [self._keep(table, name, joined) if self._keep else joined]
+            if len(parts) - self._merged.get((table, name), 0) == _JOINED:
+                self._merge(table, name, parts)
+
+    def _merge(self, table: str, name: str, parts: list[Array]) -> None:
+        """Few large arrays instead of many small ones, since what lies between small ones is never given back."""
+        parts[-_JOINED:] = [np.concatenate(parts[-_JOINED:])]
+        if self.spill is not None:
+            self._dtypes[table, name] = parts[0].dtype
+            for values in parts:
+                self.spill.add(table, name, values)
+            parts.clear()
+        self._merged[table, name] = len(parts)
 
     def _codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
