@@ -10,7 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from traceloom.analyze import communication, gpu_time, idle, kernels, step_times
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.breakdown import FIELDS
+from traceloom.analyze.host import main_lane
+from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -209,6 +212,42 @@ def test_every_idle_microsecond_has_the_cause_of_its_definition(
     ):
         added = frame.group_by(keys).agg(pl.col("idle_ns").sum()).sort(keys)
         assert added.equals(whole.filter(pl.col("idle_ns") > 0).select(*keys, "idle_ns").sort(keys))
+
+
+def host_class(trace: Trace, lane: int, t: int) -> str | None:
+    """What one thread was at in the microsecond after t: the innermost event that is no annotation; None for nothing."""
+    at = t * 1000 + trace.start_ns
+    rows = trace.events.filter(
+        (pl.col("lane") == lane) & (pl.col("start_ns") <= at) & (pl.col("nested_end_ns") > at)
+    ).sort("depth")
+    if not rows.height:
+        return None
+    known = rows.filter(pl.col("category") != "annotation")
+    names = {"op": "host_op", "python": "host_python", "runtime": "host_launch"}
+    return names[known["category"][-1]] if known.height else "host_unobserved"
+
+
+@slow
+@given(st.lists(works, min_size=2, max_size=5), host_spans)
+def test_the_hosts_part_is_what_the_launching_thread_or_else_the_main_thread_did(
+    items: list[Work], host: list[tuple[str, int, int, int]]
+) -> None:
+    trace = built(items, host, [])
+    tree = forest(trace)
+    main = main_lane(trace, tree, meaning(trace))
+    wanted: dict[tuple[int, str], int] = {}
+    for gap in (
+        idle(trace).gaps.filter(pl.col("cause").cast(pl.String).str.starts_with("host_")).unique("gap").to_dicts()
+    ):
+        lane, call = trace.events["lane"][gap["launch"]], trace.events["start_ns"][gap["launch"]]
+        work = trace.events[gap["before"]]
+        low = (work["start_ns"][0] + work["duration_ns"][0] - trace.start_ns) // 1000
+        high = (min(call, trace.events["start_ns"][gap["after"]]) - trace.start_ns) // 1000
+        for t in range(low, high):
+            cause = host_class(trace, lane, t) or host_class(trace, main, t) or "host_unobserved"
+            wanted[gap["device"], cause] = wanted.get((gap["device"], cause), 0) + 1000
+    totals = idle(trace).totals.filter(pl.col("cause").cast(pl.String).str.starts_with("host_"))
+    assert {(row["device"], row["cause"]): row["idle_ns"] for row in totals.to_dicts()} == wanted
 
 
 @slow

@@ -97,7 +97,12 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
         frame.lazy()
         .sort("ns", descending=True, maintain_order=True)
         .group_by("part", "cause")
-        .agg(pl.col("start_ns").min(), pl.col("ns").sum().alias("duration_ns"), pl.col("sure", "activity").first())
+        .agg(
+            pl.col("start_ns").min(),
+            pl.col("ns").sum().alias("duration_ns"),
+            pl.col("sure").all(),
+            pl.col("activity").first(),
+        )
         .collect()
     )
     part = summed["part"].to_numpy()
@@ -116,10 +121,12 @@ def _observed(
     shown = np.unique(lane if main is None else np.append(lane, main))
     segments = tree.segments(shown, trace.start_ns, trace.end_ns)
     found = []
-    for one_device, one_lane in np.unique(np.stack((device, lane)), axis=1).T:
-        part = np.flatnonzero((device == one_device) & (lane == one_lane))
-        own = _on_lane(segments, one_lane, part, Spans(waiting.start[part], waiting.end[part]))
-        found.append(own if main is None or one_lane == main else _helped(trace, tree, own, segments, main))
+    pair = device * (int(lane.max()) + 1) + lane
+    for one in np.unique(pair):
+        part = np.flatnonzero(pair == one)
+        here = int(lane[part[0]])
+        own = _on_lane(segments, here, part, Spans(waiting.start[part], waiting.end[part]))
+        found.append(own if main is None or here == main else _helped(trace, tree, own, segments, main))
     return _Pieces(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 
