@@ -167,7 +167,7 @@ def assemble(columns: Columns, file: File) -> Trace:
         "collectives": collectives,
         "copies": copy_frame(made.side("copies"), made.texts, made.order, events),
         "syncs": sync_frame(made.side("syncs"), made.texts, made.order, events),
-        "flows": _flows(made),
+        "flows": _flows(made, events),
         "python": _python(made),
         "tensors": tensors,
         "allocations": allocation_frame(made.side("allocations"), made.base_ns, made.places, events, host_spot, steps),
@@ -274,10 +274,10 @@ def _python(made: _Builder) -> pl.DataFrame:
     return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **values}, schema=SCHEMAS["python"])
 
 
-def _flows(made: _Builder) -> pl.DataFrame:
+def _flows(made: _Builder, events: pl.DataFrame) -> pl.DataFrame:
     columns = made.side("flows")
     columns["start"] = np.where(columns["start"] == NULL, NULL, columns["start"] + made.base_ns)
-    return flow_frame(columns, made.texts, made.start, made.category, made.place)
+    return flow_frame(columns, made.texts, (made.start, made.category, made.place, _filled(events["correlation"])))
 
 
 def _meta(made: _Builder, events: pl.DataFrame, ranks: Ints) -> tuple[Meta, list[Notice]]:

@@ -81,15 +81,13 @@ def repeats_correlation(external: Ints, correlation: Ints, is_work: Bools) -> bo
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
 
 
-def flow_frame(columns: dict[str, Array], texts: Texts, start: Ints, category: Array, place: Array) -> pl.DataFrame:
+def flow_frame(columns: dict[str, Array], texts: Texts, events: tuple[Ints, Array, Array, Ints]) -> pl.DataFrame:
     """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its place and time.
 
     Args:
         columns: `phase` (True = start), `flow`, `kind` (number of a text), `place`, `start` of all arrow ends.
         texts: What the numbers of `kind` stand for.
-        start: Starts of the events, sorted.
-        category: Codes of their categories.
-        place: Their places.
+        events: Starts of the events, sorted; codes of their categories; their places; their correlations.
     """
     if not len(columns["flow"]):
         return pl.DataFrame(schema=SCHEMAS["flows"])
@@ -99,7 +97,7 @@ def flow_frame(columns: dict[str, Array], texts: Texts, start: Ints, category: A
             "begins": columns["phase"],
             "flow": nullable(columns["flow"]),
             "kind": kind,
-            "event": row_numbers(_at(columns["start"], columns["place"], kind, (start, category, place))),
+            "event": row_numbers(_at(columns, kind, events)),
         }
     )
     ends = ends.unique(["begins", "kind", "flow"], keep="last", maintain_order=True)
@@ -110,19 +108,25 @@ def flow_frame(columns: dict[str, Array], texts: Texts, start: Ints, category: A
     return joined.with_columns(names.alias("kind")).select(list(SCHEMAS["flows"])).cast(SCHEMAS["flows"])
 
 
-def _at(when: Ints, where: Array, kind: Array, events: tuple[Ints, Array, Array]) -> Ints:
+def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:
     """The event that starts when and where each arrow end stands; -1 where none does.
 
-    Of several the innermost of the kind that such arrows bind to, else the innermost of any kind.
+    Of several the one whose correlation is the arrow's id, else the innermost of the kind that such arrows bind to,
+    else the innermost of any kind.
     """
-    start, category, place = events
-    low, high = np.searchsorted(start, when, "left"), np.searchsorted(start, when, "right")
-    found = np.full(len(when), NO_ROW, dtype=np.int64)
-    for any_kind in (False, True):
+    start, category, place, correlation = events
+    low = np.searchsorted(start, ends["start"], "left")
+    high = np.searchsorted(start, ends["start"], "right")
+    found = np.full(len(low), NO_ROW, dtype=np.int64)
+    for choice in ("correlation", "kind", "any"):
         rows = np.flatnonzero((found < 0) & (low < high))
         at = high[rows] - 1
         for _ in range(_MOST_TIES):
-            hit = (place[at] == where[rows]) & (any_kind | (_BINDS[category[at]] == kind[rows]))
+            hit = place[at] == ends["place"][rows]
+            if choice == "correlation":
+                hit &= (correlation[at] == ends["flow"][rows]) & (kind[rows] == 0) & (_BINDS[category[at]] == 0)
+            elif choice == "kind":
+                hit &= _BINDS[category[at]] == kind[rows]
             found[rows[hit]] = at[hit]
             on = ~hit & (at > low[rows])
             rows, at = rows[on], at[on] - 1
