@@ -146,7 +146,7 @@ def test_a_click_shows_what_is_known_and_leads_to_the_launch(open_page: Open) ->
     assert facts["kind"] == "kernel · compute"
     assert facts["duration"] == "38.0\u202fµs"
     assert facts["step"] == "ProfilerStep#0"
-    assert facts["where"] == "rank 0 · GPU 0 · stream 7"
+    assert facts["where"] == "rank 0 · stream 7 · GPU 0"
     assert facts["correlation"] == "5"
     assert facts["after its launch"] == "30.0\u202fµs"
     panel.get_by_role("button", name="Launch").click()

@@ -260,3 +260,45 @@ def test_light_and_dark_name_the_same_colours() -> None:
     assert len(names) == 3
     assert names[0] == names[1] == names[2]
     assert blocks[1].split() == blocks[2].split()
+
+
+def test_several_runs_are_a_table_with_a_command_each(session: Session) -> None:
+    made = document.build_runs([session, session], "folder", ["traceloom report a", "traceloom report '<b>'"])
+    page = render(made, session)
+    shown = "".join(Elements(page).texts)
+    assert "traceloom report a" in shown
+    assert "traceloom report '<b>'" in shown
+    assert 'id="timeline"' not in page
+
+
+def test_half_surrogates_do_not_break_the_page(made_document: dict[str, Any], session: Session) -> None:
+    made_document["capture"] = {"run": {"command": ["python", "\ud800.py"]}, "ranks": []}
+    assert "python" in render(made_document, session).encode("utf-8").decode("utf-8")
+
+
+def test_a_recording_shows_its_command_cost_and_steps(made_document: dict[str, Any], session: Session) -> None:
+    made_document["capture"] = {
+        "run": {"command": ["torchrun", "train.py", "--name", "a b"]},
+        "ranks": [
+            {
+                "rank": 0,
+                "settings": {"shapes": True, "stacks": False},
+                "overhead": {"recorded_median_ns": 120_000_000, "unrecorded_median_ns": 100_000_000, "ratio": 1.2},
+                "steps": {"duration_ns": [300, 100, 120, 110], "state": ["early", "recorded", "graph", "unrecorded"]},
+            },
+            "nonsense",
+        ],
+    }
+    page = render(made_document, session)
+    shown = "".join(Elements(page).texts)
+    assert "torchrun train.py --name 'a b'" in shown
+    assert "1.20 ×" in shown
+    assert [page.count(f'<rect class="s-{state}"') for state in ("early", "recorded", "graph", "unrecorded")] == [1] * 4
+
+
+@pytest.mark.parametrize("capture", [[], "x", {"run": 3, "ranks": [{"steps": {"duration_ns": 3}}]}, {"ranks": None}])
+def test_a_strange_capture_is_shown_as_far_as_it_goes(
+    made_document: dict[str, Any], session: Session, capture: Any
+) -> None:
+    made_document["capture"] = capture
+    assert "</html>" in render(made_document, session)

@@ -1,90 +1,131 @@
-"""The end of the page: notices about the data, the inputs, and how it was recorded."""
+"""How the run was recorded: the command, the machines, what it cost, and the wall time of every step of the run.
+
+`capture.json` may have been written by another version or by hand: whatever is missing or of another kind is left out.
+"""
 
 from __future__ import annotations
 
-import json
+import shlex
 from typing import Any
 
+from traceloom.model import units
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
+from traceloom.report.html.overview import rank_name
 from traceloom.report.html.table import table
 
 Row = dict[str, Any]
-_LONGEST = 400  # characters of one setting
+_STATES = {
+    "recorded": "recorded",
+    "graph": "graph step (not used for durations)",
+    "unrecorded": "not recorded",
+    "early": "not recorded, before the window",
+}
+_MOST_STEPS = 2_000  # drawn of a run
 
 
-def notices(document: Row, reasons: Reasons) -> str:
-    """What the reader must know about the data itself, the worst first."""
-    rows = document.get("notices") or []
-    if not rows:
-        return '<p class="quiet">Nothing to note: every event was read, and nothing in the data looks wrong.</p>'
-    marked = [{**row, "grade": f'<b class="grade {text(row["severity"])}">{text(row["severity"])}</b>'} for row in rows]
-    columns = [
-        Column("grade", "Severity", "html"),
-        Column("message", "Notice"),
-        Column("count", "Events", "count"),
-        *((Column("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
-        Column("slug", "Name", "text", "look it up in docs/reference/messages.md"),
-    ]
-    return table("notice-table", columns, marked, reasons.columns("notices"), "Notices")
+def capture(document: Row, reasons: Reasons) -> str:
+    """The recording of every rank."""
+    recorded = document.get("capture")
+    if not isinstance(recorded, dict):
+        return reasons.line("capture", "Recording")
+    command = _of(recorded, "run", "command")
+    line = ""
+    if isinstance(command, list):
+        line = f"<p>Recorded with <code>{text(shlex.join(map(str, command)))}</code></p>"
+    ranks = [entry for entry in recorded.get("ranks") or [] if isinstance(entry, dict)]
+    pictures = "".join(_in_block(entry, ranks, document) for entry in ranks)
+    return f"<h3>Recording</h3>{line}{_machines(ranks)}{pictures}"
 
 
-def inputs(document: Row, reasons: Reasons) -> str:
-    """The files that were read, and what they say about their recording."""
+def _of(row: Any, *keys: str) -> Any:
+    """The value at a path of keys; None where there is none."""
+    for key in keys:
+        row = row.get(key) if isinstance(row, dict) else None
+    return row
+
+
+def _machines(ranks: list[Row]) -> str:
+    if not ranks:
+        return ""
     rows = [
         {
-            **row,
-            "versions": _pairs(row.get("versions")),
-            "settings": _settings(row.get("settings")),
+            "rank": entry.get("rank"),
+            "host": entry.get("host"),
+            "processor": entry.get("processor"),
+            "cpus": entry.get("usable_cpus"),
+            "threads": entry.get("torch_threads"),
+            "torch": _of(entry, "versions", "torch"),
+            "python": _of(entry, "versions", "python"),
+            "with": _settings(entry.get("settings")),
+            "recorded_ns": _of(entry, "overhead", "recorded_median_ns"),
+            "bare_ns": _of(entry, "overhead", "unrecorded_median_ns"),
+            "ratio": _ratio(_of(entry, "overhead", "ratio")),
         }
-        for row in document.get("inputs") or []
+        for entry in ranks
     ]
     columns = [
-        Column("path", "File", "name"),
         Column("rank", "Rank", "count"),
-        Column("world_size", "Of", "count", "ranks of the job"),
         Column("host", "Host"),
-        Column("events", "Events", "count"),
-        Column("settings", "Recorded"),
-        Column("versions", "Versions"),
+        Column("processor", "Processor"),
+        Column("cpus", "CPUs", "count", "that the process may use"),
+        Column("threads", "Threads", "count", "of PyTorch's operators"),
+        Column("torch", "PyTorch"),
+        Column("python", "Python"),
+        Column("with", "With"),
+        Column("recorded_ns", "Step", "time", "median of the recorded steps", scale="step"),
+        Column("bare_ns", "Bare step", "time", "median of the steps of this run that were not recorded", scale="step"),
+        Column("ratio", "Overhead", "text", "recorded by bare step: what recording cost, and chance"),
     ]
-    return table("input-table", columns, rows, _input_reasons(reasons), "Inputs") + _capture(document, reasons)
+    known = dict.fromkeys(("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones")
+    return table("recording-table", columns, rows, known, "Recording by rank")
 
 
-def _input_reasons(reasons: Reasons) -> dict[str, str]:
-    silent = {"versions": "the file names no versions", "settings": "the file does not tell its settings"}
-    return {**reasons.columns("inputs"), **silent}
-
-
-def _pairs(values: Row | None) -> str | None:
-    return ", ".join(f"{key} {value}" for key, value in values.items()) if values else None
-
-
-def _settings(values: Row | None) -> str | None:
-    """The settings that are on, in words; null where the file does not tell."""
-    if not values:
+def _settings(settings: Any) -> str | None:
+    if not isinstance(settings, dict):
         return None
-    on = [key.replace("_", " ") for key, value in values.items() if value]
-    return ", ".join(on) if on else "none of " + ", ".join(key.replace("_", " ") for key in values)
+    on = [key.replace("_", " ") for key, value in settings.items() if value is True]
+    return ", ".join(on) or "none"
 
 
-def _capture(document: Row, reasons: Reasons) -> str:
-    capture = document.get("capture")
-    if not capture:
-        return reasons.line("capture", "Capture settings")
-    rows = "".join(
-        f"<div><dt>{text(key.replace('_', ' '))}</dt><dd>{_value(value)}</dd></div>"
-        for key, value in capture.items()
-        if value not in (None, [], {}, "")
+def _ratio(value: Any) -> str | None:
+    return f"{value:.2f} ×" if isinstance(value, (int, float)) else None
+
+
+def _in_block(entry: Row, ranks: list[Row], document: Row) -> str:
+    """The picture of one rank, shown when this rank is the chosen one."""
+    picture = _steps(entry)
+    if not picture or len(ranks) == 1:
+        return picture
+    position = next((k for k, r in enumerate(document["ranks"]) if r.get("rank") == entry.get("rank")), None)
+    if position is None:
+        return ""
+    only = "" if len(document["ranks"]) == 1 else f' data-of-rank="{position}"'
+    return f'<div{only}><p class="of">{rank_name(entry, position).capitalize()}</p>{picture}</div>'
+
+
+def _steps(entry: Row) -> str:
+    """Every step of the run as a column as high as its wall time."""
+    durations, states = _of(entry, "steps", "duration_ns"), _of(entry, "steps", "state")
+    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) < 2:
+        return ""
+    shown = [(ns, str(state)) for ns, state in zip(durations, states, strict=False) if isinstance(ns, int)]
+    shown = shown[-_MOST_STEPS:]
+    longest = max((ns for ns, _ in shown), default=0) or 1
+    columns = "".join(
+        f'<rect class="s-{state if state in _STATES else "early"}" x="{k + 0.1:.1f}" width="0.8" '
+        f'y="{100 - 100 * ns / longest:.2f}" height="{100 * ns / longest:.2f}">'
+        f"<title>{units.duration(ns)}, {_STATES.get(state, text(state))}</title></rect>"
+        for k, (ns, state) in enumerate(shown)
     )
-    return f'<h3>Capture</h3><dl class="settings">{rows}</dl>'
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict) and all(not isinstance(v, (dict, list)) for v in value.values()):
-        pairs = (
-            f"<span>{text(k.replace('_', ' '))} <b>{text(v)}</b></span>" for k, v in value.items() if v is not None
-        )
-        return "".join(pairs)
-    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text(shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…")
+    said = f"Wall time of {len(shown)} steps of the run, up to {units.duration(longest)}"
+    legend = "".join(
+        f'<li><i class="swatch s-{state}"></i>{title}</li>'
+        for state, title in _STATES.items()
+        if any(state == other for _, other in shown)
+    )
+    return (
+        f'<figure class="columns"><figcaption class="quiet">{said}</figcaption><svg viewBox="0 0 {len(shown)} 100" '
+        f'preserveAspectRatio="none" role="img" aria-label="{said}">{columns}</svg>'
+        f'<ul class="legend">{legend}</ul></figure>'
+    )

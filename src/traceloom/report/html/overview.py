@@ -244,7 +244,7 @@ def breakdown(document: Row, reasons: Reasons) -> str:
     columns = [
         Column("rank", "Rank"),
         Column("device", "GPU"),
-        Column("bar", "Time from the first to the last GPU work", "bar"),
+        Column("bar", "Time on the GPU", "bar"),
         *DEVICE_SHARES,
         Column("window", "Window", "time", "from the first to the last GPU work; the time before and after is apart"),
     ]

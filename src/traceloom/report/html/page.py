@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from traceloom.model import Session, units
-from traceloom.report.html import capture, memory, modules, overview, ranks, timeline, work
+from traceloom.report.html import capture, inputs, memory, modules, overview, ranks, timeline, work
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import text
 
@@ -46,7 +46,7 @@ def render(document: dict[str, Any], session: Session) -> str:
     style = "\n".join(_asset(name) for name in STYLES)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
     name = document.get("name") or session.name
-    return Template(_asset("page.html")).substitute(
+    page = Template(_asset("page.html")).substitute(
         policy=_policy([theme, script], style),
         title=text(f"{sentence} – {name}"),
         theme=theme,
@@ -61,6 +61,7 @@ def render(document: dict[str, Any], session: Session) -> str:
         data=view.payload if view else "",
         script=script,
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
 def _asset(name: str) -> str:
@@ -86,7 +87,7 @@ def _policy(scripts: list[str], style: str) -> str:
 
 
 def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
-    if not any(trace.events.height for trace in session.traces):
+    if document.get("runs") or not any(trace.events.height for trace in session.traces):
         return None
     kernels = document.get("kernels") or []
     communication = {row["name"] for row in kernels if row.get("category") == "communication"}
@@ -95,6 +96,10 @@ def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
 
 def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -> list[Section]:
     """(id, title, how to read it, body), in the order of the page."""
+    if document.get("runs"):
+        data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
+        return [("runs", "Runs", "Report one of them alone to see more.", inputs.runs(document, reasons)),
+                ("data", "Data", "What was read, and what to know about it.", data)]  # fmt: skip
     several = len(document["ranks"]) > 1
     return [
         ("breakdown-section", "Breakdown", "Where the time of every rank went.", overview.breakdown(document, reasons)),
@@ -124,7 +129,8 @@ def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -
 
 def _data(document: Row, reasons: Reasons) -> str:
     found = reasons.line("findings", "Findings") if not document.get("findings") else ""
-    return capture.notices(document, reasons) + capture.inputs(document, reasons) + found
+    parts = (inputs.notices(document, reasons), inputs.inputs(document, reasons), capture.capture(document, reasons))
+    return "".join(parts) + found
 
 
 def _section(identity: str, title: str, note: str, body: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from traceloom.report.html.cells import NAME_LENGTH, Column, Unit, cells, text, unit_of
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
+_FEW = 7  # columns
 _FILTER_FROM = 13  # rows; a filter over fewer is clutter
 
 
@@ -36,11 +37,17 @@ def table(
     full = [_full(columns, row) for row in kept]
     body = "\n".join(f"<tr{more}>{''.join(row)}</tr>" for more, *row in zip(full, *shown, strict=True))
     return (
-        f'<figure class="table" id="{identity}">{_filter(label, len(kept))}<div class="scroll" tabindex="0" '
-        f'role="region" aria-label="{escape(label)}"><table><caption class="unseen">{escape(label)}</caption>'
+        f'<figure class="table{_width(columns)}" id="{identity}">{_filter(label, len(kept))}'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+        f'<table><caption class="unseen">{escape(label)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
         f'<button type="button" class="more" hidden></button>{_rest(len(rows))}</figure>'
     )
+
+
+def _width(columns: Sequence[Column]) -> str:
+    """A few short columns stand close together, so that the eye finds the way along a row."""
+    return "" if len(columns) > _FEW or any(c.kind in ("name", "bar") for c in columns) else " narrow"
 
 
 def _units(columns: Sequence[Column], values: Mapping[str, list[Any]]) -> list[Unit]:

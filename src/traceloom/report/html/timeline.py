@@ -131,16 +131,8 @@ def _keep(events: pl.DataFrame, share: int) -> pl.DataFrame:
 def _lanes(trace: Trace, number: int) -> pl.DataFrame:
     """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest first."""
     main = pl.col("process") == pl.col("thread")
-    gpu = pl.format("GPU {} · {}", "device", "name")
-    label = (
-        pl.when((pl.col("kind") == "device") & pl.col("device").is_not_null())
-        .then(gpu)
-        .when(pl.col("kind") == "device_annotation")
-        .then(pl.format("{} annotations", "name"))
-        .when(pl.col("kind") == "device_sync")
-        .then(pl.format("{} waits", "name"))
-        .otherwise(pl.col("name"))
-    )
+    of_gpu = (pl.col("kind") == "device") & pl.col("device").is_not_null()
+    label = pl.when(of_gpu).then(pl.format("{} · GPU {}", "name", "device")).otherwise(pl.col("name"))
     kind = pl.col("kind").cast(pl.String)
     return (
         trace.lanes.with_columns(
