@@ -87,7 +87,9 @@ def read_rules(path: str | Path) -> tuple[Rule, ...]:
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)) from error
+        raise InputError(
+            f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
+        ) from error
     return _rules(rows, str(path))
 
 
