@@ -1,0 +1,152 @@
+"""What recording costs: a step recorded by Traceloom, by a bare `torch.profiler`, and by nobody.
+
+    python benchmarks/record.py [--rounds 12] [--stacks] [--memory]
+
+All three run the same model in one process and take turns, five steps each; the order changes from round to round.
+Compared are medians over all steps, and the median of the ratios of neighbors, which is what noise on the machine
+disturbs least. Then `traceloom record` itself runs the example twice with many steps and says what it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import traceloom
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from train_gpt import GPT, Characters, make_text  # noqa: E402  (the example beside this file)
+
+STEPS = 5
+LIMIT = 1.05
+
+
+def workload() -> Callable[[], None]:
+    """One training step of the example's model, with data that is there already."""
+    torch.manual_seed(1)
+    data = Characters(make_text(400, 1), 128)
+    model = GPT(len(data.alphabet), 128, layers=4, width=192, heads=6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    pairs = [data[at] for at in range(8)]
+    tokens, targets = torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
+
+    def step() -> None:
+        logits = model(tokens)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None]) -> int:
+    started = time.perf_counter_ns()
+    step()
+    return time.perf_counter_ns() - started
+
+
+def unrecorded(step: Callable[[], None], _: argparse.Namespace) -> list[int]:
+    return [timed(step) for _ in range(STEPS)]
+
+
+def bare(step: Callable[[], None], arguments: argparse.Namespace) -> list[int]:
+    with torch.profiler.profile(
+        record_shapes=True, with_stack=arguments.stacks, profile_memory=arguments.memory
+    ) as profiler:
+        times = [timed(step) for _ in range(STEPS)]
+    profiler.export_chrome_trace(os.devnull)
+    return times
+
+
+def ours(step: Callable[[], None], arguments: argparse.Namespace) -> list[int]:
+    with tempfile.TemporaryDirectory() as directory:
+        options = {"stacks": arguments.stacks, "memory": arguments.memory, "quiet": True}
+        with traceloom.record(Path(directory) / "run", **options):
+            return [timed(step) for _ in range(STEPS)]
+
+
+def quiet() -> contextlib.AbstractContextManager[object]:
+    """Kineto talks on descriptor 2; it is of no interest here."""
+    sink = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    kept = os.dup(2)
+    os.dup2(sink.fileno(), 2)
+    stack = contextlib.ExitStack()
+    stack.callback(sink.close)
+    stack.callback(os.close, kept)
+    stack.callback(os.dup2, kept, 2)
+    return stack
+
+
+def ratio(upper: list[int], lower: list[int]) -> float:
+    """Median of the ratios of neighboring rounds."""
+    rounds = range(0, len(upper), STEPS)
+    return statistics.median(
+        statistics.median(upper[at : at + STEPS]) / statistics.median(lower[at : at + STEPS]) for at in rounds
+    )
+
+
+def take_turns(arguments: argparse.Namespace) -> bool:
+    step = workload()
+    ways = [unrecorded, bare, ours]
+    times: dict[str, list[int]] = {way.__name__: [] for way in ways}
+    with quiet():
+        for way in ways:
+            way(step, arguments)  # warm-up
+        for number in range(arguments.rounds):
+            for at in range(len(ways)):
+                way = ways[(at + number) % len(ways)]
+                times[way.__name__] += way(step, arguments)
+    print(f"one step of the example, {torch.get_num_threads()} threads, {arguments.rounds} rounds of {STEPS} steps")
+    print(f"  {'':24}{'median':>10}{'fastest':>10}")
+    for name, label in (("unrecorded", "unrecorded"), ("bare", "torch.profiler"), ("ours", "traceloom")):
+        print(f"  {label:24}{statistics.median(times[name]) / 1e6:8.1f} ms{min(times[name]) / 1e6:8.1f} ms")
+    against_bare = ratio(times["ours"], times["bare"])
+    print(f"  traceloom / torch.profiler  {against_bare:.3f}   (limit {LIMIT})")
+    print(f"  traceloom / unrecorded      {ratio(times['ours'], times['unrecorded']):.3f}")
+    print(f"  torch.profiler / unrecorded {ratio(times['bare'], times['unrecorded']):.3f}")
+    return against_bare <= LIMIT
+
+
+def command_line(arguments: argparse.Namespace) -> None:
+    """The same through the command line, against the steps of the same run that nobody recorded."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = str(Path(directory) / "run")
+        example = [sys.executable, str(ROOT / "examples/train_gpt.py"), "--steps", "40", "--workers", "0"]
+        shell = "import sys; from traceloom.cli import main; sys.exit(main())"
+        options = [word for word in ("stacks", "memory") if getattr(arguments, word)]
+        record = [sys.executable, "-c", shell, "record", "-q", "-o", output, "--steps", "15..25"]
+        subprocess.run(
+            [*record, *[f"--{word}" for word in options], "--", *example], check=True, stdout=subprocess.DEVNULL
+        )
+        overhead = json.loads((Path(output) / "capture.json").read_text())["ranks"][0]["overhead"]
+    print("traceloom record -- python examples/train_gpt.py --steps 40")
+    print(f"  recorded / unrecorded step  {overhead['ratio']:.3f}")
+    print(f"  graph step / unrecorded     {overhead['graph_step_ratio']:.3f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--stacks", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    arguments = parser.parse_args()
+    good = take_turns(arguments)
+    command_line(arguments)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
