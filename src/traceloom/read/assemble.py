@@ -242,7 +242,7 @@ def _linked(
     correlation = _filled(events["correlation"])
     launch = launches(correlation, is_launch, is_work)
     op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, _filled(events["external_id"]))
-    steps, notices = find_steps(events, lanes)
+    steps, notices = find_steps(events, lanes, made.texts.values)
     step = event_steps(steps, made.start, launch, is_work)
     linked = events.with_columns(
         row_numbers(op).alias("op"),

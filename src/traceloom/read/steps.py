@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,29 @@ _MARK = r"^traceloom\.step#\s*(\d+)$"
 _NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
 
 
-def find_steps(events: pl.DataFrame, lanes: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
+def find_steps(events: pl.DataFrame, lanes: pl.DataFrame, texts: list[str]) -> tuple[pl.DataFrame, list[Notice]]:
     """The `steps` frame and what must be said about it.
 
     `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last mark closes the
     last step), else the most regular host annotation, else none.
+
+    Args:
+        events: The events in time order.
+        lanes: Their lanes.
+        texts: All different texts of the file, names among them.
     """
     hosts = lanes.filter(pl.col("kind") == "host")["lane"]
-    spans = events.lazy().filter(pl.col("category").is_in(["annotation", "op"]) & pl.col("lane").is_in(hosts.implode()))
-    numbered = spans.select(
-        "name", "lane", "start_ns", end_ns=pl.col("nested_end_ns"), number=pl.col("name").str.extract(_PROFILER)
-    )
-    profiler = numbered.filter(pl.col("number").is_not_null()).collect()
-    if profiler.height:
-        return _numbered(profiler, "profiler-step")
-    marks = numbered.with_columns(number=pl.col("name").str.extract(_MARK)).filter(pl.col("number").is_not_null())
-    marked = marks.collect()
-    if marked.height > 1:
-        return _numbered(marked, "mark")
-    return _regular(spans.filter(pl.col("category") == "annotation").collect(), events)
+    on_host = pl.col("lane").is_in(hosts.implode())
+    for pattern, evidence, fewest in ((_PROFILER, "profiler-step", 1), (_MARK, "mark", 2)):
+        numbers = {text: match.group(1) for text in texts if (match := re.match(pattern, text))}
+        if not numbers:
+            continue
+        called = pl.col("name").is_in(list(numbers)) & pl.col("category").is_in(["annotation", "op"])
+        spans = events.filter(called & on_host).select("name", "lane", "start_ns", end_ns=pl.col("nested_end_ns"))
+        if spans.height >= fewest:
+            return _numbered(spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence)
+    annotations = events.filter((pl.col("category") == "annotation") & on_host)
+    return _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events)
 
 
 def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
