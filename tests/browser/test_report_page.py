@@ -368,3 +368,43 @@ def test_it_reads_without_scripts(browser: Any, pages: dict[str, Any]) -> None:
     assert page.locator("#steps-1").is_visible()
     assert "need JavaScript" in page.locator("#timeline").inner_text()
     context.close()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("file", ["kineto/h100_qwen_0.5b", "kineto/a100_ddp_nccl", "diff/v100_test"])
+def test_rows_and_steps_of_the_page_are_those_of_the_trace(
+    browser: Any, shared_data: Any, tmp_path: Any, file: str
+) -> None:
+    """The script derives nesting and steps again; they must come out as the reader's."""
+    from traceloom.read import load
+    from traceloom.report import document
+    from traceloom.report.html import render
+
+    session = load(str(shared_data / f"{file}.json.gz"))
+    path = tmp_path / "page.html"
+    path.write_text(render(document.build(session), session), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-ready=yes]", state="attached")
+    found = page.evaluate(
+        """() => {
+          const { events } = document.getElementById("timeline-view").timeline;
+          const out = {};
+          for (const lane of events.lanes) {
+            events.layOut(lane, false);
+            for (let i = lane.first; i < lane.first + lane.count; i++) {
+              const key = `${events.stepOf(i)?.[0] ?? null} ${lane.nests ? events.row[i] : "-"}`;
+              out[key] = (out[key] ?? 0) + 1;
+            }
+          }
+          return out;
+        }"""
+    )
+    page.close()
+    trace = session.traces[0]
+    nesting = set(trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))["lane"].to_list())
+    expected: dict[str, int] = {}
+    for step, depth, lane in trace.events.select("step", "depth", "lane").iter_rows():
+        key = f"{'null' if step is None else step} {depth if lane in nesting else '-'}"
+        expected[key] = expected.get(key, 0) + 1
+    assert found == expected

@@ -66,6 +66,7 @@ def unpack(payload: str) -> tuple[dict[str, Any], dict[str, Any]]:
     events = {
         "start": (start * unit).tolist(),
         "duration": (_unzigzag(columns["duration"]) * unit).tolist(),
+        "clip": (_unzigzag(columns["clip"]) * unit).tolist(),
         "label": columns["label"].tolist(),
         "fact": columns["fact"].tolist(),
         "correlation": _unsparse(columns["correlation"]),

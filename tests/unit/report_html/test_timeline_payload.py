@@ -19,6 +19,7 @@ FILES = [
     "kineto/h100_bert_small.json.gz",
     "kineto/a100_ddp_nccl.json.gz",
     "kineto/h800_deepseek_train.json.gz",
+    "kineto/h100_qwen_0.5b.json.gz",
     "kineto/mi300_vllm_piecewise_graphs.json.gz",
     "kineto/cpu_only_gloo_rank34.json.gz",
     "diff/v100_test.json.gz",
@@ -26,7 +27,7 @@ FILES = [
 
 
 def events_of(session: Session, header: dict[str, Any], decoded: dict[str, Any]) -> Counter[tuple[Any, ...]]:
-    """(trace, lane name, label, category, start, duration, correlation) of each decoded event."""
+    """(trace, lane name, label, category, start, duration, correlation, nested end) of each decoded event."""
     out: Counter[tuple[Any, ...]] = Counter()
     place = 0
     for lane in header["lanes"]:
@@ -35,6 +36,7 @@ def events_of(session: Session, header: dict[str, Any], decoded: dict[str, Any])
             out[
                 lane["trace"], lane["stream"], lane["thread"], name, header["categories"][code],
                 decoded["start"][k] + session.epoch_ns, decoded["duration"][k], decoded["correlation"][k],
+                decoded["start"][k] + max(decoded["duration"][k], 0) - decoded["clip"][k] + session.epoch_ns,
             ] += 1  # fmt: skip
         place += lane["count"]
     return out
@@ -50,7 +52,7 @@ def events_in(session: Session) -> Counter[tuple[Any, ...]]:
             maintain_order="left",
         )
         for row in frame.select(
-            "lane_stream", "lane_thread", "name", "category", "start_ns", "duration_ns", "correlation"
+            "lane_stream", "lane_thread", "name", "category", "start_ns", "duration_ns", "correlation", "nested_end_ns"
         ).iter_rows():
             out[(number, *row)] += 1
     return out

@@ -63,7 +63,7 @@ def headline(document: Row) -> str:
         (str(p["label"]), _colour(str(p["label"]), str(p["kind"])), int(p["ns"])) for p in answer.get("parts") or []
     ]
     whole = sum(ns for _, _, ns in parts)
-    parts.sort(key=lambda part: (_ORDER.index(part[1]) if part[1] in _ORDER else 0, -part[2]))
+    parts.sort(key=lambda part: (_place(part[1]), -part[2]))
     picture = (
         f'<div class="answer-bar">{bar(parts, whole)}{legend(_folded(parts, whole), whole)}</div>' if whole else ""
     )
@@ -86,7 +86,11 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
         title = f"{len(same)} other {'causes of idle time' if colour == 'idle' else 'parts'}"
         if same:
             out.append((same[0][0] if len(same) == 1 else title, colour, sum(ns for _, _, ns in same)))
-    return out
+    return sorted(out, key=lambda part: _place(part[1]))
+
+
+def _place(colour: str) -> int:
+    return _ORDER.index(colour) if colour in _ORDER else 0
 
 
 def key_numbers(document: Row) -> str:

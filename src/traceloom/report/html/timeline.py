@@ -2,7 +2,8 @@
 
 Events stand lane by lane, in the order of their start. Times are nanoseconds relative to the session's epoch, divided
 by their greatest common divisor (`unit_ns`). References (`launch`, `forward`) are positions in the payload plus one,
-0 for none. Rows (nesting, overlap) and steps are derived from these by the script, as the reader derives them.
+0 for none. `clip` is what nesting cuts off the end of a span. The script derives rows (nesting, overlap) and steps from
+these, as the reader derives them.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _lanes(trace: Trace, number: int) -> pl.DataFrame:
 
 def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
     """The kept events, lane by lane, with their facts."""
-    columns = ["event", "name", "category", "start_ns", "duration_ns", "lane", "correlation", "launch"]
+    columns = ["event", "name", "category", "start_ns", "duration_ns", "nested_end_ns", "lane", "correlation", "launch"]
     return (
         _keep(trace.events.select(columns), share)
         .join(lanes.select("lane", "order"), on="lane", how="left")
@@ -203,13 +204,15 @@ def _columns(
     events = pl.concat(parts)
     start = events["start_ns"].to_numpy() - session.epoch_ns
     duration = events["duration_ns"].to_numpy()
-    unit = max(int(np.gcd(np.gcd.reduce(start), np.gcd.reduce(duration))), 1)
+    clip = start + np.maximum(duration, 0) - (events["nested_end_ns"].to_numpy() - session.epoch_ns)
+    unit = max(int(np.gcd.reduce([np.gcd.reduce(column) for column in (start, duration, clip)])), 1)
     label, labels = _table(events, ["name", "category"])
     fact, facts = _table(events, ["facts"])
     correlation = events["correlation"]
     columns = {
         "start": _steps(start // unit, counts),
         "duration": zigzag(duration // unit),
+        "clip": zigzag(clip // unit),
         "label": label - 1,
         "fact": fact,
         "correlation": _sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),

@@ -32,6 +32,7 @@ export class Events {
     this.label = Uint32Array.from(columns.label);
     this.fact = Uint32Array.from(columns.fact);
     this.duration = columns.duration.map((value) => unzigzag(value) * unit);
+    this.clip = columns.clip.map((value) => unzigzag(value) * unit);
     this.correlation = unsparse(columns.correlation, NaN);
     this.launch = Int32Array.from(unsparse(columns.launch, 0), (place) => place - 1);
     this.forward = Int32Array.from(unsparse(columns.forward, 0), (place) => place - 1);
@@ -69,7 +70,7 @@ export class Events {
   }
 
   #nest(lane, hidePython) {
-    const { start, duration, end, parent, row } = this;
+    const { start, duration, clip, end, parent, row } = this;
     const rows = [];
     const open = [];
     for (let i = lane.first; i < lane.first + lane.count; i++) {
@@ -79,7 +80,7 @@ export class Events {
       }
       while (open.length && end[open[open.length - 1]] <= start[i]) open.pop();
       const above = open.length ? open[open.length - 1] : -1;
-      const natural = start[i] + Math.max(duration[i], 0);
+      const natural = start[i] + Math.max(duration[i], 0) - clip[i];
       parent[i] = above;
       end[i] = above >= 0 ? Math.min(natural, end[above]) : natural;
       row[i] = open.length;
