@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ExecutionTraceObserver
 from torch.profiler.profiler import _KinetoProfile
 
@@ -67,10 +68,22 @@ class _Profile(_KinetoProfile):  # type: ignore[misc]
 
 
 class Kineto:
-    """One window of Kineto: `start`, `stop`, then `save` as often as needed."""
+    """One window of Kineto: `start`, `stop`, then `save`, once.
 
-    def __init__(self, settings: Settings, *, with_observer: bool = False) -> None:
-        options = {"trace_only": not settings.stacks, "verbose": settings.stacks}
+    Args:
+        settings: What to record.
+        with_observer: For the graph step: shapes, and nothing that costs more.
+        every_thread: Record all threads, and let any of them stop it, where this PyTorch can (not with allocations).
+    """
+
+    def __init__(self, settings: Settings, *, with_observer: bool = False, every_thread: bool = False) -> None:
+        everywhere = every_thread and not settings.memory
+        options = {
+            "trace_only": not settings.stacks,
+            "verbose": settings.stacks,
+            "profile_all_threads": everywhere,
+        }
+        self._everywhere = everywhere and _knows("profile_all_threads")
         self._profile = _Profile(
             record_shapes=settings.shapes or with_observer,
             profile_memory=settings.memory and not with_observer,
@@ -98,7 +111,7 @@ class Kineto:
         Raises:
             OtherThreadError: This is not the thread that started it.
         """
-        if threading.get_ident() != self.thread:
+        if not self._everywhere and threading.get_ident() != self.thread:
             raise OtherThreadError
         with _Ours():
             if not self._told_of_job:
@@ -136,13 +149,14 @@ def require_whole(path: Path) -> None:
         raise OSError(28, os.strerror(28), str(path))
 
 
-def _experimental(options: dict[str, Any]) -> Any:
+def _experimental(options: dict[str, bool]) -> Any:
     """The experimental options that this PyTorch knows."""
-    from torch._C._profiler import _ExperimentalConfig
-
-    signature = _ExperimentalConfig.__init__.__doc__ or ""
-    known: dict[str, Any] = {name: True for name, on in options.items() if on and f"{name}:" in signature}
+    known: dict[str, Any] = {name: True for name, on in options.items() if on and _knows(name)}
     return _ExperimentalConfig(**known)
+
+
+def _knows(option: str) -> bool:
+    return f"{option}:" in (_ExperimentalConfig.__init__.__doc__ or "")
 
 
 class Graph:

@@ -255,7 +255,7 @@ class Recorder:
         # The early part may hold the import of half of PyTorch: millions of Python calls. It goes without stacks.
         wanted = replace(settings, stacks=False) if kind == "early" else settings
         window = Window(
-            kineto.Kineto(wanted),
+            kineto.Kineto(wanted, every_thread=kind == "early"),  # nobody knows yet which thread will train
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
             start_ns=time.time_ns(),

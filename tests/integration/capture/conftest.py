@@ -17,19 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-SHELL = """
-import argparse, sys
-from traceloom.cli.record import add_parser
-from traceloom.errors import TraceloomError
-parser = argparse.ArgumentParser("traceloom")
-add_parser(parser.add_subparsers(required=True))
-args = parser.parse_args()
-try:
-    sys.exit(args.run(args))
-except TraceloomError as error:
-    print(f"traceloom: {error} [{error.slug}]", file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
+SHELL = "import sys; from traceloom.cli import main; sys.exit(main())"
 
 # A model that trains in a millisecond; `step()` is one step of it.
 TRAIN = """

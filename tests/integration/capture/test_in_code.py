@@ -126,3 +126,19 @@ except traceloom.CaptureError as error: print(error.slug)
 """
     run = recorder.plain([sys.executable, "-c", code])
     assert (run.out, run.err) == ("in\nno-torch\n", "")
+
+
+def test_an_old_torch_is_told_and_the_program_goes_on(recorder: Any) -> None:
+    script = recorder.script(
+        """
+        import traceloom
+        torch.__version__ = "2.3.1+cu118"
+        with traceloom.record("block") as recording: step()
+        print(recording.active)
+        """
+    )
+    run = recorder.plain([sys.executable, script])
+    assert (run.code, run.out) == (0, "False\n")
+    assert run.ours == [
+        "traceloom: nothing is recorded: torch 2.4 or newer is needed, this is 2.3.1+cu118 [old-torch]"
+    ]

@@ -188,4 +188,21 @@ def test_a_window_that_is_never_reached_is_explained(recorder: Any) -> None:
 def test_a_choice_of_steps_that_cannot_be_is_refused(recorder: Any, steps: str) -> None:
     run = recorder.record([sys.executable, "-c", "print('ran')"], f"--steps={steps}")
     assert (run.code, run.out) == (2, "")
-    assert "[bad-steps]" in run.err
+    assert "#bad-steps" in run.err
+
+
+def test_a_program_that_trains_in_a_thread_is_recorded_there(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import threading, time
+        for _ in range(50): torch.ones(3) + 1; time.sleep(0.002)  # the main thread uses torch first
+        def train():
+            for _ in range(12): step()
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        """
+    )
+    assert run.marks() == [3, 4, 5, 6, 7, 8]
+    assert run.names().count("Optimizer.step#AdamW.step") == 5
+    assert len(run.ours) == 2

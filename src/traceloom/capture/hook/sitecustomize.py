@@ -14,8 +14,12 @@ import sys
 def _chain(here):
     """Run the sitecustomize that ours hides, exactly as Python would have done."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
+    try:  # what `importlib` is made of; its Python face costs milliseconds
+        from _frozen_importlib import module_from_spec
+        from _frozen_importlib_external import PathFinder
+    except ImportError:
+        from importlib.machinery import PathFinder
+        from importlib.util import module_from_spec
 
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
