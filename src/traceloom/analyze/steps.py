@@ -79,6 +79,8 @@ def tiles(trace: Trace) -> Tiles:
     tile_start = np.concatenate((start, outside_start)).astype(np.int64)
     tile_end = np.concatenate((end, outside_end)).astype(np.int64)
     keep = np.flatnonzero(tile_end > tile_start)
+    if not keep.size:  # a trace without any length is one moment, outside all steps
+        keep = np.array([row.size - 1])
     keep = keep[np.argsort(tile_start[keep], kind="stable")]
     return Tiles(row[keep], Spans(tile_start[keep], tile_end[keep]))
 

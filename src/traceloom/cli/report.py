@@ -126,6 +126,11 @@ def run(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
     from traceloom.read import load_inputs
 
+    if "-" in args.inputs and sys.stdin.isatty():
+        raise UsageError(
+            "standard input is a terminal", slug="wrong-usage", hint="pipe a trace into it, or name a file"
+        )
+
     def tell(reading: Reading) -> None:
         part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
         progress.say(

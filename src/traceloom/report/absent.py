@@ -26,6 +26,7 @@ REASONS = {
     "ranks[*].host.threads[*].thread": "the file does not number this thread",
     "ranks[*].host.account[*].step": "null is the time outside all steps",
     "ranks[*].step_times": "the trace marks no steps",
+    "ranks[*].step_times.spread_fraction": "the median step has no length",
     "kernels": "no GPU work was recorded",
     "kernels[*].rule": "no rule is needed to tell what it is",
     "operators": "no framework operators were recorded",

@@ -89,6 +89,5 @@ def _step_times(measured: Measured, absent: Absent) -> Row | None:
     if not times.count:
         absent.say("ranks[*].step_times")
         return None
-    return {
-        key: getattr(times, key) for key in ("count", "median_ns", "min_ns", "max_ns", "spread_fraction", "evidence")
-    }
+    keys = ("count", "median_ns", "min_ns", "max_ns", "spread_fraction", "evidence")
+    return {key: absent.value(getattr(times, key), f"ranks[*].step_times.{key}") for key in keys}

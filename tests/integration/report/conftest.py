@@ -50,9 +50,8 @@ def _check_sums(document: dict[str, Any]) -> None:
         for thread in rank["host"]["threads"]:
             account = [row["ns"] for row in rank["host"]["account"] if row["lane"] == thread["lane"]]
             assert sum(account) == thread["window_ns"]
-    assert sum(kernel["fraction"] for kernel in document["kernels"]) == pytest.approx(
-        1.0 if document["kernels"] else 0.0
-    )
+    for rows, whole in ((document["kernels"], "total_ns"), (document["operators"], "self_ns")):
+        assert sum(row["fraction"] for row in rows) == pytest.approx(float(any(row[whole] for row in rows)))
 
 
 def _check_nulls(document: dict[str, Any]) -> None:
@@ -67,7 +66,7 @@ def _check_nulls(document: dict[str, Any]) -> None:
 def _nulls(value: Any, path: str) -> Iterator[str]:
     if value is None:
         yield path
-    elif isinstance(value, dict) and path not in {"capture"}:
+    elif isinstance(value, dict) and path != "capture":
         for key, item in value.items():
             yield from _nulls(item, f"{path}.{key}" if path else key)
     elif isinstance(value, list):

@@ -17,6 +17,7 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.terminal import tables, time
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.look import ASCII, DIM
+from traceloom.report.terminal.recording import recording
 
 _NARROWEST, _WIDEST = 60, 140
 
@@ -41,10 +42,18 @@ def _in_ascii(line: Text) -> Text:
 
 
 def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
-    """The lines of the report, none wider than `width`."""
-    yield from _head(document, width)
+    """The lines of the report, none wider than `width` but for commands, which stand whole."""
+    for line in _sections(document, options, width):
+        if line.cell_len > width:  # names in scripts whose letters take two cells
+            line.truncate(width, overflow="ellipsis")
+        yield line
     if document["runs"]:
-        yield from _runs(document, width)
+        yield from _commands(document, width)
+
+
+def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+    yield from _head(document, width)
+    yield from _runs(document, width)
     yield from time.devices(document, width)
     yield from time.steps(document, options.top, width)
     yield from time.idle(document, width)
@@ -55,6 +64,7 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
     yield from tables.communication(document, options, width)
     yield from tables.memory(document, width)
     yield from tables.data_loading(document, width)
+    yield from recording(document, width)
     yield from tables.notices(document, options, width)
 
 
@@ -92,7 +102,9 @@ def _apart(names: list[str]) -> list[str]:
 
 
 def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
-    """One line per run and the command that reports it."""
+    """One line per run."""
+    if not document["runs"]:
+        return
     yield from time.heading("Runs", "", width)
     rows: list[list[str | Text]] = [
         [
@@ -106,6 +118,10 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     columns = [Column("ranks"), Column("time"), Column("steps"), Column("events")]
     names = _apart([run["name"] for run in document["runs"]])
     yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
+
+
+def _commands(document: dict[str, Any], width: int) -> Iterator[Text]:
+    """The answer of each run, and the command that reports it."""
     for run in document["runs"]:
         yield Text("")
         for line in textwrap.wrap(harmless(run["sentence"]), width - 2, break_on_hyphens=False):

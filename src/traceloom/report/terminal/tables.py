@@ -123,17 +123,13 @@ def communication(document: Row, options: ReportOptions, width: int) -> Iterator
     shown = ordered(rows, options)
     where = "on devices" if on_device else "on the host"
     yield from heading("Communication", _covering(shown, rows, "total_ns", where), width)
-    cells: list[list[str | Text]] = [
-        [
-            units.duration(row["total_ns"]),
-            units.duration(row["exposed_ns"]),
-            units.count(row["count"]),
-            units.duration(row["mean_ns"]),
-            units.size(row["bytes"]),
-        ]
-        for row in shown
-    ]
-    columns = [Column("total"), Column("exposed"), Column("count"), Column("mean"), Column("sent")]
+    cells: list[list[str | Text]] = []
+    for row in shown:
+        cells.append([units.duration(row["total_ns"])])
+        cells[-1] += [units.duration(row["exposed_ns"])] if on_device else []
+        cells[-1] += [units.count(row["count"]), units.duration(row["mean_ns"]), units.size(row["bytes"])]
+    columns = [Column("total"), *([Column("exposed")] if on_device else [])]
+    columns += [Column("count"), Column("mean"), Column("sent")]
 
     def name(i: int, room: int) -> Text:
         return Text(short(_collective(shown[i]), room))
