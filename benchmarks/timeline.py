@@ -84,6 +84,7 @@ def session(count: int) -> Session:
                       "device": None if host else 0, "stream": None if host else lane, "name": f"lane {lane}",
                       "events": each, "busy_ns": 0})  # fmt: skip
     events = pl.concat(frames).sort("start_ns", -pl.col("duration_ns")).with_row_index("event")
+    events = events.with_columns(nested_end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     missing = [pl.lit(None, dtype=t).alias(n) for n, t in SCHEMAS["events"].items() if n not in events.columns]
     frames_by_name = {name: empty(name) for name in SCHEMAS}
     frames_by_name["events"] = events.with_columns(missing).select(list(SCHEMAS["events"])).cast(SCHEMAS["events"])

@@ -408,3 +408,21 @@ def test_rows_and_steps_of_the_page_are_those_of_the_trace(
         key = f"{'null' if step is None else step} {depth if lane in nesting else '-'}"
         expected[key] = expected.get(key, 0) + 1
     assert found == expected
+
+
+def test_a_kernel_of_the_table_is_found_in_the_timeline(open_page: Open) -> None:
+    tab = open_page()
+    row = tab.page.locator("#kernel-table tbody tr", has_text="kernel_03_gemm")
+    row.get_by_role("button", name="Find it in the timeline").click()
+    assert tab.page.locator("[data-part=search]").input_value() == "kernel_03_gemm"
+    assert tab.page.locator("[data-part=count]").inner_text() == "8 found"
+    tab.page.keyboard.press("Enter")
+    assert tab.page.locator("[data-part=details] h3").inner_text() == "kernel_03_gemm"
+
+
+def test_a_step_of_the_table_is_shown_in_the_timeline(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.locator("#steps-0 tbody tr").nth(2).get_by_role("button", name="Show it in the timeline").click()
+    step = tab.timeline("t.events.ranks[0].steps[2]")
+    span = step[3] - step[2]
+    assert tab.timeline("[t.view.from, t.view.to]") == pytest.approx([step[2] - 0.02 * span, step[3] + 0.02 * span])

@@ -44,7 +44,13 @@ def steps(document: Row, reasons: Reasons) -> str:
 def _steps(rank: Row, position: int, reasons: Reasons) -> str:
     longest = max((step["duration_ns"] for step in rank["steps"]), default=0)
     gpu = any(step.get("devices") for step in rank["steps"])
-    rows = [_gpu_step(step, longest) if gpu else _host_step(step, rank, longest) for step in rank["steps"]]
+    rows = [
+        {
+            **(_gpu_step(step, longest) if gpu else _host_step(step, rank, longest)),
+            "range": f"{step['start_ns']}-{step['start_ns'] + step['duration_ns']}",
+        }
+        for step in rank["steps"]
+    ]
     if not rows:
         return reasons.line("ranks[*].steps", "Steps")
     columns = [

@@ -71,10 +71,11 @@ def _head(column: Column, unit: str) -> str:
 
 
 def _full(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
-    """The whole names of a row, for the filter, where the cells show them cut."""
+    """What the script needs of a row: whole names for the filter where cells show them cut, the range of time."""
     names = [str(row[c.key]) for c in columns if c.kind == "name" and row.get(c.key) is not None]
     whole = " ".join(name for name in names if len(name) > NAME_LENGTH)
-    return f' data-full="{text(whole)}"' if whole else ""
+    full = f' data-full="{text(whole)}"' if whole else ""
+    return full + (f' data-range="{row["range"]}"' if "range" in row else "")
 
 
 def _filter(label: str, count: int) -> str:

@@ -101,6 +101,13 @@ export class Rows {
     this.labels.querySelector(`[data-key="${key}"]`)?.focus();
   }
 
+  // Unfolds a rank.
+  open(rank) {
+    if (!this.folded.delete(`r${rank}`)) return;
+    this.update();
+    this.changed();
+  }
+
   // Unfolds whatever hides an event; true where something changed.
   reveal(event) {
     const lane = this.events.laneOf(event);

@@ -1,0 +1,41 @@
+// From the tables to the evidence: a kernel or operator is found in the timeline, a step is shown in it.
+import { element } from "./element.js";
+
+function toTimeline() {
+  document.getElementById("timeline").scrollIntoView();
+}
+
+function findName(timeline, name) {
+  const { input } = timeline.searching;
+  input.value = name;
+  timeline.searching.find(name);
+  timeline.fit();
+  toTimeline();
+  input.focus({ preventScroll: true });
+}
+
+function showRange(timeline, range, rank) {
+  const [from, to] = range.split("-").map(Number);
+  const margin = (to - from) * 0.02;
+  timeline.rows.open(rank);
+  timeline.setView(from - margin, to + margin);
+  toTimeline();
+  timeline.scroller.focus({ preventScroll: true });
+}
+
+function way(label, action) {
+  return element("button", { type: "button", className: "way", title: label, "aria-label": label, onclick: action });
+}
+
+export function linkTables(timeline) {
+  for (const table of ["kernel-table", "operator-table"]) {
+    for (const cell of document.querySelectorAll(`#${table} td.name:first-child`)) {
+      const name = cell.title || cell.textContent;
+      cell.append(way("Find it in the timeline", () => findName(timeline, name)));
+    }
+  }
+  for (const row of document.querySelectorAll("tr[data-range]")) {
+    const rank = Number(row.closest(".table").id.split("-").pop());
+    row.cells[0].prepend(way("Show it in the timeline", () => showRange(timeline, row.dataset.range, rank)));
+  }
+}
