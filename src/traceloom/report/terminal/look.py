@@ -44,7 +44,7 @@ PHASES = (
     Kind("forward", "forward", "█", "#3b82d6"),
     Kind("backward", "backward", "▓", "#7a5fc9"),
     Kind("optimizer", "optim.", "▒", "#009e73"),
-    Kind("communication", "comm.", "#", "#e08a00"),
+    Kind("communication", "comm.", "▞", "#e08a00"),
     Kind("other", "other", "·", "bright_black"),
 )
 ACTIVITIES = (
@@ -60,7 +60,7 @@ DIM = "bright_black"
 # What an output that knows no Unicode shows instead.
 ASCII = str.maketrans(
     {
-        "█": "#", "▓": "=", "▒": "%", "░": ":", "·": ".", "µ": "u", "\u202f": " ", "…": "~", "✖": "x",
+        "█": "#", "▓": "=", "▒": "%", "░": ":", "▞": "/", "·": ".", "µ": "u", "\u202f": " ", "…": "~", "✖": "x",
         "▲": "!", "•": "-",
         "▁": "_", "▂": "_", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "#", "─": "-", "–": "-", "×": "x",
         "▏": "|", "▎": "|", "▍": "|", "▌": "|", "▋": "|", "▊": "|", "▉": "#",

@@ -138,14 +138,10 @@ def communication(document: Row, options: ReportOptions, width: int) -> Iterator
 
 
 def _collective(row: Row) -> str:
-    parts = [row["kind"] or "unknown"]
-    if row["element_type"]:
-        parts.append(row["element_type"])
-    if row["group_size"]:
-        parts.append(f"{row['group_size']} ranks")
-    if row["group_description"] or row["group"]:
-        parts.append(f"group {row['group_description'] or row['group']}")
-    return " · ".join(parts)
+    """What it does, with what, among whom: `all_reduce Float, 8 ranks, tensor_parallel`."""
+    what = " ".join(part for part in (row["kind"] or "unknown", row["element_type"]) if part)
+    ranks = f"{row['group_size']} ranks" if row["group_size"] else ""
+    return ", ".join(part for part in (what, ranks, row["group_description"] or row["group"]) if part)
 
 
 def memory(document: Row, width: int) -> Iterator[Text]:
