@@ -62,7 +62,7 @@ def _stretch(path: str, offset: int, length: int) -> bytes:
 
 def _parsed(text: bytes) -> list[dict[str, Any]]:
     try:
-        entries = json.loads(b"[" + text + b"]", strict=False)
+        entries = json.loads(b"[" + text + b"]", strict=False, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         entries = mended(text)
     return [entry for entry in entries if isinstance(entry, dict)]

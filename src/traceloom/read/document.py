@@ -16,7 +16,7 @@ from traceloom.errors import InputError
 from traceloom.read.damage import Damage
 from traceloom.read.detect import refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
-from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover
+from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover, whole_events
 from traceloom.read.times import needs_text
 
 SLICE = 1 << 18
@@ -151,7 +151,7 @@ class Document:
     def _astray(self) -> Generator[Slice, None, bool]:
         """No key where one should stand: events after a stray bracket, or damage to skip; False at the end."""
         if self.found_events and BETWEEN.match(b"}," + self._text.lstrip(b" \t\r\n,]}")):
-            self._damage.note("lost-events", f"byte {self._base} of the text", 0)
+            self._damage.note("damaged-metadata", f"byte {self._base} of the text")
             self._skip(len(self._text) - len(self._text.lstrip(b" \t\r\n,]}")))
             yield from self._entries()
             return True
@@ -226,25 +226,34 @@ class Document:
                 self._skip(1)
                 return
             if not self._text:
+                if not self._ended:
+                    continue
                 self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                 return
             cut = self._cut() if whole else len(self._text.rstrip(b" \t\r\n,"))
             if cut is None:
-                wanted = max(wanted, len(self._text)) * 2
-                if wanted > _MOST_VALUE:
-                    raise InputError(
-                        f"one event is larger than {_MOST_VALUE >> 20} MB",
-                        slug="oversized-entry",
-                        where=f"{self._path}, byte {self._base} of the text",
-                    )
+                wanted = self._more(len(self._text))
                 continue
             wanted = SLICE
             decoded, used, closed = self._decode(self._text[:cut], last=not whole)
+            if not used:
+                wanted = self._more(len(self._text))
+                continue
             if decoded.entries:
                 yield decoded
             self._skip(used)
             if closed:
                 return
+
+    def _more(self, have: int) -> int:
+        """How much text to have before trying again, where one event is larger than what is at hand."""
+        if have > _MOST_VALUE:
+            raise InputError(
+                f"one event is larger than {_MOST_VALUE >> 20} MB",
+                slug="oversized-entry",
+                where=f"{self._path}, byte {self._base} of the text",
+            )
+        return have * 2
 
     def _cut(self) -> int | None:
         """The last boundary between two events at hand, behind its bracket."""
@@ -294,19 +303,21 @@ class Document:
             bracket = text.rfind(b"]", 0, byte - 1)
             if bracket >= 0:
                 return self._decode_end(text[:bracket])
-        if not last:
-            earlier = _last_boundary(text)
-            near_end = byte is None or byte >= len(text) - 1
-            if near_end and earlier is not None:
-                try:
-                    entries, odd = decode_loosely(b"[" + text[:earlier] + b"]")
-                except MALFORMED:
-                    pass
-                else:
-                    # The cut lay inside an event: nothing is wrong with the text.
-                    if odd:
-                        self._damage.note("odd-values", f"byte {self._base} of the text", odd)
-                    return self._slice(entries, text[:earlier], exact=True), earlier, False
+        cut = whole_events(text)
+        if cut is None and not last and _is_cut(error):
+            return self._slice([], b"", exact=True), 0, False
+        if cut:
+            # The text was cut inside an event, by us or by its end; nothing else may be wrong with it.
+            try:
+                entries, odd = decode_loosely(b"[" + text[:cut] + b"]")
+            except MALFORMED:
+                pass
+            else:
+                if odd:
+                    self._damage.note("odd-values", f"byte {self._base} of the text", odd)
+                if last:
+                    self._damage.note("cut-file", f"byte {self._base + cut} of the text")
+                return self._slice(entries, text[:cut], exact=True), len(text) if last else cut, last
         end = _end_of_list(text) if last else None
         body = text if end is None else text[:end]
         found = recover(body, self._base, self._damage, cut=last and end is None)
@@ -355,11 +366,8 @@ def _inexact(entries: list[Any]) -> bool:
     return any(abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)])
 
 
-def _last_boundary(text: bytes) -> int | None:
-    last = None
-    for last in BETWEEN.finditer(text, max(0, len(text) - (1 << 16))):  # noqa: B007
-        pass
-    return None if last is None else last.start() + 1
+def _is_cut(error: Exception) -> bool:
+    return "truncated" in str(error) or "expected ',' or" in str(error)
 
 
 def _end_of_list(text: bytes) -> int | None:

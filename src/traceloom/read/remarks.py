@@ -30,27 +30,29 @@ def remarks(
     if not events.height:
         out.append(Notice("no-events", "error", "the trace holds no complete event"))
     if negative:
-        said = f"{negative:,} events have a negative duration; they are kept as recorded and count as 0"
+        said = f"with a negative duration, kept as recorded and counted as 0: {_events(negative)}"
         out.append(Notice("negative-duration", "warning", said, negative))
     if absurd:
-        said = (
-            f"{absurd:,} events last longer than a day; they are kept as recorded, and times that hold them are wrong"
-        )
+        said = f"longer than a day, kept as recorded, so that times that hold them are wrong: {_events(absurd)}"
         out.append(Notice("absurd-duration", "warning", said, absurd))
     if orphans:
         said = f"{orphans:,} of {work:,} GPU events have no launch in the trace (submitted before the recording began)"
         out.append(Notice("orphan-work", "info", said, orphans))
     clipped = len(nesting.clipped)
     if clipped:
-        said = f"{clipped:,} spans cross another span of their thread and are shortened where they nest"
+        said = f"crossing another span of their thread, and shortened so that they nest: {_events(clipped)}"
         out.append(Notice("crossing-spans", "info", said, clipped))
     if unknown_categories:
         count = sum(unknown_categories.values())
         names = ", ".join(f"`{name}`" for name in sorted(unknown_categories)[:4])
-        said = f"{count:,} events have a category this version does not know ({names}); they are kept as `other`"
+        said = f"of a category this version does not know ({names}), kept as `other`: {_events(count)}"
         out.append(Notice("unknown-category", "info", said, count))
     if allocations.height and allocations["device_type"].eq("other").any():
         count = int(allocations["device_type"].eq("other").sum())
         said = f"{count:,} memory events are of a device type this version does not know"
         out.append(Notice("unknown-device-type", "info", said, count))
     return out
+
+
+def _events(count: int) -> str:
+    return f"{count:,} {'event' if count == 1 else 'events'}"

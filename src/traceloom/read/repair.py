@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from traceloom.read.damage import Damage
 from traceloom.read.fields import decode_loosely
@@ -22,6 +23,8 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _JOINED = 16  # pieces tried together where a boundary may lie inside an event
 
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
+_EVENT = re.compile(rb'\{\s*"ph"\s*:')
 _BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _NO_VALUE = re.compile(
     r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined)(?=\s*[,}\]])"
@@ -37,6 +40,21 @@ def byte_of(error: Exception) -> int | None:
     """The byte at which the decoder gave up, where it says so."""
     match = _BYTE.search(str(error))
     return int(match.group(1)) if match else None
+
+
+def whole_events(text: bytes) -> int | None:
+    """The end of the last whole object of a list that is cut; None where there is none.
+
+    Brackets are counted outside of strings, so it is exact for well-formed text.
+    """
+    plain = _ESCAPED.sub(b"__", text)
+    signs = np.frombuffer(plain, dtype=np.uint8)
+    outside = ~np.logical_xor.accumulate(signs == ord('"'))
+    opens = outside & ((signs == ord("{")) | (signs == ord("[")))
+    closes = outside & ((signs == ord("}")) | (signs == ord("]")))
+    depth = np.cumsum(opens.astype(np.int32) - closes)
+    ends = np.flatnonzero(closes & (depth == 0) & (signs == ord("}")))
+    return int(ends[-1]) + 1 if ends.size else None
 
 
 @dataclass(slots=True)
@@ -126,17 +144,27 @@ def _one(  # noqa: PLR0917
             continue
         out.add(entries, [(start, spans[upto][1])])
         return upto + 1
-    where = f"byte {base + start} of the text"
     if cut and at == len(spans) - 1:
-        damage.note("cut-file", where)
+        damage.note("cut-file", f"byte {base + start} of the text")
         return at + 1
-    mended = mend(text[start:end])
-    if mended:
-        damage.note("repaired-events", where, len(mended))
-        out.add(mended, [(start, end)])
-    else:
-        damage.note("lost-events", where)
+    # A malformed event may have swallowed the bounds of those behind it; each is dealt with alone.
+    starts = [start, *(match.start() for match in _EVENT.finditer(text, start + 1, end))]
+    for begin, finish in zip(starts, [*starts[1:], end], strict=True):
+        _alone(text, begin, finish, base, damage, out)
     return at + 1
+
+
+def _alone(text: bytes, begin: int, finish: int, base: int, damage: Damage, out: Recovered) -> None:  # noqa: PLR0917
+    """Decode or mend what should be one event, or count it as lost."""
+    piece = text[begin:finish].rstrip(b" \t\r\n,")
+    try:
+        entries, _ = decode_loosely(b"[" + piece + b"]")
+    except MALFORMED:
+        entries = mend(piece)
+        slug = "repaired-events" if entries else "lost-events"
+        damage.note(slug, f"byte {base + begin} of the text", max(1, len(entries)))
+    if entries:
+        out.add(entries, [(begin, begin + len(piece))])
 
 
 def mend(piece: bytes) -> list[Any]:
