@@ -302,3 +302,22 @@ def test_a_strange_capture_is_shown_as_far_as_it_goes(
 ) -> None:
     made_document["capture"] = capture
     assert "</html>" in render(made_document, session)
+
+
+def test_small_parts_of_the_answer_are_listed_as_one(made_document: dict[str, Any], session: Session) -> None:
+    parts = [("compute", "compute", 900), ("idle: a", "idle", 85), ("idle: b", "idle", 8), ("idle: c", "idle", 7)]
+    made_document["answer"]["parts"] = [{"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts]
+    page = render(made_document, session)
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', page)
+    assert legend
+    assert re.findall(r"<span>(.*?)</span>", legend[1]) == ["compute", "idle: a", "2 other causes of idle time"]
+    assert re.findall(r"<b>(.*?)</b>", legend[1]) == ["90.0 %", "8.5 %", "1.5 %"]
+
+
+def test_phases_colour_the_answer_of_a_run_without_a_gpu(made_document: dict[str, Any], session: Session) -> None:
+    parts = [("backward: operators", "op", 990), ("loading: Python", "python", 5), ("loading: operators", "op", 5)]
+    made_document["answer"]["parts"] = [{"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts]
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', render(made_document, session))
+    assert legend
+    assert re.findall(r"<span>(.*?)</span>", legend[1]) == ["loading", "backward: operators"]
+    assert re.findall(r"b-(\w+)", legend[1]) == ["loading", "backward"]

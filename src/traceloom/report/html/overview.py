@@ -83,10 +83,18 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
     out = [part for part in parts if part[2] >= whole * _SMALL]
     for colour in dict.fromkeys(part[1] for part in small):
         same = [part for part in small if part[1] == colour and part[2]]
-        title = f"{len(same)} other {'causes of idle time' if colour == 'idle' else 'parts'}"
         if same:
-            out.append((same[0][0] if len(same) == 1 else title, colour, sum(ns for _, _, ns in same)))
+            alone = not any(part[1] == colour for part in out)
+            label = same[0][0] if len(same) == 1 else _rest(colour, len(same), alone=alone)
+            out.append((label, colour, sum(ns for _, _, ns in same)))
     return sorted(out, key=lambda part: _place(part[1]))
+
+
+def _rest(colour: str, count: int, *, alone: bool) -> str:
+    """What the small parts of one colour are called together."""
+    if colour in PHASES:
+        return colour if alone else f"{colour}: the rest"
+    return f"{count} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
 
 
 def _place(colour: str) -> int:
