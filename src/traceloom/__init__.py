@@ -19,7 +19,7 @@ _HOME = {
     # reading and understanding
     "load": "traceloom.read",
     "load_runs": "traceloom.read",
-    "show": "traceloom.report",
+    "show": "traceloom.report.notebook",
     "Session": "traceloom.model",
     "Trace": "traceloom.model",
     "Notice": "traceloom.model",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from traceloom.model import Trace as Trace
     from traceloom.read import load as load
     from traceloom.read import load_runs as load_runs
-    from traceloom.report import show as show
+    from traceloom.report.notebook import show as show
 
 
 def __getattr__(name: str) -> Any:

@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     if len({path.absolute() for path, _ in targets}) < len(targets):
         raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
     for path, _ in targets:
+        if any(path.resolve() == Path(given).resolve() for given in args.inputs):
+            raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
     options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort)
     with Progress(shown=not args.quiet) as progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from traceloom.report.document import build, build_runs, selected
-from traceloom.report.notebook import Shown, show
 from traceloom.report.options import SORT_KEYS, ReportOptions
 
-__all__ = ["SORT_KEYS", "ReportOptions", "Shown", "build", "build_runs", "selected", "show"]
+__all__ = ["SORT_KEYS", "ReportOptions", "build", "build_runs", "selected"]

@@ -108,6 +108,13 @@ def test_a_written_file_ends_the_report_with_what_was_written(
     assert _report(capsys, trace, "-o", out, "--force", "--quiet") == ""
 
 
+def test_an_input_is_never_overwritten(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = trace.read_bytes()
+    assert main(["report", str(trace), "--force", "-o", str(trace.parent / "." / trace.name)]) == 2
+    assert "is an input too" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
 def test_writing_a_file_alone_loads_no_terminal_code(trace: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from traceloom.cli import main\n"

@@ -92,6 +92,8 @@ def host(document: Row, width: int) -> Iterator[Text]:
     if phased:
         yield from _bars(document, PHASES, "phase", accounts, width)
     if not phased or not has_devices:
+        if phased:
+            yield Text("")
         yield from _bars(document, ACTIVITIES, "activity", accounts, width)
 
 
