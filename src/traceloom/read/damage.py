@@ -6,21 +6,64 @@ from dataclasses import dataclass, field
 
 from traceloom.model.notice import Notice, Severity
 
-_WORDS: dict[str, tuple[Severity, str]] = {
-    "cut-file": ("error", "the file ends in the middle; every whole event before the cut is kept"),
-    "cut-gzip": ("error", "the compressed file ends early; everything before the cut is kept"),
-    "corrupt-gzip": ("error", "the compressed file is corrupt; what can be decompressed before the fault is kept"),
-    "trailing-bytes": ("warning", "the compressed file goes on with bytes that are no gzip; they are left out"),
-    "lost-events": ("error", "malformed beyond repair and left out: {n} {event}"),
-    "repaired-events": ("warning", "malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}"),
-    "odd-values": ("warning", "values of an unexpected type, left empty where they are no numbers: in {n} {event}"),
-    "damaged-metadata": ("warning", "malformed beside `traceEvents` and left out: {n} {place}"),
-    "duplicate-key": ("warning", "standing twice beside `traceEvents`, where the last one counts: {n} {entry}"),
-    "missing-time": ("error", "without a usable start time and left out: {n} {event}"),
-    "missing-duration": ("warning", "without a usable duration, for which 0 is taken: {n} {event}"),
-    "unknown-phase": ("info", "of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}"),
-    "text-after-end": ("warning", "there is text after the end of the trace; it is left out"),
-}
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of damage, and the sentence that tells it."""
+
+    slug: str
+    severity: Severity
+    words: str
+
+
+_KINDS = (
+    _Kind(
+        slug="cut-file", severity="error", words="the file ends in the middle; every whole event before the cut is kept"
+    ),
+    _Kind(slug="cut-gzip", severity="error", words="the compressed file ends early; everything before the cut is kept"),
+    _Kind(
+        slug="corrupt-gzip",
+        severity="error",
+        words="the compressed file is corrupt; what can be decompressed before the fault is kept",
+    ),
+    _Kind(
+        slug="trailing-bytes",
+        severity="warning",
+        words="the compressed file goes on with bytes that are no gzip; they are left out",
+    ),
+    _Kind(slug="lost-events", severity="error", words="malformed beyond repair and left out: {n} {event}"),
+    _Kind(
+        slug="repaired-events",
+        severity="warning",
+        words="malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}",
+    ),
+    _Kind(
+        slug="odd-values",
+        severity="warning",
+        words="values of an unexpected type, left empty where they are no numbers: in {n} {event}",
+    ),
+    _Kind(
+        slug="damaged-metadata", severity="warning", words="malformed beside `traceEvents` and left out: {n} {place}"
+    ),
+    _Kind(
+        slug="duplicate-key",
+        severity="warning",
+        words="standing twice beside `traceEvents`, where the last one counts: {n} {entry}",
+    ),
+    _Kind(slug="missing-time", severity="error", words="without a usable start time and left out: {n} {event}"),
+    _Kind(
+        slug="missing-duration",
+        severity="warning",
+        words="without a usable duration, for which 0 is taken: {n} {event}",
+    ),
+    _Kind(
+        slug="unknown-phase",
+        severity="info",
+        words="of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}",
+    ),
+    _Kind(slug="text-after-end", severity="warning", words="there is text after the end of the trace; it is left out"),
+)
+_BY_SLUG = {kind.slug: kind for kind in _KINDS}
 _PLURAL = {"event": "events", "entry": "entries", "place": "places"}
 
 
@@ -46,11 +89,11 @@ class Damage:
         """One notice per kind of damage."""
         out = []
         for slug, case in self.cases.items():
-            severity, words = _WORDS[slug]
+            kind = _BY_SLUG[slug]
             count = max(1, case.count)
             nouns = {one: one if count == 1 else many for one, many in _PLURAL.items()}
-            message = words.format(n=f"{count:,}", **nouns)
+            message = kind.words.format(n=f"{count:,}", **nouns)
             if case.where:
                 message += f" (first at {case.where})" if count > 1 else f" (at {case.where})"
-            out.append(Notice(slug, severity, message, count, where=case.where))
+            out.append(Notice(slug, kind.severity, message, count, where=case.where))
         return out
