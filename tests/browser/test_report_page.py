@@ -426,3 +426,37 @@ def test_a_step_of_the_table_is_shown_in_the_timeline(open_page: Open) -> None:
     step = tab.timeline("t.events.ranks[0].steps[2]")
     span = step[3] - step[2]
     assert tab.timeline("[t.view.from, t.view.to]") == pytest.approx([step[2] - 0.02 * span, step[3] + 0.02 * span])
+
+
+def test_a_drag_on_the_ruler_measures_and_enter_zooms_to_it(open_page: Open) -> None:
+    tab = open_page()
+    ruler = tab.page.locator("canvas[data-part=ruler]")
+    ruler.scroll_into_view_if_needed()
+    box = ruler.bounding_box()
+    tab.page.mouse.move(box["x"] + 100, box["y"] + 10)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 300, box["y"] + 10, steps=3)
+    tab.page.mouse.up()
+    span = tab.timeline("[t.range.from, t.range.to]")
+    expected = tab.timeline("[t.timeAt(100), t.timeAt(300)]")
+    assert span == pytest.approx(expected)
+    tab.page.locator("[data-part=scroll]").focus()
+    tab.page.keyboard.press("Enter")
+    assert tab.timeline("[t.view.from, t.view.to]") == pytest.approx(span)
+
+
+def test_two_fingers_zoom(open_page: Open) -> None:
+    tab = open_page(has_touch=True)
+    _, x, y = tab.event_named("kernel_05_gemm")
+    whole = tab.timeline("t.view.to - t.view.from")
+    touch = tab.page.context.new_cdp_session(tab.page)
+
+    def fingers(kind: str, *places: float) -> None:
+        points = [{"x": place, "y": y, "id": number} for number, place in enumerate(places)]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", x - 20, x + 20)
+    for spread in (40, 60, 80):
+        fingers("touchMove", x - spread, x + spread)
+    fingers("touchEnd")
+    assert tab.timeline("t.view.to - t.view.from") == pytest.approx(whole / 4, rel=0.05)

@@ -175,8 +175,10 @@ def _rank_choice(document: Row) -> str:
 
 def _footer(document: Row, seconds: float) -> str:
     version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
+    others = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
+    recorded = text(", ".join(sorted(others))) or "no versions named in the files"
     return (
-        f"<p>Traceloom {version} · times count from {epoch} ns (Unix time where the trace gives it) · "
+        f"<p>Traceloom {version} · {recorded} · times count from {epoch} ns (Unix time where the trace gives it) · "
         f"page made in {seconds:.2f} s</p>"
         "<p>The same numbers for programs: <code>traceloom report … -o report.json</code></p>"
     )

@@ -121,9 +121,11 @@ export class Details {
       const value = { textContent: `${duration(ns)} · ${share(ns, wide)}`, title: exact(Math.round(ns), "ns") };
       return element("div", {}, element("dt", { textContent: key }), element("dd", value));
     };
+    const zoom = () => this.timeline.setView(range.from, range.to);
     this.panel.replaceChildren(
       element("h3", { className: "tl-name", textContent: `${duration(wide)} selected` }),
       element("p", { className: "quiet", textContent: `${grouped(count)} events touch it. ${RANGE_NOTE}` }),
+      element("div", { className: "tl-ways" }, element("button", { type: "button", textContent: "Zoom to it", title: "(Enter)", onclick: zoom })),
       element("dl", { className: "tl-facts" }, ...groups.map(row)),
       element("h4", { textContent: "Longest GPU work, or operators where there is none" }),
       element("dl", { className: "tl-facts tl-long" }, ...longest.map(([label, ns]) => row([this.events.shortNames[label], ns]))),

@@ -40,7 +40,7 @@ export function listenToGestures(timeline) {
     if (!drag.moved) {
       timeline.setRange(null);
       timeline.select(timeline.eventAt(drag.at.x, drag.at.y));
-    } else if (drag.range) timeline.emit("ranged", timeline.range);
+    }
     drag = null;
     canvas.classList.remove("dragging");
   };
@@ -53,9 +53,30 @@ export function listenToGestures(timeline) {
 
   scroller.addEventListener("wheel", (event) => wheel(timeline, event, place(event)), { passive: false });
   scroller.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("button")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest("button") && (event.key === "Enter" || event.key === " ")) return; // folds a lane
     if (key(timeline, event)) event.preventDefault();
   });
+}
+
+// A drag on the ruler measures, as a drag with Shift does.
+export function measureOnRuler(timeline) {
+  const { canvas } = timeline.ruler;
+  let anchor = null;
+  const time = (event) => timeline.timeAt(event.clientX - canvas.getBoundingClientRect().left);
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    anchor = time(event);
+    timeline.setRange(null);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (anchor === null) return;
+    const here = time(event);
+    timeline.setRange({ from: Math.min(anchor, here), to: Math.max(anchor, here) });
+  });
+  const release = () => (anchor = null);
+  canvas.addEventListener("pointerup", release);
+  canvas.addEventListener("pointercancel", release);
 }
 
 function hover(timeline, at) {
@@ -119,7 +140,11 @@ const KEYS = {
   p: (timeline) => parent(timeline),
   l: (timeline) => linked(timeline),
   m: (timeline) => timeline.enlarge(),
-  Enter: (timeline) => (timeline.selected >= 0 ? timeline.zoomTo(timeline.selected) : first(timeline)),
+  Enter: (timeline) => {
+    if (timeline.range) timeline.setView(timeline.range.from, timeline.range.to);
+    else if (timeline.selected >= 0) timeline.zoomTo(timeline.selected);
+    else first(timeline);
+  },
   Escape: (timeline) => {
     if (timeline.selected < 0 && !timeline.range && timeline.root.classList.contains("large")) timeline.enlarge();
     timeline.setRange(null);

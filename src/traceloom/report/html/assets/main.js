@@ -2,7 +2,7 @@
 import { readCurve } from "./curve.js";
 import { Details } from "./details.js";
 import { readEvents } from "./events.js";
-import { listenToGestures } from "./gestures.js";
+import { listenToGestures, measureOnRuler } from "./gestures.js";
 import { Icicle } from "./icicle.js";
 import { linkTables } from "./links.js";
 import { chooseRank, help, sectionLinks, switchTheme } from "./page.js";
@@ -21,6 +21,7 @@ async function startTimeline() {
   timeline.details = new Details(timeline);
   timeline.searching = new Search(timeline);
   listenToGestures(timeline);
+  measureOnRuler(timeline);
   linkTables(timeline);
   timeline.part("in").addEventListener("click", () => timeline.zoom(0.6));
   timeline.part("out").addEventListener("click", () => timeline.zoom(1 / 0.6));
