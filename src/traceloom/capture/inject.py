@@ -57,8 +57,11 @@ def note(name: str) -> None:
 def attach(settings: Settings, *, in_child: bool = False) -> Any:
     """Record this process with these settings; gives the recorder. `in_child`: within a fork."""
     global _recorder
+    from traceloom.capture import in_code
+    from traceloom.capture.compiler import never_compiled
     from traceloom.capture.recorder import Recorder
 
+    never_compiled(in_code.step)
     recorder = Recorder(settings)
     _recorder = recorder
     Attachment(recorder, in_child=in_child)
@@ -129,6 +132,8 @@ class Attachment:
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        from traceloom.capture.compiler import never_compiled
+
         recorder = self.recorder
         self._optimizer_steps = 0
 
@@ -144,6 +149,8 @@ class Attachment:
             annotated = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_code.co_varnames
             recorder.optimizer_stepped(optimizer, frame if annotated else None)
 
+        never_compiled(before)
+        never_compiled(after)
         scale_and_step = GradScaler.step
 
         @functools.wraps(scale_and_step)
@@ -183,11 +190,17 @@ class Attachment:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         from traceloom.capture import moments
+        from traceloom.capture.compiler import never_compiled
 
         recorder = self.recorder
         stacks_at_once = recorder.settings.stacks and not recorder.settings.early  # imports would be in them
         guess = not (in_child or stacks_at_once or moments.is_child_of_multiprocessing())
-        self._module_hook = register_module_forward_pre_hook(lambda _module, _args: self._called())
+
+        def called(_module: Any, _args: Any) -> None:
+            self._called()
+
+        never_compiled(called)
+        self._module_hook = register_module_forward_pre_hook(called)
         self._handles.append(self._module_hook)
 
         def tick() -> None:

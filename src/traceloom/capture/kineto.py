@@ -19,6 +19,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ExecutionTraceObserver
 from torch.profiler.profiler import _KinetoProfile
 
+from traceloom.capture.compiler import never_traced
 from traceloom.capture.settings import Settings
 from traceloom.capture.silence import their_lines_hidden
 
@@ -234,6 +235,7 @@ def abandon() -> None:
         torch.autograd.profiler._run_on_profiler_stop()
 
 
+@never_traced
 def mark(step: int) -> None:
     """Put the boundary at which step `step` starts into the trace: an annotation opened and closed at once."""
     annotate(f"traceloom.step#{step}").__exit__(None, None, None)
@@ -244,6 +246,7 @@ class annotate:  # noqa: N801  (used like a function)
 
     __slots__ = ("_close", "_handle")
 
+    @never_traced
     def __init__(self, name: str) -> None:
         if _enter is not None:
             self._handle, self._close = _enter(name), _exit
@@ -252,6 +255,7 @@ class annotate:  # noqa: N801  (used like a function)
             self._handle.__enter__()
             self._close = None
 
+    @never_traced
     def __exit__(self, *error: object) -> None:
         if self._close is not None:
             self._close(self._handle)

@@ -7,6 +7,7 @@ whatever fails is reported in one line, and the program goes on.
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from traceloom.capture import distributed, kineto
+from traceloom.capture.compiler import never_traced
 from traceloom.capture.environment import live_tensor_bytes
 from traceloom.capture.messages import say_once
 from traceloom.capture.moments import on_main_thread
@@ -26,6 +28,9 @@ from traceloom.capture.plan import Action, Phase, Plan
 from traceloom.capture.settings import Settings
 from traceloom.capture.steps import Mark, StepClock, StepLog, Tick
 from traceloom.capture.storage import Storage
+
+# Leaving the optimizer's annotation takes about ten events; whoever needs more is not leaving.
+EVENTS_TO_LEAVE = 1000
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -56,6 +61,7 @@ def harmless(method: _F) -> _F:
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
             self.broken = True
             say_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
+            self.give_up()
             return None
 
     return guarded  # type: ignore[return-value]
@@ -328,6 +334,15 @@ class Recorder:
         else:  # half a graph is of no use
             graph.host_path.unlink(missing_ok=True)
 
+    def give_up(self) -> None:
+        """After a failure of ours: do not leave Kineto running in the user's program."""
+        window, self._window = self._window, None
+        graph, self.graph = self.graph, None
+        for running in (window.kineto if window is not None else None, graph):
+            if running is not None:
+                with contextlib.suppress(Exception):  # it may be what has failed
+                    running.stop()
+
     # ---- forks
 
     def forked(self) -> None:
@@ -356,9 +371,14 @@ def after_annotation(frame: Any, call: Callable[[], None]) -> None:
         call()
         return
 
+    caller, events = frame.f_back, 0
+
     def watch(where: Any, event: str, _: Any) -> None:
-        if event == "return" and where is frame:
+        nonlocal events
+        events += 1
+        left = (event == "return" and where is frame) or where is caller
+        if left or events > EVENTS_TO_LEAVE:
             sys.setprofile(None)
             call()
 
-    sys.setprofile(watch)
+    sys.setprofile(never_traced(watch))

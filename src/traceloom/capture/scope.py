@@ -23,6 +23,7 @@ MAXIMUM_LENGTH = 200
 _F = TypeVar("_F", bound=Callable[..., Any])
 _inner: ContextVar[scope | None] = ContextVar("traceloom_scope", default=None)
 _profiler: Any = None  # torch.autograd.profiler, once torch is there
+_is_compiling: Callable[[], bool] = bool  # torch.compiler.is_compiling, once torch is there
 
 
 class scope:  # noqa: N801  (used like a function)
@@ -56,7 +57,8 @@ class scope:  # noqa: N801  (used like a function)
         self._outer = _inner.get()
         _inner.set(self)
         profiler = _profiler or _find_profiler()
-        if profiler is not None and profiler._is_profiler_enabled:
+        # Compiled code has no scopes: asked first, so that the compiler never looks at what changes with recording.
+        if profiler is not None and not _is_compiling() and profiler._is_profiler_enabled:
             from traceloom.capture.kineto import annotate
 
             self._annotation = annotate(PREFIX + self.path)
@@ -143,9 +145,10 @@ def _slices(name: str, inner: Any) -> Generator[Any, Any, Any]:
 
 
 def _find_profiler() -> Any:
-    global _profiler
+    global _profiler, _is_compiling
     torch = sys.modules.get("torch")
     autograd = getattr(torch, "autograd", None)  # None while torch is being imported
+    _is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", bool)
     _profiler = getattr(autograd, "profiler", None)
     return _profiler
 
