@@ -42,12 +42,12 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     options = options or ReportOptions()
     whole = _of_ranks(session, options)
     part = selected(session, options)
-    absent = Absent(whole.epoch_ns)
+    absent = Absent(part.epoch_ns)
     ranks = [measure(trace, options.steps, by_shape=options.by_shape) for trace in whole.traces]
     notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
     absent.say("findings")
     return {
-        **_head(session.name, whole.epoch_ns),
+        **_head(session.name, part.epoch_ns),
         "answer": _answer(part, [m.facts for m in ranks]),
         "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),

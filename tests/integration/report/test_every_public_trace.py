@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def _name(path: Path) -> str:
 def test_a_trace_gives_a_report_in_every_format(
     path: Path, tmp_path: Path, check_document: Check, check_perfetto: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("report.json", "report.md", "report.perfetto.json.gz")
+    names = ("report.json", "report.md", "report.perfetto.json.gz", "report.html")
     asked = [part for name in names for part in ("-o", str(tmp_path / name))]
     assert main(["report", str(path), "--no-cache", *asked]) == 0
     said = capsys.readouterr()
@@ -40,6 +41,9 @@ def test_a_trace_gives_a_report_in_every_format(
     check_document(document)
     assert (tmp_path / "report.md").read_text(encoding="utf-8").count("\n") <= 60
     check_perfetto(gzip.decompress((tmp_path / "report.perfetto.json.gz").read_bytes()), document)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "://" not in re.sub(r"http://www\.w3\.org/\S+", "", page.partition("<body")[0])
 
 
 @pytest.mark.parametrize("path", [p for p in TRACES if p.stat().st_size < 300_000], ids=_name)
