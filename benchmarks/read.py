@@ -3,8 +3,9 @@
     python benchmarks/read.py [--runs 5] [--huge] [--only NAME]
 
 Makes a virtual environment for HolisticTraceAnalysis and big files under benchmarks/out. Prints medians of interleaved
-runs. `whole` is a process from start to end (`traceloom report X -o out.json` against load and seven analyses), `load`
-is the load inside a process that has imported everything, memory is the peak of the process.
+runs. `whole process` is a process from start to end (`traceloom report X -o out.json` against load and seven analyses),
+`load in process` the load inside a process that has imported everything, memory the peak of the whole process. Where
+other programs are running, processor time says more than time.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ print(json.dumps({"load_s": time.perf_counter() - started}))
 
 @dataclass(frozen=True)
 class Run:
-    """One process: wall time, peak memory, and what it printed."""
+    """One process: wall time, processor time of all its threads, peak memory, and what it printed."""
 
     wall_s: float
+    cpu_s: float
     peak_mb: float
     answer: dict[str, float]
 
@@ -54,7 +56,12 @@ def measured(command: list[str]) -> Run:
     if process.returncode:
         raise SystemExit(f"{' '.join(command[:4])} ... ended with code {process.returncode}")
     last = printed.strip().splitlines()[-1:] or [""]
-    return Run(wall_s, usage.ru_maxrss / 1024, json.loads(last[0]) if last[0].startswith("{") else {})
+    return Run(
+        wall_s,
+        usage.ru_utime + usage.ru_stime,
+        usage.ru_maxrss / 1024,
+        json.loads(last[0]) if last[0].startswith("{") else {},
+    )
 
 
 def install_peer() -> None:
@@ -84,6 +91,7 @@ def compare(path: Path, runs: int) -> None:
         for name, command in commands(path).items():
             found.setdefault(name, []).append(measured(command))
     wall = {name: statistics.median(run.wall_s for run in some) for name, some in found.items()}
+    cpu = {name: statistics.median(run.cpu_s for run in some) for name, some in found.items()}
     peak = {name: statistics.median(run.peak_mb for run in some) for name, some in found.items()}
     load = {
         name: statistics.median(run.answer["load_s"] for run in some) for name, some in found.items() if "load" in name
@@ -91,6 +99,7 @@ def compare(path: Path, runs: int) -> None:
     print(
         f"{path.name.removesuffix('.json.gz'):16}"
         f" {wall['ours whole']:7.2f} {wall['peer whole']:7.2f} {wall['peer whole'] / wall['ours whole']:6.1f}x"
+        f" {cpu['ours whole']:7.2f} {cpu['peer whole']:7.2f} {cpu['peer whole'] / cpu['ours whole']:6.1f}x"
         f" {load['ours load']:7.2f} {load['peer load']:7.2f} {load['peer load'] / load['ours load']:6.1f}x"
         f" {peak['ours whole']:6.0f} {peak['peer whole']:6.0f} {peak['ours whole'] / peak['peer whole']:6.2f}",
         flush=True,
@@ -119,9 +128,10 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     install_peer()
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} interleaved runs")
-    print(f"{'':16} {'whole process, s':^23} {'load in process, s':^23} {'peak memory, MB':^20}")
+    groups = ("whole process, s", "its processor time, s", "load in process, s")
+    print(f"{'':16} {' '.join(f'{group:^23}' for group in groups)} {'peak memory, MB':^20}")
     heads = f"{'ours':>7} {'HTA':>7} {'ratio':>7}"
-    print(f"{'':16} {heads} {heads} {'ours':>6} {'HTA':>6} {'ratio':>6}")
+    print(f"{'':16} {heads} {heads} {heads} {'ours':>6} {'HTA':>6} {'ratio':>6}")
     for name in FILES:
         if not args.only or args.only in name:
             compare(DATA / f"{name}.json.gz", args.runs)
