@@ -10,6 +10,8 @@ import traceloom
 
 SOURCE = Path(traceloom.__file__).parent
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "messages.md"
+SPEAKERS = {"Notice", "say_once"}  # their first argument is the slug
+_SPOKEN = re.compile(r"\[([a-z]+(?:-[a-z]+)+)\]")  # a line of the start-up hook ends with it
 SLUG = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)+$|^[a-z]+$")
 
 
@@ -29,11 +31,19 @@ def slugs_in_code() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if path.parent.name in ("capture", "hook") and isinstance(node, ast.Constant):
+                found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for s in _SPOKEN.findall(str(node.value))})
+            if isinstance(node, ast.Dict):
+                values = [v for k, v in zip(node.keys, node.values, strict=True) if _text(k) == ["slug"]]
+                found.update({s: f"{path.relative_to(SOURCE)}:{node.lineno}" for v in values for s in _text(v)})
+            if isinstance(node, ast.FunctionDef) and node.name == "_why_nothing":
+                pairs = [n for n in ast.walk(node) if isinstance(n, ast.Tuple) and len(n.elts) == 2]
+                found.update({s: f"{path.relative_to(SOURCE)}:{n.lineno}" for n in pairs for s in _text(n.elts[0])})
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             slugs = [s for k in node.keywords if k.arg == "slug" for s in _text(k.value)]
-            if name == "Notice" and node.args:
+            if name in SPEAKERS and node.args:
                 slugs += _text(node.args[0])
             for slug in slugs:
                 found[slug] = f"{path.relative_to(SOURCE)}:{node.lineno}"
@@ -41,7 +51,9 @@ def slugs_in_code() -> dict[str, str]:
 
 
 def slugs_in_page() -> set[str]:
-    return {line[3:].strip().strip("`") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("## ")}
+    return {
+        line[4:].strip().strip("`") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("### ")
+    }
 
 
 def test_every_slug_is_documented() -> None:
