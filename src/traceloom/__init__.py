@@ -17,6 +17,7 @@ _HOME = {
     "step": "traceloom.capture",
     "scope": "traceloom.capture",
     # reading and understanding
+    "analyze": "traceloom.analyze",
     "load": "traceloom.read",
     "load_runs": "traceloom.read",
     "show": "traceloom.report.notebook",
@@ -37,6 +38,7 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604  (the names are the keys above)
 
 if TYPE_CHECKING:
+    from traceloom import analyze as analyze
     from traceloom.capture import record as record
     from traceloom.capture import step as step
     from traceloom.capture.scope import scope as scope
@@ -60,7 +62,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'traceloom' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    value = module if home.endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
 
