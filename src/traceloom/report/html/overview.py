@@ -177,7 +177,7 @@ def _idle_cause(document: Row) -> Number | None:
         label,
         units.share(causes[worst], idle),
         f"{causes[worst]} ns",
-        f"of all idle time: {CAUSES.get(worst, worst)}",
+        f"of the idle time in the GPUs' windows: {CAUSES.get(worst, worst)}",
     )
 
 
