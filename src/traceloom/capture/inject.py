@@ -75,14 +75,13 @@ def forked(parent: Any) -> None:
     first module call or optimizer step. Where the parent was being recorded, only a child with a process group counts.
     """
     global _recorder
-    was_recording, in_graph_step = parent.was_recording, parent.graph is not None
-    parent.forked()
+    in_graph_step = parent.graph is not None
+    inherits_kineto = parent.forked()
     parent.attachment.detach(in_child=True)
     _recorder = None
     if VARIABLE in os.environ and not in_graph_step:
         attach(parent.settings, in_child=True)
-        if was_recording:
-            _recorder.attachment.inherits_kineto = True
+        _recorder.attachment.inherits_kineto = inherits_kineto
 
 
 @dataclass

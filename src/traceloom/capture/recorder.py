@@ -345,19 +345,25 @@ class Recorder:
 
     # ---- forks
 
-    def forked(self) -> None:
-        """This is a forked child: it must neither record nor write into the parent's files."""
-        self._finished = True
-        if self._window is not None or self.graph is not None:
-            torch._C._autograd._enable_record_function(False)
-        if self.graph is not None:
-            self.graph.redirect_in_child()
-        self._window = self.graph = None
+    def forked(self) -> bool:
+        """This is a forked child: it must neither record nor write into the parent's files.
 
-    @property
-    def was_recording(self) -> bool:
-        """Whether Kineto or the observer runs just now."""
-        return self._window is not None or self.graph is not None
+        Returns:
+            Whether Kineto's state is still there, switched off. To end it costs time for each event so far, which
+            loader workers should not pay; but call stacks and allocations cannot be switched off in another way.
+        """
+        self._finished = True
+        window, graph = self._window, self.graph
+        self._window = self.graph = None
+        inherits = window is not None
+        if window is not None and (self.settings.memory or self.settings.stacks):
+            kineto.abandon()
+            inherits = False
+        if inherits or graph is not None:
+            torch._C._autograd._enable_record_function(False)
+        if graph is not None:
+            graph.redirect_in_child()
+        return inherits
 
 
 def after_annotation(frame: Any, call: Callable[[], None]) -> None:

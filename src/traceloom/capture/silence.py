@@ -16,7 +16,7 @@ from collections.abc import Iterator
 _THEIRS = re.compile(
     rb"^(USDT:|STAGE:|INFO:|WARNING:|\w* ?\[?[\w-]*.{0,80})"
     rb".*(ActivityProfiler|SyncActivityProfilerHandler|execution_trace_observer|Execution ?Trace ?Observer|"
-    rb"Kineto|kineto|CuptiActivity|profiler_start|profiler_stop)"
+    rb"Kineto|kineto|CuptiActivity|profiler_start|profiler_stop|Memory block of unknown size was allocated before)"
 )
 
 

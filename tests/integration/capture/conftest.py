@@ -103,7 +103,7 @@ class Recorder:
 
     def record(self, command: list[str], *options: str) -> Run:
         process = self.popen(command, *options)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=300)
         return Run(process.returncode, out, err, self.directory)
 
     def python(self, text: str, *options: str, train: bool = True) -> Run:
@@ -112,7 +112,7 @@ class Recorder:
     def plain(self, command: list[str]) -> Run:
         env = {**self.env, "PYTHONPATH": str(self.source)}
         done = subprocess.run(
-            command, env=env, text=True, capture_output=True, timeout=100, cwd=self.tmp_path, check=False
+            command, env=env, text=True, capture_output=True, timeout=300, cwd=self.tmp_path, check=False
         )
         return Run(done.returncode, done.stdout, done.stderr, self.directory)
 

@@ -86,8 +86,10 @@ def test_loader_workers_never_write_a_rank(recorder: Any, method: str) -> None:
         if __name__ == "__main__":
             loader = DataLoader(Data(), batch_size=8, num_workers=2, multiprocessing_context="{method}")
             for batch in loader: step()
-        """
+        """,
+        *(["--memory", "--stacks"] if method == "fork" else []),
     )
+    assert run.theirs == ""
     assert run.code == 0, run.err
     assert [part["rank"] for part in run.capture["ranks"]] == [0]
     assert run.files == {

@@ -138,7 +138,7 @@ def interrupt_when_ready(process: subprocess.Popen[str], sign: signal.Signals) -
             break
     time.sleep(0.2)
     os.killpg(process.pid, sign)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return "".join(lines) + out, err
 
 
@@ -240,3 +240,18 @@ def test_a_skipped_step_of_a_gradient_scaler_is_a_step(recorder: Any) -> None:
     )  # fmt: skip
     assert len(run.rank()["steps"]["start_ns"]) == 6
     assert run.marks() == [4, 5]
+
+
+def test_a_window_that_was_written_survives_sigkill(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import os, signal, time
+        for _ in range(10): step()
+        while not os.path.exists("run/capture.json"): time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert run.code == -signal.SIGKILL
+    assert run.rank()["ended"] == "running"
+    assert run.capture["run"]["signal"] == signal.SIGKILL
+    assert run.marks() == [3, 4, 5, 6, 7, 8]

@@ -138,6 +138,7 @@ def test_the_closing_line_tells_what_was_recorded() -> None:
         (b"USDT:2026-11-20 17:49:50 5048:5048 SyncActivityProfilerHandler.cpp:52] profiler_start\n", True),
         (b"STAGE:2024-05-01 10:00:00 12:12 ActivityProfilerController.cpp:314] Completed Stage: Warm Up\n", True),
         (b"[I1120 execution_trace_observer.cpp:800] Enabling Execution Trace Observer\n", True),
+        (b"[W1120 19:07:00.8 CPUAllocator.cpp:245] Memory block of unknown size was allocated before the\n", True),
         (b"my own line about a profiler_result\n", False),
         (b"Traceback (most recent call last):\n", False),
         (b"W1120 torch/distributed/run.py:874] Setting OMP_NUM_THREADS\n", False),
