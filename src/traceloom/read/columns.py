@@ -42,6 +42,7 @@ _COMMAND_CODE = _CODE[cat.COMMAND]
 _KERNEL_CODE = _CODE[cat.KERNEL]
 
 _JOINED = 64  # arrays of slices made one
+_MOST_LISTS = 20_000  # combinations of lists that are remembered
 
 COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
 COLLECTIVE_RAWS = ("group_ranks", "in_splits", "out_splits", "asynchronous")
@@ -67,11 +68,11 @@ class Interner(dict[Any, int]):
         return number
 
 
-class _CategoryCodes(dict[str, int]):
+class _CategoryCodes(dict[str | None, int]):
     """The closed category of a name in the file."""
 
-    def __missing__(self, name: str) -> int:
-        code = self[name] = _CODE[cat.FROM_KINETO.get(name.lower(), cat.OTHER)]
+    def __missing__(self, name: str | None) -> int:
+        code = self[name] = _CODE[cat.FROM_KINETO.get((name or "").lower(), cat.OTHER)]
         return code
 
 
@@ -99,6 +100,7 @@ class Columns:
         self._damage = damage
         self.spill: Spill | None = None
         self._dtypes: dict[tuple[str, str], Any] = {}
+        self._lists: dict[bytes, list[int]] = {}
         self._merged: dict[tuple[str, str], int] = {}
         self._categories = _CategoryCodes()
 
@@ -153,6 +155,20 @@ class Columns:
         coded = [-1 if value is RAW else texts[bytes(value)] for value in values]
         return np.fromiter(coded, dtype=np.int32, count=len(coded))
 
+    def _list_codes(self, args: list[Any]) -> dict[str, Array]:
+        """Numbers of the lists of shapes, types, strides and values; the four are looked up together."""
+        known = self._lists
+        if len(known) > _MOST_LISTS:
+            known.clear()
+        keys = [
+            b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete)) for a in args
+        ]
+        for key in keys:
+            if key not in known:
+                known[key] = [self.texts[part] if part else -1 for part in key.split(b"\0")]
+        codes = np.array([known[key] for key in keys], dtype=np.int32).reshape(-1, 4)
+        return {name: codes[:, at].copy() for at, name in enumerate(("shapes", "types", "strides", "concrete"))}
+
     def _text_codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
         coded = [-1 if value is None else texts[str(value)] for value in values]
@@ -179,16 +195,15 @@ class Columns:
             unknown = np.flatnonzero(~lasting)
             self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
         count = len(spans)
-        categories, places = self._categories, self.places
-        code = np.fromiter([categories[span.cat or ""] for span in spans], dtype=np.uint8, count=count)
-        place = np.fromiter([places[span.pid, span.tid] for span in spans], dtype=np.int32, count=count)
+        categories = self._categories
+        code = np.fromiter([categories[span.cat] for span in spans], dtype=np.uint8, count=count)
         self._put(
             "spans",
             name=self._codes([span.name for span in spans]),
             category=code,
             start=start,
             duration=duration,
-            place=place,
+            place=self._places_of(spans),
             offset=offsets.astype(np.int64),
             length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
         )
@@ -227,15 +242,8 @@ class Columns:
         )
         shaped = [(at, a) for at, a in enumerate(args) if a.shapes is not RAW or a.shapes_lower is not RAW]
         if shaped:
-            with_shapes = [a for _, a in shaped]
-            self._put(
-                "tensors",
-                row=self._row(rows[[at for at, _ in shaped]]),
-                shapes=self._raw_codes([a.shapes_lower if a.shapes is RAW else a.shapes for a in with_shapes]),
-                types=self._raw_codes([a.types for a in with_shapes]),
-                strides=self._raw_codes([a.strides for a in with_shapes]),
-                concrete=self._raw_codes([a.concrete for a in with_shapes]),
-            )
+            codes = self._list_codes([a for _, a in shaped])
+            self._put("tensors", row=self._row(rows[[at for at, _ in shaped]]), **codes)
         self._add_collectives(args, rows)
 
     def _add_frames(self, args: list[Any], rows: Array, _code: Array) -> None:
@@ -321,14 +329,13 @@ class Columns:
 
     def _add_flows(self, entries: list[Any], phase: str, *, exact: bool) -> None:
         start, _, timed, _ = self._times(entries, exact=exact)
-        places = self.places
         count = len(entries)
         self._put(
             "flows",
             phase=np.full(count, phase == "s", dtype=np.bool_),
             flow=numbers([NULL if entry.id is None else entry.id for entry in entries]),
             kind=self._codes([entry.cat or entry.name for entry in entries]),
-            place=np.fromiter([places[entry.pid, entry.tid] for entry in entries], dtype=np.int32, count=count),
+            place=self._places_of(entries),
             start=np.where(timed, start, NULL),
         )
 
@@ -353,8 +360,9 @@ class Columns:
             )
 
     def _places_of(self, entries: list[Any]) -> Array:
-        places = self.places
-        return np.fromiter([places[entry.pid, entry.tid] for entry in entries], dtype=np.int32, count=len(entries))
+        # zip hands out one tuple again and again, which saves making one per entry.
+        pairs = zip([entry.pid for entry in entries], [entry.tid for entry in entries], strict=True)
+        return np.fromiter(map(self.places.__getitem__, pairs), dtype=np.int32, count=len(entries))
 
     def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         """Counters have keys of any name, so their text is decoded again."""
