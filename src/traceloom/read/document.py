@@ -19,7 +19,7 @@ from traceloom.read.fields import EXACT, FAST, decode_loosely
 from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover, whole_events
 from traceloom.read.times import needs_text
 
-SLICE = 1 << 18
+SLICE = 1 << 19
 _MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
 _BLANK = re.compile(rb"[\s,]*")
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')

@@ -16,7 +16,7 @@ from isal.igzip_lib import IsalError
 from traceloom.errors import InputError
 from traceloom.read.damage import Damage
 
-PIECE = 1 << 18  # bytes of text per piece; what fits the processor's caches is decoded fastest
+PIECE = 1 << 19  # bytes of text per piece; what fits the processor's caches is decoded fastest
 _BATCH = 1 << 20  # bytes of text decompressed at once
 _PACKED = 1 << 16  # compressed bytes fed at a time
 _GZIP = b"\x1f\x8b"
