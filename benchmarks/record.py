@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -98,6 +99,10 @@ def ratio(upper: list[int], lower: list[int]) -> float:
     )
 
 
+# Every way follows every other one equally often: each leaves caches and memory in another state.
+ORDERS = list(itertools.permutations(["unrecorded", "bare", "ours"]))
+
+
 def take_turns(arguments: argparse.Namespace) -> bool:
     step = workload()
     ways = [unrecorded, bare, ours]
@@ -106,9 +111,8 @@ def take_turns(arguments: argparse.Namespace) -> bool:
         for way in ways:
             way(step, arguments)  # warm-up
         for number in range(arguments.rounds):
-            for at in range(len(ways)):
-                way = ways[(at + number) % len(ways)]
-                times[way.__name__] += way(step, arguments)
+            for way in ORDERS[number % len(ORDERS)]:
+                times[way] += globals()[way](step, arguments)
     print(f"one step of the example, {torch.get_num_threads()} threads, {arguments.rounds} rounds of {STEPS} steps")
     print(f"  {'':24}{'median':>10}{'fastest':>10}")
     for name, label in (("unrecorded", "unrecorded"), ("bare", "torch.profiler"), ("ours", "traceloom")):
