@@ -130,7 +130,9 @@ def test_malformed_names_cost_no_event(tmp_path, builder, data, raw):
 
 
 @RELAXED
-@given(builder=builders(), data=st.data(), raw=st.sampled_from(["NaN", "N/A", "Infinity", "-Infinity", "nan", "inf", ""]))
+@given(
+    builder=builders(), data=st.data(), raw=st.sampled_from(["NaN", "N/A", "Infinity", "-Infinity", "nan", "inf", ""])
+)
 def test_values_that_are_no_json_cost_no_event(tmp_path, builder, data, raw):
     builder.op("aten::mm", 1, 1)
     events = builder.events()

@@ -87,9 +87,7 @@ class Trace:
 
     def __repr__(self) -> str:
         rank = "?" if self.rank is None else self.rank
-        return (
-            f"<Trace rank {rank}: {self.events.height:,} events, {self.steps.height} steps, {self.meta.path}>"
-        )
+        return f"<Trace rank {rank}: {self.events.height:,} events, {self.steps.height} steps, {self.meta.path}>"
 
     def check(self) -> None:
         """Raise InvariantError where the trace breaks its own laws.
@@ -158,6 +156,4 @@ class Trace:
 
 
 def _broken(law: str, message: str) -> InvariantError:
-    return InvariantError(
-        message, slug=f"broken-{law}", hint="this is a defect of Traceloom, please report it"
-    )
+    return InvariantError(message, slug=f"broken-{law}", hint="this is a defect of Traceloom, please report it")

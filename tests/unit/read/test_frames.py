@@ -146,9 +146,7 @@ def test_forward_backward_arrows_end_at_ops():
 
 
 def test_collectives_of_ops_kernels_and_annotations_are_described():
-    made = TraceBuilder().collective(
-        "_allgather_base", 0, 5, elements=100, element_type="BFloat16", Rank=0, Seq=9
-    )
+    made = TraceBuilder().collective("_allgather_base", 0, 5, elements=100, element_type="BFloat16", Rank=0, Seq=9)
     made.kernel("ncclDevKernel_AllGather", 6, 5, **made.collective_args("_allgather_base", "0", 2, 100, "BFloat16"))
     made.annotation("nccl:all_reduce", 20, 5, **{"Input Dims": [[4, 5]], "Input type": ["float"]})
     made.annotation("nccl:send 0->3", 30, 5)
