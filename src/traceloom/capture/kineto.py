@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ExecutionTraceObserver
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, supported_activities
 from torch.profiler.profiler import _KinetoProfile
 
 from traceloom.capture.compiler import never_traced
@@ -86,6 +86,7 @@ class Kineto:
         }
         self._everywhere = everywhere and _knows("profile_all_threads")
         self._profile = _Profile(
+            activities=_activities(),
             record_shapes=settings.shapes or with_observer,
             profile_memory=settings.memory and not with_observer,
             with_stack=settings.stacks and not with_observer,
@@ -148,6 +149,16 @@ def require_whole(path: Path) -> None:
         tail = file.read().rstrip()
     if not tail.endswith(b"}"):
         raise OSError(28, os.strerror(28), str(path))
+
+
+def _activities() -> list[ProfilerActivity]:
+    """The processor, and the accelerators in use: asking for another one would make a context on it."""
+    idle = {
+        activity
+        for activity, backend in ((ProfilerActivity.CUDA, torch.cuda), (ProfilerActivity.XPU, torch.xpu))
+        if not backend.is_initialized()
+    }
+    return [activity for activity in supported_activities() if activity not in idle]
 
 
 def _experimental(options: dict[str, bool]) -> Any:

@@ -17,6 +17,9 @@ from typing import Any
 
 POLL_SECONDS = 0.02
 
+# NVIDIA, NVIDIA under WSL, AMD, Intel.
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
+
 # Programs that start the ranks. They import torch and compute nothing.
 _LAUNCHERS = {
     "torchrun", "torchrun.exe", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic",
@@ -123,8 +126,10 @@ def device_is_ready(torch: Any) -> bool:
     """Whether starting Kineto now would not itself create a device context.
 
     That would cost memory on the wrong device and forbid a later fork. Without an initialised device it can only be
-    said of a PyTorch that was built for the processor alone.
+    said of a PyTorch that was built for the processor alone, or of a machine without any.
     """
+    if sys.platform == "linux" and not any(os.path.exists(path) for path in _DEVICE_FILES):  # noqa: PTH110
+        return True
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return getattr(torch.version, "xpu", None) is None or torch.xpu.is_initialized()
     if not torch.cuda.is_initialized():
