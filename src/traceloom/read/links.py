@@ -33,7 +33,7 @@ _BOUND_BY = {
     **dict.fromkeys((cat.OP, cat.ANNOTATION), 1),
 }
 _BINDS = np.array([_BOUND_BY.get(name, 2) for name in cat.CATEGORIES])
-_MOST_TIES = 1000  # events looked at that start at one time
+_MOST_TIES = 200  # events looked at that start at one time
 
 
 def first_by_key(keys: Ints, rows: Ints, wanted: Ints) -> Ints:

@@ -12,6 +12,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _ROUNDS = 4  # of cutting; what still crosses then is clipped
+_CLIMB = 100  # ancestors looked at; chains of crossing spans are as long as the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,15 @@ def _cut(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints]:
         child = np.flatnonzero((above >= 0) & (ends > ends[above]))
         parent = above[child]
         shorter = ends.copy()
-        while child.size:
+        for _ in range(_CLIMB):
             overrun = ends[child] - ends[parent]
             cut = (overrun > 0) & (ends[parent] - starts[child] < overrun)
             child, parent = child[cut], parent[cut]
             np.minimum.at(shorter, parent, starts[child])
             parent = above[parent]
             child, parent = child[parent >= 0], parent[parent >= 0]
+            if not child.size:
+                break
         if np.array_equal(shorter, ends):
             break
         ends = shorter
