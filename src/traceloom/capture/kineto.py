@@ -81,7 +81,6 @@ class Kineto:
         everywhere = every_thread and not settings.memory
         options = {
             "trace_only": not settings.stacks,
-            "verbose": settings.stacks,
             "profile_all_threads": everywhere,
         }
         self._everywhere = everywhere and _knows("profile_all_threads")
