@@ -190,7 +190,8 @@ class Recorder:
         self._disturbed = self.storage.busy
         if not actions and not self.plan.recording:
             return
-        after_annotation(frame, lambda: self._cross(number, actions))
+        # PyTorch's stack recorder takes over the very hook by which the annotation's end is told: do not mix the two.
+        after_annotation(None if self.settings.stacks else frame, lambda: self._cross(number, actions))
 
     @harmless
     def _cross(self, number: int, actions: list[Action]) -> None:
