@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
-from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW
+from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW, all_arguments
 from traceloom.read.spill import Spill
 from traceloom.read.times import from_doubles, from_text
 
@@ -76,6 +77,28 @@ class _CategoryCodes(dict[str | None, int]):
         return code
 
 
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """The arguments of a slice's complete events, and where their text is."""
+
+    args: list[Any]
+    part: Slice
+    offsets: Array
+    lengths: Array
+
+    def of(self, rows: Array) -> list[Any]:
+        args = self.args
+        return [args[row] for row in rows.tolist()]
+
+    def rare(self, rows: Array) -> list[Any]:
+        """The arguments of these rows with the rare ones among them."""
+        places = zip(
+            rows.tolist(), (self.offsets[rows] - self.part.base).tolist(), self.lengths[rows].tolist(), strict=True
+        )
+        text = self.part.text
+        return [all_arguments(self.args[row], text[at : at + length]) or NO_ARGUMENTS for row, at, length in places]
+
+
 class Columns:
     """The arrays of a whole file, gathered slice by slice.
 
@@ -110,11 +133,11 @@ class Columns:
         self.entries += len(entries)
         spans = [entry for entry in entries if entry.ph == "X"]
         if len(spans) == len(entries):
-            self._add_spans(spans, part.offsets, part.lengths, exact=part.exact)
+            self._add_spans(spans, part, part.offsets, part.lengths)
             return
         complete = np.fromiter([entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries))
         if spans:
-            self._add_spans(spans, part.offsets[complete], part.lengths[complete], exact=part.exact)
+            self._add_spans(spans, part, part.offsets[complete], part.lengths[complete])
         rest = np.flatnonzero(~complete).tolist()
         self._add_others([entries[row] for row in rest], rest, part)
 
@@ -181,8 +204,8 @@ class Columns:
         count = len(entries)
         return from_doubles(np.fromiter(starts, np.float64, count), np.fromiter(durations, np.float64, count))
 
-    def _add_spans(self, spans: list[Any], offsets: Array, lengths: Array, *, exact: bool) -> None:
-        start, duration, timed, lasting = self._times(spans, exact=exact)
+    def _add_spans(self, spans: list[Any], part: Slice, offsets: Array, lengths: Array) -> None:
+        start, duration, timed, lasting = self._times(spans, exact=part.exact)
         if not timed.all():
             lost = np.flatnonzero(~timed)
             self._damage.note("missing-time", f"byte {offsets[lost[0]]} of the text", len(lost))
@@ -208,7 +231,7 @@ class Columns:
             length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
         )
         self._count_unknown(spans, code)
-        self._add_arguments([span.args or NO_ARGUMENTS for span in spans], code)
+        self._add_arguments(_Arguments([span.args or NO_ARGUMENTS for span in spans], part, offsets, lengths), code)
         self.rows += count
 
     def _count_unknown(self, spans: list[Any], code: Array) -> None:
@@ -216,22 +239,23 @@ class Columns:
             name = spans[row].cat or ""
             self.unknown_categories[name] = self.unknown_categories.get(name, 0) + 1
 
-    def _add_arguments(self, args: list[Any], code: Array) -> None:
+    def _add_arguments(self, arguments: _Arguments, code: Array) -> None:
         group = _GROUP_OF_CODE[code]
-        for number, add in (
-            (_OPS, self._add_ops),
-            (_FRAMES, self._add_frames),
-            (_CALLS, self._add_calls),
-            (_DEVICE, self._add_device),
-        ):
+        for number, add in ((_OPS, self._add_ops), (_FRAMES, self._add_frames), (_CALLS, self._add_calls)):
             rows = np.flatnonzero(group == number)
             if rows.size:
-                add([args[row] for row in rows.tolist()], rows, code[rows])
+                add(arguments.of(rows), rows)
+        rows = np.flatnonzero(group == _DEVICE)
+        if rows.size:
+            self._add_device(arguments.of(rows), rows)
+        self._add_collectives(arguments, np.flatnonzero((group == _OPS) | (code == _KERNEL_CODE)))
+        self._add_copies(arguments, np.flatnonzero(np.isin(code, _COPY_CODES)))
+        self._add_syncs(arguments, np.flatnonzero(np.isin(code, _SYNC_CODES)))
 
     def _row(self, rows: Array) -> Array:
         return (rows + self.rows).astype(np.uint32)
 
-    def _add_ops(self, args: list[Any], rows: Array, _code: Array) -> None:
+    def _add_ops(self, args: list[Any], rows: Array) -> None:
         self._put(
             "ops",
             row=self._row(rows),
@@ -244,9 +268,8 @@ class Columns:
         if shaped:
             codes = self._list_codes([a for _, a in shaped])
             self._put("tensors", row=self._row(rows[[at for at, _ in shaped]]), **codes)
-        self._add_collectives(args, rows)
 
-    def _add_frames(self, args: list[Any], rows: Array, _code: Array) -> None:
+    def _add_frames(self, args: list[Any], rows: Array) -> None:
         self._put(
             "frames",
             row=self._row(rows),
@@ -255,7 +278,7 @@ class Columns:
             module_id=numbers([a.module_id for a in args]),
         )
 
-    def _add_calls(self, args: list[Any], rows: Array, _code: Array) -> None:
+    def _add_calls(self, args: list[Any], rows: Array) -> None:
         self._put(
             "calls",
             row=self._row(rows),
@@ -263,7 +286,7 @@ class Columns:
             external=_external(args),
         )
 
-    def _add_device(self, args: list[Any], rows: Array, code: Array) -> None:
+    def _add_device(self, args: list[Any], rows: Array) -> None:
         self._put(
             "device",
             row=self._row(rows),
@@ -272,35 +295,35 @@ class Columns:
             device=numbers([a.device for a in args]),
             stream=numbers([a.stream for a in args]),
         )
-        copies = np.flatnonzero(np.isin(code, _COPY_CODES))
-        if copies.size:
-            some = [args[row] for row in copies.tolist()]
-            texts = {key: self._text_codes([getattr(a, key) for a in some]) for key in _COPY_TEXTS}
-            self._put("copies", row=self._row(rows[copies]), bytes=numbers([a.bytes for a in some]), **texts)
-        syncs = np.flatnonzero(np.isin(code, _SYNC_CODES))
-        if syncs.size:
-            some = [args[row] for row in syncs.tolist()]
+
+    def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
+        if rows.size:
+            args = arguments.rare(rows)
+            texts = {key: self._text_codes([getattr(a, key) for a in args]) for key in _COPY_TEXTS}
+            self._put("copies", row=self._row(rows), bytes=numbers([a.bytes for a in args]), **texts)
+
+    def _add_syncs(self, arguments: _Arguments, rows: Array) -> None:
+        if rows.size:
+            args = arguments.rare(rows)
             self._put(
                 "syncs",
-                row=self._row(rows[syncs]),
-                kind=self._text_codes([a.sync_kind for a in some]),
-                awaited_stream=numbers([a.awaited_stream for a in some]),
-                record_correlation=numbers([a.record_correlation for a in some]),
-                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in some]),
+                row=self._row(rows),
+                kind=self._text_codes([a.sync_kind for a in args]),
+                awaited_stream=numbers([a.awaited_stream for a in args]),
+                record_correlation=numbers([a.record_correlation for a in args]),
+                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in args]),
             )
-        kernels = np.flatnonzero(code == _KERNEL_CODE)
-        if kernels.size:
-            self._add_collectives([args[row] for row in kernels.tolist()], rows[kernels])
 
-    def _add_collectives(self, args: list[Any], rows: Array) -> None:
-        found = [at for at, a in enumerate(args) if a.collective is not None]
+    def _add_collectives(self, arguments: _Arguments, rows: Array) -> None:
+        found = [row for row in rows.tolist() if arguments.args[row].collective is not None]
         if not found:
             return
-        some = [args[at] for at in found]
-        columns: dict[str, Array] = {key: self._text_codes([getattr(a, key) for a in some]) for key in COLLECTIVE_TEXTS}
-        columns |= {key: self._raw_codes([getattr(a, key) for a in some]) for key in COLLECTIVE_RAWS}
-        columns |= {key: numbers([getattr(a, key) for a in some]) for key in COLLECTIVE_NUMBERS}
-        self._put("collectives", row=self._row(rows[found]), **columns)
+        rows = np.array(found)
+        args = arguments.rare(rows)
+        columns: dict[str, Array] = {key: self._text_codes([getattr(a, key) for a in args]) for key in COLLECTIVE_TEXTS}
+        columns |= {key: self._raw_codes([getattr(a, key) for a in args]) for key in COLLECTIVE_RAWS}
+        columns |= {key: numbers([getattr(a, key) for a in args]) for key in COLLECTIVE_NUMBERS}
+        self._put("collectives", row=self._row(rows), **columns)
 
     def _add_others(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         by_phase: dict[str, list[int]] = {}

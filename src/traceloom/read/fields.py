@@ -9,8 +9,8 @@ import msgspec
 NULL = -(2**63)  # stands for "absent" in integer columns
 RAW = msgspec.Raw()
 
-# In the usual order of the writers, which makes the decoder's search for keys short.
-# name: (key in the file, type, default)
+# name: (key in the file, type, default), in the usual order of the writers, which makes the decoder's search for keys
+# short. Every field costs each event something, so those of few events are decoded again for them alone.
 _NUMBER = ("number", NULL)
 _LIST = ("raw", RAW)
 _TEXT = ("text", None)
@@ -26,13 +26,9 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
     "python_parent": ("Python parent id", _NUMBER),
     "python_id": ("Python id", _NUMBER),
     "module_id": ("Python module id", _NUMBER),
-    "event_index": ("Ev Idx", _NUMBER),
-    "cbid": ("cbid", _NUMBER),
     "device": ("device", _NUMBER),
-    "context": ("context", _NUMBER),
     "stream": ("stream", _NUMBER),
     "correlation": ("correlation", _NUMBER),
-    "bytes": ("bytes", _NUMBER),
     "total_reserved": ("Total Reserved", _NUMBER),
     "total_allocated": ("Total Allocated", _NUMBER),
     "allocation_bytes": ("Bytes", _NUMBER),
@@ -42,6 +38,10 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
     "external_id_lower": ("external id", _NUMBER),
     "shapes_lower": ("Input dims", _LIST),
     "collective": ("Collective name", _TEXT),
+    "name": ("name", _TEXT),
+}
+RARE: dict[str, tuple[str, tuple[str, Any]]] = {
+    "bytes": ("bytes", _NUMBER),
     "in_elements": ("In msg nelems", _NUMBER),
     "out_elements": ("Out msg nelems", _NUMBER),
     "group_size": ("Group size", _NUMBER),
@@ -67,8 +67,8 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
     "copy_kind": ("copy kind", _TEXT),
     "source_kind": ("src kind", _TEXT),
     "target_kind": ("dst kind", _TEXT),
-    "name": ("name", _TEXT),
 }
+_ALL = ARGUMENTS | RARE
 _STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None}
 
 _EVENT: dict[str, tuple[Any, Any]] = {
@@ -82,9 +82,9 @@ _EVENT: dict[str, tuple[Any, Any]] = {
 _NAN = float("nan")
 
 
-def _arguments(name: str, strict: bool) -> Any:
+def _arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool) -> Any:
     spec = []
-    for field, (key, (kind, default)) in ARGUMENTS.items():
+    for field, (key, (kind, default)) in fields.items():
         wanted = _STRICT[kind] if strict or kind == "raw" else Any
         spec.append((field, wanted, msgspec.field(default=default, name=key)))
     return msgspec.defstruct(name, spec, gc=False)
@@ -96,9 +96,9 @@ def _entry(name: str, arguments: Any, time: Any, default: Any, strict: bool) -> 
     return msgspec.defstruct(name, spec, gc=False)
 
 
-Arguments = _arguments("Arguments", strict=True)
+Arguments = _arguments("Arguments", ARGUMENTS, strict=True)
 NO_ARGUMENTS = Arguments()
-_Loose = _arguments("LooseArguments", strict=False)
+_Loose = _arguments("LooseArguments", _ALL, strict=False)
 # Times as doubles: exact for whole microseconds, and for nanoseconds below 2^43 microseconds.
 Entry = _entry("Entry", Arguments | None, float, _NAN, strict=True)
 # Times as text: exact whatever they are.
@@ -109,6 +109,19 @@ LooseEntry = _entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
 FAST = msgspec.json.Decoder(list[Entry])  # type: ignore[valid-type]
 EXACT = msgspec.json.Decoder(list[ExactEntry])  # type: ignore[valid-type]
 _LOOSE = msgspec.json.Decoder(list[LooseEntry])  # type: ignore[valid-type]
+_WHOLE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    msgspec.defstruct("WholeEntry", [("args", _arguments("WholeArguments", _ALL, strict=True))], gc=False)
+)
+
+
+def all_arguments(args: Any, text: bytes) -> Any:
+    """The arguments of one event with the rare ones too; `text` is the whole event."""
+    if isinstance(args, _Loose):
+        return args
+    try:
+        return _WHOLE.decode(text).args
+    except msgspec.ValidationError:
+        return decode_loosely(b"[" + text + b"]")[0][0].args
 
 
 def decode_loosely(text: bytes) -> tuple[list[Any], int]:
@@ -149,7 +162,7 @@ def _tidy(entry: Any) -> bool:
 def _tidy_arguments(args: dict[str, Any]) -> tuple[Any, bool]:
     odd = False
     values: dict[str, Any] = {}
-    for field, (key, (kind, _default)) in ARGUMENTS.items():
+    for field, (key, (kind, _default)) in _ALL.items():
         if key not in args:
             continue
         value = args[key]
