@@ -10,6 +10,7 @@ import polars as pl
 from traceloom.analyze.ancestry import Bools, Forest, forest
 from traceloom.analyze.intervals import union
 from traceloom.analyze.splitting import split_at_steps
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.result import Result
@@ -76,15 +77,12 @@ def data_loading(trace: Trace) -> DataLoading:
 
 def _calls(trace: Trace, tree: Forest) -> tuple[str, Bools]:
     """Which host events are calls of a DataLoader, the outermost where several enclose each other."""
-    events = trace.events.select("name", "category").with_row_index("row")
+    words, category_of = vocabulary(trace), trace.events["category"]
     for evidence, category, pattern in (
         ("annotations", (cat.ANNOTATION, cat.OP), SPAN),
         ("python-frames", (cat.PYTHON,), FRAME),
     ):
-        hits = events.filter(pl.col("category").is_in(category) & pl.col("name").str.contains(pattern))["row"]
-        position = tree.position[hits.to_numpy()]
-        called = np.zeros(tree.row.size, dtype=np.bool_)
-        called[position[position >= 0]] = True
+        called = (words.events(pattern) & category_of.is_in(category).to_numpy())[tree.row]
         if called.any():
             return evidence, tree.topmost(called)
     return "none", np.zeros(tree.row.size, dtype=np.bool_)

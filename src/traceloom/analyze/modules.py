@@ -11,6 +11,7 @@ from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import backward_of
 from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.result import Result
@@ -65,7 +66,7 @@ def modules(trace: Trace) -> Modules:
     above = tree.nearest(wanted)
     level = _levels(above, wanted)
     if (level > _DEEPEST).any():
-        kind[level > _DEEPEST] = -1
+        kind[level > _DEEPEST] = level[level > _DEEPEST] = -1
         wanted = kind >= 0
         above = tree.nearest(wanted)
     node, table = _paths(trace, tree, kind, level, above)
@@ -90,49 +91,53 @@ def modules(trace: Trace) -> Modules:
 
 def _regions(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
-    events = trace.events.select("name", "category").with_row_index("row")
-    text = pl.col("name").str
-    shown = {
-        "module": (pl.col("category") == cat.PYTHON) & text.starts_with(MODULE),
-        "scope": pl.col("category").is_in((cat.OP, cat.ANNOTATION)) & text.starts_with(SCOPE_PREFIX),
-        "annotation": (pl.col("category") == cat.ANNOTATION)
-        & ~text.starts_with(SCOPE_PREFIX)
-        & ~text.contains(STEP_MARK),
-    }
-    found = {}
-    for name, rule in shown.items():
-        position = tree.position[events.filter(rule)["row"].to_numpy()]
-        found[name] = position[position >= 0]
-    evidence = "python-modules" if found["module"].size else "annotations"
+    words = vocabulary(trace)
+    category = trace.events["category"].to_physical().to_numpy()[tree.row]
+    python, op, annotation = (category == cat.CATEGORIES.index(one) for one in (cat.PYTHON, cat.OP, cat.ANNOTATION))
+    code = words.code[tree.row]
+    scope = words.names.str.starts_with(SCOPE_PREFIX).to_numpy()[code]
+    module = python & words.names.str.starts_with(MODULE).to_numpy()[code]
     kind = np.full(tree.row.size, -1)
-    for name, position in found.items():
-        if name != "annotation" or evidence == "annotations":
-            kind[position] = KINDS.index(name)
-    return evidence, kind
+    kind[module] = KINDS.index("module")
+    kind[scope & (op | annotation)] = KINDS.index("scope")
+    if module.any():
+        return "python-modules", kind
+    kind[annotation & ~scope & ~words.matching(STEP_MARK)[code]] = KINDS.index("annotation")
+    return "annotations", kind
 
 
 def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints, above: Ints) -> tuple[Ints, pl.DataFrame]:
     """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
 
-    Goes down level by level; a level takes one group-by of its events, and nesting of regions is shallow.
+    Goes down level by level: a path is known by its parent's number and its own name, and nesting is shallow.
     """
-    wanted = kind >= 0
-    names = trace.events["name"].gather(tree.row[np.flatnonzero(wanted)])
-    called = pl.DataFrame({"position": np.flatnonzero(wanted), "name": names, "kind": kind[wanted]})
-    node = np.full(wanted.size, -1)
+    words = vocabulary(trace)
+    node = np.full(kind.size + 1, -1)  # one more at the end, for those with nobody above
+    label = words.code[tree.row].astype(np.int64) * len(KINDS) + kind
+    labels = len(words.names) * len(KINDS)
     rows: list[pl.DataFrame] = []
-    keys = ["parent", "name", "kind"]
     count = 0
-    for depth in range(int(level[wanted].max()) + 1):
-        here = called.filter(pl.Series(level[wanted] == depth))
-        up = above[here["position"].to_numpy()]
-        here = here.with_columns(pl.Series("parent", np.append(node, -1)[up]))
-        distinct = here.select(keys).unique(maintain_order=True).with_row_index("node", offset=count)
-        numbers = here.join(distinct, on=keys, how="left", maintain_order="left")
-        node[numbers["position"].to_numpy()] = numbers["node"].to_numpy()
-        rows.append(distinct.with_columns(pl.lit(depth).alias("depth")))
-        count += distinct.height
-    return node, pl.concat(rows)
+    for depth in range(int(level.max()) + 1):
+        here = np.flatnonzero(level == depth)
+        path = (node[above[here]] + 1) * labels + label[here]
+        distinct, first, number = np.unique(path, return_index=True, return_inverse=True)
+        turn = np.empty_like(first)  # nodes are numbered in the order in which they are first called
+        turn[np.argsort(first)] = np.arange(first.size)
+        node[here] = count + turn[number]
+        example = here[np.sort(first)]
+        rows.append(
+            pl.DataFrame(
+                {
+                    "node": count + np.arange(distinct.size),
+                    "parent": node[above[example]],
+                    "name": words.names.gather(words.code[tree.row[example]]),
+                    "kind": kind[example],
+                    "depth": np.full(distinct.size, depth),
+                }
+            )
+        )
+        count += distinct.size
+    return node[:-1], pl.concat(rows)
 
 
 def _levels(above: Ints, wanted: Bools) -> Ints:

@@ -10,6 +10,7 @@ import polars as pl
 from traceloom.analyze.ancestry import Forest, Ints, forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.phases import meaning
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
@@ -105,7 +106,7 @@ def _summed(ops: pl.DataFrame) -> pl.DataFrame:
 
 def _kinds(trace: Trace, tree: Forest, by_shape: bool) -> Ints:
     """For each host event a number that says which row of the table it belongs to."""
-    names = trace.events["name"].cast(pl.Categorical).to_physical().to_numpy()[tree.row].astype(np.int64)
+    names = vocabulary(trace).code[tree.row].astype(np.int64)
     if not by_shape:
         return names
     shapes = _shapes(trace).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]

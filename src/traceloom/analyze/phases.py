@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.ancestry import Bools, Ints, forest
 from traceloom.analyze.blocking import blocking_calls
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -87,9 +87,9 @@ class Meaning:
 def meaning(trace: Trace) -> Meaning:
     """Read names and categories of the host events."""
     tree = forest(trace)
-    words = _vocabulary(trace, tree)
-    code = words["code"]
-    known = _known_names(words["names"])
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    known = _known_names(words)
     category = trace.events["category"].to_physical().to_numpy()[tree.row]
     is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
     ours, mark = known["ours"][code], known["mark"][code]
@@ -114,38 +114,27 @@ def _code(category: str) -> int:
     return cat.CATEGORIES.index(category)
 
 
-def _vocabulary(trace: Trace, tree: Forest) -> dict[str, np.ndarray]:
-    """The distinct names, and for each host event the index of its name: patterns are matched once per name."""
-    codes = trace.events["name"].cast(pl.Categorical).to_physical().to_numpy()[tree.row].astype(np.int64)
-    example = np.full(int(codes.max(initial=-1)) + 1, _NONE)
-    example[codes] = np.arange(codes.size)
-    used = np.flatnonzero(example >= 0)
-    number = np.cumsum(example >= 0) - 1
-    names = trace.events["name"].gather(tree.row[example[used]])
-    return {"names": names.to_numpy(), "code": number[codes]}
-
-
-def _known_names(names: np.ndarray) -> dict[str, np.ndarray]:
+def _known_names(words: Vocabulary) -> dict[str, np.ndarray]:
     """Which of the distinct names each table knows: phase numbers (-1 for none) and booleans."""
-    text = pl.Series(names, dtype=pl.String)
-
-    def first_of(table: tuple[tuple[int, str], ...]) -> Ints:
-        out = np.full(len(text), _NONE)
-        for number, pattern in reversed(table):
-            out[text.str.contains(pattern).to_numpy()] = number
-        return out
-
-    word = first_of(WORD_PHASES)
-    named = sum(
-        (text.str.contains(pattern).to_numpy().astype(np.int64) for _, pattern in WORD_PHASES), np.zeros(len(text))
-    )
-    word[named > 1] = _NONE
     return {
-        "span": first_of(SPAN_PHASES),
-        "python": first_of(PYTHON_PHASES),
-        "word": word,
-        "ours": text.str.contains(OURS).to_numpy(),
-        "mark": text.str.contains(STEP_MARK).to_numpy(),
-        "blocking_runtime": text.str.contains(BLOCKING_RUNTIME).to_numpy(),
-        "blocking_python": text.str.contains(BLOCKING_PYTHON).to_numpy(),
+        "span": _first_of(SPAN_PHASES, words),
+        "python": _first_of(PYTHON_PHASES, words),
+        "word": _only_of(WORD_PHASES, words),
+        "ours": words.matching(OURS),
+        "mark": words.matching(STEP_MARK),
+        "blocking_runtime": words.matching(BLOCKING_RUNTIME),
+        "blocking_python": words.matching(BLOCKING_PYTHON),
     }
+
+
+def _first_of(table: tuple[tuple[int, str], ...], words: Vocabulary) -> Ints:
+    out = np.full(len(words.names), _NONE)
+    for number, pattern in reversed(table):
+        out[words.matching(pattern)] = number
+    return out
+
+
+def _only_of(table: tuple[tuple[int, str], ...], words: Vocabulary) -> Ints:
+    """The phase of a name that holds the word of exactly one."""
+    hits = np.array([words.matching(pattern) for _, pattern in table])
+    return np.where(hits.sum(axis=0) == 1, np.array([number for number, _ in table])[hits.argmax(axis=0)], _NONE)
