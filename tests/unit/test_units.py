@@ -21,7 +21,14 @@ def test_durations_have_three_digits_and_the_unit_that_fits(ns: int | None, text
 
 @pytest.mark.parametrize(
     ("part", "whole", "text"),
-    [(0, 0, "-"), (0, 5, "0 %"), (5, 5, "100 %"), (1, 10**6, "<0.1 %"), (10**6 - 1, 10**6, ">99.9 %"), (1, 8, "12.5 %")],
+    [
+        (0, 0, "-"),
+        (0, 5, "0 %"),
+        (5, 5, "100 %"),
+        (1, 10**6, "<0.1 %"),
+        (10**6 - 1, 10**6, ">99.9 %"),
+        (1, 8, "12.5 %"),
+    ],
 )
 def test_a_share_is_zero_or_all_only_when_it_is(part: int, whole: int, text: str) -> None:
     assert share(part, whole) == text
