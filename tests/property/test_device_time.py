@@ -10,10 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from traceloom.analyze import communication, gpu_time, idle, kernels, step_times
-from traceloom.analyze.ancestry import forest
 from traceloom.analyze.breakdown import FIELDS
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -233,8 +231,7 @@ def test_the_hosts_part_is_what_the_launching_thread_or_else_the_main_thread_did
     items: list[Work], host: list[tuple[str, int, int, int]]
 ) -> None:
     trace = built(items, host, [])
-    tree = forest(trace)
-    main = main_lane(trace, tree, meaning(trace))
+    main = main_lane(trace)
     wanted: dict[tuple[int, str], int] = {}
     for gap in (
         idle(trace).gaps.filter(pl.col("cause").cast(pl.String).str.starts_with("host_")).unique("gap").to_dicts()

@@ -169,6 +169,13 @@ def forest(trace: Trace) -> Forest:
     return Forest(row, position, lane, start, end, parent, _stops(lane, start, end))
 
 
+@per_trace
+def host_segments(trace: Trace) -> Segments:
+    """The window of the trace on every host lane, tiled by innermost events."""
+    lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
+    return forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
+
+
 def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
     """Position after each event's last descendant: the first later row of the lane that starts at or after its end."""
     stop = np.arange(1, lane.size + 1)

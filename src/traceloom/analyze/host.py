@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.ancestry import Bools, Forest, Ints, forest, host_segments
 from traceloom.analyze.intervals import Spans, union
 from traceloom.analyze.phases import (
     ACTIVITIES,
@@ -20,8 +20,10 @@ from traceloom.analyze.phases import (
     PHASES,
     UNOBSERVED,
     Meaning,
+    activity,
     meaning,
 )
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, contains, cut, split_at_steps
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -89,11 +91,9 @@ def host(trace: Trace) -> HostTime:
     runs the backward pass meanwhile; the thread records nothing while another one communicates; what lies between two
     stretches of one phase within a step belongs to it. docs/concepts/host-time.md has the definitions.
     """
-    tree = forest(trace)
-    said = meaning(trace)
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
-    main = main_lane(trace, tree, said)
-    pieces = _pieces(trace, tree, said, lanes["lane"].cast(pl.Int64).to_numpy(), main)
+    main = main_lane(trace)
+    pieces = _pieces(trace, main)
     threads = lanes.select(
         "lane",
         "process",
@@ -107,16 +107,18 @@ def host(trace: Trace) -> HostTime:
     return HostTime(threads, _account(pieces))
 
 
-def main_lane(trace: Trace, tree: Forest, said: Meaning) -> int | None:
+@per_trace
+def main_lane(trace: Trace) -> int | None:
     """The lane that runs the program: a process's first thread where it has ops or calls, else the lane with most.
 
     Ops of the backward pass do not count, so that an autograd thread is never taken for it.
     """
+    tree = forest(trace)
     if not tree.row.size:
         return None
     category = trace.events["category"].gather(tree.row)
     works = category.is_in([cat.OP, *cat.LAUNCHES]).to_numpy()
-    over = tree.outermost_or_self(said.phase == BACKWARD)
+    over = tree.outermost_or_self(meaning(trace).phase == BACKWARD)
     counts = (
         pl.DataFrame({"lane": tree.lane, "works": works & (over < 0)})
         .group_by("lane")
@@ -128,15 +130,16 @@ def main_lane(trace: Trace, tree: Forest, said: Meaning) -> int | None:
     return int(counts["lane"][0])
 
 
-def _pieces(trace: Trace, tree: Forest, said: Meaning, lanes: Ints, main: int | None) -> list[_Pieces]:
+def _pieces(trace: Trace, main: int | None) -> list[_Pieces]:
     """Pieces of lanes with their step, phase and activity; together they tile every lane's window."""
-    segments = tree.segments(lanes, trace.start_ns, trace.end_ns)
-    phase_of, activity_of = _phase(trace, tree, said), _activity(tree, said)
+    tree = forest(trace)
+    segments = host_segments(trace)
+    phase_of = _phase(trace, tree, meaning(trace))
     cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
     owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
     # one more entry at the end, which the owner -1 (nothing recorded) finds
-    phase, activity = np.append(phase_of, _UNKNOWN)[owner], np.append(activity_of, UNOBSERVED)[owner]
-    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step, phase, activity)
+    phase, doing = np.append(phase_of, _UNKNOWN)[owner], np.append(activity(trace), UNOBSERVED)[owner]
+    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step, phase, doing)
     if main is None:
         return [pieces]
     mine = np.flatnonzero(lane == main)
@@ -159,12 +162,6 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
     phase[(phase < 0) & said.op & recorded] = FORWARD
     top = tree.outermost_or_self(phase >= 0)
     return np.append(phase, _UNKNOWN)[top]
-
-
-def _activity(tree: Forest, said: Meaning) -> Ints:
-    """Activity while each host event is innermost; regions take that of the nearest event above that says one."""
-    says = tree.nearest_or_self(said.activity >= 0)
-    return np.append(said.activity, UNOBSERVED)[says]
 
 
 def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
@@ -217,11 +214,12 @@ def _filled(phase: Ints, step: Ints) -> Ints:
 
 def _account(pieces: list[_Pieces]) -> pl.DataFrame:
     """Add up by lane, step, phase and activity; one number stands for the four while they are added."""
-    lane, start, end, step, phase, activity = (np.concatenate(part) for part in zip(*pieces, strict=True))
-    steps, place = np.unique(step, return_inverse=True)
+    lane, start, end, step, phase, doing = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
+    place = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
-    kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity
-    key = (lane * max(steps.size, 1) + place.reshape(-1)) * kinds + kind
+    kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + doing
+    key = (lane * max(steps.size, 1) + place) * kinds + kind
     summed = pl.DataFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum()).sort("key")
     keys = summed["key"].to_numpy()
     number = steps[(keys // kinds) % max(steps.size, 1)] if steps.size else keys

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Segments, forest
+from traceloom.analyze.ancestry import Bools, Forest, Segments, forest, host_segments
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Ints, Spans, overlaps
-from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, Meaning, meaning
+from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
 from traceloom.model import Trace
 
 HOST_CAUSES = {
@@ -79,9 +79,8 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
         longest innermost event, -1 where none is open); durations add up to those of `waiting`.
     """
     tree = forest(trace)
-    said = meaning(trace)
-    pieces = _observed(trace, tree, said, waiting, (lane, device))
-    cause = _cause(trace, tree, said, pieces)
+    pieces = _observed(trace, tree, waiting, lane, device)
+    cause = _cause(trace, tree, pieces)
     rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
     frame = pl.DataFrame(
         {
@@ -109,17 +108,13 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
     return summed.with_columns(pl.Series("gap", waiting.gap[part]), pl.Series("step_row", waiting.step_row[part]))
 
 
-def _observed(
-    trace: Trace, tree: Forest, said: Meaning, waiting: Stretches, lane_and_device: tuple[Ints, Ints]
-) -> _Pieces:
+def _observed(trace: Trace, tree: Forest, waiting: Stretches, lane: Ints, device: Ints) -> _Pieces:
     """Cut the stretches at every change of the innermost event."""
-    lane, device = lane_and_device
     nothing = np.zeros(0, dtype=np.int64)
     if not lane.size:
         return _Pieces(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
-    main = main_lane(trace, tree, said)
-    shown = np.unique(lane if main is None else np.append(lane, main))
-    segments = tree.segments(shown, trace.start_ns, trace.end_ns)
+    main = main_lane(trace)
+    segments = host_segments(trace)
     found = []
     pair = device * (int(lane.max()) + 1) + lane
     for one in np.unique(pair):
@@ -152,17 +147,16 @@ def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: Segments, main: 
     return _Pieces(*(np.concatenate((mine[kept], theirs)) for mine, theirs in zip(own, asked, strict=True)))
 
 
-def _cause(trace: Trace, tree: Forest, said: Meaning, pieces: _Pieces) -> Ints:
+def _cause(trace: Trace, tree: Forest, pieces: _Pieces) -> Ints:
     """Number of the cause of each piece, by its innermost event and what that stands in."""
-    activity = tree.nearest_or_self(said.activity >= 0)
-    spoken = np.where(activity >= 0, said.activity[activity], -1) if activity.size else activity
+    doing = activity(trace)
     cause = np.full(tree.row.size, _UNOBSERVED)
     for code, number in _OF_ACTIVITY.items():
-        cause[spoken == code] = number
+        cause[doing == code] = number
     owner = np.unique(pieces.owner[pieces.owner >= 0])
     names = trace.events["name"].gather(tree.row[owner])
     cause[owner[names.is_in(_COLLECTIONS).to_numpy()]] = _CAUSES.index("host_garbage_collection")
-    cause[tree.outermost_or_self(said.phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
+    cause[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
     seen = pieces.owner >= 0
     found = np.full(seen.size, _UNOBSERVED)
     found[seen] = cause[pieces.owner[seen]]

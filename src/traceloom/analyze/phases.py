@@ -110,6 +110,13 @@ def meaning(trace: Trace) -> Meaning:
     return Meaning(phase, activity, mark, op)
 
 
+@per_trace
+def activity(trace: Trace) -> Ints:
+    """What the thread does while each host event is innermost: regions take the activity of what they stand in."""
+    says = meaning(trace).activity
+    return np.append(says, UNOBSERVED)[forest(trace).nearest_or_self(says >= 0)]
+
+
 def _code(category: str) -> int:
     return cat.CATEGORIES.index(category)
 
