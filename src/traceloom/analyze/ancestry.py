@@ -125,18 +125,13 @@ class Forest:
         A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
         next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
         """
-        size = self.row.size
-        here = np.arange(size)
-        inner = here + 1 < self.stop
-        lead_end = self.end_ns.copy()
-        lead_end[inner] = self.start_ns[here[inner] + 1]
-        after_end = np.full(size, end_ns, dtype=np.int64)
-        nested = self.parent >= 0
-        after_end[nested] = self.end_ns[self.parent[nested]]
-        follower = np.flatnonzero(self.stop < size)
-        target = self.stop[follower]
-        sibling = (self.parent[target] == self.parent[follower]) & (self.lane[target] == self.lane[follower])
-        after_end[follower[sibling]] = self.start_ns[target[sibling]]
+        here = np.arange(self.row.size)
+        next_start = np.append(self.start_ns, end_ns)
+        lead_end = np.where(here + 1 < self.stop, next_start[1:], self.end_ns)
+        # what follows a subtree on its lane begins in the parent, or else after the parent's end
+        follows = np.append(self.lane, -1)[self.stop] == self.lane
+        after_end = np.where(follows, next_start[self.stop], end_ns)
+        after_end = np.minimum(after_end, np.append(self.end_ns, end_ns)[self.parent])
         first = np.searchsorted(self.lane, lanes)
         lane_lead = np.full(lanes.size, end_ns, dtype=np.int64)
         used = np.searchsorted(self.lane, lanes, side="right") > first

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 
 from traceloom.analyze.ancestry import Bools, Ints, forest
 from traceloom.analyze.blocking import blocking_calls
@@ -123,25 +124,26 @@ def _code(category: str) -> int:
 
 def _known_names(words: Vocabulary) -> dict[str, np.ndarray]:
     """Which of the distinct names each table knows: phase numbers (-1 for none) and booleans."""
-    return {
-        "span": _first_of(SPAN_PHASES, words),
-        "python": _first_of(PYTHON_PHASES, words),
-        "word": _only_of(WORD_PHASES, words),
-        "ours": words.matching(OURS),
-        "mark": words.matching(STEP_MARK),
-        "blocking_runtime": words.matching(BLOCKING_RUNTIME),
-        "blocking_python": words.matching(BLOCKING_PYTHON),
-    }
+    text = pl.col("name").str
+    known = words.names.to_frame("name").select(
+        span=_first_of(SPAN_PHASES),
+        python=_first_of(PYTHON_PHASES),
+        word=_only_of(WORD_PHASES),
+        ours=text.contains(OURS),
+        mark=text.contains(STEP_MARK),
+        blocking_runtime=text.contains(BLOCKING_RUNTIME),
+        blocking_python=text.contains(BLOCKING_PYTHON),
+    )
+    return {column.name: column.to_numpy() for column in known}
 
 
-def _first_of(table: tuple[tuple[int, str], ...], words: Vocabulary) -> Ints:
-    out = np.full(len(words.names), _NONE)
-    for number, pattern in reversed(table):
-        out[words.matching(pattern)] = number
-    return out
+def _first_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:
+    """Number of the first pattern of the table that the name holds."""
+    hits = (pl.when(pl.col("name").str.contains(pattern)).then(number) for number, pattern in table)
+    return pl.coalesce(*hits, _NONE).cast(pl.Int64)
 
 
-def _only_of(table: tuple[tuple[int, str], ...], words: Vocabulary) -> Ints:
-    """The phase of a name that holds the word of exactly one."""
-    hits = np.array([words.matching(pattern) for _, pattern in table])
-    return np.where(hits.sum(axis=0) == 1, np.array([number for number, _ in table])[hits.argmax(axis=0)], _NONE)
+def _only_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:
+    """Number of the pattern, where the name holds exactly one of the table."""
+    hits = pl.sum_horizontal(pl.col("name").str.contains(pattern) for _, pattern in table)
+    return pl.when(hits == 1).then(_first_of(table)).otherwise(_NONE)
