@@ -9,6 +9,7 @@ import polars as pl
 from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import OURS
 from traceloom.analyze.verdict import Check, graded, many
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.units import count, duration, share
@@ -32,18 +33,18 @@ def missing_ops(trace: Trace) -> Check | None:
 
 def missing_shapes(trace: Trace) -> Check | None:
     """Ops without the shapes of their inputs."""
-    events = trace.events.select("event", "category", "name").filter(pl.col("category") == cat.OP)
-    ops = events.filter(~pl.col("name").str.contains(OURS))
-    if not ops.height:
+    is_op = (trace.events["category"] == cat.OP).to_numpy() & ~vocabulary(trace).events(OURS)
+    ops = int(is_op.sum())
+    if not ops:
         return None
-    without = ops.height - ops.join(trace.tensors.select("event"), on="event", how="semi").height
+    without = ops - int(is_op[trace.tensors["event"].unique()].sum())
     message = (
-        f"{count(without)} of {count(ops.height)} operators have no input shapes: they cannot be told apart by size; "
+        f"{count(without)} of {count(ops)} operators have no input shapes: they cannot be told apart by size; "
         "record with shapes to see them"
     )
     # where shapes are on, some operators still have no tensors to speak of
-    affected = without if without == ops.height else 0
-    return Check(affected, ops.height, "info", message, slug="missing-shapes")
+    affected = without if without == ops else 0
+    return Check(affected, ops, "info", message, slug="missing-shapes")
 
 
 def missing_stacks(trace: Trace) -> Check | None:

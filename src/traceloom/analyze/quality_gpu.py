@@ -12,6 +12,7 @@ import polars as pl
 
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.verdict import Check, graded, many
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.units import count, duration
@@ -167,8 +168,9 @@ def _work(trace: Trace) -> pl.DataFrame:
 
 @per_trace
 def _submissions(trace: Trace) -> pl.DataFrame:
-    calls = trace.events.lazy().filter(pl.col("category").is_in(cat.LAUNCHES) & pl.col("correlation").is_not_null())
-    return calls.filter(pl.col("name").str.contains(_SUBMITS)).select("correlation", "start_ns").collect()
+    submits = pl.Series(vocabulary(trace).events(_SUBMITS))
+    calls = trace.events.lazy().filter(pl.lit(submits), pl.col("category").is_in(cat.LAUNCHES))
+    return calls.select("correlation", "start_ns").drop_nulls("correlation").collect()
 
 
 def _ns(value: object) -> str:
