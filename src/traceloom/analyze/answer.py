@@ -106,14 +106,14 @@ def answer(session: Session, known: Sequence[Facts] | None = None) -> Answer:
     whole = int(parts["ns"].sum())
     if not whole:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, 0)
-    where = _where([one.trace for one in on_gpu or told])
+    where = _where(on_gpu or told)
     said = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, told)
     return Answer(f"{where}: {said}.", parts, whole)
 
 
 def _gpu_parts(one: Facts) -> pl.DataFrame:
     """What the devices did in the steps (without steps: in their windows); idle time by cause."""
-    stepped = one.trace.steps.height > 0
+    stepped = _stepped(one.trace)
     rows = one.gpu.steps.filter(pl.col("step").is_not_null()) if stepped else one.gpu.devices
     causes = one.idle.causes.filter(pl.col("step").is_not_null()) if stepped else one.idle.totals
     sums = {
@@ -130,10 +130,15 @@ def _gpu_parts(one: Facts) -> pl.DataFrame:
     return _parts([*busy, *waits, {"label": f"idle: {_EDGE}", "kind": "idle", "ns": edges}])
 
 
+def _stepped(trace: Trace) -> bool:
+    """Whether the steps hold any time; damaged marks without a duration hold none."""
+    return bool((trace.steps["end_ns"] > trace.steps["start_ns"]).any())
+
+
 def _host_parts(one: Facts) -> pl.DataFrame:
     """What the main thread did in the steps (without steps: in the whole window), by phase and activity."""
     mine = one.host.account.join(one.host.threads.filter("main").select("lane"), on="lane", how="semi")
-    if one.trace.steps.height:
+    if _stepped(one.trace):
         mine = mine.filter(pl.col("step").is_not_null())
     rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
     return _parts([{"label": _label(phase, kind), "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()])
@@ -155,22 +160,32 @@ def _added(parts: pl.DataFrame) -> pl.DataFrame:
     return summed.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
 
 
-def _where(traces: list[Trace]) -> str:
-    """Ranks, steps and their length: `Ranks 0-7, 5 steps of 212 ms`."""
+def _where(told: list[Facts]) -> str:
+    """Ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
+    traces = [one.trace for one in told]
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
     if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
-    steps = [trace.steps.select(ns=pl.col("end_ns") - pl.col("start_ns"))["ns"] for trace in traces]
-    lengths = pl.concat(steps)
-    if lengths.len():
+    stepped = [trace.steps for trace in traces if _stepped(trace)]
+    if stepped:
+        lengths = pl.concat(steps.select(ns=pl.col("end_ns") - pl.col("start_ns"))["ns"] for steps in stepped)
         each = f"{duration(int(lengths.median()))}"  # type: ignore[arg-type]
-        number = max(part.len() for part in steps)
+        number = max(steps.height for steps in stepped)
         span = f"{count(number)} steps of {each}" if number > 1 else f"1 step of {each}"
     else:
-        span = f"a window of {duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
+        span = _window(told)
     who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
     text = f"{who}, {span}" if who else span
     return text[0].upper() + text[1:]
+
+
+def _window(told: list[Facts]) -> str:
+    """The longest window; with GPU work its part from the first to the last of it, which the shares are of."""
+    whole = f"a window of {duration(max(one.trace.end_ns - one.trace.start_ns for one in told))}"
+    longest = max((int(ns) for one in told for ns in one.gpu.devices["window_ns"]), default=0)
+    if not longest or whole.endswith(f" {duration(longest)}"):
+        return whole
+    return f"from first to last GPU work, {duration(longest)} of {whole}"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -234,8 +249,8 @@ def _largest_operator(told: list[Facts]) -> str | None:
 
 def _waited(told: list[Facts]) -> int:
     """Nanoseconds of waits for the DataLoader, in the steps where there are some."""
-    stepped = [one.data_loading.steps["wait_ns"].sum() for one in told if one.trace.steps.height]
-    whole = [one.data_loading.total_ns or 0 for one in told if not one.trace.steps.height]
+    stepped = [one.data_loading.steps["wait_ns"].sum() for one in told if _stepped(one.trace)]
+    whole = [one.data_loading.total_ns or 0 for one in told if not _stepped(one.trace)]
     return int(sum(stepped) + sum(whole))
 
 

@@ -26,6 +26,7 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
 def _sentence(alike: list[dict[str, Any]], ranks: int) -> str:
     first = alike[0]
     who = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
-    where = f" ({first['where']})" if first["where"] else ""
+    told = not first["where"] or first["where"] in first["message"]
+    where = "" if told else f" ({first['where']})"
     more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
     return f"{who}{first['message']}{where}{more}"

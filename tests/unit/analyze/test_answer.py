@@ -92,3 +92,20 @@ def test_ranks_with_gaps_are_named_as_such() -> None:
 
 def test_every_cause_of_idle_time_has_its_reason() -> None:
     assert set(_REASONS) == set(CAUSES)
+
+
+def test_a_step_mark_that_lost_its_duration_leaves_the_window_to_account_for() -> None:
+    trace = gpu()
+    damaged = replace(trace, steps=trace.steps.with_columns(end_ns=trace.steps["start_ns"]))
+    result = answer(session(damaged))
+    assert result.whole_ns == result.parts["ns"].sum() == 180_000_000
+    assert "Nothing to account for" not in result.sentence
+
+
+def test_without_steps_the_sentence_names_the_time_that_its_shares_are_of() -> None:
+    trace = gpu()
+    result = answer(session(replace(trace, steps=trace.steps.clear())))
+    busy_from = 10_015_000
+    busy_until = 190_015_000
+    assert result.whole_ns == busy_until - busy_from
+    assert result.sentence.startswith("From first to last GPU work, 180 ms of a window of 200 ms: GPU 0 is computing")

@@ -140,7 +140,8 @@ def communication(document: Row, options: ReportOptions, width: int) -> Iterator
 def _collective(row: Row) -> str:
     """What it does, with what, among whom: `all_reduce Float, 8 ranks, tensor_parallel`."""
     what = " ".join(part for part in (row["kind"] or "unknown", row["element_type"]) if part)
-    ranks = f"{row['group_size']} ranks" if row["group_size"] else ""
+    size = row["group_size"]
+    ranks = f"{size} rank{'' if size == 1 else 's'}" if size else ""
     return ", ".join(part for part in (what, ranks, row["group_description"] or row["group"]) if part)
 
 
