@@ -11,13 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from traceloom.read.order import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,7 @@ class Forest:
 
     def nearest(self, wanted: Bools) -> Ints:
         """Position of the nearest proper ancestor that is wanted; -1 where there is none."""
-        up = self.parent.copy()
-        rows = np.flatnonzero(up >= 0)
-        while rows.size:
-            rows = rows[~wanted[up[rows]]]
-            up[rows] = up[up[rows]]
-            rows = rows[up[rows] >= 0]
-        return up
+        return nearest(self.parent, wanted)
 
     def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
         """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, Ints
+from traceloom.analyze.ancestry import Forest
 from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, forest
-from traceloom.analyze.intervals import union
+from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.intervals import Bools, union
 from traceloom.analyze.splitting import split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace

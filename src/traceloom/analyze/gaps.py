@@ -9,11 +9,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.intervals import Ints
+from traceloom.analyze.intervals import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.category import CATEGORIES, COPY, GPU_WORK
 
-Bools = NDArray[np.bool_]
 _WORK = [CATEGORIES.index(category) for category in GPU_WORK]
 
 

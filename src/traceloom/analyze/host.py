@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints, forest, host_segments
-from traceloom.analyze.intervals import Spans, union
+from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.intervals import Bools, Ints, Spans, union
 from traceloom.analyze.phases import (
     ACTIVITIES,
     BACKWARD,

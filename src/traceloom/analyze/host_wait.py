@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Segments, forest, host_segments
+from traceloom.analyze.ancestry import Forest, Segments, forest, host_segments
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.intervals import Ints, Spans, overlaps
+from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
 from traceloom.model import Trace
 

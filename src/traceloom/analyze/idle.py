@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gaps import Bools, Gaps, copies, gaps, gpu_rows
+from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
-from traceloom.analyze.intervals import Ints, overlaps
+from traceloom.analyze.intervals import Bools, Ints, overlaps
 from traceloom.analyze.steps import Tiles, tiles
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace

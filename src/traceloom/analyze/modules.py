@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Forest, Ints, forest
+from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import backward_of
+from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace

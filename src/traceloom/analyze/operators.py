@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, Ints, forest
+from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.intervals import Ints
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Ints, forest
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import blocking_calls
+from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace

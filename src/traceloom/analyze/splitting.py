@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Bools, Ints
-from traceloom.analyze.intervals import Spans, overlaps
+from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
 

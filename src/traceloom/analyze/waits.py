@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gaps import Bools
-from traceloom.analyze.intervals import Ints
+from traceloom.analyze.intervals import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.category import LAUNCHES
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import polars as pl
 
+from traceloom.analyze.communication import KEYS
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 
 Row = dict[str, Any]
-_COLLECTIVE = ("kind", "group", "group_description", "group_size", "element_type", "where")
 
 
 def kernels(ranks: list[Measured], absent: Absent) -> list[Row]:
@@ -64,7 +64,7 @@ def communication(ranks: list[Measured], absent: Absent) -> Row:
     frames = pl.concat([m.communication.collectives for m in ranks])
     known = pl.col("bytes", "exposed_ns")
     collectives = (
-        frames.group_by(*_COLLECTIVE, maintain_order=True)
+        frames.group_by(*KEYS, maintain_order=True)
         .agg(
             pl.col("count", "total_ns").sum(),
             pl.col("min_ns").min(),
