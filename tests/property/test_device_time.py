@@ -221,8 +221,18 @@ def host_class(trace: Trace, lane: int, t: int) -> str | None:
     if not rows.height:
         return None
     known = rows.filter(pl.col("category") != "annotation")
+    if not known.height:
+        return "host_unobserved"
     names = {"op": "host_op", "python": "host_python", "runtime": "host_launch"}
-    return names[known["category"][-1]] if known.height else "host_unobserved"
+    return "host_blocking_call" if waits_for_its_copy(trace, known[-1]) else names[known["category"][-1]]
+
+
+def waits_for_its_copy(trace: Trace, call: pl.DataFrame) -> bool:
+    """Whether a call submitted copies alone and came back when they had ended, or later."""
+    work = trace.events.filter(pl.col("launch") == call["event"][0])
+    ends = (work["start_ns"] + work["duration_ns"]).to_list()
+    returned = call["start_ns"][0] + call["duration_ns"][0]
+    return work.height > 0 and (work["category"] == "copy").all() and returned >= max(ends)
 
 
 @slow
