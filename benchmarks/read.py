@@ -25,6 +25,8 @@ OUT = HERE / "out"
 DATA = HERE.parents[1] / "shared" / "data"
 PEER = OUT / "hta" / "bin" / "python"
 FILES = ("kineto/h100_owlv2", "kineto/h100_qwen_0.5b", "kineto/a100_ddp_nccl", "diff/a100_control")
+# An installed package has its bytecode; without this an editable one would be compiled again in every run.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 OURS_LOAD = """
 import json, sys, time
 from traceloom.read import load
@@ -47,7 +49,7 @@ class Run:
 def measured(command: list[str]) -> Run:
     """Run a process; its own peak memory comes from wait4."""
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     printed = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
@@ -86,10 +88,12 @@ def commands(path: Path) -> dict[str, list[str]]:
 
 def compare(path: Path, runs: int) -> None:
     """One line: medians and ratios for a file."""
-    found: dict[str, list[Run]] = {}
-    for _ in range(runs):
+    found: dict[str, list[Run]] = {name: [] for name in commands(path)}
+    for turn in range(runs + 1):
         for name, command in commands(path).items():
-            found.setdefault(name, []).append(measured(command))
+            run = measured(command)
+            if turn:  # the first one only warms up
+                found[name].append(run)
     wall = {name: statistics.median(run.wall_s for run in some) for name, some in found.items()}
     cpu = {name: statistics.median(run.cpu_s for run in some) for name, some in found.items()}
     peak = {name: statistics.median(run.peak_mb for run in some) for name, some in found.items()}
