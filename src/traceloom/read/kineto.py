@@ -15,6 +15,8 @@ from traceloom.read.document import Document
 from traceloom.read.source import open_input, text_pieces
 from traceloom.read.spill import SPILL_BYTES, Spill
 
+_LARGE = 8 << 20
+
 
 def read_kineto(
     path: str | Path, *, capture: dict[str, Any] | None = None, step: Callable[[int, int], None] | None = None
@@ -34,6 +36,8 @@ def read_kineto(
     """
     damage = Damage()
     columns = Columns(damage)
+    # Until glibc has seen a large block freed, it hands memory back at once, and every slice faults its pages in again.
+    bytes(_LARGE)
     try:
         with open_input(path) as stream:
             document = Document(text_pieces(stream, damage, step), damage, str(path))
