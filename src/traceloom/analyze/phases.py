@@ -100,7 +100,7 @@ def meaning(trace: Trace) -> Meaning:
     phase = np.where(is_python, known["python"][code], np.where(named & (span < 0), word, span))
     backward_op = (trace.events["forward_thread"].fill_null(0).to_numpy()[tree.row] > 0) & is_op
     phase = np.where(backward_op & (phase < 0), BACKWARD, phase)
-    phase[mark | np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))] = _NONE
+    phase[mark | _around_steps(trace)[tree.row] | np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))] = _NONE
     op = is_op & ~ours
     activity = np.full(code.size, _NONE)
     activity[is_python] = PYTHON
@@ -110,6 +110,15 @@ def meaning(trace: Trace) -> Meaning:
     waits = known["blocking_runtime"][code] | blocking_calls(trace)[tree.row]
     activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
     return Meaning(phase, activity, mark, op)
+
+
+def _around_steps(trace: Trace) -> Bools:
+    """Events that hold a whole step: they are around the loop, whatever their name says. Shape (events,)."""
+    starts = trace.steps["start_ns"].to_numpy()
+    after = np.searchsorted(starts, trace.events["start_ns"].to_numpy(), side="right")
+    before = np.searchsorted(starts, trace.events["nested_end_ns"].to_numpy(), side="left")
+    around: Bools = before - after > 1
+    return around
 
 
 @per_trace

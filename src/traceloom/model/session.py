@@ -49,8 +49,9 @@ class Session:
         """The session with only these ranks; UsageError where one is not there."""
         missing = [rank for rank in ranks if rank not in self.ranks]
         if missing:
-            have = ", ".join("?" if rank is None else str(rank) for rank in self.ranks)
-            raise UsageError(f"rank {missing[0]} is not in this run; it has {have}", slug="no-such-rank")
+            known = sorted({rank for rank in self.ranks if rank is not None})
+            have = f"it has {', '.join(map(str, known))}" if known else "its traces do not say their ranks"
+            raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
         kept = tuple(trace for trace in self.traces if trace.rank in ranks)
         return Session(kept, self.name, self.capture, self.notices)
 

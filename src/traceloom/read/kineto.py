@@ -15,7 +15,7 @@ from traceloom.read.document import Document
 from traceloom.read.source import open_input, text_pieces
 from traceloom.read.spill import SPILL_BYTES, Spill
 
-_LARGE = 8 << 20
+_LARGE = 4 << 20
 
 
 def read_kineto(

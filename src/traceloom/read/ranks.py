@@ -157,11 +157,12 @@ def _in_process(one: Input, number: int, folder: Path, meter: _Meter) -> Trace |
     if "refused" in answer:
         return InputError(**answer["refused"])
     if process.returncode or "done" not in answer:
+        killed = (process.returncode or 0) < 0
         raise TraceloomError(
             f"the process that read the file ended with code {process.returncode}",
             slug="reader-died",
             where=str(one.path),
-            hint="it may have run out of memory; read fewer ranks at a time",
+            hint="it may have run out of memory; read fewer ranks at a time" if killed else "please report it",
         )
     trace = store.saved(folder)
     shutil.rmtree(folder, ignore_errors=True)

@@ -195,3 +195,11 @@ def test_gpu_only_and_empty_traces_have_the_same_columns() -> None:
     assert gpu.threads.schema == none.threads.schema == some.threads.schema
     assert gpu.account.schema == none.account.schema == some.account.schema
     assert gpu.account.height == none.account.height == 0
+
+
+def test_a_frame_around_the_whole_loop_opens_no_phase() -> None:
+    trace = cpu().python("torch/optim/optimizer.py(514): wrapper", 0, 40)
+    for number in range(3):
+        trace.step(number, 10 * number, 10).annotation("Optimizer.step#SGD.step", 10 * number + 6, 3)
+    phases = {(step, phase) for step, phase, _ in account(trace.build())}
+    assert phases == {(step, phase) for step in range(3) for phase in ("other", "optimizer")} | {(None, "other")}
