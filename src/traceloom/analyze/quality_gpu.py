@@ -59,9 +59,10 @@ def launches_without_work(trace: Trace) -> Check | None:
     # by correlation: a driver call inside a runtime call repeats its number
     lost = launches.join(work.select("correlation").unique(), on="correlation", how="anti")
     late = int(lost.select((pl.col("start_ns") > work["start_ns"].max()).sum()).item())
+    last = f" ({count(late)} of them after the last piece of GPU work)" if late else ""
     message = (
-        f"the GPU work of {count(lost.height)} of {many(launches.height, 'launch', 'launches')} is not in the file "
-        f"({count(late)} of them after the last piece of GPU work): the recording ended first, or events were dropped; "
+        f"the GPU work of {count(lost.height)} of {many(launches.height, 'launch', 'launches')} is not in the file"
+        f"{last}: the recording ended first, or events were dropped; "
         "GPU time is missing there"
     )
     return Check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -299,7 +300,7 @@ class Columns:
     def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
         if rows.size:
             args = arguments.rare(rows)
-            texts = {key: self._text_codes([getattr(a, key) for a in args]) for key in _COPY_TEXTS}
+            texts = {key: self._text_codes(list(map(attrgetter(key), args))) for key in _COPY_TEXTS}
             self._put("copies", row=self._row(rows), bytes=numbers([a.bytes for a in args]), **texts)
 
     def _add_syncs(self, arguments: _Arguments, rows: Array) -> None:
@@ -320,9 +321,11 @@ class Columns:
             return
         rows = np.array(found)
         args = arguments.rare(rows)
-        columns: dict[str, Array] = {key: self._text_codes([getattr(a, key) for a in args]) for key in COLLECTIVE_TEXTS}
-        columns |= {key: self._raw_codes([getattr(a, key) for a in args]) for key in COLLECTIVE_RAWS}
-        columns |= {key: numbers([getattr(a, key) for a in args]) for key in COLLECTIVE_NUMBERS}
+        columns: dict[str, Array] = {
+            key: self._text_codes(list(map(attrgetter(key), args))) for key in COLLECTIVE_TEXTS
+        }
+        columns |= {key: self._raw_codes(list(map(attrgetter(key), args))) for key in COLLECTIVE_RAWS}
+        columns |= {key: numbers(list(map(attrgetter(key), args))) for key in COLLECTIVE_NUMBERS}
         self._put("collectives", row=self._row(rows), **columns)
 
     def _add_others(self, entries: list[Any], rows: list[int], part: Slice) -> None:
@@ -367,7 +370,7 @@ class Columns:
         if memory:
             start, _, _, _ = self._times(memory, exact=exact)
             args = [entry.args for entry in memory]
-            columns = {key: numbers([getattr(a, key) for a in args]) for key in _ALLOCATION[1:]}
+            columns = {key: numbers(list(map(attrgetter(key), args))) for key in _ALLOCATION[1:]}
             columns["address"] = _addresses([a.address for a in args])
             self._put("allocations", start=start, place=self._places_of(memory), **columns)
         marks = [entry for entry in entries if entry.name != "[memory]"]

@@ -92,10 +92,10 @@ def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
     ends = _clip(above, depths, raw)
     freed = np.flatnonzero((above >= 0) & (ends[above] <= starts))
     done = 0
-    for top in np.unique(_tops(freed, above, starts, ends)):
+    for top in sorted(set(_tops(freed, above, starts, ends).tolist())):
         if top >= done:
-            done = _subtree_end(int(top), depths)
-            _walk(int(top), done, starts, raw, (above, depths, ends))
+            done = _subtree_end(top, depths)
+            _walk(top, done, starts, raw, (above, depths, ends))
     return above, depths, ends
 
 

@@ -93,13 +93,8 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         if score is not None and (best is None or score > best[0]):
             best = (score, group)
     if best is None:
-        return empty("steps"), [
-            Notice(
-                "no-steps",
-                "info",
-                "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation",
-            )
-        ]
+        said = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
+        return empty("steps"), [Notice("no-steps", "info", said)] if events.height else []
     spans = best[1].select(
         "name",
         "start_ns",
