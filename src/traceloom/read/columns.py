@@ -40,7 +40,6 @@ _CODE = {name: code for code, name in enumerate(cat.CATEGORIES)}
 _GROUP_OF_CODE = np.array([_GROUP.get(name, 0) for name in cat.CATEGORIES], dtype=np.uint8)
 _COPY_CODES = (_CODE[cat.COPY], _CODE[cat.FILL])
 _SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
-_COMMAND_CODE = _CODE[cat.COMMAND]
 _KERNEL_CODE = _CODE[cat.KERNEL]
 
 _JOINED = 64  # arrays of slices made one
@@ -86,6 +85,7 @@ class _Arguments:
     part: Slice
     offsets: Array
     lengths: Array
+    damage: Damage
 
     def of(self, rows: Array) -> list[Any]:
         args = self.args
@@ -96,8 +96,13 @@ class _Arguments:
         places = zip(
             rows.tolist(), (self.offsets[rows] - self.part.base).tolist(), self.lengths[rows].tolist(), strict=True
         )
-        text = self.part.text
-        return [all_arguments(self.args[row], text[at : at + length]) or NO_ARGUMENTS for row, at, length in places]
+        text, found = self.part.text, []
+        for row, at, length in places:
+            args, odd = all_arguments(self.args[row], text[at : at + length])
+            found.append(args)
+            if odd:
+                self.damage.note("odd-values", f"byte {self.part.base + at} of the text")
+        return found
 
 
 class Columns:
@@ -232,7 +237,8 @@ class Columns:
             length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
         )
         self._count_unknown(spans, code)
-        self._add_arguments(_Arguments([span.args or NO_ARGUMENTS for span in spans], part, offsets, lengths), code)
+        args = [span.args or NO_ARGUMENTS for span in spans]
+        self._add_arguments(_Arguments(args, part, offsets, lengths, self._damage), code)
         self.rows += count
 
     def _count_unknown(self, spans: list[Any], code: Array) -> None:

@@ -62,7 +62,6 @@ RARE: dict[str, tuple[str, tuple[str, Any]]] = {
     "record_correlation": ("wait_on_cuda_event_record_corr_id", _NUMBER),
     "awaited_event": ("wait_on_cuda_event_id", _NUMBER),
     "event_id": ("event_id", _NUMBER),
-    "size": ("size", _NUMBER),
     "kind": ("kind", _TEXT),
     "copy_kind": ("copy kind", _TEXT),
     "source_kind": ("src kind", _TEXT),
@@ -109,19 +108,23 @@ LooseEntry = _entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
 FAST = msgspec.json.Decoder(list[Entry])  # type: ignore[valid-type]
 EXACT = msgspec.json.Decoder(list[ExactEntry])  # type: ignore[valid-type]
 _LOOSE = msgspec.json.Decoder(list[LooseEntry])  # type: ignore[valid-type]
+_WholeArguments = _arguments("WholeArguments", _ALL, strict=True)
+_NOTHING = _WholeArguments()
 _WHOLE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
-    msgspec.defstruct("WholeEntry", [("args", _arguments("WholeArguments", _ALL, strict=True))], gc=False)
+    msgspec.defstruct("WholeEntry", [("args", _WholeArguments)], gc=False)
 )
 
 
-def all_arguments(args: Any, text: bytes) -> Any:
-    """The arguments of one event with the rare ones too; `text` is the whole event."""
+def all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
+    """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is the whole event."""
     if isinstance(args, _Loose):
-        return args
+        return args, False  # all of them, and told of already
+    if args is NO_ARGUMENTS:
+        return _NOTHING, False
     try:
-        return _WHOLE.decode(text).args
+        return _WHOLE.decode(text).args, False
     except msgspec.ValidationError:
-        return decode_loosely(b"[" + text + b"]")[0][0].args
+        return decode_loosely(b"[" + text + b"]")[0][0].args, True
 
 
 def decode_loosely(text: bytes) -> tuple[list[Any], int]:

@@ -246,3 +246,18 @@ def test_the_content_decides_not_the_ending(tmp_path):
     packed = gzip.compress(builder(3).text().encode())
     assert read(tmp_path, packed, "trace.json").events.height == 3
     assert read(tmp_path, builder(3).text(), "trace.json.gz").events.height == 3
+
+
+@pytest.mark.parametrize("arguments", ["", ', "args": null', ', "args": {}', ', "args": [1]'])
+@pytest.mark.parametrize("category", ["gpu_memcpy", "gpu_memset", "cuda_sync", "kernel", "cpu_op"])
+def test_an_event_without_usable_arguments_is_kept(tmp_path, category, arguments):
+    event = f'{{"ph": "X", "cat": "{category}", "name": "x", "pid": 0, "tid": 7, "ts": 1, "dur": 2{arguments}}}'
+    trace = read(tmp_path, f'{{"traceEvents": [{event}]}}')
+    assert trace.events.height == 1
+    assert slugs(trace).get("odd-values", 0) == ("[" in arguments)
+
+
+@pytest.mark.parametrize(("category", "key"), [("gpu_memcpy", "bytes"), ("cuda_sync", "wait_on_stream")])
+def test_an_odd_value_among_the_rare_arguments_is_counted_too(tmp_path, category, key):
+    event = f'{{"ph": "X", "cat": "{category}", "name": "x", "pid": 0, "tid": 7, "ts": 1, "dur": 2, "args": {{"{key}": {{}}}}}}'
+    assert slugs(read(tmp_path, f'{{"traceEvents": [{event}]}}'))["odd-values"] == 1
