@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -312,8 +311,3 @@ def _meta(made: _Builder, events: pl.DataFrame, ranks: Ints) -> tuple[Meta, list
         capture=file.capture,
     )
     return meta, notices
-
-
-def display_name(path: str) -> str:
-    """The name of a file for messages."""
-    return "standard input" if path == "-" else Path(path).name

@@ -10,7 +10,6 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 
 Row = dict[str, Any]
-_SPAN = ("step", "start_ns", "duration_ns")
 
 
 def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
