@@ -1,0 +1,1 @@
+"""The MLCommons Chakra execution trace format: schema, codec, validation, targets."""

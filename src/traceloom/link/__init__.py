@@ -1,0 +1,1 @@
+"""From traces to the graph: what each thing waited for, and how that is known."""

@@ -1,0 +1,136 @@
+"""Graph: what happened, and what each thing waited for, over all ranks of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InvariantError
+from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.model.notice import Notice
+from traceloom.model.points import topological
+
+# As Chakra distinguishes: the model as written; after compilers changed it; as it was executed on a platform.
+Stage = Literal["pre-transformed", "post-transformed", "profiled"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes and typed edges in columns (see `traceloom.model.graph_schema`).
+
+    A node has two points, its start and its end; an edge holds one point back until another is reached:
+    `time(target point) >= time(source point) + delay`. A node's end is never before its start plus its work.
+
+    Attributes:
+        nodes: What takes time.
+        edges: What waits for what, how that is known, and how long it takes.
+        lanes: Host threads and device streams of all ranks.
+        communication: What is known of each communication node.
+        transfers: Kinds of memory of copies and fills.
+        host_ops: What the host traces say of the ops, for writers of other formats.
+        ranks: The recorded ranks and their clocks.
+        delays: The calibrated delays of the edge classes.
+        coverage: What was matched, attached and left over, and why.
+        name: What the user gave.
+        epoch_ns: Unix time of time 0 in ns, where the traces know it.
+        world_size: Ranks of the job, where known; not the number of recorded ranks.
+        stage: Which of Chakra's kinds of graph this is.
+        notices: What must be known about the data.
+    """
+
+    nodes: pl.DataFrame
+    edges: pl.DataFrame
+    lanes: pl.DataFrame = field(default_factory=lambda: empty_frame("lanes"))
+    communication: pl.DataFrame = field(default_factory=lambda: empty_frame("communication"))
+    transfers: pl.DataFrame = field(default_factory=lambda: empty_frame("transfers"))
+    host_ops: pl.DataFrame = field(default_factory=lambda: empty_frame("host_ops"))
+    ranks: pl.DataFrame = field(default_factory=lambda: empty_frame("ranks"))
+    delays: pl.DataFrame = field(default_factory=lambda: empty_frame("delays"))
+    coverage: pl.DataFrame = field(default_factory=lambda: empty_frame("coverage"))
+    name: str = ""
+    epoch_ns: int = 0
+    world_size: int | None = None
+    stage: Stage = "profiled"
+    notices: tuple[Notice, ...] = ()
+
+    def frames(self) -> dict[str, pl.DataFrame]:
+        """All frames by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in GRAPH_SCHEMAS}
+
+    @property
+    def end_ns(self) -> int:
+        """End of the last node; 0 for a graph without nodes."""
+        ends = self.nodes["start_ns"] + self.nodes["duration_ns"]
+        return int(ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        ranks = self.ranks.height or self.nodes["rank"].n_unique()
+        return f"<Graph {self.name}: {self.nodes.height:,} nodes, {self.edges.height:,} edges, {ranks} ranks>"
+
+    def check(self) -> None:
+        """Raise InvariantError where the graph breaks its own laws.
+
+        Columns are as declared; ids are row numbers; references point to rows; no time is negative; work and residual
+        of a node are within its duration; no edge asks for more than the measured times show; there is no cycle.
+        """
+        for name, frame in self.frames().items():
+            if frame.schema != GRAPH_SCHEMAS[name]:
+                raise _broken("columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}")
+        for name, column in (("nodes", "node"), ("lanes", "lane")):
+            frame = getattr(self, name)
+            if not (frame[column].to_numpy() == np.arange(frame.height)).all():
+                raise _broken("ids", f"ids of {name} are not the row numbers")
+        self._check_references()
+        self._check_times()
+        topological(self.nodes.height, *self.points())
+
+    def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""
+        ends = self.edges.select(
+            (pl.col("source").cast(pl.Int64) * 2 + pl.col("from_end").cast(pl.Int64)).alias("source"),
+            (pl.col("target").cast(pl.Int64) * 2 + pl.col("to_end").cast(pl.Int64)).alias("target"),
+        )
+        return ends["source"].to_numpy(), ends["target"].to_numpy()
+
+    def point_times(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The measured time of every point (see `points`)."""
+        start, duration = self.nodes["start_ns"].to_numpy(), self.nodes["duration_ns"].to_numpy()
+        times = np.empty(2 * len(start), dtype=np.int64)
+        times[0::2], times[1::2] = start, start + duration
+        return times
+
+    def _check_references(self) -> None:
+        for name, column, target in (
+            ("edges", "source", "nodes"),
+            ("edges", "target", "nodes"),
+            ("nodes", "lane", "lanes"),
+            ("communication", "node", "nodes"),
+            ("transfers", "node", "nodes"),
+        ):
+            highest = getattr(self, name)[column].max()
+            if isinstance(highest, int) and highest >= getattr(self, target).height:
+                raise _broken("references", f"`{column}` of {name} points past the last row of {target}")
+
+    def _check_times(self) -> None:
+        wrong = self.nodes.filter(
+            (pl.col("duration_ns") < 0)
+            | (pl.col("work_ns") < 0)
+            | (pl.col("residual_ns") < 0)
+            | (pl.col("work_ns") + pl.col("residual_ns") > pl.col("duration_ns"))
+        )
+        if wrong.height:
+            raise _broken("times", f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}")
+        source, target = self.points()
+        times = self.point_times()
+        asked = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
+        late = times[target] < times[source] + asked
+        if late.any():
+            first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
+            raise _broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")
+
+
+def _broken(law: str, message: str) -> InvariantError:
+    return InvariantError(message, slug=f"broken-{law}", hint="this is a defect of Traceloom, please report it")

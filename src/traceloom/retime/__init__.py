@@ -1,0 +1,1 @@
+"""Evaluating a graph: new times from durations and delays."""
