@@ -1,10 +1,27 @@
-"""`python -m traceloom`: the same as the command `traceloom`."""
+"""The process of a command: `python -m traceloom` and the script `traceloom`."""
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from traceloom.cli import main
 
+_ALLOCATIONS = 100_000  # between two looks for cycles; after the usual 700, loading modules alone has dozens
+
+
+def console() -> int:
+    """Run the command line of this process; returns the exit code.
+
+    The garbage collector is tuned here, and not in `main`, which others call from processes of their own.
+    """
+    gc.set_threshold(_ALLOCATIONS)
+    try:
+        return main()
+    finally:
+        # The process ends: what it still holds need not be looked through for cycles again and again.
+        gc.freeze()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,25 @@ def test_a_reader_who_stops_reading_is_no_error(shared_data: Path) -> None:
     command = f"{sys.executable} -m traceloom report {trace} --no-cache --json; echo code $? >&2"
     done = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False)
     assert done.stderr in {"code 141\n", "code 0\n"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--version"], 0), (["nonsense"], 2), (["report", "no-such-file"], 3)]
+)
+def test_the_process_ends_with_the_exit_code_and_has_said_all(arguments: list[str], code: int) -> None:
+    done = subprocess.run([sys.executable, "-m", "traceloom", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert (done.stdout if code == 0 else done.stderr).endswith("\n")
+
+
+def test_only_the_process_of_the_command_tunes_the_garbage_collector(capsys: pytest.CaptureFixture[str]) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    main(["--version"])
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_the_script_and_the_module_are_one_and_the_same() -> None:
+    from traceloom.__main__ import console
+
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    assert f'traceloom = "{console.__module__}:{console.__name__}"' in project.read_text()
