@@ -1,0 +1,203 @@
+"""Which parts of a communication on different ranks belong together.
+
+Parts are joined by group and sequence number where all have one; else by their order within the group, as long as
+kind and size agree. What does not agree is said, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model.notice import Notice
+
+Ints = NDArray[np.int64]
+
+POINT_TO_POINT = ("send", "receive")
+# Of these every rank gives and gets the same number of bytes, so that parts of another size are no parts of it.
+_SAME_SIZE = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
+_MOST_SHIFTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The outcome.
+
+    Attributes:
+        instance: One per row of the parts; -1 where it is not joined to anything.
+        evidence: One per row: `measured` (sequence numbers), `inferred` (order), or null.
+        notices: What did not agree.
+    """
+
+    instance: Ints
+    evidence: list[str | None]
+    notices: tuple[Notice, ...]
+
+
+def join_parts(parts: pl.DataFrame) -> Joined:
+    """Join the parts of communications.
+
+    Args:
+        parts: One row per communication node of every rank: `part` (which rank's graph), `rank`, `kind`, `group`,
+            `group_size`, `ranks`, `sequence`, `in_bytes`, `peer`, `tag`, `start_ns`, `end_ns`.
+    """
+    table = parts.with_columns(
+        pl.int_range(pl.len(), dtype=pl.Int64).alias("row"),
+        pl.col("group").fill_null("").alias("group"),
+        pl.col("ranks").cast(pl.List(pl.String)).list.join(",").fill_null("").alias("members"),
+    ).sort("part", "start_ns", "row")
+    instance = np.full(parts.height, -1, dtype=np.int64)
+    evidence: list[str | None] = [None] * parts.height
+    notices: list[Notice] = []
+    found = 0
+    for rows, known in _matches(table, notices):
+        numbers = rows["key"].rank("dense").to_numpy().astype(np.int64) - 1
+        at = rows["row"].to_numpy()
+        instance[at] = numbers + found
+        found += int(numbers.max(initial=-1)) + 1
+        for row in at.tolist():
+            evidence[row] = known
+    return Joined(instance, evidence, tuple(notices))
+
+
+def _matches(table: pl.DataFrame, notices: list[Notice]) -> Iterator[tuple[pl.DataFrame, str]]:
+    """Rows that have partners, with a `key` equal within each operation, and how that is known."""
+    together = table.filter(~pl.col("kind").is_in(POINT_TO_POINT))
+    for (group, _), rows in together.group_by("group", "members", maintain_order=True):
+        if rows["part"].n_unique() < 2:
+            continue
+        name = str(group) or "unnamed"
+        if rows["sequence"].null_count() == 0:
+            yield _by_sequence(rows, name, notices), "measured"
+        else:
+            yield _by_order(rows, name, notices), "inferred"
+    pairs = _pairs(table.filter(pl.col("kind").is_in(POINT_TO_POINT)))
+    if pairs.height:
+        yield pairs, "inferred"
+
+
+def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
+    # Calls that are coalesced share a sequence number: their order tells them apart.
+    keyed = rows.with_columns(pl.int_range(pl.len()).over("part", "sequence").alias("nth")).with_columns(
+        pl.struct("sequence", "nth").alias("key")
+    )
+    keyed = keyed.with_columns(
+        pl.col("kind").n_unique().over("key").alias("kinds"), pl.col("part").n_unique().over("key").alias("parts")
+    )
+    differ = keyed.filter(pl.col("kinds") > 1)
+    if differ.height:
+        first = differ.filter(pl.col("key") == differ["key"][0])
+        said = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
+        notices.append(
+            Notice(
+                "collectives-mismatch",
+                "warning",
+                f"{differ['key'].n_unique()} collectives of group {group} are not of one kind on all ranks, "
+                f"first number {first['sequence'][0]}: {said}; they are not joined",
+                differ.height,
+            )
+        )
+    whole = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
+    _sizes(whole, group, notices)
+    return whole
+
+
+def _sizes(rows: pl.DataFrame, group: str, notices: list[Notice]) -> None:
+    differ = rows.filter(
+        pl.col("kind").is_in(_SAME_SIZE) & (pl.col("in_bytes").drop_nulls().n_unique().over("key") > 1)
+    )
+    if differ.height:
+        first = differ.filter(pl.col("key") == differ["key"][0])
+        said = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
+        notices.append(
+            Notice(
+                "collectives-sizes",
+                "warning",
+                f"{differ['key'].n_unique()} collectives of group {group} differ in size between ranks, first: {said}",
+                differ.height,
+            )
+        )
+
+
+def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
+    """Every rank's list against the longest one; windows may begin and end at other times, lists may not skip."""
+    sized = rows["in_bytes"].null_count() == 0
+    label = pl.struct("kind", "in_bytes") if sized else pl.col("kind")
+    coded = rows.with_columns(label.rank("dense").cast(pl.Int64).alias("code"))
+    lists = {int(part[0]): frame for part, frame in coded.group_by("part", maintain_order=True)}
+    longest = max(lists, key=lambda part: (lists[part].height, -part))
+    reference = lists[longest]
+    keep = [reference.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias("key"))]
+    for part, mine in lists.items():
+        if part == longest:
+            continue
+        shift, length = _aligned(reference, mine)
+        skip = max(-shift, 0)
+        if skip + length < mine.height and shift + skip + length < reference.height:
+            notices.append(_disagreement(group, reference.row(shift + skip + length, named=True), mine, skip + length))
+        numbers = (pl.int_range(length, dtype=pl.Int64) + (shift + skip)).alias("key")
+        keep.append(mine.slice(skip, length).with_columns(numbers))
+    joined = pl.concat([frame.select("row", "part", "key") for frame in keep])
+    return joined.filter(pl.col("part").n_unique().over("key") > 1)
+
+
+def _aligned(reference: pl.DataFrame, mine: pl.DataFrame) -> tuple[int, int]:
+    """The shift of my list against the reference (negative: mine begins earlier), and how far both agree from there.
+
+    The longest overlap that agrees is taken, unless another one makes the ends meet much better: two windows of equal
+    length may be cut one operation apart.
+    """
+    one, other = reference["code"].to_numpy(), mine["code"].to_numpy()
+    ends, my_ends = reference["end_ns"].to_numpy(), mine["end_ns"].to_numpy()
+    found: list[tuple[int, float, int]] = []  # length, how much the ends scatter, shift
+    for shift in sorted(range(1 - len(other), len(one)), key=abs)[:_MOST_SHIFTS]:
+        here, there = max(shift, 0), max(-shift, 0)
+        length = min(len(one) - here, len(other) - there)
+        if 2 * length < len(other) or not np.array_equal(one[here : here + length], other[there : there + length]):
+            continue
+        apart = ends[here : here + length] - my_ends[there : there + length]
+        found.append((length, float(np.median(np.abs(apart - np.median(apart)))) + abs(float(np.median(apart))), shift))
+    if found:
+        length, scatter, shift = max(found, key=lambda way: (way[0], -way[1]))
+        tighter = min(found, key=lambda way: (way[1], -way[0]))
+        return (tighter[2], tighter[0]) if tighter[1] * 4 < scatter else (shift, length)
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return 0, int(differ[0]) if len(differ) else length
+
+
+def _disagreement(group: str, there: dict[str, Any], mine: pl.DataFrame, number: int) -> Notice:
+    here = mine.row(number, named=True)
+    return Notice(
+        "collectives-mismatch",
+        "warning",
+        f"the order of collectives of group {group} differs: number {number + 1} of rank {here['rank']} is "
+        f"{_spoken(here)}, where rank {there['rank']} has {_spoken(there)}; from there on they are not joined",
+        mine.height - number,
+        rank=here["rank"],
+    )
+
+
+def _spoken(row: dict[str, Any]) -> str:
+    size = "" if row["in_bytes"] is None else f" of {row['in_bytes']} B"
+    return f"{row['kind'] or 'unknown'}{size}"
+
+
+def _pairs(rows: pl.DataFrame) -> pl.DataFrame:
+    """Sends and receives between the same two ranks, group and tag, in order."""
+    known = rows.filter(pl.col("rank").is_not_null() & pl.col("peer").is_not_null())
+    if not known.height:
+        return known.with_columns(pl.lit(0).alias("key"))
+    sends = pl.col("kind") == "send"
+    keyed = known.with_columns(
+        pl.when(sends).then("rank").otherwise("peer").alias("from"),
+        pl.when(sends).then("peer").otherwise("rank").alias("to"),
+        pl.col("tag").fill_null(-1).alias("tag"),
+    ).with_columns(pl.int_range(pl.len()).over("kind", "group", "from", "to", "tag").alias("nth"))
+    keyed = keyed.with_columns(pl.struct("group", "from", "to", "tag", "nth").alias("key"))
+    return keyed.filter(pl.col("kind").n_unique().over("key") == 2)

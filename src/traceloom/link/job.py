@@ -1,0 +1,201 @@
+"""One graph of a job from the graphs of its ranks: one clock, collectives that meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import InvariantError
+from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
+from traceloom.link.collectives import Joined, join_parts
+from traceloom.link.meeting import meet
+from traceloom.model.graph import Graph
+from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.model.notice import Notice
+from traceloom.model.points import topological
+
+Ints = NDArray[np.int64]
+
+# Frames whose rows point to nodes, and with which columns.
+_POINTING = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
+
+
+def join(parts: Sequence[Graph], name: str = "") -> Graph:
+    """Join the graphs of single ranks.
+
+    Times become those of one clock, starting at 0. Parts of a collective on several ranks get one `instance` and meet
+    in a `rendezvous` node; peers that were not recorded are an `arrival`, assumed.
+
+    Args:
+        parts: One uncalibrated graph per rank, at least one.
+        name: What to call the result.
+
+    Returns:
+        The uncalibrated graph of the job.
+    """
+    first_epoch = min(part.epoch_ns for part in parts)
+    communication = _communication(parts, first_epoch)
+    joined = join_parts(communication)
+    clocks = _clocks(parts, communication, joined)
+    merged = _merged(parts, first_epoch, clocks, name)
+    together, doubts = _met(merged, joined)
+    notices = (*merged.notices, *joined.notices, *doubts, *_clock_notices(parts, clocks))
+    return replace(together, notices=notices)
+
+
+def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
+    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a circle."""
+    by_number = np.array([known == "measured" for known in joined.evidence], dtype=np.bool_)
+    for kept in (np.ones(len(by_number), dtype=np.bool_), by_number):
+        instance = np.where(kept, joined.instance, -1)
+        graph = _numbered(merged, instance, joined.evidence)
+        if _acyclic(graph):
+            dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
+            return graph, [_circle(dropped)] if dropped else []
+    nothing = np.full(len(by_number), -1, dtype=np.int64)
+    return _numbered(merged, nothing, joined.evidence), [_circle(int((joined.instance >= 0).sum()))]
+
+
+def _numbered(merged: Graph, instance: Ints, evidence: list[str | None]) -> Graph:
+    numbers = pl.Series("instance", instance).replace(-1, None).cast(pl.Int64)
+    return meet(replace(merged, communication=merged.communication.with_columns(numbers)), evidence)
+
+
+def _acyclic(graph: Graph) -> bool:
+    try:
+        topological(graph.nodes.height, *graph.points())
+    except InvariantError:
+        return False
+    return True
+
+
+def _circle(count: int) -> Notice:
+    said = (
+        f"{count} parts of communications, joined between ranks, would wait for each other in a circle; "
+        "they are not joined (the traces do not show one and the same run, or their order cannot be told)"
+    )
+    return Notice("collectives-circle", "warning", said, count)
+
+
+def _communication(parts: Sequence[Graph], epoch: int) -> pl.DataFrame:
+    """The communication of all ranks in one frame, in the order of `parts`, on a common epoch."""
+    frames = []
+    for number, part in enumerate(parts):
+        nodes = part.nodes.select("node", "rank", "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end"))
+        shift = part.epoch_ns - epoch
+        frames.append(
+            part.communication.join(nodes, on="node", how="left", maintain_order="left").with_columns(
+                pl.lit(number).alias("part"),
+                (pl.col("start_ns") + shift).alias("start_ns"),
+                (pl.col("end") + shift).alias("end_ns"),
+                pl.lit(_host(part, number)).alias("host"),
+            )
+        )
+    return pl.concat(frames)
+
+
+def _host(part: Graph, number: int) -> str:
+    """The host of a rank; a rank that does not say its host may have a clock of its own."""
+    host = part.ranks["host"][0] if part.ranks.height else None
+    return host or f"rank {number}"
+
+
+def _clocks(parts: Sequence[Graph], communication: pl.DataFrame, joined: Joined) -> list[Clock]:
+    ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
+        (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
+    )
+    hosts = [_host(part, number) for number, part in enumerate(parts)]
+    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    return [fitted[host] for host in hosts]
+
+
+def _clock_notices(parts: Sequence[Graph], clocks: list[Clock]) -> list[Notice]:
+    moved = [(part, clock) for part, clock in zip(parts, clocks, strict=True) if clock.offset_ns or clock.drift]
+    if not moved:
+        return []
+    worst = max(abs(clock.offset_ns) for _, clock in moved)
+    left = max(clock.residual_ns or 0 for _, clock in moved)
+    said = (
+        f"the clocks of {len(moved)} ranks were corrected by up to {worst / 1e6:.3f} ms, fitted on the ends of "
+        f"collectives; {left / 1e3:.1f} us remain"
+    )
+    return [Notice("clocks-corrected", "info", said, len(moved))]
+
+
+def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) -> Graph:
+    frames: dict[str, list[pl.DataFrame]] = {key: [] for key in GRAPH_SCHEMAS}
+    nodes = lanes = 0
+    notices: list[Notice] = []
+    for part, clock in zip(parts, clocks, strict=True):
+        for key, frame in part.frames().items():
+            frames[key].append(_moved(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock))
+        nodes += part.nodes.height
+        lanes += part.lanes.height
+        rank = part.ranks["rank"][0] if part.ranks.height else None
+        notices += [notice.of_rank(rank) for notice in part.notices]
+    whole = {key: pl.concat(several) for key, several in frames.items()}
+    worlds = [part.world_size for part in parts if part.world_size is not None]
+    merged = Graph(
+        **whole,
+        name=name or parts[0].name,
+        epoch_ns=epoch,
+        world_size=max(worlds, default=None),
+        stage=parts[0].stage,
+        notices=tuple(notices),
+    )
+    return _from_zero(merged)
+
+
+def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: Clock) -> pl.DataFrame:
+    """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
+    nodes, lanes = before
+    lane = (pl.col("lane") + lanes).cast(pl.UInt32)
+    if key == "nodes":
+        return _on_job_clock(frame, shift, clock).with_columns((pl.col("node") + nodes).cast(pl.UInt32), lane)
+    if key == "lanes":
+        return frame.with_columns(lane)
+    if key == "ranks":
+        return _with_clock(frame, shift, clock)
+    return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in _POINTING.get(key, ()))
+
+
+def _on_job_clock(nodes: pl.DataFrame, shift: int, clock: Clock) -> pl.DataFrame:
+    start = nodes["start_ns"].to_numpy() + shift
+    end = clock.corrected(start + nodes["duration_ns"].to_numpy())
+    start = clock.corrected(start)
+    # The work is measured on the rank's clock; a drift of the clock must not make it longer than the node.
+    work = np.minimum(nodes["work_ns"].to_numpy(), end - start)
+    return nodes.with_columns(
+        pl.Series("start_ns", start), pl.Series("duration_ns", end - start), pl.Series("work_ns", work)
+    )
+
+
+def _with_clock(ranks: pl.DataFrame, shift: int, clock: Clock) -> pl.DataFrame:
+    moved = {
+        column: clock.corrected(ranks[column].to_numpy() + shift) for column in ("window_start_ns", "window_end_ns")
+    }
+    return ranks.with_columns(
+        *(pl.Series(column, values) for column, values in moved.items()),
+        pl.lit(clock.offset_ns, dtype=pl.Int64).alias("clock_offset_ns"),
+        pl.lit(clock.drift, dtype=pl.Float64).alias("clock_drift"),
+        pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
+    )
+
+
+def _from_zero(graph: Graph) -> Graph:
+    """A correction may have moved the first node away from 0."""
+    if not graph.nodes.height:
+        return graph
+    first = int(graph.nodes["start_ns"].min())  # type: ignore[arg-type]
+    if not first:
+        return graph
+    return replace(
+        graph,
+        nodes=graph.nodes.with_columns(pl.col("start_ns") - first),
+        ranks=graph.ranks.with_columns(pl.col("window_start_ns") - first, pl.col("window_end_ns") - first),
+        epoch_ns=graph.epoch_ns + first,
+    )

@@ -1,0 +1,241 @@
+"""Where the parts of a communication wait for each other: rendezvous nodes, and the arrivals of unrecorded peers.
+
+Rules (a part ends once those it waits for have begun, plus the transfer):
+- all_reduce, all_gather, reduce_scatter, all_to_all, barrier, and kinds that are not known: every part waits for all;
+- broadcast, scatter: the others wait for the root; reduce, gather: the root waits for the others;
+- send and receive: each waits for the other (both occupy their device until the data has passed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+
+FROM_ROOT = ("broadcast", "scatter")
+TO_ROOT = ("reduce", "gather")
+_NO_SLACK = pl.lit(0).alias("slack")
+
+
+def meet(graph: Graph, evidence: list[str | None]) -> Graph:
+    """Add the nodes and edges by which communications wait for their peers.
+
+    Args:
+        graph: All ranks, with `instance` set in `communication` where parts were joined.
+        evidence: Of the join, per row of `communication`.
+    """
+    if not graph.communication.height:
+        return graph
+    parts = _parts(graph, evidence)
+    meetings = _meetings(parts)
+    if not meetings.height:
+        return replace(graph, coverage=_coverage(graph, parts))
+    first = graph.nodes.height
+    meetings = meetings.with_columns((pl.int_range(pl.len(), dtype=pl.Int64) + first).alias("meeting"))
+    parts = parts.join(
+        meetings.select("key", "meeting", "start", "missing"), on="key", how="left", maintain_order="left"
+    )
+    arrivals = meetings.filter(pl.col("missing") > 0).with_columns(
+        (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
+    )
+    arrivals = _arrival_times(arrivals, parts)
+    nodes = pl.concat([graph.nodes, _rendezvous_nodes(meetings, arrivals), _arrival_nodes(arrivals)])
+    edges = pl.concat([graph.edges, _into(parts), _out_of(parts, nodes), _arrival_edges(graph, arrivals, parts)])
+    return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
+
+
+def _parts(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
+    """One row per communication node: times, which operation, whom it waits for, whether others wait for it."""
+    nodes = graph.nodes.select(
+        "node",
+        "rank",
+        "name",
+        pl.col("start_ns").alias("from"),
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("to"),
+    )
+    parts = graph.communication.with_columns(pl.Series("evidence", evidence, dtype=pl.String)).join(
+        nodes, on="node", how="left", maintain_order="left"
+    )
+    alone = pl.col("instance").is_null()
+    own = pl.int_range(pl.len(), dtype=pl.Int64)
+    root = pl.col("peer").is_not_null() & (pl.col("peer") == pl.col("rank"))
+    gives = ~pl.col("kind").fill_null("").is_in(FROM_ROOT) | root | pl.col("peer").is_null()
+    takes = ~pl.col("kind").fill_null("").is_in(TO_ROOT) | root | pl.col("peer").is_null()
+    return parts.with_columns(
+        pl.when(alone).then(-1 - own).otherwise("instance").alias("key"),
+        pl.when(alone).then(1).otherwise(pl.len().over("instance")).alias("present"),
+        gives.alias("gives"),
+        # The root of a broadcast goes ahead; a member of a reduce hands in its part and goes on.
+        (takes & ~(pl.col("kind").fill_null("").is_in(FROM_ROOT) & root)).alias("takes"),
+    ).with_columns(
+        pl.when(pl.col("kind").is_in(["send", "receive"]))
+        .then(2)
+        .otherwise(pl.max_horizontal(pl.coalesce("group_size", pl.lit(graph.world_size), "present"), "present"))
+        .alias("expected")
+    )
+
+
+def _meetings(parts: pl.DataFrame) -> pl.DataFrame:
+    """One row per operation that has, or must have had, several parts."""
+    given = pl.col("from").filter(pl.col("gives"))
+    return (
+        parts.group_by("key", maintain_order=True)
+        .agg(
+            given.max().fill_null(pl.col("from").min()).alias("start"),
+            (pl.col("expected").max() - pl.len()).clip(lower_bound=0).alias("missing"),
+            pl.len().alias("parts"),
+            pl.col("kind").first(),
+            pl.col("group").first(),
+            pl.col("in_bytes").first(),
+            pl.col("group_size").first(),
+            pl.col("rank").first(),
+            pl.col("evidence").first(),
+            pl.col("to").min().alias("earliest_end"),
+            pl.col("name").first(),
+        )
+        .filter((pl.col("parts") > 1) | (pl.col("missing") > 0))
+    )
+
+
+def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """When the unrecorded peers must have come: the end, less the shortest time that such an operation took.
+
+    "Such" is the same kind, size, group size (and name, where the size is unknown).
+    """
+    alike = ["kind", "in_bytes", "group_size", "name"]
+    shortest = parts.group_by(alike).agg((pl.col("to") - pl.max_horizontal("from", "start")).min().alias("transfer"))
+    timed = arrivals.join(shortest, on=alike, how="left", nulls_equal=True, maintain_order="left")
+    # Never before the first part has begun: what came earlier held nothing back.
+    at = (pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0)).clip(lower_bound=pl.col("start"))
+    return timed.with_columns(pl.min_horizontal(at, "earliest_end").clip(lower_bound=0).alias("at"))
+
+
+def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:
+    schema = gs.GRAPH_SCHEMAS[name]
+    missing = [pl.lit(None).alias(column) for column in schema if column not in frame.columns]
+    return frame.with_columns(missing).select(list(schema)).cast(dict(schema))  # type: ignore[arg-type]
+
+
+def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFrame:
+    return _filled(
+        "nodes",
+        frame.select(
+            pl.col(number).alias("node"),
+            pl.lit(kind).alias("kind"),
+            (pl.col("kind").fill_null("communication") + pl.lit(" ") + pl.col("group").fill_null(""))
+            .str.strip_chars()
+            .alias("name"),
+            pl.col(time).alias("start_ns"),
+            pl.lit(0).alias("duration_ns"),
+            pl.lit(0).alias("work_ns"),
+            pl.lit(0).alias("residual_ns"),
+            pl.col("in_bytes").alias("bytes"),
+        ),
+    )
+
+
+def _rendezvous_nodes(meetings: pl.DataFrame, arrivals: pl.DataFrame) -> pl.DataFrame:
+    timed = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
+    return _points(gs.RENDEZVOUS, timed.with_columns(pl.max_horizontal("start", "at").alias("met")), "meeting", "met")
+
+
+def _arrival_nodes(arrivals: pl.DataFrame) -> pl.DataFrame:
+    return _points(gs.ARRIVAL, arrivals, "arrival", "at")
+
+
+def _edges(frame: pl.DataFrame, kind: str, *, from_end: bool, to_end: bool) -> pl.DataFrame:
+    """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for more than it got."""
+    return _filled(
+        "edges",
+        frame.select(
+            "source",
+            "target",
+            pl.lit(kind).alias("kind"),
+            pl.col("evidence").fill_null("assumed"),
+            pl.lit(from_end).alias("from_end"),
+            pl.lit(to_end).alias("to_end"),
+            pl.min_horizontal(pl.lit(0), "slack").alias("delay_ns"),
+            pl.lit(0).alias("residual_ns"),
+        ),
+    )
+
+
+def _into(parts: pl.DataFrame) -> pl.DataFrame:
+    met = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives"))
+    ends = met.select(
+        pl.col("node").alias("source"), pl.col("meeting").alias("target"), "evidence", pl.lit(0).alias("slack")
+    )
+    return _edges(ends, "rendezvous", from_end=False, to_end=False)
+
+
+def _out_of(parts: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
+    when = nodes.filter(pl.col("kind") == gs.RENDEZVOUS).select(
+        pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns"
+    )
+    met = parts.filter(pl.col("meeting").is_not_null() & pl.col("takes")).join(
+        when, on="meeting", how="left", maintain_order="left"
+    )
+    ends = met.select(
+        pl.col("meeting").alias("source"),
+        pl.col("node").alias("target"),
+        "evidence",
+        (pl.col("to") - pl.col("start_ns")).alias("slack"),
+    )
+    return _edges(ends, "rendezvous", from_end=True, to_end=True)
+
+
+def _arrival_edges(graph: Graph, arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """Into an arrival from the end of the group's operation before it, else from the start of the window.
+
+    Peers go on from where they last met us: what they did since is theirs and assumed to take as long as it took.
+    """
+    if not arrivals.height:
+        return gs.empty_frame("edges")
+    origins = (
+        graph.nodes.filter(pl.col("kind") == gs.ORIGIN).group_by("rank").agg(pl.col("node").first().alias("origin"))
+    )
+    ends = parts.group_by("key", maintain_order=True).agg(pl.col("node").first(), pl.col("to").first())
+    chained = (
+        arrivals.join(origins, on="rank", how="left", nulls_equal=True, maintain_order="left")
+        .join(ends, on="key", how="left", maintain_order="left")
+        .sort("rank", "group", "at", maintain_order=True)
+        .with_columns(
+            pl.col("node").shift(1).over("rank", "group").alias("before"),
+            pl.col("to").shift(1).over("rank", "group").alias("left"),
+        )
+        # Operations of one group may overlap (several streams): only one that had ended is a beginning.
+        .with_columns(pl.when(pl.col("left") <= pl.col("at")).then("before").alias("before"))
+    )
+    met = chained.filter(pl.col("before").is_not_null() | pl.col("origin").is_not_null())
+    source, target = pl.coalesce("before", "origin").alias("source"), pl.col("arrival").alias("target")
+    assumed = pl.lit("assumed").alias("evidence")
+    into = met.select(source, target, assumed, _NO_SLACK)
+    onward = met.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, _NO_SLACK)
+    return pl.concat(
+        [_edges(into, "origin", from_end=True, to_end=False), _edges(onward, "rendezvous", from_end=True, to_end=False)]
+    )
+
+
+def _coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
+    """What became of the communication of each rank."""
+    joined = pl.format("joined over {} ranks", pl.col("present"))
+    unrecorded = (
+        pl.when(pl.col("expected") > 1)
+        .then(pl.lit("peers not recorded or not joined"))
+        .otherwise(pl.lit("alone in its group"))
+    )
+    outcome = pl.when(pl.col("present") > 1).then(joined).otherwise(unrecorded)
+    counted = (
+        parts.with_columns(outcome.alias("outcome"))
+        .group_by("rank", "outcome", maintain_order=True)
+        .agg(pl.len().alias("count"), (pl.col("to") - pl.col("from")).sum().alias("time_ns"))
+        .with_columns(pl.lit("collectives").alias("subject"))
+    )
+    return pl.concat([graph.coverage, _filled("coverage", counted)])
