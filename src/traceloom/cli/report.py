@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
     # before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from traceloom.report import ReportOptions, files, formats
+    from traceloom import files
+    from traceloom.report import ReportOptions, formats
 
     targets = [(path, formats.format_of(path)) for path in args.output]
     if len({path.absolute() for path, _ in targets}) < len(targets):

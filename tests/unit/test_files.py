@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pytest
 
 from traceloom.errors import OutputError, UsageError
-from traceloom.report.files import check_free, write
+from traceloom.files import check_free, write
 from traceloom.report.formats import format_of
 
 
