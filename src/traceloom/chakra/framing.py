@@ -1,0 +1,153 @@
+"""Messages of a `.et` file: each is preceded by its length as a varint. Found in blocks, none of them decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from traceloom.errors import InputError
+
+# A message larger than this is damage: the largest real ones hold the whole text of an input in their metadata.
+MOST_BYTES = 1 << 28
+_LENGTH_BYTES = 5  # a length has at most 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole messages that lie one after the other.
+
+    Attributes:
+        data: The bytes that hold them.
+        starts: Where in `data` each message begins, after its length.
+        stops: Where it ends.
+        at: Where in the unpacked file `data` begins.
+        first: Number of the first message in the file, from 0.
+    """
+
+    data: bytes
+    starts: list[int]
+    stops: list[int]
+    at: int
+    first: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def messages(self) -> Iterator[bytes]:
+        """The bytes of each message."""
+        data = self.data
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            yield data[start:stop]
+
+
+@dataclass(slots=True)
+class Cut:
+    """What a file ends with that is no whole message; `length` is -1 where not even the length is whole."""
+
+    message: int = 0
+    at: int = 0
+    length: int = 0
+    there: int = 0
+
+    def sentence(self) -> str:
+        """Where the file is cut."""
+        if self.length < 0:
+            return f"the file ends at byte {self.at + self.there}, inside the length of message {self.message}"
+        return (
+            f"the file ends inside message {self.message}, which begins at byte {self.at} "
+            f"and has {self.there:,} of its {self.length:,} bytes"
+        )
+
+
+def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
+    """The messages of a stream, in blocks of about the size of the pieces.
+
+    Args:
+        pieces: The unpacked bytes.
+        cut: Filled in when the stream ends inside a message (`there` > 0).
+
+    Raises:
+        InputError: `chakra-damaged`: a message claims more bytes than any has.
+    """
+    at = first = 0
+    rest = b""
+    waiting: list[bytes] = []
+    missing = 0  # bytes known to be needed before the next message is whole
+    for piece in pieces:
+        waiting.append(piece)
+        missing -= len(piece)
+        if missing > 0:
+            continue
+        data = b"".join([rest, *waiting])
+        waiting = []
+        starts, stops, end, missing = _messages(data, at, first)
+        if starts:
+            yield Block(data, starts, stops, at, first)
+            first += len(starts)
+        rest = data[end:]
+        at += end
+    rest = b"".join([rest, *waiting])
+    if rest:
+        head, length = _length(rest, 0)
+        if head < 0:
+            cut.message, cut.at, cut.length, cut.there = first, at, -1, len(rest)
+        else:
+            cut.message, cut.at, cut.length, cut.there = first, at, length, len(rest)
+            cut.there = max(1, len(rest) - head)
+
+
+def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], int, int]:
+    """Starts and stops of the whole messages in `data`, where the rest begins, and how much the next one lacks."""
+    starts: list[int] = []
+    stops: list[int] = []
+    place, size = 0, len(data)
+    while place < size:
+        length = data[place]
+        start = place + 1
+        if length > 127:
+            start, length = _length(data, place)
+            if start < 0:
+                if size - place >= _LENGTH_BYTES:
+                    raise _damaged(first + len(starts), at + place, "no length that a message can have")
+                return starts, stops, place, 1
+            if length > MOST_BYTES:
+                raise _damaged(first + len(starts), at + place, f"{length:,} bytes, more than any message has")
+        stop = start + length
+        if stop > size:
+            return starts, stops, place, stop - size
+        starts.append(start)
+        stops.append(stop)
+        place = stop
+    return starts, stops, place, 0
+
+
+def _length(data: bytes, place: int) -> tuple[int, int]:
+    """Where the message after the length at `place` begins, and the length; (-1, 0) where the length has no end."""
+    length = shift = 0
+    for here in range(place, min(place + _LENGTH_BYTES, len(data))):
+        byte = data[here]
+        length |= (byte & 127) << shift
+        if byte < 128:
+            return here + 1, length
+        shift += 7
+    return -1, 0
+
+
+def _damaged(message: int, at: int, claims: str) -> InputError:
+    return InputError(
+        f"message {message} at byte {at} claims {claims}",
+        slug="chakra-damaged",
+        hint="the file is damaged there, or is no Chakra trace",
+    )
+
+
+def length_prefix(length: int) -> bytes:
+    """A length as a varint."""
+    if length < 128:
+        return bytes((length,))
+    out = bytearray()
+    while length > 127:
+        out.append(length & 127 | 128)
+        length >>= 7
+    out.append(length)
+    return bytes(out)

@@ -1,0 +1,105 @@
+"""The bytes of a file, plain or gzip (told by content), in pieces; what is cut or corrupt ends them with a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from isal import igzip, isal_zlib
+from isal.igzip_lib import IsalError
+
+from traceloom.errors import InputError
+
+PIECE = 1 << 20  # bytes that are looked at together
+_READ = 1 << 18
+_GZIP = b"\x1f\x8b"
+# Deflate can expand 1032 times; made workloads of nearly equal nodes come near 200.
+_MOST_EXPANSION = 500
+_BOMB_BYTES = 1 << 28
+_FAULT: Any = IsalError  # its type stubs call it a value
+
+Step = Callable[[int], None]
+
+
+class Pieces:
+    """Iterates the unpacked bytes of a file.
+
+    Attributes:
+        packed: Whether the file is gzip.
+        fault: After the last piece: what is wrong with the compressed data, in words; empty when nothing is.
+    """
+
+    def __init__(self, handle: BinaryIO, step: Step | None = None) -> None:
+        self._handle = handle
+        self._step = step
+        self._head = handle.read(_READ)
+        self.packed = self._head.startswith(_GZIP)
+        self.fault = ""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._unpacked() if self.packed else self._plain()
+
+    def _read(self) -> Iterator[bytes]:
+        piece, total = self._head, 0
+        while piece:
+            total += len(piece)
+            yield piece
+            if self._step:
+                self._step(total)
+            piece = self._handle.read(_READ)
+
+    def _plain(self) -> Iterator[bytes]:
+        yield from self._read()
+
+    def _unpacked(self) -> Iterator[bytes]:
+        inflate = isal_zlib.decompressobj(31)
+        read = text = 0
+        for packed in self._read():
+            read += len(packed)
+            rest = packed
+            while rest:
+                if inflate.eof:  # another member, or zeros that fill up a block
+                    rest = rest.lstrip(b"\0")
+                    if not rest:
+                        break
+                    inflate = isal_zlib.decompressobj(31)
+                try:
+                    out = inflate.decompress(rest, PIECE)
+                except _FAULT:
+                    self.fault = f"the gzip data is corrupt near byte {read - len(rest)} of the compressed file"
+                    return
+                text += len(out)
+                if text > _BOMB_BYTES and text > read * _MOST_EXPANSION:
+                    raise _bomb()
+                yield out
+                rest = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
+        if not inflate.eof:
+            self.fault = f"the gzip data ends at byte {read} of the compressed file, before its end mark"
+
+
+def _bomb() -> InputError:
+    return InputError(
+        f"the compressed file expands more than {_MOST_EXPANSION} times, which no trace does",
+        slug="gzip-bomb",
+        hint="decompress it yourself and give the plain file if you trust it",
+    )
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file to read.
+
+    Raises:
+        InputError: `unreadable` (missing, forbidden, a directory).
+    """
+    try:
+        return path.open("rb")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=str(path)) from error
+
+
+def packing(handle: BinaryIO) -> BinaryIO:
+    """A gzip writer on an open file; the same bytes give the same file. Close it before the file."""
+    packed: Any = igzip.IGzipFile(filename="", fileobj=handle, mode="wb", compresslevel=2, mtime=0)
+    return packed  # type: ignore[no-any-return]
