@@ -69,6 +69,25 @@ class Interner(dict[Any, int]):
         return number
 
 
+class _Lists(dict[bytes, int]):
+    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four texts of each."""
+
+    def __init__(self, texts: Interner) -> None:
+        self._texts = texts
+        self._parts = np.zeros((4, 1024), dtype=np.int32)
+
+    def __missing__(self, key: bytes) -> int:
+        number = self[key] = len(self)
+        if number == self._parts.shape[1]:
+            self._parts = np.concatenate([self._parts, np.zeros_like(self._parts)], axis=1)
+        self._parts[:, number] = [self._texts[part] if part else -1 for part in key.split(b"\0")]
+        return number
+
+    def parts(self, numbers: Array) -> Array:
+        """The numbers of the four texts, -1 where absent; shape (4, numbers)."""
+        return self._parts[:, numbers]
+
+
 class _CategoryCodes(dict[str | None, int]):
     """The closed category of a name in the file."""
 
@@ -129,7 +148,7 @@ class Columns:
         self._damage = damage
         self.spill: Spill | None = None
         self._dtypes: dict[tuple[str, str], Any] = {}
-        self._lists: dict[bytes, list[int]] = {}
+        self._lists = _Lists(self.texts)
         self._merged: dict[tuple[str, str], int] = {}
         self._categories = _CategoryCodes()
 
@@ -192,11 +211,9 @@ class Columns:
         keys = [
             b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete)) for a in args
         ]
-        for key in keys:
-            if key not in known:
-                known[key] = [self.texts[part] if part else -1 for part in key.split(b"\0")]
-        codes = np.array([known[key] for key in keys], dtype=np.int32).reshape(-1, 4)
-        return {name: codes[:, at].copy() for at, name in enumerate(("shapes", "types", "strides", "concrete"))}
+        rows = np.fromiter(map(known.__getitem__, keys), dtype=np.int32, count=len(keys))
+        codes = known.parts(rows)
+        return {name: codes[at] for at, name in enumerate(("shapes", "types", "strides", "concrete"))}
 
     def _text_codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts

@@ -219,9 +219,9 @@ class Document:
         """Slices up to the end of the list; stands behind its bracket then."""
         wanted = SLICE
         while True:
+            self._skip_blank()  # while little text is at hand, since the rest is copied
             whole = self._fill(wanted)
-            blank = _BLANK.match(self._text)
-            self._skip(blank.end() if blank else 0)
+            self._skip_blank()
             if self._text.startswith(b"]"):
                 self._skip(1)
                 return
@@ -244,6 +244,11 @@ class Document:
             self._skip(used)
             if closed:
                 return
+
+    def _skip_blank(self) -> None:
+        blank = _BLANK.match(self._text)
+        if blank and blank.end():
+            self._skip(blank.end())
 
     def _more(self, have: int) -> int:
         """How much text to have before trying again, where one event is larger than what is at hand."""
@@ -387,7 +392,7 @@ def _occurrences(text: bytes, separator: bytes) -> NDArray[np.int64]:
     places = np.flatnonzero(signs[: max(0, len(signs) - len(separator) + 1)] == separator[0])
     for shift in (len(separator) - 1, *range(1, len(separator) - 1)):
         places = places[signs[places + shift] == separator[shift]]
-    return places.astype(np.int64)
+    return places.astype(np.int64, copy=False)
 
 
 def _places_by_decoding(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -36,17 +36,22 @@ def needs_text(sample: bytes) -> bool:
 
 def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
     """Start and duration in ns, and which of each are usable (finite, within 146 years); others are 0."""
+    us = np.array((start_us, duration_us), dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        good = np.abs(start_us) < _MOST_NS / 1000
-        timed = np.abs(duration_us) < _MOST_NS / 1000
-        start_us = np.where(good, start_us, 0.0)
-        duration_us = np.where(timed, duration_us, 0.0)
-    whole, more = np.floor(start_us), np.floor(duration_us)
-    fraction = start_us - whole
-    start = whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
-    end = (whole.astype(np.int64) + more.astype(np.int64)) * 1000
-    end += np.rint((fraction + (duration_us - more)) * 1000).astype(np.int64)
-    return start, end - start, good, timed
+        usable = np.abs(us) < _MOST_NS / 1000
+    if not usable.all():
+        us[~usable] = 0.0
+    # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay apart, to be exact.
+    whole = np.floor(us)
+    us -= whole
+    us[1] += us[0]
+    us *= 1000
+    ns = whole.astype(np.int64)
+    ns[1] += ns[0]
+    ns *= 1000
+    ns += np.rint(us, out=us).astype(np.int64)
+    ns[1] -= ns[0]
+    return ns[0], ns[1], usable[0], usable[1]
 
 
 def from_text(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:

@@ -293,6 +293,28 @@ def test_doubles_are_exact_below_a_quarter_year():
     assert not needs_text(b'"ts": 1712195495519689, "dur": 63')
 
 
+def test_doubles_that_are_no_times_are_told_apart_from_their_neighbours():
+    import numpy as np
+
+    nan = float("nan")
+    found = from_doubles(np.array([nan, 5.001, 1e300, 7.0]), np.array([1.0, nan, 2.0, -3.5]))
+    start, duration, good, timed = (column.tolist() for column in found)
+    assert good == [False, True, False, True]
+    assert timed == [True, False, True, True]
+    assert start == [0, 5_001, 0, 7_000]
+    assert duration == [1_000, 0, 2_000, -3_500]
+
+
+def test_many_different_lists_of_shapes_stay_apart():
+    made = TraceBuilder()
+    for number in range(3000):
+        made.op("aten::mm", number * 10, 5, **{"Input Dims": [[number]], "Input type": [f"kind{number % 7}"]})
+    tensors = read_text(made).tensors
+    assert tensors["shapes"].to_list() == [f"[[{number}]]" for number in range(3000)]
+    assert tensors["types"].to_list() == [f'["kind{number % 7}"]' for number in range(3000)]
+    assert tensors["strides"].null_count() == 3000
+
+
 def test_arguments_are_read_again(tmp_path):
     path = TraceBuilder().op("aten::mm", 5, 1, colour="red").op("aten::add", 2, 1).write(tmp_path / "t.json.gz")
     trace = read_kineto(path)
