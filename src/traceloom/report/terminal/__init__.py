@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, TextIO
@@ -14,22 +15,32 @@ from rich.text import Text
 from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.options import ReportOptions
-from traceloom.report.terminal import tables, time
+from traceloom.report.terminal import graph, tables, time
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.look import ASCII, DIM
 from traceloom.report.terminal.recording import recording
 
 _NARROWEST, _WIDEST = 60, 140
 
-__all__ = ["render", "show"]
+__all__ = ["put", "render", "show", "show_graph"]
 
 
 def show(document: dict[str, Any], options: ReportOptions, stream: TextIO) -> None:
     """Write the report to a stream: with colours where it is a terminal that wants them, in ASCII where it must be."""
+    put(partial(render, document, options), stream)
+
+
+def show_graph(document: dict[str, Any], stream: TextIO) -> None:
+    """Write the summary of a graph (`report.graph_document`) to a stream, as `show` does."""
+    put(partial(graph.render, document), stream)
+
+
+def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
+    """Write the lines that `rendered` gives for the stream's width."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
-    for line in render(document, options, width):
+    for line in rendered(width):
         if plain:
             line = _in_ascii(line)  # noqa: PLW2901  (the same line, spelled for this stream)
         console.print(line, no_wrap=True, overflow="ignore", crop=False)

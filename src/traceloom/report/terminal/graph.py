@@ -1,0 +1,160 @@
+"""A graph on a terminal: whether it gives back the measured time, what was matched, how edges are known."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions
+from traceloom.report.terminal import tables
+from traceloom.report.terminal.bars import cells
+from traceloom.report.terminal.columns import Column, lines, with_bars
+from traceloom.report.terminal.look import DIM
+from traceloom.report.terminal.time import heading
+
+Row = dict[str, Any]
+
+# How an edge is known, from the surest on: a pattern and a colour each, as for every kind of time.
+EVIDENCE = (
+    ("measured", "█", "#3b82d6"),
+    ("correlated", "▓", "#009e73"),
+    ("inferred", "▒", "#e08a00"),
+    ("assumed", "·", "bright_black"),
+)
+_WORDS = {"host-ops": "host ops", "gpu-work": "GPU work"}
+
+
+def render(document: Row, width: int) -> Iterator[Text]:
+    """The lines of the summary, none wider than `width`."""
+    yield from _head(document, width)
+    yield from _coverage(document, width)
+    yield from _edges(document, width)
+    yield from _clocks(document, width)
+    yield from _delays(document, width)
+    yield from tables.notices(document, ReportOptions(), width)
+
+
+def _head(document: Row, width: int) -> Iterator[Text]:
+    ranks = len(document["ranks"])
+    facts = " · ".join(
+        (
+            f"{ranks} rank{'s' if ranks != 1 else ''}",
+            f"{units.count(document['nodes']['count'])} nodes",
+            f"{units.count(document['edges']['count'])} edges",
+            units.duration(document["window_ns"]),
+            document["stage"],
+        )
+    )
+    name = short(document["name"], max(width - len(facts) - 3, 16))
+    yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
+    yield Text("")
+    for line in textwrap.wrap(_sentence(document), width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
+
+
+def _sentence(document: Row) -> str:
+    law = document["law"]
+    if law is None:
+        return "The graph was not re-timed."
+    return str(law["sentence"])
+
+
+def _coverage(document: Row, width: int) -> Iterator[Text]:
+    """One line per outcome: how much of its subject, and on which ranks."""
+    outcomes: dict[tuple[str, str], list[Row]] = {}
+    for row in document["coverage"]:
+        outcomes.setdefault((row["subject"], row["outcome"]), []).append(row)
+    if not outcomes:
+        return
+    yield from heading("Coverage", "what was matched, and what not", width)
+    whole: dict[str, int] = {}
+    for (subject, _), found in outcomes.items():
+        whole[subject] = whole.get(subject, 0) + sum(row["count"] for row in found)
+    order = sorted(outcomes, key=lambda key: (list(whole).index(key[0]), -sum(r["count"] for r in outcomes[key])))
+    rows: list[tuple[str, ...]] = []
+    said: list[tuple[str, str]] = []
+    for subject, outcome in order:
+        found = outcomes[subject, outcome]
+        count = sum(row["count"] for row in found)
+        times = [row["time_ns"] for row in found if row["time_ns"] is not None]
+        shown = _WORDS.get(subject, subject) if not said or said[-1][0] != subject else ""
+        rows.append(
+            (
+                harmless(shown),
+                units.count(count),
+                units.share(count, whole[subject]),
+                units.duration(sum(times)) if times else "",
+            )
+        )
+        said.append((subject, outcome + _on(found, len(document["ranks"]))))
+    columns = (Column("", right=False), Column("count"), Column("share"), Column("time"))
+    yield from lines(columns, rows, ("outcome", lambda number, room: short(said[number][1], room)), width)
+
+
+def _on(found: list[Row], ranks: int) -> str:
+    """On which ranks, where it is not all of them."""
+    named = sorted({row["rank"] for row in found if row["rank"] is not None and row["count"]})
+    if ranks < 2 or not named or len(named) == ranks:
+        return ""
+    listed = ", ".join(map(str, named[:6])) + (", ..." if len(named) > 6 else "")
+    return f" (rank{'s' if len(named) > 1 else ''} {listed})"
+
+
+def _edges(document: Row, width: int) -> Iterator[Text]:
+    kinds: dict[str, dict[str, int]] = {}
+    for row in document["edges"]["kinds"]:
+        kinds.setdefault(row["kind"], {})[row["evidence"]] = row["count"]
+    if not kinds:
+        return
+    yield from heading("Edges", "what waits for what, and how that is known", width)
+    names = [name for name, _, _ in EVIDENCE]
+    rows = [
+        (kind, *(units.count(found[name]) if name in found else "" for name in names)) for kind, found in kinds.items()
+    ]
+    headings = [Text.assemble((fill, color), " ", (name, "bold")) for name, fill, color in EVIDENCE]
+    columns = (Column("kind", right=False), *(Column(heading) for heading in headings))
+    most = max(sum(found.values()) for found in kinds.values())
+    shares = list(kinds.values())
+
+    def bar(number: int, room: int) -> Text:
+        parts = [shares[number].get(name, 0) for name in names]
+        length = max(1, round(room * sum(parts) / most))
+        drawn = Text()
+        for (_, fill, color), count in zip(EVIDENCE, cells(parts, length), strict=True):
+            drawn.append(fill * count, color)
+        return drawn
+
+    yield from with_bars(columns, rows, bar, width)
+
+
+def _clocks(document: Row, width: int) -> Iterator[Text]:
+    fitted = [row for row in document["ranks"] if row["clock_residual_ns"] is not None]
+    if len(document["ranks"]) < 2 or not fitted:
+        return
+    yield from heading("Clocks", "fitted on the ends of collectives", width)
+    worst = max(row["clock_residual_ns"] for row in fitted)
+    moved = [row for row in fitted if row["clock_offset_ns"] or row["clock_drift"]]
+    said = f"ends agree within {units.duration(worst)}"
+    if moved:
+        most = max(moved, key=lambda row: abs(row["clock_offset_ns"]))
+        offset = units.duration(most["clock_offset_ns"])
+        said += f" after {len(moved)} ranks were moved, rank {most['rank']} most: {offset}"
+    else:
+        said += "; no clock had to be moved"
+    for line in textwrap.wrap(said, width - 2):
+        yield Text(" " + line)
+
+
+def _delays(document: Row, width: int) -> Iterator[Text]:
+    found = sorted(document["delays"], key=lambda row: -row["count"])[:10]
+    if not found:
+        return
+    yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
+    rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in found]
+    columns = (Column("kind", right=False), Column("median"), Column("edges"))
+    yield from lines(columns, rows, ("of", lambda number, room: short(found[number]["place"] or "", room)), width)
