@@ -76,6 +76,12 @@ class Graph:
         Columns are as declared; ids are row numbers; references point to rows; no time is negative; work and residual
         of a node are within its duration; no edge asks for more than the measured times show; there is no cycle.
         """
+        self.check_columns()
+        self._check_times()
+        topological(self.nodes.height, *self.points())
+
+    def check_columns(self) -> None:
+        """The part of `check` that costs little: columns as declared, ids that are row numbers, references to rows."""
         for name, frame in self.frames().items():
             if frame.schema != GRAPH_SCHEMAS[name]:
                 raise _broken("columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}")
@@ -84,8 +90,6 @@ class Graph:
             if not (frame[column].to_numpy() == np.arange(frame.height)).all():
                 raise _broken("ids", f"ids of {name} are not the row numbers")
         self._check_references()
-        self._check_times()
-        topological(self.nodes.height, *self.points())
 
     def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""

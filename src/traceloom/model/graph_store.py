@@ -1,0 +1,202 @@
+"""`NAME.graph`: a Graph in one file, a zip of one Parquet file per frame and `header.json`.
+
+The header says format (`traceloom-graph`), version, rows per frame, and what a Graph holds beside its frames. Enum
+columns are text in the file, so that any reader of Parquet understands them. Nothing is ever unpacked to the disk.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, BinaryIO, get_args
+
+import polars as pl
+
+from traceloom import __version__, files
+from traceloom.errors import InputError, InvariantError
+from traceloom.model.graph import Graph, Stage
+from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.model.notice import Notice
+
+FORMAT = "traceloom-graph"
+VERSION = 1
+ENDING = ".graph"
+_HEADER = "header.json"
+_HEADER_BYTES = 1 << 26
+# Parquet is compressed already, so a zip makes nothing of ours smaller; whoever zips it anew gains little.
+_MOST_UNZIPPED = 20
+# A row takes tens of bytes in memory and at least some in the file, even where every column repeats itself.
+_MOST_ROWS_PER_BYTE = 50
+_FEW_ROWS = 1_000_000
+_NEVER_NULL = {
+    "nodes": ("node", "kind", "name", "rank", "start_ns", "duration_ns", "work_ns", "residual_ns"),
+    "edges": tuple(GRAPH_SCHEMAS["edges"]),
+    "lanes": ("lane", "rank", "kind"),
+    "communication": ("node",),
+    "transfers": ("node",),
+    "ranks": ("rank",),
+}
+
+
+def save(graph: Graph, path: str | Path, *, force: bool = False) -> int:
+    """Write a graph, whole or not at all; returns the size of the file in bytes.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    return files.write(Path(path), lambda handle: _pack(graph, handle), force=force)
+
+
+def load(path: str | Path) -> Graph:
+    """Read a graph that `save` wrote. `Graph.check` is not run, but columns, ids and references are right.
+
+    Raises:
+        InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
+            `newer-format`: written by a later version.
+    """
+    place = str(path)
+    try:
+        with Path(path).open("rb") as handle, zipfile.ZipFile(handle) as archive:
+            header = _header(archive, place)
+            frames = {name: _frame(archive, name, header["rows"][name]) for name in GRAPH_SCHEMAS}
+            graph = _graph(header, frames)
+        graph.check_columns()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=place) from error
+    except zipfile.BadZipFile as error:
+        raise _no_zip(Path(path)) from error
+    except (ValueError, KeyError, TypeError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _damaged(str(error), place) from error
+    # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, InvariantError) as error:
+        raise _damaged(str(error).splitlines()[0], place) from error
+    return graph
+
+
+def is_graph(path: Path) -> bool:
+    """Whether a file is a saved graph, by its content."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _HEADER in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _pack(graph: Graph, handle: BinaryIO) -> None:
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": graph.name,
+        "epoch_ns": graph.epoch_ns,
+        "world_size": graph.world_size,
+        "stage": graph.stage,
+        "notices": [asdict(notice) for notice in graph.notices],
+        "rows": {name: frame.height for name, frame in graph.frames().items()},
+    }
+    with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, _HEADER, lambda member: member.write(json.dumps(header, indent=1).encode()))
+        for name, frame in graph.frames().items():
+            _add(archive, f"{name}.parquet", _plain(frame).write_parquet)
+
+
+def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:
+    member = io.BytesIO()
+    produce(member)
+    # A fixed date: the same graph gives the same file.
+    archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), member.getbuffer())
+
+
+def _plain(frame: pl.DataFrame) -> pl.DataFrame:
+    return frame.with_columns(pl.col(name).cast(pl.String) for name, kind in frame.schema.items() if _is_enum(kind))
+
+
+def _is_enum(kind: pl.DataType) -> bool:
+    return isinstance(kind, pl.Enum)
+
+
+def _header(archive: zipfile.ZipFile, place: str) -> dict[str, Any]:
+    names = archive.namelist()
+    if _HEADER not in names:
+        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=place)
+    header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=place)
+    if header.get("version") != VERSION:
+        raise InputError(
+            f"the graph has format version {header.get('version')!r}, this Traceloom reads version {VERSION}",
+            slug="newer-format",
+            where=place,
+            hint="use the version of Traceloom that wrote it, or a later one",
+        )
+    expected = {_HEADER, *(f"{name}.parquet" for name in GRAPH_SCHEMAS)}
+    if strange := sorted(set(names) - expected):
+        raise ValueError(f"it holds `{strange[0]}`, which no graph has")
+    if missing := sorted(expected - set(names)):
+        raise ValueError(f"it lacks `{missing[0]}`")
+    if len(names) > len(expected):
+        raise ValueError("it holds a part twice")
+    return header
+
+
+def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    """A part of the archive, never more bytes than it says and than is credible."""
+    info = archive.getinfo(name)
+    if info.file_size > min(most, info.compress_size * _MOST_UNZIPPED + _HEADER_BYTES // 64):
+        raise ValueError(f"`{name}` claims {info.file_size:,} bytes, made of {info.compress_size:,}")
+    return archive.read(info)
+
+
+def _frame(archive: zipfile.ZipFile, name: str, rows: int) -> pl.DataFrame:
+    data = _member(archive, f"{name}.parquet", 1 << 40)
+    there = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
+    if there != rows:
+        raise ValueError(f"`{name}` has {there:,} rows, its header says {rows!r}")
+    if there > max(_FEW_ROWS, len(data) * _MOST_ROWS_PER_BYTE):
+        raise ValueError(f"`{name}` claims {there:,} rows in {len(data):,} bytes")
+    frame = pl.read_parquet(io.BytesIO(data))
+    schema = GRAPH_SCHEMAS[name]
+    if frame.columns != list(schema):
+        raise ValueError(f"`{name}` has the columns {', '.join(frame.columns)}, expected {', '.join(schema)}")
+    for column, kind in schema.items():
+        found = frame.schema[column]
+        if found != (pl.String if _is_enum(kind) else kind):
+            raise ValueError(f"column `{column}` of `{name}` is {found}, expected {kind}")
+    if empty := next((column for column in _NEVER_NULL.get(name, ()) if frame[column].null_count()), None):
+        raise ValueError(f"column `{empty}` of `{name}` has rows without a value")
+    return frame.cast(schema)
+
+
+def _graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
+    stage, world = header["stage"], header["world_size"]
+    if stage not in get_args(Stage):
+        raise ValueError(f"`{stage}` is no stage of a graph")
+    if not (world is None or isinstance(world, int)) or not isinstance(header["epoch_ns"], int):
+        raise TypeError("its header has no whole numbers where they belong")
+    known = {field.name for field in fields(Notice)}
+    notices = tuple(Notice(**{k: v for k, v in notice.items() if k in known}) for notice in header["notices"])
+    return Graph(
+        **frames, name=str(header["name"]), epoch_ns=header["epoch_ns"], world_size=world, stage=stage, notices=notices
+    )
+
+
+def _no_zip(path: Path) -> InputError:
+    with path.open("rb") as handle:
+        cut = handle.read(4) == b"PK\x03\x04"
+    if cut:
+        return _damaged("its end is missing, or it was changed", str(path))
+    return InputError("this is not a saved graph", slug="not-a-graph", where=str(path), hint="a graph is a zip archive")
+
+
+def _damaged(why: str, place: str) -> InputError:
+    return InputError(
+        f"the saved graph is damaged: {why}",
+        slug="graph-damaged",
+        where=place,
+        hint="write it again with `traceloom link`",
+    )
