@@ -21,7 +21,7 @@ from traceloom.read.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, Places, find_la
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
 from traceloom.read.memory import allocation_frame, counter_frame, mark_frame
 from traceloom.read.nesting import Nesting, nest
-from traceloom.read.order import Order, Texts, nearest, nullable, row_numbers, time_order
+from traceloom.read.order import Order, Texts, distinct, nearest, nullable, row_numbers, time_order
 from traceloom.read.remarks import remarks
 from traceloom.read.steps import NO_STEP, event_steps, find_steps
 from traceloom.read.transfers import copy_frame, sync_frame
@@ -93,6 +93,10 @@ class _Builder:
         self.category = self._categories()
         self.place = self._span("place", np.int32)
         self._rows: dict[str, Ints] = {}
+        self.correlation = self.spread("correlation", "calls", "device")
+        self.external = self.spread("external", "ops", "calls", "device")
+        if repeats_correlation(self.external, self.correlation, _IS_WORK[self.category]):
+            self.external[_IS_WORK[self.category]] = NULL
 
     def _span(self, name: str, dtype: Any) -> Array:
         return self.columns.take("spans", name, dtype)[self.order.rows]
@@ -152,7 +156,7 @@ def assemble(columns: Columns, file: File) -> Trace:
     events, steps, step_notices = _linked(made, events, nesting, lane_table)
     host_spot = np.where(np.array(KINDS)[KIND_OF_CODE[made.category]] == "host", made.place, -1)
     tensors = _tensors(made)
-    used = set(events.filter(pl.col("category").is_in(cat.GPU_WORK))["device"].drop_nulls().unique().to_list())
+    used = {int(number) for number in distinct(device[_IS_WORK[made.category]]) if number != NULL}
     groups = md.group_frame(file.metadata, file.capture)
     described = made.side("collectives")
     ranks = described["rank"]
@@ -166,7 +170,7 @@ def assemble(columns: Columns, file: File) -> Trace:
         "collectives": collectives,
         "copies": copy_frame(made.side("copies"), made.texts, made.order, events),
         "syncs": sync_frame(made.side("syncs"), made.texts, made.order, events),
-        "flows": _flows(made, events),
+        "flows": _flows(made),
         "python": _python(made),
         "tensors": tensors,
         "allocations": allocation_frame(made.side("allocations"), made.base_ns, made.places, events, host_spot, steps),
@@ -176,7 +180,7 @@ def assemble(columns: Columns, file: File) -> Trace:
             columns.take("spans", "offset", np.int64), columns.take("spans", "length", np.int32), made.order
         ),
     }
-    meta, rank_notices = _meta(made, events, ranks)
+    meta, rank_notices = _meta(made, ranks)
     notices = (
         *file.notices,
         *rank_notices,
@@ -192,17 +196,13 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
     on_device = ON_DEVICE[KIND_OF_CODE[made.category]]
     process = np.where(on_device, NULL, _of_places(made, 0))
     thread = np.where(on_device, NULL, _of_places(made, 1))
-    correlation = made.spread("correlation", "calls", "device")
-    external = made.spread("external", "ops", "calls", "device")
-    if repeats_correlation(external, correlation, _IS_WORK[made.category]):
-        external[_IS_WORK[made.category]] = NULL
     record = made.spread("record_function", "ops")
     record[record == 0] = NULL
     return pl.DataFrame(
         {
             "event": pl.Series(np.arange(len(made.start), dtype=np.uint32)),
             "name": made.texts.column(made.name),
-            "category": _CATEGORY_NAMES.gather(pl.Series(made.category)),
+            "category": _CATEGORY_NAMES[pl.Series(made.category)],
             "start_ns": made.start,
             "duration_ns": made.duration,
             "nested_end_ns": nesting.nested_end_ns,
@@ -211,8 +211,8 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
             "thread": nullable(thread),
             "device": nullable(device, pl.Int32),
             "stream": nullable(stream),
-            "correlation": nullable(correlation),
-            "external_id": nullable(external),
+            "correlation": nullable(made.correlation),
+            "external_id": nullable(made.external),
             "record_function_id": nullable(record),
             "sequence": nullable(made.spread("sequence", "ops")),
             "forward_thread": nullable(made.spread("forward_thread", "ops")),
@@ -238,9 +238,8 @@ def _linked(
     """Add `op`, `launch` and `step`."""
     is_launch, is_work = _IS_LAUNCH[made.category], _IS_WORK[made.category]
     is_op = made.category == _OP
-    correlation = _filled(events["correlation"])
-    launch = launches(correlation, is_launch, is_work)
-    op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, _filled(events["external_id"]))
+    launch = launches(made.correlation, is_launch, is_work)
+    op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, made.external)
     steps, notices = find_steps(events, lanes, made.texts.values)
     step = event_steps(steps, made.start, launch, is_work)
     linked = events.with_columns(
@@ -249,10 +248,6 @@ def _linked(
         nullable(step, pl.Int32, NO_STEP).alias("step"),
     )
     return linked.select(list(SCHEMAS["events"])), steps, notices
-
-
-def _filled(column: pl.Series) -> Ints:
-    return column.fill_null(NULL).to_numpy()
 
 
 def _tensors(made: _Builder) -> pl.DataFrame:
@@ -273,21 +268,19 @@ def _python(made: _Builder) -> pl.DataFrame:
     return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **values}, schema=SCHEMAS["python"])
 
 
-def _flows(made: _Builder, events: pl.DataFrame) -> pl.DataFrame:
+def _flows(made: _Builder) -> pl.DataFrame:
     columns = made.side("flows")
     columns["start"] = np.where(columns["start"] == NULL, NULL, columns["start"] + made.base_ns)
-    return flow_frame(columns, made.texts, (made.start, made.category, made.place, _filled(events["correlation"])))
+    return flow_frame(columns, made.texts, (made.start, made.category, made.place, made.correlation))
 
 
-def _meta(made: _Builder, events: pl.DataFrame, ranks: Ints) -> tuple[Meta, list[Notice]]:
+def _meta(made: _Builder, ranks: Ints) -> tuple[Meta, list[Notice]]:
     metadata, file = made.file.metadata, made.file
-    named = np.unique(ranks[(ranks != NULL) & (ranks >= 0)])
+    named = distinct(ranks[(ranks != NULL) & (ranks >= 0)])
     rank, evidence, notices = md.find_rank(
         metadata, int(named[0]) if len(named) == 1 else None, file.path, file.capture
     )
     info = md.distributed(metadata)
-    processes = events.lazy().select(pl.col("process").drop_nulls().value_counts(sort=True)).collect()["process"]
-    busiest = [row["process"] for row in processes.head(2).to_list() if row["process"] > 0]
     capture = file.capture or {}
     host = metadata.get("host_name")
     latest = int(made.start[-1]) if len(made.start) else 0
@@ -297,7 +290,7 @@ def _meta(made: _Builder, events: pl.DataFrame, ranks: Ints) -> tuple[Meta, list
         rank_evidence=evidence,
         world_size=md.whole(capture.get("world_size")) or md.whole(info.get("world_size")),
         host=host if isinstance(host, str) and host else capture.get("host"),
-        process=busiest[0] if busiest else None,
+        process=_busiest_process(made),
         backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
         base_ns=made.base_ns,
         clock="unix" if made.base_ns or latest > 10**18 else "unknown",
@@ -311,3 +304,14 @@ def _meta(made: _Builder, events: pl.DataFrame, ranks: Ints) -> tuple[Meta, list
         capture=file.capture,
     )
     return meta, notices
+
+
+def _busiest_process(made: _Builder) -> int | None:
+    """The process with most events on the host; 0 and below are no processes."""
+    on_host = made.place[~ON_DEVICE[KIND_OF_CODE[made.category]]]
+    counts: dict[int, int] = {}
+    events = np.bincount(on_host, minlength=len(made.places.pairs)).tolist()
+    for process, count in zip(made.places.numbers(0).tolist(), events, strict=True):
+        if process > 0 and count:
+            counts[process] = counts.get(process, 0) + count
+    return max(counts, key=lambda process: counts[process], default=None)

@@ -39,6 +39,7 @@ _SIZES = {
     "int8": 1, "char": 1, "signedchar": 1, "uint8": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
 }  # fmt: skip
 _ANNOTATION = r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|rccl):\s*(.+)$"
+_CALLED = re.compile(_ANNOTATION)
 _PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
 
 
@@ -66,6 +67,8 @@ def collective_frame(
 ) -> pl.DataFrame:
     """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
     described = _with_arguments(columns, texts, order)
+    if not any(_CALLED.match(text) for text in texts.values):
+        return described.sort("event")
     annotated = _annotations(events, tensors)
     return pl.concat([described, annotated]).sort("event")
 

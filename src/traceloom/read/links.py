@@ -92,20 +92,35 @@ def flow_frame(columns: dict[str, Array], texts: Texts, events: tuple[Ints, Arra
     if not len(columns["flow"]):
         return pl.DataFrame(schema=SCHEMAS["flows"])
     kind = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.values])[columns["kind"]]
-    ends = pl.DataFrame(
+    row, other = _pairs(columns["phase"], columns["flow"], kind)
+    event = _at(columns, kind, events)
+    ends = event[row], np.where(other >= 0, event[other], NO_ROW)
+    begins = columns["phase"][row]
+    return pl.DataFrame(
         {
-            "begins": columns["phase"],
-            "flow": nullable(columns["flow"]),
-            "kind": kind,
-            "event": row_numbers(_at(columns, kind, events)),
-        }
+            "flow": nullable(columns["flow"][row]),
+            "kind": pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"])[pl.Series(kind[row].astype(np.uint32))],
+            "source": row_numbers(np.where(begins, *ends)),
+            "target": row_numbers(np.where(begins, *ends[::-1])),
+        },
+        schema=SCHEMAS["flows"],
     )
-    ends = ends.unique(["begins", "kind", "flow"], keep="last", maintain_order=True)
-    begins = ends.filter(pl.col("begins")).select("kind", "flow", source="event")
-    arrives = ends.filter(~pl.col("begins")).select("kind", "flow", target="event")
-    joined = begins.join(arrives, on=["kind", "flow"], how="full", coalesce=True, maintain_order="left_right")
-    names = pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"]).gather(joined["kind"].cast(pl.UInt32))
-    return joined.with_columns(names.alias("kind")).select(list(SCHEMAS["flows"])).cast(SCHEMAS["flows"])
+
+
+def _pairs(begins: Bools, flow: Ints, kind: Array) -> tuple[Ints, Ints]:
+    """The rows of arrows, starts first, and of their other ends (-1 where there is none).
+
+    Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
+    """
+    known, number = np.unique(flow, return_inverse=True)
+    key = number * len(_FLOW_KINDS) + kind
+    side = begins.astype(np.int64)
+    last = np.full((2, len(known) * len(_FLOW_KINDS)), NO_ROW, dtype=np.int64)
+    last[side, key] = np.arange(len(flow))  # of equal indices the last one stays
+    kept = last[side, key] == np.arange(len(flow))
+    other = np.where(flow == NULL, NO_ROW, last[1 - side, key])
+    rows = np.concatenate([np.flatnonzero(kept & begins), np.flatnonzero(kept & ~begins & (other < 0))])
+    return rows, other[rows]
 
 
 def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:

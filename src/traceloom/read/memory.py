@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.read.lanes import Places
-from traceloom.read.order import NO_ROW, Texts, nearest, nullable, row_numbers
+from traceloom.read.order import NO_ROW, Texts, distinct, nearest, nullable, row_numbers
 from traceloom.read.steps import NO_STEP, step_of
 
 Array = NDArray[Any]
@@ -75,7 +75,7 @@ def _innermost_op(time: Ints, place: Array, events: pl.DataFrame, spot: Array) -
     lows = np.searchsorted(spot[order], place, side="left")
     highs = np.searchsorted(spot[order], place, side="right")
     out = np.full(len(time), NO_ROW, dtype=np.int64)
-    for number in np.unique(place):
+    for number in distinct(place):
         mine = np.flatnonzero(place == number)
         members = order[lows[mine[0]] : highs[mine[0]]]
         if not members.size:
@@ -107,8 +107,8 @@ def mark_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: T
         {
             "time_ns": columns["start"][known] + base_ns,
             "name": texts.column(columns["name"][known]),
-            "process": pids.gather(index),
-            "thread": tids.gather(index),
+            "process": pids[index],
+            "thread": tids[index],
             "bytes": nullable(columns["bytes"][known]),
         }
     )
@@ -123,7 +123,7 @@ def counter_frame(columns: dict[str, Array], base_ns: int, places: Places, texts
     frame = pl.DataFrame(
         {
             "time_ns": columns["start"] + base_ns,
-            "process": pids.gather(pl.Series(columns["place"].astype(np.uint32))),
+            "process": pids[pl.Series(columns["place"].astype(np.uint32))],
             "name": texts.column(columns["name"]),
             "key": texts.column(columns["key"]),
             "value": columns["value"],

@@ -9,7 +9,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.read import mapped
 from traceloom.read.fields import NULL
+from traceloom.read.ondisk import OnDisk
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
@@ -35,14 +37,14 @@ def time_order(start: Ints, duration: Ints) -> Order:
     sorted_start = start[rows]
     equal = sorted_start[1:] == sorted_start[:-1]
     if equal.any():
-        tied = np.zeros(len(rows), dtype=np.bool_)
+        tied = np.zeros(len(rows), dtype=np.bool_, like=start)
         tied[1:] |= equal
         tied[:-1] |= equal
         places = np.flatnonzero(tied)
         among = rows[places]
         rows[places] = among[np.lexsort((-duration[among], start[among]))]
-    event = np.empty(len(rows), dtype=np.int64)
-    event[rows] = np.arange(len(rows))
+    event = np.empty(len(rows), dtype=np.int64, like=start)
+    event[rows] = np.arange(len(rows), like=start)
     return Order(rows, event)
 
 
@@ -57,12 +59,29 @@ def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
     return up
 
 
+def distinct(values: Array) -> Array:
+    """The different values, sorted; `numpy.unique` alone would load all of `numpy.ma` for it."""
+    ordered = np.sort(values)
+    first = np.ones(len(ordered), dtype=np.bool_)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[first]
+
+
 def nullable(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Series:
     """A column in which `absent` is null."""
+    if isinstance(values, OnDisk):
+        return mapped.numbers(values, dtype, absent)
     series = pl.Series(values)
     if not len(values) or not (values == absent).any():
         return series.cast(dtype)
     return series.set(series == absent, None).cast(dtype)
+
+
+def plain(values: Array, dtype: Any) -> pl.Series:
+    """A column without nulls."""
+    if isinstance(values, OnDisk):
+        return mapped.numbers(values, dtype)
+    return pl.Series(values).cast(dtype)
 
 
 def row_numbers(values: Ints) -> pl.Series:
@@ -76,11 +95,15 @@ class Texts:
     def __init__(self, table: dict[Any, int]) -> None:
         self.values = [_text(key) for key in table]
         self._series = pl.Series([*self.values, None], dtype=pl.String)
+        self._table: mapped.TextTable | None = None
 
     def column(self, codes: Array) -> pl.Series:
         """The texts of these numbers; null for -1."""
-        index = np.where(codes < 0, len(self.values), codes).astype(np.uint32)
-        return self._series.gather(pl.Series(index))
+        if isinstance(codes, OnDisk):
+            self._table = self._table or mapped.TextTable(self.values)
+            if self._table.fits:
+                return self._table.column(codes)
+        return self._series[pl.Series(np.where(codes < 0, len(self.values), codes).astype(np.uint32))]
 
 
 def _text(key: Any) -> str:
