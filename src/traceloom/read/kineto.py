@@ -8,10 +8,10 @@ from typing import Any
 
 from traceloom.model import Trace
 from traceloom.read.assemble import File, assemble
-from traceloom.read.cache import root
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
+from traceloom.read.ondisk import SCRATCH
 from traceloom.read.source import open_input, text_pieces
 from traceloom.read.spill import SPILL_BYTES, Spill
 
@@ -44,9 +44,10 @@ def read_kineto(
             for part in document.slices():
                 columns.add(part)
                 if columns.spill is None and document.size >= SPILL_BYTES:
-                    columns.spill = Spill(root() / "spill")
+                    columns.spill = Spill()
         file = File(str(path), document.metadata, document.size, tuple(damage.notices()), capture)
         return assemble(columns, file)
     finally:
         if columns.spill is not None:
             columns.spill.close()
+            SCRATCH.clear()

@@ -1,33 +1,26 @@
-"""Columns of very large files on disk: one file per column, mapped into memory when the trace is put together."""
+"""Columns of very large files on disk while they are gathered: one nameless file per column."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.errors import InputError
+from traceloom.read import ondisk
 
 SPILL_BYTES = 2 * 10**9  # of text, from which on columns go to disk
 
 Array = NDArray[Any]
+_READ_BYTES = 1 << 22  # at once
 
 
 class Spill:
-    """A temporary directory of columns.
+    """Columns that grow on disk; the files vanish when they are closed, however the process ends."""
 
-    Args:
-        folder: Where it is made.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="spill-", dir=folder))
-        self._numbers: dict[tuple[str, str], int] = {}
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, str], BinaryIO] = {}
 
     def add(self, table: str, name: str, values: Array) -> None:
         """Append values to a column.
@@ -35,29 +28,38 @@ class Spill:
         Raises:
             InputError: `no-space`: the disk is full.
         """
-        number = self._numbers.setdefault((table, name), len(self._numbers))
         try:
-            with (self._folder / str(number)).open("ab") as file:
-                file.write(np.ascontiguousarray(values).data)
+            if (table, name) not in self._files:
+                folder = ondisk.folder()
+                folder.mkdir(parents=True, exist_ok=True)
+                self._files[table, name] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open until `column`
+            self._files[table, name].write(np.ascontiguousarray(values).data)
         except OSError as error:
-            raise InputError(
-                f"the columns of this large trace do not fit the disk: {error.strerror}",
-                slug="no-space",
-                where=str(self._folder),
-                hint="set TRACELOOM_CACHE_DIR to a directory with more space",
-            ) from error
+            raise ondisk.no_space(error) from error
 
     def column(self, table: str, name: str, rest: list[Array], dtype: Any) -> Array:
-        """The whole column: what was added, then the rest; read-only, paged in from disk as it is used."""
+        """The whole column, what was added and then the rest; it can be asked for once."""
         for values in rest:
             self.add(table, name, values)
-        path = self._folder / str(self._numbers[table, name])
-        return np.memmap(path, dtype=dtype, mode="r")
+        try:
+            with self._files.pop((table, name)) as file:
+                file.flush()
+                values = ondisk.SCRATCH.empty(file.tell() // np.dtype(dtype).itemsize, dtype)
+                file.seek(0)
+                into = values.view(np.ndarray).view(np.uint8)
+                at = 0
+                while count := file.readinto(into[at : at + _READ_BYTES].data):  # type: ignore[attr-defined]
+                    at += count
+        except OSError as error:
+            raise ondisk.no_space(error) from error
+        return values
 
     def holds(self, table: str, name: str) -> bool:
         """Whether something was added to the column."""
-        return (table, name) in self._numbers
+        return (table, name) in self._files
 
     def close(self) -> None:
-        """Remove the directory; mapped columns stay readable until they are dropped."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the columns that nobody asked for."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

@@ -1,0 +1,97 @@
+"""Polars columns whose data stay on disk: arrays of `traceloom.read.ondisk` handed over without a copy.
+
+Numbers go over as they are; a bitmap says which of them are null. Texts are views of 16 bytes per row (length, then the
+text itself or a prefix and its place in one common buffer), as the Arrow columnar format describes them under
+"variable-size binary view layout".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.read.ondisk import OnDisk, rows_of
+
+Array = NDArray[Any]
+_INLINE = 12  # bytes of a text that fit its view
+_MOST_HEAP = 2**31 - 1
+_ARROW = {
+    pl.Int64: "int64", pl.UInt64: "uint64", pl.Int32: "int32", pl.UInt32: "uint32", pl.UInt16: "uint16",
+    pl.Float64: "float64",
+}  # fmt: skip
+
+
+class _Given:
+    """An Arrow array that is handed over itself, not as a copy of its head."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __arrow_c_array__(self, requested_schema: Any = None) -> tuple[Any, Any]:
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return self._array.schema.__arrow_c_schema__(), make(self._array._addr(), b"arrow_array", None)  # noqa: SLF001
+
+
+def numbers(values: OnDisk, dtype: Any, absent: int | None = None) -> pl.Series:
+    """A column of numbers; null where `absent` stands.
+
+    Args:
+        values: Shape (rows,).
+        dtype: A Polars number type.
+        absent: Not looked for where None.
+    """
+    known = None if absent is None else values != absent
+    wanted = np.dtype(_ARROW[dtype])
+    data = values.astype(wanted) if values.dtype != wanted else values
+    if known is None or known.all():
+        return pl.Series(data.view(np.ndarray)).cast(dtype)
+    bits = np.packbits(known.view(np.ndarray), bitorder="little")
+    return _series(_ARROW[dtype], len(data), [bits, data.view(np.ndarray)])
+
+
+class TextTable:
+    """Distinct texts from which columns are made.
+
+    Args:
+        texts: The texts; a code is an index into them.
+    """
+
+    def __init__(self, texts: list[str]) -> None:
+        encoded = [text.encode() for text in texts]
+        lengths = np.array([len(text) for text in encoded], dtype=np.int64)
+        self.fits = int(lengths.sum()) <= _MOST_HEAP
+        self._heap = np.frombuffer(b"".join(encoded) or b"\0", dtype=np.uint8)
+        places = np.cumsum(lengths) - lengths
+        views = [_view(text, int(place)) for text, place in zip(encoded, places, strict=True)] if self.fits else []
+        # one more, for codes below 0
+        self._views = np.frombuffer(b"".join([*views, bytes(16)]), dtype=np.complex128)  # any type of 16 bytes
+
+    def column(self, codes: OnDisk) -> pl.Series:
+        """The texts of these codes; null for codes below 0. Shape (rows,)."""
+        known = codes >= 0
+        gathered = rows_of(self._views, codes)
+        bits = None if known.all() else np.packbits(known.view(np.ndarray), bitorder="little")
+        return _series("string_view", len(codes), [bits, gathered.view(np.ndarray).view(np.uint8), self._heap])
+
+
+def _view(text: bytes, place: int) -> bytes:
+    length = len(text).to_bytes(4, "little")
+    if len(text) <= _INLINE:
+        return length + text.ljust(_INLINE, b"\0")
+    return length + text[:4] + bytes(4) + place.to_bytes(4, "little")
+
+
+def _series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
+    import nanoarrow
+
+    if kind == "string_view":
+        buffers = [*buffers, np.array([len(buffers[-1])], dtype=np.int64)]
+    array = nanoarrow.c_array_from_buffers(
+        getattr(nanoarrow, kind)(), length, buffers, null_count=-1, validation_level="none"
+    )
+    return pl.Series(_Given(array))

@@ -1,0 +1,407 @@
+"""Arrays of very large traces: their data lie in files, and what is computed from them lies there too.
+
+An array of this kind behaves as any NumPy array. Results from `LEAST_BYTES` on are written piece by piece into a file
+that has no name any more (it vanishes with the process, however that ends) and is mapped into memory, so that the
+system can take the pages back whenever it needs room. Whoever makes a new large array beside such a one gives it to
+NumPy's `like`, as in `np.full(n, -1, like=start)`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.errors import InputError
+
+Array = NDArray[Any]
+
+LEAST_BYTES = 1 << 20  # what is smaller stays in memory
+PIECE = 1 << 18  # elements that are worked on at once
+_MOST_IDLE = 1 << 29  # bytes of blocks kept for the next arrays
+_MOST_MAPPED = 1 << 29  # bytes handed out before pages are given back
+
+
+class Scratch:
+    """Blocks of mapped files, used again by later arrays since new pages cost more than old ones."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_bytes = 0
+        self._used: dict[int, mmap.mmap] = {}
+        self._fresh = 0
+
+    def empty(self, count: int, dtype: Any) -> OnDisk:
+        """An array without values, shape (count,).
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        dtype = np.dtype(dtype)
+        size = _rounded(count * dtype.itemsize)
+        waiting = self._idle.get(size)
+        if waiting:
+            block = waiting.pop()
+            self._idle_bytes -= size
+        else:
+            block = _new_block(folder(), size)
+        self._used[id(block)] = block
+        self._give_back_pages(size)
+        owner = OnDisk((count,), dtype, buffer=block)
+        # not at the end of the process, when all files vanish by themselves
+        weakref.finalize(owner, self._free, block).atexit = False
+        return owner
+
+    def clear(self) -> None:
+        """Remove what no array uses."""
+        self._idle.clear()
+        self._idle_bytes = 0
+
+    def forget(self) -> None:
+        """In a forked process: leave all blocks to its parent."""
+        self.clear()
+        self._used.clear()
+
+    def _free(self, block: mmap.mmap) -> None:
+        if self._used.pop(id(block), None) is None:
+            return
+        size = len(block)
+        if self._idle_bytes + size <= _MOST_IDLE:
+            self._idle.setdefault(size, []).append(block)
+            self._idle_bytes += size
+
+    def _give_back_pages(self, size: int) -> None:
+        """Unmap pages now and then: they stay in the system's file cache, which may drop them."""
+        self._fresh += size
+        if self._fresh > _MOST_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
+            for block in [*self._used.values(), *(block for some in self._idle.values() for block in some)]:
+                block.madvise(mmap.MADV_DONTNEED)
+            self._fresh = size
+
+
+def folder() -> Path:
+    """Where the files of large traces lie: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
+    from traceloom.read.cache import root
+
+    return root() / "spill"
+
+
+def no_space(error: OSError) -> InputError:
+    """What to say where the disk is full."""
+    return InputError(
+        f"the columns of this large trace do not fit the disk: {(error.strerror or str(error)).lower()}",
+        slug="no-space",
+        where=str(folder()),
+        hint="set TRACELOOM_CACHE_DIR to a directory with more space",
+    )
+
+
+def _rounded(size: int) -> int:
+    """Up to a full number of eighths of a power of two, so that blocks fit other arrays."""
+    grain = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 4))
+    return max(grain, -(-size // grain) * grain)
+
+
+def _new_block(place: Path, size: int) -> mmap.mmap:
+    """A mapped file whose space is reserved: a page that finds no room when it is written would end the process."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                _write_zeros(file, size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise no_space(error) from error
+
+
+def _write_zeros(file: Any, size: int) -> None:
+    zeros = bytes(min(size, 1 << 20))
+    for at in range(0, size, len(zeros)):
+        file.write(zeros[: size - at])
+    file.flush()
+
+
+SCRATCH = Scratch()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=SCRATCH.forget)
+
+
+def empty(count: int, dtype: Any) -> Array:
+    """An array for values beside an `OnDisk` one: on disk too where it is large."""
+    if count * np.dtype(dtype).itemsize < LEAST_BYTES:
+        return np.empty(count, dtype=dtype)
+    return SCRATCH.empty(count, dtype)
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(low, min(low + PIECE, count)) for low in range(0, count, PIECE))
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, OnDisk) else value
+
+
+class OnDisk(np.ndarray[Any, Any]):
+    """An array whose data lie in a file. Made by `empty`, `stored` and by operations on its like."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Element-wise operations and running ones write into a new file; the rest gives what it gives."""
+        plain = [_plain(value) for value in inputs]
+        if out is not None:
+            getattr(ufunc, method)(*plain, out=tuple(_plain(value) for value in out), **kwargs)
+            return out[0] if len(out) == 1 else out
+        run = getattr(ufunc, method)
+        count = max((len(value) for value in plain if getattr(value, "ndim", 0) == 1), default=0)
+        if ufunc.nout != 1 or method not in {"__call__", "accumulate"}:
+            return run(*plain, **kwargs)
+        first = run(*(_start(value, count) for value in plain), **kwargs)
+        result = empty(count, first.dtype)
+        run(*plain, out=_plain(result), **kwargs)
+        return result
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """NumPy's functions: by piece where they are among these, else as NumPy does it."""
+        own = _FUNCTIONS.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        return super().__array_function__(func, types, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows by number or by mask are gathered by piece."""
+        if isinstance(key, np.ndarray) and key.ndim == 1 and self.ndim == 1:
+            return rows_of(self, key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Rows by number or by mask are set by piece."""
+        if isinstance(key, np.ndarray) and key.ndim == 1 and self.ndim == 1:
+            _scatter(_plain(self), _plain(key), _plain(value))
+        else:
+            super().__setitem__(key, _plain(value))
+
+    def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
+        """A converted copy."""
+        result = empty(len(self), dtype)
+        np.copyto(_plain(result), _plain(self), casting="unsafe")
+        return result
+
+    def copy(self, *_: Any) -> Any:
+        """A copy."""
+        return self.astype(self.dtype)
+
+    def argsort(self, *args: Any, **kwargs: Any) -> Any:
+        """See `numpy.argsort`; always stable."""
+        return _argsort(self, *args, **kwargs)
+
+    def cumsum(self, *args: Any, **kwargs: Any) -> Any:
+        """See `numpy.cumsum`."""
+        return _cumsum(self, *args, **kwargs)
+
+
+def stored(values: Array) -> Array:
+    """The same values on disk, where they are large."""
+    result = empty(len(values), values.dtype)
+    result[:] = values
+    return result
+
+
+def _start(value: Any, count: int) -> Any:
+    return value[:1] if getattr(value, "ndim", 0) == 1 and len(value) == count else value
+
+
+def rows_of(values: Array, key: Array) -> Array:
+    """`values[key]` on disk, for one-dimensional arrays; `key` are row numbers or a mask."""
+    values, key = _plain(values), _plain(key)
+    if key.dtype != np.bool_:
+        result = empty(len(key), values.dtype)
+        for piece in _pieces(len(key)):
+            result[piece] = values[key[piece]]
+        return result
+    if len(key) != len(values):
+        raise IndexError(f"a mask of {len(key)} for {len(values)} rows")
+    result = empty(int(np.count_nonzero(key)), values.dtype)
+    at = 0
+    for piece in _pieces(len(key)):
+        some = values[piece][key[piece]]
+        result[at : at + len(some)] = some
+        at += len(some)
+    return result
+
+
+def _scatter(values: Array, key: Array, new: Any) -> None:
+    each = isinstance(new, np.ndarray) and new.ndim == 1 and len(new) != 1
+    at = 0
+    for piece in _pieces(len(key)):
+        part, some = values, key[piece]
+        count = len(some)
+        if key.dtype == np.bool_:
+            part, count = values[piece], int(np.count_nonzero(some))
+        part[some] = new[at : at + count] if each else new
+        at += count
+    if each and at != len(new):
+        raise ValueError(f"{len(new)} values for {at} rows")
+
+
+def _where(condition: Any, *choices: Any) -> Any:
+    if not choices:
+        return _nonzero(condition)
+    parts = [_plain(value) for value in (condition, *choices)]
+    count = max(len(value) for value in parts if getattr(value, "ndim", 0) == 1)
+    result = empty(count, np.where(*(_start(value, count) for value in parts)).dtype)
+    for piece in _pieces(count):
+        some = (value[piece] if getattr(value, "ndim", 0) == 1 and len(value) == count else value for value in parts)
+        result[piece] = np.where(*some)
+    return result
+
+
+def _nonzero(values: Any) -> tuple[Array]:
+    values = _plain(values)
+    result = empty(int(np.count_nonzero(values)), np.intp)
+    at = 0
+    for piece in _pieces(len(values)):
+        some = np.flatnonzero(values[piece])
+        result[at : at + len(some)] = some + piece.start
+        at += len(some)
+    return (result,)
+
+
+def _concatenate(arrays: Any, *_: Any, **__: Any) -> Array:
+    parts = [np.atleast_1d(_plain(part)) for part in arrays]
+    result = empty(sum(map(len, parts)), np.result_type(*parts))
+    at = 0
+    for part in parts:
+        result[at : at + len(part)] = part
+        at += len(part)
+    return result
+
+
+def _argsort(values: Any, *_: Any, **__: Any) -> Array:
+    """Stable, by ranges of values: each range is sorted in memory, from the lowest to the highest."""
+    plain = _plain(values)
+    count = len(plain)
+    result = empty(count, np.intp)
+    sample = np.sort(plain[:: max(1, count // 4096)])
+    pivots = np.unique(sample[:: max(1, len(sample) * PIECE * 4 // max(count, 1))][1:])
+    place = empty(count, np.uint16)
+    for piece in _pieces(count):
+        place[piece] = np.searchsorted(pivots, plain[piece], side="right")
+    at = 0
+    for number in range(len(pivots) + 1):
+        (rows,) = _nonzero(place == number)
+        rows = _plain(rows)
+        some = rows[np.argsort(plain[rows], kind="stable")]
+        result[at : at + len(some)] = some
+        at += len(some)
+    return result
+
+
+def _lexsort(keys: Any, *_: Any, **__: Any) -> Any:
+    order = _argsort(keys[0])
+    for key in keys[1:]:
+        order = order[_argsort(key[order])]
+    return order
+
+
+def _searchsorted(values: Any, wanted: Any, side: Any = "left") -> Any:
+    if np.ndim(wanted) == 0:
+        return np.searchsorted(_plain(values), wanted, side=side)
+    values, wanted = _plain(values), _plain(np.asarray(wanted))
+    common = np.result_type(values, wanted)
+    if values.dtype != common:
+        values = _plain(stored(values).astype(common))
+    result = empty(len(wanted), np.intp)
+    for piece in _pieces(len(wanted)):
+        result[piece] = np.searchsorted(values, wanted[piece], side=side)
+    return result
+
+
+def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
+    values, repeats = _plain(values), np.broadcast_to(_plain(repeats), len(values))
+    result = empty(int(repeats.sum()), values.dtype)
+    at = 0
+    for piece in _pieces(len(values)):
+        some = np.repeat(values[piece], repeats[piece])
+        result[at : at + len(some)] = some
+        at += len(some)
+    return result
+
+
+def _cumsum(values: Any, *_: Any, **__: Any) -> Array:
+    values = _plain(values)
+    result = empty(len(values), np.cumsum(values[:1]).dtype)
+    np.cumsum(values, out=_plain(result))
+    return result
+
+
+def _isin(element: Any, test_elements: Any, **kwargs: Any) -> Array:
+    element = _plain(element)
+    result = empty(len(element), np.bool_)
+    for piece in _pieces(len(element)):
+        result[piece] = np.isin(element[piece], _plain(test_elements), **kwargs)
+    return result
+
+
+def _sort(values: Any, *_: Any, **__: Any) -> Array:
+    result = stored(_plain(values))
+    _plain(result).sort()
+    return result
+
+
+def _unique(values: Any, return_index: bool = False, return_inverse: bool = False, **_: Any) -> Any:
+    order = _argsort(values)
+    ordered = values[order]
+    first = np.ones(len(ordered), dtype=np.bool_, like=values)
+    first[1:] = ordered[1:] != ordered[:-1]
+    found = [ordered[first]]
+    if return_index:
+        found.append(order[first])
+    if return_inverse:
+        inverse = empty(len(order), np.intp)
+        inverse[order] = np.cumsum(first) - 1
+        found.append(inverse)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _full(shape: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Array:
+    result = empty(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
+    result[:] = fill_value
+    return result
+
+
+def _arange(start: int, stop: int | None = None, *, dtype: Any = np.int64, **_: Any) -> Array:
+    low, high = (0, start) if stop is None else (start, stop)
+    result = empty(max(high - low, 0), dtype)
+    for piece in _pieces(len(result)):
+        result[piece] = np.arange(low + piece.start, low + piece.stop, dtype=dtype)
+    return result
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    np.where: _where,
+    np.nonzero: _nonzero,
+    np.flatnonzero: lambda values: _nonzero(values)[0],
+    np.concatenate: _concatenate,
+    np.argsort: _argsort,
+    np.lexsort: _lexsort,
+    np.searchsorted: _searchsorted,
+    np.repeat: _repeat,
+    np.cumsum: _cumsum,
+    np.isin: _isin,
+    np.sort: _sort,
+    np.unique: _unique,
+    np.full: _full,
+    np.zeros: lambda shape, dtype=float, **_: _full(shape, 0, dtype),
+    np.ones: lambda shape, dtype=float, **_: _full(shape, 1, dtype),
+    np.empty: lambda shape, dtype=float, **_: empty(shape, dtype),
+    np.arange: _arange,
+    np.copy: lambda values, **_: stored(_plain(values)),
+}
