@@ -1,0 +1,53 @@
+"""What was attached and what was left over: the coverage of one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from traceloom.link.device_work import ORPHANS
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph_schema import GRAPH_SCHEMAS
+
+if TYPE_CHECKING:
+    from traceloom.link.rank import Parts
+
+
+def coverage_rows(rank: int, parts: Parts, overlapping: int, refused: pl.DataFrame) -> pl.DataFrame:
+    """The `coverage` rows of a rank but those of its host trace.
+
+    Args:
+        rank: The rank.
+        parts: What its nodes are made of.
+        overlapping: Neighbours on one stream that overlap.
+        refused: Edges that contradict the order of others: kind, count.
+    """
+    work, host = parts.work, parts.host
+    span = work.end - work.start
+    rows: list[tuple[str, str, int, int | None]] = []
+    known = work.call >= 0
+    for said, chosen in (
+        ("attached by correlation", known & work.correlated),
+        ("attached by arrow", known & ~work.correlated),
+        *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
+    ):
+        if chosen.any():
+            rows.append(("gpu-work", said, int(chosen.sum()), int(span[chosen].sum())))
+    submitted = np.unique(work.call[known]).size
+    is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
+    rows.append(("launches", "with GPU work", submitted, None))
+    silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[known])]].sum())
+    if silent:
+        rows.append(("launches", "without GPU work in the window", silent, None))
+    if overlapping:
+        rows.append(("streams", "neighbours that overlap", overlapping, None))
+    lengths = host.end - host.start
+    gaps = host.owner < 0
+    rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
+    rows.append(("host-time", "in gaps between them", int(gaps.sum()), int(lengths[gaps].sum())))
+    if parts.tree.polling:
+        rows.append(("host-time", "left out: threads that only poll", parts.tree.polling, parts.tree.polling_ns))
+    rows += [("edges", f"left out: {kind} against the order of others", count, None) for kind, count in refused.rows()]
+    return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")

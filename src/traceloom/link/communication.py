@@ -1,0 +1,178 @@
+"""Which nodes are communication, and what is known of each: from kernels, the ops around their launches, names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.link.calls import named
+from traceloom.link.device_work import DeviceWork
+from traceloom.link.host_tree import HostTree
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.read.order import nearest
+
+if TYPE_CHECKING:
+    from traceloom.link.rank import Parts
+
+Ints = NDArray[np.int64]
+
+# First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
+_KERNEL_KINDS = (
+    ("reduce_scatter", r"reduce_?scatter"),
+    ("all_reduce", r"all_?reduce|cross_device_reduce"),
+    ("all_gather", r"all_?gather"),
+    ("all_to_all", r"all_?to_?all|all2all|\bep::(\w+::)*(dispatch|combine)"),
+    ("broadcast", r"broadcast"),
+    ("reduce", r"nccl(dev)?kernel_reduce_"),
+    ("send_receive", r"send_?recv"),
+)
+_NOT_THE_OPERATION = ("wait", "init", "unknown")  # calls about communication that move nothing
+_HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
+_PAIRS = {"send": "send", "recv": "receive"}
+_FIELDS = (
+    "kind", "group", "group_size", "ranks", "element_type", "in_bytes", "out_bytes", "sequence", "peer", "tag",
+    "in_splits", "out_splits",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Communication of one rank.
+
+    Attributes:
+        work: Numbers of the work that is communication.
+        work_kind: Kind of node of each: number in NODE_KINDS.
+        host_event: Positions (in the tree) of host events that are communication.
+        about: One row per work, then per host event, with the columns of `communication` but `node` and `instance`.
+    """
+
+    work: Ints
+    work_kind: Ints
+    host_event: Ints
+    about: pl.DataFrame
+
+    def nodes(self, parts: Parts) -> Ints:
+        """Node of each row."""
+        return np.concatenate([parts.work_node[self.work], parts.segment_node[parts.host.first[self.host_event]]])
+
+    def rows(self, parts: Parts) -> pl.DataFrame:
+        """The `communication` frame."""
+        return (
+            self.about.with_columns(pl.Series("node", self.nodes(parts)), pl.lit(None, pl.Int64).alias("instance"))
+            .sort("node")
+            .select(list(GRAPH_SCHEMAS["communication"]))
+            .cast(GRAPH_SCHEMAS["communication"])
+        )
+
+    def node_bytes(self, parts: Parts) -> tuple[Ints, Ints]:
+        """Nodes whose bytes are known, and the bytes that this rank puts in."""
+        known = self.about["in_bytes"].is_not_null().to_numpy()
+        return self.nodes(parts)[known], self.about["in_bytes"].drop_nulls().to_numpy()
+
+
+@lru_cache(maxsize=1)
+def _kernel_pattern() -> str:
+    """The table of kernels' names that say communication, as one expression."""
+    table = json.loads((files("traceloom") / "analyze" / "kernel_rules.json").read_text(encoding="utf-8"))
+    return "(?i)" + "|".join(f"(?:{row['pattern']})" for row in table if row["category"] == "communication")
+
+
+def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> Communication:
+    """Find the communication of a rank.
+
+    On devices: kernels by the table of names. On hosts: calls of back ends that work there (`gloo:all_reduce`).
+    What is known of one is taken from its own arguments, else from the nearest op or annotation around its launch
+    that describes a collective, else from its name.
+    """
+    category = trace.events["category"].gather(work.row)
+    names = trace.events["name"].gather(work.row)
+    is_talk = named(names, _kernel_pattern()).to_numpy() & (category == cat.KERNEL).to_numpy()
+    chosen = np.flatnonzero(is_talk)
+    host = _host_events(tree, work)
+    described = _described(trace)
+    on_host = _around(tree, described, host, tree.name.gather(host))
+    about = pl.concat([_of_kernels(trace, tree, work, chosen, described), on_host])
+    about = about.with_columns(pl.col("kind").replace(_PAIRS))
+    kinds = about["kind"].head(chosen.size)
+    codes = np.full(chosen.size, gs.NODE_KINDS.index(gs.COLLECTIVE))
+    codes[(kinds == "send").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
+    codes[(kinds == "receive").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.RECEIVE)
+    return Communication(chosen, codes, host, about)
+
+
+def _described(trace: Trace) -> pl.DataFrame:
+    """What the file says of each event that describes a collective; columns `event` and _FIELDS."""
+    frame = trace.collectives.filter(~pl.col("kind").is_in(_NOT_THE_OPERATION) | pl.col("kind").is_null())
+    members = trace.groups.select("group", pl.col("ranks").alias("members"))
+    return (
+        frame.with_columns(
+            _whole_list("ranks", pl.Int32),
+            _whole_list("in_splits", pl.Int64),
+            _whole_list("out_splits", pl.Int64),
+            pl.lit(None, pl.Int64).alias("tag"),
+        )
+        .join(members.unique("group"), on="group", how="left", maintain_order="left")
+        .with_columns(pl.coalesce("ranks", "members").alias("ranks"))
+        .select("event", *_FIELDS)
+        .unique("event", keep="first", maintain_order=True)
+    )
+
+
+def _whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
+    """Text such as `[0, 8, 16]` as a list of numbers; null where the file cut it, and for empty ones."""
+    inside = pl.col(column).str.extract(r"^\s*\[([\d,\s-]+)\]\s*$").str.replace_all(r"\s", "").str.split(",")
+    numbers = inside.list.eval(pl.element().cast(dtype, strict=False))
+    return pl.when(numbers.list.eval(pl.element().is_not_null()).list.all()).then(numbers).alias(column)
+
+
+def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series) -> pl.DataFrame:
+    """For each position the fields of itself, completed by those of the described events around it."""
+    says = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    at = tree.position[described["event"].to_numpy()] if described.height else np.zeros(0, dtype=np.int64)
+    says[at[at >= 0]] = True
+    above = nearest(tree.parent, says[:-1])
+    rows = pl.DataFrame({"place": at, **{name: described[name] for name in _FIELDS}}).filter(pl.col("place") >= 0)
+    rows = rows.unique("place", keep="first")
+    here = position.copy()
+    found: pl.DataFrame | None = None
+    for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
+        here = np.where((here >= 0) & says[here], here, np.where(here >= 0, above[here], -1) if above.size else -1)
+        part = pl.DataFrame({"place": here}).join(rows, on="place", how="left", maintain_order="left").select(_FIELDS)
+        found = part if found is None else found.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
+        here = np.where(here >= 0, above[here], -1) if above.size else here
+    assert found is not None
+    lower = names.str.to_lowercase()
+    by_name = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
+    return found.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))
+
+
+def _of_kernels(trace: Trace, tree: HostTree, work: DeviceWork, chosen: Ints, described: pl.DataFrame) -> pl.DataFrame:
+    rows = work.row[chosen]
+    names = trace.events["name"].gather(rows)
+    own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
+        described, on="event", how="left", maintain_order="left"
+    )
+    around = _around(tree, described, work.call[chosen], names)
+    return pl.DataFrame({name: own.select(pl.coalesce(pl.col(name), around[name])).to_series() for name in _FIELDS})
+
+
+def _host_events(tree: HostTree, work: DeviceWork) -> Ints:
+    """Outermost calls of back ends that communicate from the host, without GPU work of their own."""
+    wanted = named(tree.name, _HOST_BACKENDS).to_numpy() & ~tree.call
+    wanted &= nearest(tree.parent, wanted) < 0
+    submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
+    np.add.at(submitted, work.call[work.call >= 0] + 1, 1)
+    total = np.cumsum(submitted)
+    position = np.flatnonzero(wanted)
+    alone: Ints = position[total[tree.stop[position]] == total[position]]
+    return alone

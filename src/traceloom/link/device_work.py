@@ -1,0 +1,108 @@
+"""GPU work in the order of its streams, with the calls that submitted it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.link.host_tree import HostTree
+from traceloom.model import Trace
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+BEFORE = np.iinfo(np.int64).min // 4  # time of a launch that was not recorded: before everything
+_SKEW_NS = 1_000_000  # a work that starts earlier than this before its launch is not of that launch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """Kernels, copies and fills by stream, and by start on each; arrays of shape (work,).
+
+    Attributes:
+        row: Row in `trace.events`.
+        lane: Lane of the trace: one per device and stream.
+        device: Device index; -1 where the file has none.
+        start: Starts, ns.
+        end: Ends, ns.
+        call: Position (in the tree) of the call that submitted it; -1 where none is recorded.
+        asked: Start of that call, ns; BEFORE where none is recorded.
+        correlated: Whether the call is known by a shared number; else by an arrow.
+        orphans: Why each work without a call has none: number in ORPHANS; -1 for the others.
+    """
+
+    row: Ints
+    lane: Ints
+    device: Ints
+    start: Ints
+    end: Ints
+    call: Ints
+    asked: Ints
+    correlated: Bools
+    orphans: Ints
+
+    def lanes(self) -> tuple[Ints, Ints]:
+        """The lanes that hold work, and where each begins (with the size at the end)."""
+        lanes, first = np.unique(self.lane, return_index=True)
+        return lanes.astype(np.int64), np.append(first, self.lane.size)
+
+
+ORPHANS = (
+    "orphan: its launch lies before the window",
+    "orphan: it has no correlation",
+    "orphan: no recorded call has its correlation",
+    "orphan: it starts long before the call of its correlation",
+)
+
+
+def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
+    """The GPU work of a trace with its launches: by correlation, else by arrow."""
+    work = trace.gpu_work().select("event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation")
+    row = work["event"].to_numpy().astype(np.int64)
+    start = work["start_ns"].to_numpy()
+    end = start + np.maximum(work["duration_ns"].to_numpy(), 0)
+    launch = work["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+    correlated = launch >= 0
+    launch = np.where(correlated, launch, _by_arrow(trace, row))
+    call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
+    known = call >= 0
+    called = np.full(row.size, BEFORE, dtype=np.int64)
+    called[known] = tree.start[call[known]]
+    wrong = known & (start < called - _SKEW_NS)
+    call[wrong], called[wrong] = -1, BEFORE
+    orphans = np.full(row.size, -1)
+    lost = call < 0
+    orphans[lost] = np.where(work["correlation"].is_null().to_numpy()[lost], 1, 2)
+    orphans[lost & _first_of_stream(work["lane"].to_numpy(), start, lost)] = 0
+    orphans[wrong] = 3
+    order = np.lexsort((row, end, called, start, work["lane"].to_numpy()))
+    return DeviceWork(
+        row=row[order],
+        lane=work["lane"].to_numpy().astype(np.int64)[order],
+        device=work["device"].cast(pl.Int64).fill_null(-1).to_numpy()[order],
+        start=start[order],
+        end=end[order],
+        call=call[order],
+        asked=called[order],
+        correlated=correlated[order],
+        orphans=orphans[order],
+    )
+
+
+def _by_arrow(trace: Trace, row: Ints) -> Ints:
+    """The event at the start of the arrow that ends at each GPU work; -1 where no arrow does."""
+    arrows = trace.flows.filter(pl.col("kind") == "launch").drop_nulls(["source", "target"])
+    source = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    source[arrows["target"].to_numpy()] = arrows["source"].to_numpy()
+    return source[row]
+
+
+def _first_of_stream(lane: NDArray[np.uint32], start: Ints, lost: Bools) -> Bools:
+    """Work that runs before any work with a launch does on its stream: it was launched before the window."""
+    earliest = np.full(int(lane.max(initial=0)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(earliest, lane[~lost], start[~lost])
+    found: Bools = start <= earliest[lane]
+    return found

@@ -1,0 +1,157 @@
+"""Edges while they are found, and which of them can stand together without a circle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import InvariantError
+from traceloom.model.graph_schema import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS
+from traceloom.model.points import topological
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Edges:
+    """Edges in columns; a node has the points 2 x node (start) and 2 x node + 1 (end).
+
+    *Firm* edges are the order of calls on threads, launches and the order of streams: these lead from hosts to devices
+    and forward on each, so they never close a circle. All others may, where times are coarse or clocks disagree, and
+    are only kept where they fit.
+    """
+
+    source: list[Ints] = field(default_factory=list)
+    target: list[Ints] = field(default_factory=list)
+    kind: list[Ints] = field(default_factory=list)
+    evidence: list[Ints] = field(default_factory=list)
+    firm: list[Bools] = field(default_factory=list)
+
+    def add(
+        self, kind: str, evidence: str | NDArray[Any], source: Ints, target: Ints, *, from_end: Any, to_end: Any,
+        firm: bool = False,
+    ) -> None:  # fmt: skip
+        """Add edges of one kind; `evidence`, `from_end` and `to_end` are one value, or one per edge."""
+        count = source.size
+        self.source.append(2 * source + np.asarray(from_end, dtype=np.int64))
+        self.target.append(2 * target + np.asarray(to_end, dtype=np.int64))
+        self.kind.append(np.full(count, EDGE_KINDS.index(kind)))
+        words = np.asarray(evidence)
+        codes = np.zeros(count, dtype=np.int64)
+        for code, word in enumerate(EVIDENCE):
+            codes[np.broadcast_to(words == word, (count,))] = code
+        self.evidence.append(codes)
+        self.firm.append(np.full(count, firm))
+
+    def frame(self, times: Ints) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """The `edges` frame, sorted by target, and how many edges of each kind did not fit (kind, count).
+
+        Args:
+            times: Measured time of each point, ns; shape (2 x nodes,).
+        """
+        empty = np.zeros(0, dtype=np.int64)
+        source, target, kind, evidence = (
+            np.concatenate([empty, *column]) for column in (self.source, self.target, self.kind, self.evidence)
+        )
+        firm = np.concatenate([np.zeros(0, dtype=np.bool_), *self.firm])
+        kept = np.flatnonzero(fitting(source, target, firm, times))
+        refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
+        order = kept[np.lexsort((kind[kept], source[kept], target[kept]))]
+        # one edge between two points is enough: the kind that comes first in EDGE_KINDS
+        same = np.zeros(order.size, dtype=np.bool_)
+        same[1:] = (source[order[1:]] == source[order[:-1]]) & (target[order[1:]] == target[order[:-1]])
+        order = order[~same]
+        source, target = source[order], target[order]
+        frame = pl.DataFrame(
+            {
+                "source": source // 2,
+                "target": target // 2,
+                "kind": pl.Series(EDGE_KINDS).gather(kind[order]),
+                "evidence": pl.Series(EVIDENCE).gather(evidence[order]),
+                "from_end": source % 2 == 1,
+                "to_end": target % 2 == 1,
+                "delay_ns": np.minimum(times[target] - times[source], 0),  # clocks: some effects precede their causes
+                "residual_ns": np.zeros(order.size, dtype=np.int64),
+            },
+            schema_overrides=GRAPH_SCHEMAS["edges"],
+        )
+        rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
+        return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
+
+
+def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
+    """Which edges can stand together without a circle: the firm ones, and what agrees with the order they make.
+
+    Edges that go back in time (a call that returned, by its clock, before what it awaited) are held against the firm
+    ones first. The order that these make, with times moved on where they must be, decides about all others.
+    """
+    nodes = times.size // 2
+    early = times[target] < times[source]
+    basis = firm | early
+    while True:
+        at = np.flatnonzero(basis)
+        order, stuck = _ordered(nodes, source[at], target[at])
+        if order is not None:
+            break
+        inside = basis & ~firm & stuck[source] & stuck[target]
+        if not inside.any():
+            raise InvariantError(
+                "the order of calls, launches and streams contradicts itself",
+                slug="broken-cycle",
+                hint="this is a defect of Traceloom, please report it",
+            )
+        basis &= ~inside
+    place = np.empty(times.size, dtype=np.int64)
+    place[order] = np.arange(times.size)
+    moved = _moved_on(times, source[at], target[at])
+    forward = (moved[source] < moved[target]) | ((moved[source] == moved[target]) & (place[source] < place[target]))
+    found: Bools = basis | (forward & ~early)
+    return found
+
+
+def _ordered(nodes: int, source: Ints, target: Ints) -> tuple[Ints, Bools] | tuple[None, Bools]:
+    """A topological order of the points; or None and the points that are on or behind a circle."""
+    nothing = np.zeros(2 * nodes, dtype=np.bool_)
+    try:
+        return topological(nodes, source, target), nothing
+    except InvariantError:
+        return None, _behind_circles(nodes, source, target)
+
+
+def _behind_circles(nodes: int, source: Ints, target: Ints) -> Bools:
+    """Points that a repeated removal of points without predecessors, then without successors, leaves over."""
+    starts = np.arange(nodes, dtype=np.int64) * 2
+    before, after = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
+    left = np.ones(2 * nodes, dtype=np.bool_)
+    for one, other in ((before, after), (after, before)):
+        order = np.argsort(one, kind="stable")
+        reached = other[order]
+        bounds = np.searchsorted(one[order], np.arange(2 * nodes + 1))
+        live = left[before] & left[after]
+        waits = np.bincount(other[live], minlength=2 * nodes)
+        ready = np.flatnonzero((waits == 0) & left).tolist()
+        while ready:
+            point = ready.pop()
+            left[point] = False
+            for follower in reached[bounds[point] : bounds[point + 1]].tolist():
+                waits[follower] -= 1
+                if waits[follower] == 0 and left[follower]:
+                    ready.append(follower)
+    return left
+
+
+def _moved_on(times: Ints, source: Ints, target: Ints) -> Ints:
+    """Times moved on until no edge goes back and no node ends before it starts."""
+    moved = times.copy()
+    while True:
+        late = np.flatnonzero(moved[target] < moved[source])
+        ends = np.flatnonzero(moved[1::2] < moved[0::2])
+        if not late.size and not ends.size:
+            return moved
+        np.maximum.at(moved, target[late], moved[source[late]])
+        moved[1::2] = np.maximum(moved[1::2], moved[0::2])

@@ -1,0 +1,141 @@
+"""The host events that make nodes, as a forest in lane order: ops, annotations, runtime and driver calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.link.calls import POLLS, named
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.order import nearest
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_KEPT = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
+_POLLING = 0.5  # share of a thread's calls; such a thread holds nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class HostTree:
+    """Host events in lane order, in which the descendants of an event follow it; arrays of shape (events kept,).
+
+    Attributes:
+        row: Row in `trace.events`.
+        position: For every row of `trace.events` its position here; what a runtime call holds inside has the position
+            of that call; -1 for what is not here.
+        lane: Lane of the trace.
+        start: Starts, ns.
+        end: Ends, clipped to the parents'.
+        parent: Position of the parent; -1 for roots.
+        depth: 0 for roots.
+        stop: Position after the last descendant.
+        call: Which are runtime or driver calls.
+        name: Names.
+        polling: Events left out, because their threads only ask again and again whether something is done.
+        polling_ns: Their time.
+    """
+
+    row: Ints
+    position: Ints
+    lane: Ints
+    start: Ints
+    end: Ints
+    parent: Ints
+    depth: Ints
+    stop: Ints
+    call: Bools
+    name: pl.Series
+    polling: int
+    polling_ns: int
+
+    def span(self) -> Ints:
+        """Durations, >= 0."""
+        return self.end - self.start
+
+
+def host_tree(trace: Trace) -> HostTree:
+    """The host events of a trace that make nodes.
+
+    Python frames are left out (they name what others measure), so is what happens inside a runtime or driver call, and
+    so are threads that only poll.
+    """
+    events = trace.events
+    category = events["category"]
+    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    lane_of = events["lane"].to_numpy().astype(np.int64)
+    call = category.is_in([cat.RUNTIME, cat.DRIVER]).to_numpy()
+    kept = category.is_in(list(_KEPT)).to_numpy() & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
+    outer = nearest(parent, call)
+    kept &= outer < 0
+    polls = _polling_lanes(trace, kept, call)
+    left_out = kept & polls[lane_of]
+    kept &= ~left_out
+    row = np.flatnonzero(kept)
+    row = row[np.argsort(lane_of[row], kind="stable")]
+    position = np.full(events.height, -1, dtype=np.int64)
+    position[row] = np.arange(row.size)
+    inside = np.flatnonzero(outer >= 0)
+    # the outermost call: the nearest one may itself stand in another
+    while inside.size and (outer[outer[inside]] >= 0).any():
+        outer[inside] = np.where(outer[outer[inside]] >= 0, outer[outer[inside]], outer[inside])
+    position[inside] = position[outer[inside]]
+    above = nearest(parent, kept)[row]
+    lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
+    end = events["nested_end_ns"].to_numpy()[row]
+    above = np.where(above >= 0, position[above], -1)
+    durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
+    return HostTree(
+        row=row,
+        position=position,
+        lane=lane,
+        start=start,
+        end=end,
+        parent=above,
+        depth=_depths(above),
+        stop=_stops(lane, start, end),
+        call=call[row],
+        name=events["name"].gather(row),
+        polling=int(left_out.sum()),
+        polling_ns=int(durations[left_out].sum()),
+    )
+
+
+def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
+    """Lanes that hold calls and nothing else, most of them questions whether something is done."""
+    lanes = trace.lanes.height
+    lane_of = trace.events["lane"].to_numpy()
+    polls = np.zeros(lane_of.size, dtype=np.bool_)
+    rows = np.flatnonzero(call & kept)
+    polls[rows] = named(trace.events["name"].gather(rows), POLLS).to_numpy()
+    count = np.bincount(lane_of[kept], minlength=lanes)
+    calls = np.bincount(lane_of[rows], minlength=lanes)
+    asked = np.bincount(lane_of[polls], minlength=lanes)
+    found: Bools = (asked > _POLLING * count) & (calls == count) & (count > 0)
+    return found
+
+
+def _depths(parent: Ints) -> Ints:
+    depth = (parent >= 0).astype(np.int64)
+    pointer = parent.copy()
+    rows = np.flatnonzero(pointer >= 0)
+    while rows.size:
+        target = pointer[rows]
+        depth[rows] += depth[target]
+        pointer[rows] = pointer[target]
+        rows = rows[pointer[rows] >= 0]
+    return depth
+
+
+def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
+    stop = np.arange(1, lane.size + 1)
+    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
+    for low, high in pairwise(bounds.tolist()):
+        found = low + np.searchsorted(start[low:high], end[low:high], side="left")
+        stop[low:high] = np.maximum(stop[low:high], found)
+    return stop

@@ -1,0 +1,107 @@
+"""Questions about GPU work by time: what had been launched, what had ended, who launched last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.link.device_work import DeviceWork
+from traceloom.link.host_tree import HostTree
+
+Ints = NDArray[np.int64]
+
+
+class WorkByTime:
+    """GPU work sorted for questions of "before when"; every answer is a number of a work, or -1 for none."""
+
+    def __init__(self, work: DeviceWork, tree: HostTree) -> None:
+        self.work = work
+        self.lanes, bounds = work.lanes()
+        self._streams = [_Stream(work, low, high) for low, high in pairwise(bounds.tolist())]
+        submitted = np.flatnonzero(work.call >= 0)
+        thread = tree.lane[work.call[submitted]]
+        order = np.lexsort((work.start[submitted], work.asked[submitted], thread))
+        self._submitted, self._thread, self._asked = submitted[order], thread[order], work.asked[submitted][order]
+
+    def launched_before(self, lane: Ints, time: Ints) -> Ints:
+        """Of the work of a stream that was launched before a time, the one that ends last; shapes as given."""
+        return self._asked_streams("launched_before", lane, time)
+
+    def ended_by(self, lane: Ints, time: Ints) -> Ints:
+        """Of the work of a stream that had ended by a time, the one that ends last; shapes as given."""
+        return self._asked_streams("ended_by", lane, time)
+
+    def launches_on_after(self, lane: Ints, time: Ints) -> Ints:
+        """The first work of a stream that is launched at or after a time; shapes as given."""
+        return self._asked_streams("launched_after", lane, time)
+
+    def _asked_streams(self, question: str, lane: Ints, time: Ints) -> Ints:
+        out = np.full(lane.shape, -1, dtype=np.int64)
+        for number, stream in zip(self.lanes.tolist(), self._streams, strict=True):
+            here = lane == number
+            if here.any():
+                out[here] = getattr(stream, question)(time[here])
+        return out
+
+    def thread_launched_before(self, thread: Ints, time: Ints) -> Ints:
+        """The last work that a host thread launched before a time."""
+        at = self._place(thread, time, "left") - 1
+        found = at >= 0
+        found[found] = self._thread[at[found]] == thread[found]
+        return np.where(found, self._submitted[at] if self._submitted.size else -1, -1)
+
+    def thread_launches_after(self, thread: Ints, time: Ints) -> Ints:
+        """The first work that a host thread launches at or after a time."""
+        at = self._place(thread, time, "left")
+        found = at < self._thread.size
+        found[found] = self._thread[at[found]] == thread[found]
+        at = np.where(found, at, 0)
+        return np.where(found, self._submitted[at] if self._submitted.size else -1, -1)
+
+    def _place(self, thread: Ints, time: Ints, side: str) -> Ints:
+        """Where (thread, time) would stand among the launches."""
+        out = np.zeros(thread.size, dtype=np.int64)
+        for number in np.unique(thread).tolist():
+            here = thread == number
+            low = np.searchsorted(self._thread, number, "left")
+            high = np.searchsorted(self._thread, number, "right")
+            out[here] = low + np.searchsorted(self._asked[low:high], time[here], side)  # type: ignore[call-overload]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """One stream's work: what of it ends last among all that was launched, or had ended, before a time."""
+
+    asked: Ints
+    by_asked: Ints
+    lasting: Ints
+    ends: Ints
+    by_end: Ints
+
+    def __init__(self, work: DeviceWork, low: int, high: int) -> None:
+        asked, end = work.asked[low:high], work.end[low:high]
+        order = np.argsort(asked, kind="stable")
+        reach = np.maximum.accumulate(end[order])
+        holder = np.maximum.accumulate(np.where(end[order] >= reach, np.arange(high - low), 0))
+        object.__setattr__(self, "asked", asked[order])
+        object.__setattr__(self, "by_asked", order + low)
+        object.__setattr__(self, "lasting", order[holder] + low)
+        by_end = np.argsort(end, kind="stable")
+        object.__setattr__(self, "ends", end[by_end])
+        object.__setattr__(self, "by_end", by_end + low)
+
+    def launched_before(self, time: Ints) -> Ints:
+        count = np.searchsorted(self.asked, time, side="left")
+        return np.where(count > 0, self.lasting[np.maximum(count - 1, 0)], -1)
+
+    def launched_after(self, time: Ints) -> Ints:
+        count = np.searchsorted(self.asked, time, side="left")
+        return np.where(count < self.asked.size, self.by_asked[np.minimum(count, self.asked.size - 1)], -1)
+
+    def ended_by(self, time: Ints) -> Ints:
+        count = np.searchsorted(self.ends, time, side="right")
+        return np.where(count > 0, self.by_end[np.maximum(count - 1, 0)], -1)

@@ -1,0 +1,295 @@
+"""The graph of one rank: what its threads and streams did, and what each thing waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.link.attached import coverage_rows
+from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
+from traceloom.link.communication import Communication, communication
+from traceloom.link.device_work import DeviceWork, device_work
+from traceloom.link.edges import Edges
+from traceloom.link.host_tree import HostTree, host_tree
+from traceloom.link.launches import launch_edges
+from traceloom.link.order_of_work import WorkByTime
+from traceloom.link.segments import Segments, segments
+from traceloom.link.streams import stream_edges
+from traceloom.link.sync_records import sync_records
+from traceloom.link.syncs import Awaited, awaited
+from traceloom.link.waits import wait_edges
+from traceloom.model import Trace
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.model.graph_schema import GRAPH_SCHEMAS
+
+Ints = NDArray[np.int64]
+
+
+class Matching(Protocol):
+    """What of `traceloom.link.host_device.Matching` is needed here."""
+
+    @property
+    def host_op(self) -> Ints:
+        """Id in the host trace of each event of the trace; -1 where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then GPU work.
+
+    Attributes:
+        tree: Host events.
+        host: Their segments.
+        kinds: Kind of each segment: number in NODE_KINDS.
+        work: GPU work.
+        talk: Which of the work, and which host events, are communication.
+        segment_node: Node of each segment.
+        work_node: Node of each work.
+    """
+
+    tree: HostTree
+    host: Segments
+    kinds: Ints
+    work: DeviceWork
+    talk: Communication
+    segment_node: Ints
+    work_node: Ints
+
+
+def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
+    """Link one process's trace into a graph.
+
+    Args:
+        trace: The device trace.
+        matching: Which of its events are which ops of the host trace, where there is one.
+
+    Returns:
+        A graph of one rank, not calibrated: no delays, work as long as it took, nothing left over. Times start at 0,
+        which is `trace.start_ns`.
+    """
+    tree = host_tree(trace)
+    host = segments(tree)
+    work = device_work(trace, tree)
+    times = WorkByTime(work, tree)
+    records = sync_records(trace, tree)
+    waiting = awaited(trace, tree, work, times, records)
+    talk = communication(trace, tree, work)
+    parts = Parts(
+        tree=tree,
+        host=host,
+        kinds=_segment_kinds(tree, host, work, waiting, talk),
+        work=work,
+        talk=talk,
+        segment_node=np.arange(1, host.owner.size + 1),
+        work_node=np.arange(host.owner.size + 1, host.owner.size + 1 + work.row.size),
+    )
+    edges = Edges()
+    _thread_edges(edges, parts)
+    launch_edges(edges, work, parts.segment_node[host.first], parts.work_node)
+    overlapping = stream_edges(edges, work, parts.work_node)
+    last_node = parts.segment_node[host.last]
+    edges.add(
+        "synchronize", waiting.evidence, parts.work_node[waiting.work], last_node[waiting.call],
+        from_end=True, to_end=True,
+    )  # fmt: skip
+    wait_edges(edges, tree, times, parts.work_node, records)
+    return _assembled(trace, parts, edges, overlapping, matching)
+
+
+def _segment_kinds(tree: HostTree, host: Segments, work: DeviceWork, waiting: Awaited, talk: Communication) -> Ints:
+    """Number of the kind of each segment: gaps think, calls launch or block, the rest is the host's own work."""
+    kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
+    submits = np.zeros(tree.row.size, dtype=np.bool_)
+    submits[work.call[work.call >= 0]] = True
+    call = np.flatnonzero(tree.call)
+    names = tree.name.gather(call)
+    submits[call[(named(names, LAUNCHES) & ~named(names, NO_LAUNCH)).to_numpy()]] = True
+    kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
+    kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
+    return kinds
+
+
+def _thread_edges(edges: Edges, parts: Parts) -> None:
+    """Each segment after the one before it on its thread."""
+    host, tree = parts.host, parts.tree
+    one = np.flatnonzero(host.lane[1:] == host.lane[:-1])
+    before, after = host.owner[one], host.owner[one + 1]
+    low, high = np.minimum(before, after), np.maximum(before, after)
+    nested = (low >= 0) & (low != high) & (high < tree.stop[low]) if tree.row.size else low > 0
+    for kind, chosen in (("call", nested), ("thread", ~nested)):
+        at = one[chosen]
+        edges.add(
+            kind, "measured", parts.segment_node[at], parts.segment_node[at + 1],
+            from_end=True, to_end=False, firm=True,
+        )  # fmt: skip
+
+
+def _assembled(trace: Trace, parts: Parts, edges: Edges, overlapping: int, matching: Matching | None) -> Graph:
+    nodes, lanes = _nodes(trace, parts, matching)
+    times = _point_times(nodes)
+    _origin_edges(edges, nodes.height)
+    frame, refused = edges.frame(times)
+    meta = trace.meta
+    ranks = pl.DataFrame(
+        [
+            {
+                "rank": meta.rank or 0,
+                "host": meta.host,
+                "process": meta.process,
+                "device_trace": meta.path,
+                "window_start_ns": int(nodes["start_ns"][0]),
+                "window_end_ns": int(times.max()),
+                "clock_offset_ns": 0,
+                "clock_drift": 0.0,
+            }
+        ],
+        schema=GRAPH_SCHEMAS["ranks"],
+    )
+    return Graph(
+        nodes=nodes,
+        edges=frame,
+        lanes=lanes,
+        communication=parts.talk.rows(parts),
+        transfers=_transfers(trace, parts),
+        ranks=ranks,
+        coverage=coverage_rows(meta.rank or 0, parts, overlapping, refused),
+        name=meta.path,
+        epoch_ns=trace.start_ns,
+        world_size=meta.world_size,
+        notices=trace.notices,
+    )
+
+
+def _point_times(nodes: pl.DataFrame) -> Ints:
+    times = np.empty(2 * nodes.height, dtype=np.int64)
+    times[0::2] = nodes["start_ns"].to_numpy()
+    times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
+    return times
+
+
+def _origin_edges(edges: Edges, nodes: int) -> None:
+    """From the origin to the start of everything that nothing else holds back."""
+    held = np.zeros(2 * nodes, dtype=np.bool_)
+    for target in edges.target:
+        held[target] = True
+    free = np.flatnonzero(~held[2::2]) + 1
+    edges.add("origin", "assumed", np.zeros(free.size, dtype=np.int64), free, from_end=True, to_end=False, firm=True)
+
+
+def _nodes(trace: Trace, parts: Parts, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:
+    host, work, tree = parts.host, parts.work, parts.tree
+    owned = host.owner >= 0
+    row = np.full(host.owner.size, -1, dtype=np.int64)
+    row[owned] = tree.row[host.owner[owned]]
+    event = np.concatenate([[-1], row, work.row])
+    start = np.concatenate([host.start, work.start])
+    end = np.concatenate([host.end, work.end])
+    first = int(start.min()) if start.size else trace.start_ns
+    start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
+    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, _work_kinds(trace, parts)])
+    lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
+    events = trace.events.select("name", "category", "op", "step", "correlation")
+    about = events[np.maximum(event, 0)] if events.height else events.clear()
+    known = pl.Series("known", event >= 0)
+    frame = about.select(pl.when(known).then(pl.all())) if events.height else events.clear(event.size)
+    is_op = frame["category"] == "op"
+    labels = pl.Series(gs.NODE_KINDS).gather(kind)
+    nodes = frame.with_columns(
+        pl.int_range(event.size, dtype=gs.Node).alias("node"),
+        labels.alias("kind"),
+        pl.col("name").fill_null(pl.when(labels == gs.THINK).then(pl.lit("think")).otherwise(labels)),
+        pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
+        pl.Series("lane", lane),
+        pl.Series("start_ns", start),
+        pl.Series("duration_ns", end - start),
+        pl.Series("work_ns", end - start),
+        pl.lit(0, dtype=pl.Int64).alias("residual_ns"),
+        pl.Series("event", event),
+        pl.when(is_op.fill_null(value=False)).then(pl.Series(event)).otherwise(pl.col("op")).alias("op"),
+        pl.coalesce(pl.col("step"), pl.Series(_step_at(trace, start))).alias("step"),
+        pl.Series("bytes", _bytes(trace, parts, event)),
+    ).with_columns(
+        pl.col("lane", "event", "step", "bytes").replace(-1, None),
+    )
+    nodes = nodes.with_columns(_host_op(nodes["op"], matching).alias("host_op"))
+    return nodes.select(list(GRAPH_SCHEMAS["nodes"])).cast(GRAPH_SCHEMAS["nodes"]), lanes
+
+
+def _host_op(op: pl.Series, matching: Matching | None) -> pl.Series:
+    """Id in the host trace of the op of each node."""
+    if matching is None:
+        return pl.Series("host_op", [None], dtype=pl.Int64).new_from_index(0, op.len())
+    ids = pl.Series("host_op", matching.host_op)
+    return ids.gather(op.cast(pl.UInt32)).cast(pl.Int64)
+
+
+def _step_at(trace: Trace, start: Ints) -> Ints:
+    """The step at each time (since the trace's start) by the time it began; -1 outside the steps."""
+    steps = trace.steps.sort("start_ns")
+    if not steps.height:
+        return np.full(start.size, -1, dtype=np.int64)
+    time = start + trace.start_ns
+    at = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
+    inside = (at >= 0) & (time < steps["end_ns"].to_numpy()[at])
+    return np.where(inside, steps["step"].to_numpy()[at], -1)
+
+
+def _work_kinds(trace: Trace, parts: Parts) -> Ints:
+    """Number of the kind of each work."""
+    of = {"kernel": gs.KERNEL, "copy": gs.COPY, "fill": gs.FILL}
+    category = trace.events["category"].gather(parts.work.row)
+    kinds = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
+    for name, kind in of.items():
+        kinds[(category == name).to_numpy()] = gs.NODE_KINDS.index(kind)
+    kinds[parts.talk.work] = parts.talk.work_kind
+    return kinds
+
+
+def _bytes(trace: Trace, parts: Parts, event: Ints) -> Ints:
+    """Bytes of copies, fills and communication; -1 unknown."""
+    sizes = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    copies = trace.copies.drop_nulls("bytes")
+    sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
+    out = sizes[event]
+    out[: parts.host.owner.size + 1] = -1
+    node, amount = parts.talk.node_bytes(parts)
+    out[node] = amount
+    return out
+
+
+def _transfers(trace: Trace, parts: Parts) -> pl.DataFrame:
+    number = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    number[parts.work.row] = parts.work_node
+    node = number[trace.copies["event"].to_numpy()]
+    return (
+        trace.copies.with_columns(pl.Series("node", node))
+        .filter(pl.col("node") >= 0)
+        .sort("node")
+        .select("node", "kind", "source_memory", "target_memory")
+        .cast(GRAPH_SCHEMAS["transfers"])
+    )
+
+
+def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
+    """Lanes that hold nodes, numbered anew; -1 stays."""
+    used = np.unique(lane[lane >= 0])
+    number = np.full(trace.lanes.height + 1, -1, dtype=np.int64)
+    number[used] = np.arange(used.size)
+    frame = (
+        trace.lanes.filter(pl.col("lane").is_in(pl.Series(used.astype(np.uint32)).implode()))
+        .sort("lane")
+        .with_columns(
+            pl.int_range(pl.len(), dtype=pl.UInt32).alias("lane"),
+            pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
+            pl.col("kind").cast(pl.String),
+        )
+        .select(list(GRAPH_SCHEMAS["lanes"]))
+        .cast(GRAPH_SCHEMAS["lanes"])
+    )
+    return number[lane], frame

@@ -1,0 +1,187 @@
+"""What calls wait for that return only when GPU work is done: synchronisations and blocking copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.link import calls
+from traceloom.link.calls import named
+from traceloom.link.device_work import DeviceWork
+from traceloom.link.host_tree import HostTree
+from traceloom.link.order_of_work import WorkByTime
+from traceloom.link.sync_records import UNKNOWN, SyncRecords
+from traceloom.model import Trace
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_EARLY_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done
+_AT_ONCE_NS = 25_000  # a call that waited returns within this time
+_LONG_NS = 20_000  # a call this long did wait
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What calls wait for.
+
+    Attributes:
+        call: Position (in the tree) of the waiting call, one per pair.
+        work: Number of the work that it waits for.
+        evidence: One word per pair.
+    """
+
+    call: Ints
+    work: Ints
+    evidence: NDArray[np.str_]
+
+
+def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, records: SyncRecords) -> Awaited:
+    """Find the work that each synchronising call and each blocking copy waits for.
+
+    Where the file has records of what was awaited, these are taken. Else a device is awaited on all its streams, and
+    which stream or event was meant is inferred from the work that ends when the call returns, or, where the call did
+    not wait, from the last launch of its thread.
+    """
+    if not work.row.size:
+        nothing = np.zeros(0, dtype=np.int64)
+        return _pairs(nothing, nothing, "inferred")
+    position = np.flatnonzero(tree.call)
+    names = tree.name.gather(position)
+    device, stream, event = (
+        position[named(names, pattern).to_numpy()]
+        for pattern in (calls.DEVICE_WAITS, calls.STREAM_WAITS, calls.EVENT_WAITS)
+    )
+    told = _told(tree, times, records, np.concatenate([device, stream, event]))
+    stream, event = (part[~np.isin(part, told.call)] for part in (stream, event))
+    known = np.isin(device, records.of("Context Sync").call)
+    found = [
+        told,
+        _whole_device(tree, times, device[known], records),
+        _whole_device(tree, times, device[~known], None),
+        _one_stream(tree, times, stream),
+        _one_event(tree, times, event),
+        _copies(trace, tree, work),
+    ]
+    call = np.concatenate([part.call for part in found])
+    of = np.concatenate([part.work for part in found])
+    evidence = np.concatenate([part.evidence for part in found])
+    # A call is only held back by what can end no later than it returns.
+    possible = work.end[of] <= tree.end[call] + _EARLY_NS
+    call, of, evidence = call[possible], of[possible], evidence[possible]
+    _, first = np.unique(call * (work.row.size + 1) + of, return_index=True)
+    return Awaited(call[first], of[first], evidence[first])
+
+
+def _pairs(call: Ints, work: Ints, evidence: str) -> Awaited:
+    there = work >= 0
+    return Awaited(call[there], work[there], np.full(int(there.sum()), evidence))
+
+
+def _told(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> Awaited:
+    """From records of stream and event synchronisation; questions that do not wait have such records, too."""
+    stream, event = records.of("Stream Sync"), records.of("Event Sync")
+    call = np.concatenate([stream.call, event.call])
+    lane = np.concatenate([stream.lane, event.awaited])
+    until = np.concatenate([tree.start[stream.call], event.recorded])
+    usable = (lane != UNKNOWN) & (until != UNKNOWN) & np.isin(call, waiting)
+    call, lane, until = call[usable], lane[usable], until[usable]
+    return _pairs(call, times.launched_before(lane, until), "measured")
+
+
+def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRecords | None) -> Awaited:
+    """The last work of every stream; of one thread's calls the first after a work waits for it, later ones need not."""
+    call = np.repeat(call, times.lanes.size)
+    lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
+    of = times.launched_before(lane, tree.start[call])
+    there = of >= 0
+    if records is not None:
+        meant = records.of("Context Sync")
+        device = np.full(tree.row.size, UNKNOWN)
+        device[meant.call] = meant.device
+        there &= (device[call] == UNKNOWN) | (times.work.device[of] == device[call])
+    call, of = call[there], of[there]
+    order = np.lexsort((call, of, tree.lane[call]))
+    call, of = call[order], of[order]
+    again = np.zeros(call.size, dtype=np.bool_)
+    again[1:] = (of[1:] == of[:-1]) & (tree.lane[call[1:]] == tree.lane[call[:-1]])
+    return _pairs(call[~again], of[~again], "inferred" if records is None else "measured")
+
+
+def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> Awaited:
+    start, end = tree.start[call], tree.end[call]
+    explains = _explaining(times, call, tree, ended_by=False)
+    usual = times.thread_launched_before(tree.lane[call], start)
+    lane = np.where(usual >= 0, times.work.lane[usual], UNKNOWN)
+    last = times.launched_before(lane, start)
+    # its own stream explains the return as well as any other
+    own = (last >= 0) & (times.work.end[last] <= end + _EARLY_NS) & (times.work.end[last] >= end - _AT_ONCE_NS)
+    return _pairs(call, np.where(own | (explains < 0), last, explains), "inferred")
+
+
+def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> Awaited:
+    """An event's record may lie far back; where the call waited, the work that ended then is the one it meant."""
+    start = tree.start[call]
+    explains = _explaining(times, call, tree, ended_by=True)
+    records = np.flatnonzero(tree.call)
+    records = records[named(tree.name.gather(records), calls.RECORDS).to_numpy()]
+    before = last_of_thread(tree, records, call)
+    until = np.where(before >= 0, tree.start[before], start)
+    usual = times.thread_launched_before(tree.lane[call], until)
+    lane = np.where(usual >= 0, times.work.lane[usual], UNKNOWN)
+    last = times.launched_before(lane, until)
+    return _pairs(call, np.where(explains < 0, last, explains), "inferred")
+
+
+def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
+    """The last of `events` (positions, ascending) on the thread of each call before it; -1 where there is none."""
+    at = np.searchsorted(events, call) - 1
+    found = np.where(at >= 0, events[at] if events.size else -1, -1)
+    return np.where((found >= 0) & (tree.lane[found] == tree.lane[call]), found, -1)
+
+
+def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool) -> Ints:
+    """For long calls the work, on any stream, that was launched before and ended when the call returned; else -1.
+
+    A stream is awaited as far as it has been filled (`ended_by` False), an event as far as it was then recorded.
+    """
+    start, end = tree.start[call], tree.end[call]
+    best = np.full(call.size, -1, dtype=np.int64)
+    best_end = np.full(call.size, np.iinfo(np.int64).min)
+    for number in times.lanes.tolist():
+        lane = np.full(call.size, number)
+        of = times.launched_before(lane, start)
+        if ended_by:
+            done = times.ended_by(lane, end + _EARLY_NS // 10)
+            of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
+        finished = times.work.end[of]
+        fits = (of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS) & (end - start >= _LONG_NS)
+        better = fits & (finished > best_end)
+        best, best_end = np.where(better, of, best), np.where(better, finished, best_end)
+    return best
+
+
+def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> Awaited:
+    """Copies whose calls return when they are done: of pageable memory to the host, and calls that never return early.
+
+    Copies from pageable memory to the device are staged: the call returns when the last piece stands in the buffer.
+    """
+    copies = trace.copies.select("event", "kind", "source_memory", "target_memory")
+    number = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    number[work.row] = np.arange(work.row.size)
+    of = number[copies["event"].to_numpy()]
+    here = of >= 0
+    here[here] = work.call[of[here]] >= 0
+    of, copies = of[here], copies.filter(pl.Series(here, dtype=pl.Boolean))
+    call = work.call[of]
+    blocking = named(tree.name.gather(call), calls.BLOCKING_COPIES).to_numpy()
+    pageable = pl.col("target_memory").eq_missing("pageable")
+    to_host = copies.select((pl.col("kind") == "DtoH") & pageable).to_series().to_numpy()
+    pinned = copies["source_memory"].is_in(["pinned", "device"]).fill_null(value=False).to_numpy()
+    # a call that returned no earlier than its copy ended did wait
+    waited = ~pinned & (tree.end[call] >= work.end[of]) & (tree.end[call] - work.end[of] < _AT_ONCE_NS)
+    chosen = blocking | to_host | waited
+    return _pairs(call[chosen], of[chosen], "inferred")

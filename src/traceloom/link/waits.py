@@ -1,0 +1,92 @@
+"""Streams that wait for events of other streams."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.link import calls
+from traceloom.link.calls import named
+from traceloom.link.edges import Edges
+from traceloom.link.host_tree import HostTree
+from traceloom.link.order_of_work import WorkByTime
+from traceloom.link.sync_records import UNKNOWN, SyncRecords
+from traceloom.link.syncs import last_of_thread
+
+Ints = NDArray[np.int64]
+
+_CLOCK_NS = 2_000  # streams of one device agree about time this well
+
+
+def wait_edges(edges: Edges, tree: HostTree, times: WorkByTime, work_node: Ints, records: SyncRecords) -> None:
+    """From the work before a recorded event to the first work after the wait for it.
+
+    Where the file does not say which event was awaited, it is inferred: of what other streams had been asked to do
+    when the event was recorded, the work that ends last before the waiting work starts.
+    """
+    if not work_node.size:
+        return
+    told = records.of("Stream Wait Event")
+    source, target = _told(tree, times, told)
+    _add(edges, work_node, source, target, "measured")
+    waits = np.flatnonzero(tree.call)
+    waits = waits[named(tree.name.gather(waits), calls.STREAM_EVENT_WAITS).to_numpy()]
+    complete = (told.lane != UNKNOWN) & (told.awaited != UNKNOWN) & (told.recorded != UNKNOWN)
+    waits = waits[~np.isin(waits, told.call[complete])]
+    source, target = _inferred(tree, times, waits)
+    _add(edges, work_node, source, target, "inferred")
+
+
+def _add(edges: Edges, work_node: Ints, source: Ints, target: Ints, evidence: str) -> None:
+    edges.add("wait", evidence, work_node[source], work_node[target], from_end=True, to_end=False)
+
+
+def _told(tree: HostTree, times: WorkByTime, told: SyncRecords) -> tuple[Ints, Ints]:
+    usable = (told.lane != UNKNOWN) & (told.awaited != UNKNOWN) & (told.recorded != UNKNOWN)
+    source = times.launched_before(told.awaited[usable], told.recorded[usable])
+    target = times.launches_on_after(told.lane[usable], tree.start[told.call[usable]])
+    there = (source >= 0) & (target >= 0)
+    return _possible(times, source[there], target[there])
+
+
+def _possible(times: WorkByTime, source: Ints, target: Ints) -> tuple[Ints, Ints]:
+    """Only pairs whose source had ended when the target started."""
+    possible = times.work.end[source] <= times.work.start[target] + _CLOCK_NS
+    return source[possible], target[possible]
+
+
+def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Ints]:
+    """One source per wait: with k waits before a work, the k streams whose fitting work ends last."""
+    target = times.thread_launches_after(tree.lane[waits], tree.start[waits])
+    waits, target = waits[target >= 0], target[target >= 0]
+    if not waits.size:
+        return waits, target
+    records = np.flatnonzero(tree.call)
+    records = records[named(tree.name.gather(records), calls.RECORDS).to_numpy()]
+    before = last_of_thread(tree, records, waits)
+    until = np.where(before >= 0, tree.start[before], tree.start[waits])
+    target, latest, count = _per_target(target, until)
+    begin = times.work.start[target]
+    own = times.work.lane[target]
+    found = np.full((times.lanes.size, target.size), -1, dtype=np.int64)
+    for row, number in enumerate(times.lanes.tolist()):
+        lane = np.full(target.size, number)
+        asked = times.launched_before(lane, latest)
+        ended = times.ended_by(lane, begin + _CLOCK_NS)
+        # in a stream's order the earlier of the two: what was recorded, as far as it was done
+        of = np.where(times.work.end[asked] <= times.work.end[ended], asked, ended)
+        found[row] = np.where((asked < 0) | (ended < 0) | (own == number), -1, of)
+    ends = np.where(found >= 0, times.work.end[found], np.iinfo(np.int64).min)
+    order = np.argsort(-ends, axis=0, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0)
+    stream, column = np.nonzero((found >= 0) & (rank < count[None, :]))
+    return _possible(times, found[stream, column], target[column])
+
+
+def _per_target(target: Ints, until: Ints) -> tuple[Ints, Ints, Ints]:
+    """For each work that waits: the last record it can mean, and how many waits stand before it."""
+    different, number, count = np.unique(target, return_inverse=True, return_counts=True)
+    latest = np.full(different.size, np.iinfo(np.int64).min)
+    np.maximum.at(latest, number, until)
+    return different, latest, count.astype(np.int64)

@@ -1,0 +1,62 @@
+"""The graph of one rank keeps its laws, whatever the trace."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+
+from traceloom.link.rank import link_rank
+from traceloom.model.graph import Graph
+from traceloom.read import read_kineto
+from traceloom.testing.strategies import builders
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")
+FILES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.json.gz") if ".host." not in p.name)
+
+
+def linked(builder) -> tuple[Graph, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = read_kineto(builder.write(Path(folder) / "trace.json"))
+    return link_rank(trace), trace
+
+
+def tiled(graph: Graph) -> None:
+    """The nodes of a host thread follow each other without a gap and without overlap."""
+    host = graph.lanes.filter(pl.col("kind") == "host")["lane"]
+    nodes = graph.nodes.filter(pl.col("lane").is_in(host.implode()))
+    for _, lane in nodes.group_by("lane", maintain_order=True):
+        start, length = lane["start_ns"].to_numpy(), lane["duration_ns"].to_numpy()
+        assert (start[1:] == start[:-1] + length[:-1]).all()
+
+
+@settings(max_examples=200)
+@given(builder=builders(most_events=25))
+def test_random_traces_make_graphs_that_keep_the_law(builder):
+    graph, trace = linked(builder)
+    graph.check()
+    tiled(graph)
+    work = trace.gpu_work()
+    assert sorted(graph.nodes.filter(pl.col("event").is_in(work["event"].implode()))["event"]) == list(work["event"])
+    counted = graph.coverage.filter(pl.col("subject") == "gpu-work")["count"].sum()
+    assert counted == work.height
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".json")[0])
+def test_public_traces_make_graphs_that_keep_the_law(path):
+    trace = read_kineto(path)
+    graph = link_rank(trace)
+    graph.check()
+    tiled(graph)
+    work = trace.gpu_work()
+    rows = graph.nodes.filter(pl.col("category").cast(pl.String).is_in(["kernel", "copy", "fill"]))
+    assert np.array_equal(np.sort(rows["event"].to_numpy()), work["event"].to_numpy())
+    assert (rows.sort("event")["duration_ns"] == work["duration_ns"].clip(lower_bound=0)).all()
+    assert graph.coverage.filter(pl.col("subject") == "gpu-work")["count"].sum() == work.height
