@@ -28,7 +28,6 @@ from traceloom.analyze.splitting import NO_STEP, contains, cut, split_at_steps
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.result import Result
-from traceloom.read.order import distinct
 
 THREADS = pl.Schema(
     {
@@ -191,7 +190,7 @@ def _overlapped(pieces: _Pieces, busy: Spans, wanted: int, only_unobserved: bool
     free = pieces.phase < 0
     if only_unobserved:
         free &= pieces.activity == UNOBSERVED
-    narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, distinct(np.concatenate(busy)))
+    narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
     found, free = pieces.take(narrow.source), free[narrow.source]
     start = np.where(free, narrow.start_ns, found.start_ns)
     phase = np.where(free & contains(busy, start), wanted, found.phase)
@@ -216,7 +215,7 @@ def _filled(phase: Ints, step: Ints) -> Ints:
 def _account(pieces: list[_Pieces]) -> pl.DataFrame:
     """Add up by lane, step, phase and activity; one number stands for the four while they are added."""
     lane, start, end, step, phase, doing = (np.concatenate(part) for part in zip(*pieces, strict=True))
-    steps = distinct(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
+    steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
     place = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
     kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + doing

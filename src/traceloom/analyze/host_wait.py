@@ -12,7 +12,6 @@ from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
 from traceloom.model import Trace
-from traceloom.read.order import distinct
 
 HOST_CAUSES = {
     "host_data_loading": "the host waited for or made the next batch",
@@ -118,7 +117,7 @@ def _observed(trace: Trace, tree: Forest, waiting: Stretches, lane: Ints, device
     segments = host_segments(trace)
     found = []
     pair = device * (int(lane.max()) + 1) + lane
-    for one in distinct(pair):
+    for one in np.unique(pair):
         part = np.flatnonzero(pair == one)
         here = int(lane[part[0]])
         own = _on_lane(segments, here, part, Spans(waiting.start[part], waiting.end[part]))
@@ -154,7 +153,7 @@ def _cause(trace: Trace, tree: Forest, pieces: _Pieces) -> Ints:
     cause = np.full(tree.row.size, _UNOBSERVED)
     for code, number in _OF_ACTIVITY.items():
         cause[doing == code] = number
-    owner = distinct(pieces.owner[pieces.owner >= 0])
+    owner = np.unique(pieces.owner[pieces.owner >= 0])
     names = trace.events["name"].gather(tree.row[owner])
     cause[owner[names.is_in(_COLLECTIONS).to_numpy()]] = _CAUSES.index("host_garbage_collection")
     cause[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
