@@ -60,7 +60,7 @@ def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
 
 
 def distinct(values: Array) -> Array:
-    """The different values, sorted; `numpy.unique` alone would load all of `numpy.ma` for it."""
+    """The different values, sorted."""
     ordered = np.sort(values)
     first = np.ones(len(ordered), dtype=np.bool_)
     first[1:] = ordered[1:] != ordered[:-1]
