@@ -87,11 +87,12 @@ class Edges:
 def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
     """Which edges can stand together without a circle: the firm ones, and what agrees with the order they make.
 
-    Edges that go back in time (a call that returned, by its clock, before what it awaited) are held against the firm
-    ones first. The order that these make, with times moved on where they must be, decides about all others.
+    Edges that take no time, or go back in time (a call that returned, by its clock, before what it awaited), are held
+    against the firm ones first. The order that these make, with times moved on where they must be, decides about all
+    others.
     """
     nodes = times.size // 2
-    early = times[target] < times[source]
+    early = times[target] <= times[source]
     basis = firm | early
     while True:
         at = np.flatnonzero(basis)
@@ -110,7 +111,7 @@ def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
     place[order] = np.arange(times.size)
     moved = _moved_on(times, source[at], target[at])
     forward = (moved[source] < moved[target]) | ((moved[source] == moved[target]) & (place[source] < place[target]))
-    found: Bools = basis | (forward & ~early)
+    found: Bools = basis | forward
     return found
 
 

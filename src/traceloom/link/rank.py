@@ -21,6 +21,7 @@ from traceloom.link.segments import Segments, segments
 from traceloom.link.streams import stream_edges
 from traceloom.link.sync_records import sync_records
 from traceloom.link.syncs import Awaited, awaited
+from traceloom.link.threads import HandOffs, hand_off_edges, hand_offs
 from traceloom.link.waits import wait_edges
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
@@ -73,7 +74,8 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         which is `trace.start_ns`.
     """
     tree = host_tree(trace)
-    host = segments(tree)
+    given = hand_offs(trace, tree, segments(tree))
+    host = given.host
     work = device_work(trace, tree)
     times = WorkByTime(work, tree)
     records = sync_records(trace, tree)
@@ -82,7 +84,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     parts = Parts(
         tree=tree,
         host=host,
-        kinds=_segment_kinds(tree, host, work, waiting, talk),
+        kinds=_segment_kinds(tree, given, work, waiting, talk),
         work=work,
         talk=talk,
         segment_node=np.arange(1, host.owner.size + 1),
@@ -98,17 +100,20 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         from_end=True, to_end=True,
     )  # fmt: skip
     wait_edges(edges, tree, times, parts.work_node, records)
+    hand_off_edges(edges, given, parts.segment_node)
     return _assembled(trace, parts, edges, overlapping, matching)
 
 
-def _segment_kinds(tree: HostTree, host: Segments, work: DeviceWork, waiting: Awaited, talk: Communication) -> Ints:
+def _segment_kinds(tree: HostTree, given: HandOffs, work: DeviceWork, waiting: Awaited, talk: Communication) -> Ints:
     """Number of the kind of each segment: gaps think, calls launch or block, the rest is the host's own work."""
+    host = given.host
     kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
     submits = np.zeros(tree.row.size, dtype=np.bool_)
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
     names = tree.name.gather(call)
     submits[call[(named(names, LAUNCHES) & ~named(names, NO_LAUNCH)).to_numpy()]] = True
+    kinds[given.waits] = gs.NODE_KINDS.index(gs.WAIT)
     kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
     kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)

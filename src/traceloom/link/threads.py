@@ -1,0 +1,211 @@
+"""Work that threads hand over to each other: who waits for whom, also inside the self time of an event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.link.calls import named
+from traceloom.link.edges import Edges
+from traceloom.link.host_tree import HostTree
+from traceloom.link.segments import Segments
+from traceloom.model import Trace
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
+_GAP_NS = 100_000  # a worker that has had nothing to do for this long was given something
+_GIVEN_NS = 1_000_000  # by what ended no longer ago than this
+_SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
+_BUSY = 0.3  # of that work's span in which something is recorded
+_AUTOGRAD = r"^autograd::engine::evaluate_function"
+_PLAIN_OP = r"^aten::"  # does its work itself
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffs:
+    """Segments after quiet times were cut, and what was handed over.
+
+    Attributes:
+        host: The segments.
+        waits: Segments in which a thread waits for another.
+        source: Segment whose end hands over, one per hand-off.
+        target: Segment that is held back.
+        to_end: Whether its end is held back (it waits), else its start.
+    """
+
+    host: Segments
+    waits: Ints
+    source: Ints
+    target: Ints
+    to_end: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class _Spells:
+    """Spells of work of one thread, disjoint and ascending.
+
+    Attributes:
+        start: Starts, ns.
+        end: Ends, ns.
+        first: First segment of each.
+        last: Last segment of each.
+    """
+
+    start: Ints
+    end: Ints
+    first: Ints
+    last: Ints
+
+
+def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
+    """Find where the main thread waits for others, and where others begin what they were given.
+
+    A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
+    three: until that work begins, which is when it was handed over; the waiting; and what the main thread did alone
+    after it. A worker's work after a gap waits for that, else for the last thing that ended before it.
+
+    Args:
+        trace: The trace.
+        tree: Its host events.
+        host: Their segments.
+    """
+    lanes = np.unique(host.lane)
+    main = _main_lane(trace, tree, lanes)
+    nothing = np.zeros(0, dtype=np.int64)
+    if lanes.size < 2:
+        return HandOffs(host, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
+    quiet = _quiet(trace, tree, host)
+    autograd = np.unique(tree.lane[named(tree.name, _AUTOGRAD).to_numpy()])
+    spells = {
+        lane: _roots(tree, host, lane) if lane in autograd else _runs(host, quiet, lane)
+        for lane in lanes.tolist()
+        if lane != main
+    }
+    mine = np.flatnonzero(quiet & (host.lane == main))
+    begin, done, head, tail = _filled(host, mine, spells, set(autograd.tolist()))
+    found = done >= 0
+    mine, begin, done, head, tail = (column[found] for column in (mine, begin, done, head, tail))
+    cut, number = host.cut(np.repeat(mine, 2), np.stack([begin, done], axis=1).ravel())
+    waiting = number[mine] + 1
+    given = head >= 0
+    heads, givers = number[head[given]], number[mine[given]]
+    woken = _woken(cut, tree, heads, main)
+    source = np.concatenate([number[tail] + _parts_after(host, number, tail), givers, woken[0]])
+    target, to_end = _held(cut, np.concatenate([heads, woken[1]]))
+    waits = np.unique(np.concatenate([waiting, target[to_end]]))
+    return HandOffs(
+        cut, waits, source, np.concatenate([waiting, target]),
+        np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
+    )  # fmt: skip
+
+
+def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
+    """How many parts of a segment follow its first."""
+    bounds = np.append(number, number[-1] + 1 if number.size else 0)
+    last = segment + 1 == host.owner.size
+    return np.where(last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1)
+
+
+def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
+    """The thread that bears the process's number; else the one with most events."""
+    named_main = (trace.lanes["name"] == "main thread").to_numpy()
+    for lane in lanes.tolist():
+        if named_main[lane]:
+            return int(lane)
+    return int(np.bincount(tree.lane).argmax()) if tree.lane.size else -1
+
+
+def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
+    """Gaps and self times, of some length, in which nothing says what the thread does."""
+    category = trace.events["category"].gather(tree.row)
+    works = tree.call | ((category == "op").to_numpy() & named(tree.name, _PLAIN_OP).to_numpy())
+    found: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
+    return found
+
+
+def _roots(tree: HostTree, host: Segments, lane: int) -> _Spells:
+    root = np.flatnonzero((tree.lane == lane) & (tree.parent < 0))
+    return _Spells(tree.start[root], tree.end[root], host.first[root], host.last[root])
+
+
+def _runs(host: Segments, quiet: Bools, lane: int) -> _Spells:
+    """Segments that follow each other without a quiet one."""
+    at = np.flatnonzero((host.lane == lane) & ~quiet)
+    opens = np.append(True, np.diff(at) > 1) if at.size else np.zeros(0, dtype=np.bool_)
+    first, last = at[opens], at[np.append(opens[1:], True)] if at.size else at
+    return _Spells(host.start[first], host.end[last], first, last)
+
+
+def _filled(
+    host: Segments, mine: Ints, spells: dict[int, _Spells], autograd: set[int]
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with which segments.
+
+    The first segment of that work is -1 where it had begun before the quiet time.
+    """
+    low, high = host.start[mine], host.end[mine]
+    begin, done, head, tail = (np.full(mine.size, -1, dtype=np.int64) for _ in range(4))
+    for lane, spell in spells.items():
+        if not spell.start.size:
+            continue
+        first = np.searchsorted(spell.end, low, side="right")  # the first spell that ends inside or later
+        last = np.searchsorted(spell.end, high, side="right") - 1  # the last one that ends inside
+        there = (first <= last) & (last >= 0)
+        first, last = np.minimum(first, spell.end.size - 1), np.maximum(last, 0)
+        running = spell.start[first] < low
+        start, end = np.maximum(spell.start[first], low), spell.end[last]
+        after = np.minimum(last + 1, spell.start.size - 1)
+        goes_on = (last + 1 < spell.start.size) & (spell.start[after] < high)
+        covered = np.concatenate([[0], np.cumsum(spell.end - spell.start)])
+        busy = covered[last + 1] - covered[first]
+        fits = there & (end - start >= _SHARE * (high - low))
+        if lane not in autograd:
+            fits &= ~goes_on & (busy >= _BUSY * (end - start))
+        better = fits & (end - start > done - begin)
+        begin, done = np.where(better, start, begin), np.where(better, end, done)
+        head = np.where(better, np.where(running, -1, spell.first[first]), head)
+        tail = np.where(better, spell.last[last], tail)
+    return begin, done, head, tail
+
+
+def _woken(host: Segments, tree: HostTree, heads: Ints, main: int) -> tuple[Ints, Ints]:
+    """Other heads of workers' work after gaps, with the last thing that ended on another thread before each.
+
+    Returns:
+        Segments that hand over, and the heads.
+    """
+    gap = (host.owner < 0) & (host.end - host.start >= _GAP_NS)
+    first = np.flatnonzero(np.append(True, host.lane[1:] != host.lane[:-1]))
+    after = np.flatnonzero(gap[:-1] & (host.lane[1:] == host.lane[:-1])) + 1
+    head = np.setdiff1d(np.concatenate([first, after]), heads)
+    head = head[host.lane[head] != main]
+    ends = np.argsort(tree.end, kind="stable")
+    lane, times = tree.lane[ends], tree.end[ends]
+    best = np.full(head.size, -1, dtype=np.int64)
+    for number in np.unique(host.lane[head]).tolist():
+        here = np.flatnonzero(host.lane[head] == number)
+        others = ends[lane != number]
+        at = np.searchsorted(times[lane != number], host.start[head[here]], side="right") - 1
+        best[here] = np.where(at >= 0, others[at] if others.size else -1, -1)
+    recent = best >= 0
+    recent[recent] = host.start[head[recent]] - tree.end[best[recent]] <= _GIVEN_NS
+    return host.last[best[recent]], head[recent]
+
+
+def _held(host: Segments, head: Ints) -> tuple[Ints, Bools]:
+    """What of a head's thread is held back: the gap before it, which waits; or its start, where there is no gap."""
+    before = np.maximum(head - 1, 0)
+    gap = (head > 0) & (host.lane[before] == host.lane[head]) & (host.owner[before] < 0)
+    return np.where(gap, before, head), gap
+
+
+def hand_off_edges(edges: Edges, found: HandOffs, segment_node: Ints) -> None:
+    """From the end of what hands over to what is held back by it."""
+    edges.add(
+        "cross-thread", "inferred", segment_node[found.source], segment_node[found.target],
+        from_end=True, to_end=found.to_end,
+    )  # fmt: skip
