@@ -24,6 +24,7 @@ NOBODY_READS = 141
 VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
+    "validate": "say what is wrong with a set of Chakra files",
 }
 
 OVERVIEW = f"""\
@@ -38,6 +39,8 @@ verbs:
   report   {VERBS["report"]}
              traceloom report run
              traceloom report trace.json.gz -o report.html
+  validate {VERBS["validate"]}
+             traceloom validate workload/ --target astra-sim
 
 Each verb explains itself: traceloom report --help
 

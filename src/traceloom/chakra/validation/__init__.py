@@ -1,0 +1,105 @@
+"""What is wrong with a set of `.et` files: every rule, in time linear in nodes and dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from traceloom.chakra.validation.astra_sim import check_astra_sim
+from traceloom.chakra.validation.communication import (
+    check_attributes,
+    check_groups,
+    check_peers,
+    named_ranks,
+    ranks_text,
+)
+from traceloom.chakra.validation.deadlock import check_deadlock
+from traceloom.chakra.validation.matching import match, ordered
+from traceloom.chakra.validation.nodes import check_file
+from traceloom.chakra.validation.problem import (
+    TARGETS,
+    Example,
+    Findings,
+    Problem,
+    Rule,
+    Severity,
+    Target,
+    Verdict,
+    ranked,
+)
+from traceloom.chakra.validation.rules import RULES
+from traceloom.chakra.workload import Workload, places, read_workload
+
+__all__ = ["RULES", "TARGETS", "Example", "Problem", "Rule", "Target", "Verdict", "validate", "validate_workload"]
+
+
+def validate(
+    *inputs: str | Path,
+    target: Target = "chakra",
+    groups: str | Path | None = None,
+    step: Callable[[Path], None] | None = None,
+) -> Verdict:
+    """Everything that is wrong with `.et` files.
+
+    Args:
+        inputs: `.et` and `.et.gz` files and directories; files `PREFIX.RANK.et` with one prefix are one set.
+        target: For whom the files are: any reader of Chakra files, or ASTRA-sim.
+        groups: The group file; where not given, `comm_groups.json` or `comm_group.json` beside the files.
+        step: Called with every file before it is read.
+
+    Raises:
+        UsageError: `no-file`.
+        InputError: A file is no Chakra trace at all: `not-chakra`, `empty-file`, `unreadable`, `not-a-group-file`.
+    """
+    files: list[tuple[str, int | None, int]] = []
+    problems: list[Problem] = []
+    for place in places(inputs, Path(groups) if groups is not None else None):
+        workload = read_workload(place, step)
+        files += [(table.path, rank, len(table)) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
+        problems += validate_workload(workload, target)
+    return Verdict(target, tuple(files), ranked(problems, RULES))
+
+
+def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
+    """The problems of one set that is already read."""
+    findings = Findings(target, RULES)
+    places_ = [(table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
+    found = [check_file(table, at, findings) for table, at in zip(workload.tables, places_, strict=True)]
+    for table, at in zip(workload.tables, places_, strict=True):
+        check_attributes(table, at, findings)
+    check_groups(workload, findings)
+    check_peers(workload, findings)
+    _check_ranks(workload, findings)
+    parts = ordered(workload, [settled for _, settled in found])
+    if len(parts) > 1:
+        joined = match(workload, parts, findings)
+        if not any(settled.stuck.any() for _, settled in found):  # else every rank hangs already by itself
+            check_deadlock(parts, [resolved.data for resolved, _ in found], joined, findings)
+    if target == "astra-sim":
+        check_astra_sim(workload, findings)
+    return findings.problems
+
+
+def _check_ranks(workload: Workload, findings: Findings) -> None:
+    present = [rank for rank in workload.ranks if rank is not None]
+    if not present:
+        return
+    numbers, times = np.unique(present, return_counts=True)
+    for rank in numbers[times > 1].tolist():
+        paths = [t.path for r, t in zip(workload.ranks, workload.tables, strict=True) if r == rank]
+        findings.add("repeated-rank", (paths[0], rank), [(None, f"rank {rank} is in {' and in '.join(paths)}")])
+    named = named_ranks(workload)
+    gaps = {rank: f"the numbers of the files go up to {max(present)}" for rank in range(max(present))}
+    absent = {rank: why for rank, why in {**gaps, **named}.items() if rank not in present}
+    if absent:
+        first = min(absent)
+        several = len(absent) > 1
+        said = (
+            f"rank{'s' if several else ''} {ranks_text(absent)} {'have' if several else 'has'} no file; "
+            f"rank {first} is expected, as {absent[first]}" + (" names it" if first in named else "")
+        )
+        severity: Severity | None = None if workload.place.whole else "warning"
+        at = (workload.tables[0].path, workload.ranks[0])
+        findings.add("missing-rank", at, [(None, said)], count=len(absent), severity=severity)

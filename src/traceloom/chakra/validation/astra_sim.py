@@ -1,0 +1,85 @@
+"""Rules of ASTRA-sim alone: what its reader, its workload layer and its groups take."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from traceloom.chakra.node_table import NodeTable
+from traceloom.chakra.schema import CollectiveCommType, NodeType
+from traceloom.chakra.validation.communication import COLLECTIVE, kind_name
+from traceloom.chakra.validation.nodes import Place, each, ids, label
+from traceloom.chakra.validation.problem import Findings
+from traceloom.chakra.workload import Workload
+
+SUPPORTED = (
+    CollectiveCommType.ALL_REDUCE,
+    CollectiveCommType.ALL_GATHER,
+    CollectiveCommType.ALL_TO_ALL,
+    CollectiveCommType.REDUCE_SCATTER,
+    CollectiveCommType.BROADCAST,
+)
+_MOST_GROUP = 2**31 - 1
+
+
+def check_astra_sim(workload: Workload, findings: Findings) -> None:
+    """All rules that only ASTRA-sim has."""
+    for rank, table in zip(workload.ranks, workload.tables, strict=True):
+        place = (table.path, rank)
+        if rank is None:
+            findings.add("file-name", place, [(None, "the file's name does not end in .RANK.et")])
+        if table.path.lower().endswith(".gz"):
+            findings.add("file-compressed", place, [(None, "the file is compressed")])
+        _check_nodes(table, place, findings)
+    names = workload.groups.members or {}
+    wrong = [name for name in names if not _is_number(name, least=1)]
+    if wrong:
+        said = [(None, f"the group file names the group `{name}`") for name in wrong]
+        findings.add("group-name", (workload.groups.path, None), said, count=len(wrong))
+
+
+def _check_nodes(table: NodeTable, place: Place, findings: Findings) -> None:
+    collective = pl.col("type") == COLLECTIVE
+    for rule, broken, said in (
+        ("unsupported-node", pl.col("type") == NodeType.METADATA_NODE, "is a metadata node"),
+        ("unsupported-node", pl.col("type") == NodeType.INVALID_NODE, "is an invalid node"),
+        (
+            "replayed-broadcast",
+            collective & (pl.col("comm_type") == CollectiveCommType.BROADCAST) & (pl.col("duration_us") == 0),
+            "is a broadcast without duration",
+        ),
+        ("host-node", (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op"), "is work of the CPU"),
+        (
+            "memory-node",
+            pl.col("type").is_in([NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE]),
+            "loads or stores memory",
+        ),
+    ):
+        rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
+        if len(rows):
+            findings.add(rule, place, each(table, rows, said), ids(table, rows))
+    if len(table.control.row):
+        rows = np.unique(table.control.row)
+        findings.add("control-dependency", place, each(table, rows, "has control dependencies"), ids(table, rows))
+    _check_kinds(table, place, findings)
+    named = table.nodes.with_row_index("row").filter(collective & pl.col("pg_name").is_not_null())
+    wrong = [name for name in named["pg_name"].unique(maintain_order=True) if name and not _is_number(name, least=0)]
+    for name in wrong:
+        rows = named.filter(pl.col("pg_name") == name)["row"].to_numpy()
+        findings.add("group-name", place, each(table, rows, f"is in group `{name}`"), ids(table, rows))
+
+
+def _check_kinds(table: NodeTable, place: Place, findings: Findings) -> None:
+    known = pl.col("comm_type").is_in(CollectiveCommType.values()) & ~pl.col("comm_type").is_in(SUPPORTED)
+    part = table.nodes.with_row_index("row").filter((pl.col("type") == COLLECTIVE) & known)
+    if part.height:
+        rows = part["row"].to_numpy()
+        examples = (
+            (table.nodes["id"][row], f"{label(table, row)} is {kind_name(table.nodes['comm_type'][row])}")
+            for row in rows.tolist()
+        )
+        findings.add("unsupported-collective", place, examples, ids(table, rows))
+
+
+def _is_number(name: str, least: int) -> bool:
+    return name.isascii() and name.isdigit() and least <= int(name[:11]) <= _MOST_GROUP

@@ -1,0 +1,276 @@
+"""Rules between ranks: collectives that all of a group must issue alike, messages with two ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.chakra.node_table import NodeTable
+from traceloom.chakra.schema import CollectiveCommType
+from traceloom.chakra.validation.communication import COLLECTIVE, RECEIVE, SEND, kind_name, ranks_text
+from traceloom.chakra.validation.nodes import ids, label
+from traceloom.chakra.validation.problem import Findings, Severity
+from traceloom.chakra.validation.waiting import Ints, Settled
+from traceloom.chakra.workload import Workload
+from traceloom.model import units
+
+_NONE = -1  # no type, no size
+# Operations that move different amounts on different ranks, where the program asks for that.
+_UNEVEN = (
+    CollectiveCommType.ALL_TO_ALL,
+    CollectiveCommType.ALL_GATHER,
+    CollectiveCommType.GATHER,
+    CollectiveCommType.SCATTER,
+    CollectiveCommType.REDUCE_SCATTER,
+)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """One rank's file with the order in which its nodes can be issued: position of each row, -1 for never."""
+
+    rank: int
+    table: NodeTable
+    position: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Nodes of different ranks that are one operation.
+
+    Attributes:
+        meetings: Per joined collective: (index of the file, row) of each part, as columns `meeting`, `file`, `row`.
+        messages: Per matched message: `file`, `row` of the send, `file_right`, `row_right` of the receive.
+    """
+
+    meetings: pl.DataFrame
+    messages: pl.DataFrame
+
+
+def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
+    """The files of a set with a rank each; empty where a file has none, or two have the same."""
+    ranks = [rank for rank in workload.ranks if rank is not None]
+    if len(set(ranks)) < len(workload.ranks):
+        return []
+    parts = []
+    for rank, table, order in zip(ranks, workload.tables, settled, strict=True):
+        position = np.full(len(table), -1, dtype=np.int64)
+        position[order.order] = np.arange(len(order.order))
+        parts.append(Ordered(rank, table, position))
+    return parts
+
+
+def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> Joined:
+    """Compare what the ranks say of their common operations."""
+    return Joined(_match_collectives(workload, parts, findings), _match_messages(parts, findings))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """The collectives of one rank in one group, in the order of their issue."""
+
+    part: int
+    rows: Ints
+    kinds: Ints
+    sizes: Ints
+
+
+def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> pl.DataFrame:
+    by_group: dict[str, list[_Sequence]] = {}
+    for number, part in enumerate(parts):
+        nodes = (
+            part.table.nodes.select("type", "comm_type", "comm_size", "pg_name")
+            .with_columns(pl.Series("position", part.position))
+            .with_row_index("row")
+            .filter((pl.col("type") == COLLECTIVE) & (pl.col("position") >= 0))
+            .with_columns(pl.col("pg_name").fill_null(""), pl.col("comm_type", "comm_size").fill_null(_NONE))
+            .sort("position")
+        )
+        for (name,), rows in nodes.group_by("pg_name", maintain_order=True):
+            by_group.setdefault(str(name), []).append(
+                _Sequence(
+                    number,
+                    rows["row"].to_numpy().astype(np.int64),
+                    rows["comm_type"].to_numpy(),
+                    rows["comm_size"].to_numpy(),
+                )
+            )
+    frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
+    for name, sequences in sorted(by_group.items()):
+        if _fits(workload, parts, name, sequences, findings):
+            frames += _meetings(sequences)
+    return pl.concat(frames)
+
+
+def _meetings(sequences: Sequence[_Sequence]) -> list[pl.DataFrame]:
+    """The k-th of each rank are one operation; it is numbered by its first part."""
+    count = min(len(s.rows) for s in sequences)
+    number = (sequences[0].part << 40) + sequences[0].rows[:count]
+    return [pl.DataFrame({"meeting": number, "file": np.full(count, s.part), "row": s.rows[:count]}) for s in sequences]
+
+
+def _fits(
+    workload: Workload, parts: Sequence[Ordered], name: str, sequences: Sequence[_Sequence], findings: Findings
+) -> bool:
+    """Compare the ranks of one group; whether it makes sense to join what they issue."""
+    given = (workload.groups.members or {}).get(name)
+    if given is None and name in ("", "0"):
+        given = tuple(part.rank for part in parts)
+    there = {parts[s.part].rank for s in sequences}
+    silent = [p for p in parts if given is not None and p.rank in given and p.rank not in there]
+    if silent:
+        first = sequences[0]
+        said = (
+            f"rank {parts[first.part].rank} issues {len(first.rows)} in {_group(name)}, "
+            f"rank{'s' if len(silent) > 1 else ''} {ranks_text(p.rank for p in silent)} none"
+        )
+        findings.add(
+            "collective-count", _place(parts[first.part]), [(None, said)], ids(parts[first.part].table, first.rows)
+        )
+    fits = [_compare(_Pair(parts, name, sequences[0], other), findings) for other in sequences[1:]]
+    return bool(fits) and all(fits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two ranks of a group."""
+
+    parts: Sequence[Ordered]
+    group: str
+    one: _Sequence
+    other: _Sequence
+
+
+def _compare(pair: _Pair, findings: Findings) -> bool:
+    """Compare two ranks' sequences in a group; False where it is no use to join them."""
+    parts, name, one, other = pair.parts, pair.group, pair.one, pair.other
+    here, there = parts[one.part], parts[other.part]
+    common = min(len(one.rows), len(other.rows))
+    if len(one.rows) != len(other.rows):
+        longer, at = (one, here) if len(one.rows) > common else (other, there)
+        said = (
+            f"rank {here.rank} issues {len(one.rows)} collectives in {_group(name)}, "
+            f"rank {there.rank} {len(other.rows)}: the first one too many is "
+            f"{label(at.table, int(longer.rows[common]))}"
+        )
+        surplus = ids(at.table, longer.rows[common:])
+        findings.add("collective-count", _place(at), [(None, said)], surplus)
+    kinds = one.kinds[:common] != other.kinds[:common]
+    sizes = (one.sizes[:common] != other.sizes[:common]) & ~kinds
+    if not kinds.any() and not sizes.any():
+        return True
+    same = Counter(zip(one.kinds.tolist(), one.sizes.tolist(), strict=True)) == Counter(
+        zip(other.kinds.tolist(), other.sizes.tolist(), strict=True)
+    )
+    if same:
+        _report(pair, "collective-order", np.flatnonzero(kinds | sizes), findings)
+        return False
+    if kinds.any():
+        _report(pair, "collective-kind", np.flatnonzero(kinds), findings)
+    uneven = np.isin(one.kinds[:common], _UNEVEN)
+    for at in (sizes & ~uneven, sizes & uneven):
+        if at.any():
+            _report(pair, "collective-size", np.flatnonzero(at), findings)
+    return not kinds.any()
+
+
+def _report(pair: _Pair, rule: str, at: Ints, findings: Findings) -> None:
+    parts, name, one, other = pair.parts, pair.group, pair.one, pair.other
+    here, there = parts[one.part], parts[other.part]
+    waits = ": each waits for the other" if rule == "collective-order" else ""
+
+    def say(k: int) -> str:
+        return (
+            f"collective {k + 1} of {_group(name)} is {_what(one, k)} on rank {here.rank} "
+            f"({label(here.table, int(one.rows[k]))}), {_what(other, k)} on rank {there.rank} "
+            f"({label(there.table, int(other.rows[k]))}){waits}"
+        )
+
+    examples = ((here.table.nodes["id"][int(one.rows[k])], say(int(k))) for k in at)
+    uneven = rule == "collective-size" and bool(np.isin(one.kinds[at], _UNEVEN).all())
+    severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
+    findings.add(rule, _place(here), examples, ids(here.table, one.rows[at]), severity=severity)
+
+
+def _what(sequence: _Sequence, k: int) -> str:
+    kind, size = int(sequence.kinds[k]), int(sequence.sizes[k])
+    return kind_name(None if kind == _NONE else kind) + ("" if size == _NONE else f" of {units.count(size)} bytes")
+
+
+def _group(name: str) -> str:
+    return "the group of all ranks" if name in ("", "0") else f"group `{name}`"
+
+
+def _place(part: Ordered) -> tuple[str, int]:
+    return part.table.path, part.rank
+
+
+def _match_messages(parts: Sequence[Ordered], findings: Findings) -> pl.DataFrame:
+    ends = {SEND: [_empty_ends()], RECEIVE: [_empty_ends()]}
+    for number, part in enumerate(parts):
+        for kind, own, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
+            other = "target" if own == "source" else "source"
+            ends[kind].append(
+                part.table.nodes.with_columns(pl.Series("position", part.position))
+                .with_row_index("row")
+                .filter((pl.col("type") == kind) & (pl.col("position") >= 0) & pl.col(peer).is_not_null())
+                .sort("position")
+                .select(
+                    pl.lit(part.rank, dtype=pl.Int64).alias(own),
+                    pl.col(peer).alias(other),
+                    pl.col("comm_tag").fill_null(0).alias("tag"),
+                    pl.col("comm_size").fill_null(_NONE).alias("size"),
+                    pl.lit(number, dtype=pl.Int64).alias("file"),
+                    pl.col("row").cast(pl.Int64),
+                )
+                .select(_empty_ends().columns)
+            )
+    keys = ["source", "target", "tag"]
+    sent, received = (
+        pl.concat(ends[kind]).with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
+    )
+    present = [part.rank for part in parts]
+    for mine, others, peer, what in (
+        (sent, received, "target", "is never received by"),
+        (received, sent, "source", "is never sent by"),
+    ):
+        lost = mine.join(others, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
+        for (number,), rows in lost.group_by("file", maintain_order=True):
+            part = parts[int(str(number))]
+            examples = (
+                (
+                    part.table.nodes["id"][row["row"]],
+                    f"{label(part.table, row['row'])} of rank {part.rank}, tag {row['tag']}, {what} rank {row[peer]}",
+                )
+                for row in rows.iter_rows(named=True)
+            )
+            findings.add("unmatched-message", _place(part), examples, ids(part.table, rows["row"].to_numpy()))
+    both = sent.join(received, on=[*keys, "turn"], how="inner", maintain_order="left")
+    _compare_sizes(parts, both, findings)
+    return both
+
+
+def _compare_sizes(parts: Sequence[Ordered], both: pl.DataFrame, findings: Findings) -> None:
+    differ = both.filter(pl.col("size") != pl.col("size_right"))
+    for (number,), rows in differ.group_by("file", maintain_order=True):
+        part = parts[int(str(number))]
+        examples = (
+            (
+                part.table.nodes["id"][row["row"]],
+                (
+                    f"{label(part.table, row['row'])} of rank {part.rank} sends {units.count(row['size'])} bytes, "
+                    f"{label(parts[row['file_right']].table, row['row_right'])} of rank {row['target']} takes "
+                    f"{units.count(row['size_right'])}"
+                ),
+            )
+            for row in rows.iter_rows(named=True)
+        )
+        findings.add("message-size", _place(part), examples, ids(part.table, rows["row"].to_numpy()))
+
+
+def _empty_ends() -> pl.DataFrame:
+    return pl.DataFrame(schema=dict.fromkeys(("source", "target", "tag", "size", "file", "row"), pl.Int64))

@@ -1,0 +1,145 @@
+"""Who waits for whom: dependencies as rows, an order that honours them, and the circles that leave none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.chakra.node_table import Dependencies, NodeTable
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Arcs:
+    """Dependencies between nodes that exist: row `target` waits for row `source`."""
+
+    source: Ints
+    target: Ints
+
+    def __add__(self, other: Arcs) -> Arcs:
+        return Arcs(np.concatenate([self.source, other.source]), np.concatenate([self.target, other.target]))
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The dependencies of a file, looked up.
+
+    Attributes:
+        data: Data dependencies between different nodes of the file.
+        control: Control dependencies between different nodes of the file.
+        own: Rows of nodes whose data dependencies name themselves.
+        own_control: Rows of nodes whose control dependencies do.
+        dangling: (row, id) of data dependencies on ids that no node has.
+        dangling_control: The same of control dependencies.
+    """
+
+    data: Arcs
+    control: Arcs
+    own: Ints
+    own_control: Ints
+    dangling: tuple[Ints, NDArray[np.uint64]]
+    dangling_control: tuple[Ints, NDArray[np.uint64]]
+
+
+def resolve(table: NodeTable) -> Resolved:
+    """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one counts."""
+    ids = table.nodes["id"].to_numpy()
+    by_id = np.argsort(ids, kind="stable")
+    found, dangling = [], []
+    for dependencies in (table.data, table.control):
+        arcs, lost = _rows(ids, by_id, dependencies)
+        found.append(arcs)
+        dangling.append(lost)
+    (data, own), (control, own_control) = map(_apart, found)
+    return Resolved(data, control, own, own_control, *dangling)
+
+
+def _apart(arcs: Arcs) -> tuple[Arcs, Ints]:
+    """Dependencies between different nodes, and the nodes that depend on themselves."""
+    own = arcs.source == arcs.target
+    return Arcs(arcs.source[~own], arcs.target[~own]), np.unique(arcs.target[own])
+
+
+def _rows(
+    ids: NDArray[np.uint64], by_id: Ints, dependencies: Dependencies
+) -> tuple[Arcs, tuple[Ints, NDArray[np.uint64]]]:
+    if not len(dependencies.id):
+        return Arcs(dependencies.row, dependencies.row), (dependencies.row, dependencies.id)
+    place = np.searchsorted(ids, dependencies.id, sorter=by_id)
+    source = by_id[np.minimum(place, len(ids) - 1)]
+    there = ids[source] == dependencies.id
+    lost = dependencies.row[~there], dependencies.id[~there]
+    return Arcs(source[there].astype(np.int64), dependencies.row[there]), lost
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An order in which every node comes after what it waits for.
+
+    Attributes:
+        order: Rows of all nodes that can start; among those that are ready at once, mostly by their keys.
+        stuck: Whether each node never starts.
+    """
+
+    order: Ints
+    stuck: Flags
+
+
+def settle(count: int, arcs: Arcs, key: Ints, held: Ints | None = None) -> Settled:
+    """Order `count` nodes by their dependencies.
+
+    Args:
+        count: Number of nodes.
+        arcs: The dependencies.
+        key: Where they already point from lower to higher keys, the keys are the order, at no cost.
+        held: Rows that never start whatever happens, as they wait for what does not exist.
+    """
+    if (held is None or not len(held)) and (key[arcs.source] < key[arcs.target]).all():
+        return Settled(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
+    by_source = np.argsort(arcs.source, kind="stable")
+    follower = arcs.target[by_source].tolist()
+    first: Any = np.concatenate([[0], np.cumsum(np.bincount(arcs.source, minlength=count))]).tolist()
+    waits_of = np.bincount(arcs.target, minlength=count)
+    if held is not None:
+        waits_of[held] += 1
+    waits: Any = waits_of.tolist()
+    ready = [row for row in np.argsort(-key, kind="stable").tolist() if not waits[row]]
+    order: list[int] = []
+    while ready:
+        row = ready.pop()
+        order.append(row)
+        for behind in follower[first[row] : first[row + 1]]:
+            waits[behind] -= 1
+            if not waits[behind]:
+                ready.append(behind)
+    return Settled(np.array(order, dtype=np.int64), np.array(waits, dtype=np.int64) > 0)
+
+
+def circles(arcs: Arcs, stuck: Flags) -> list[list[int]]:
+    """Circles among nodes that never start: in each, every row waits for the next one, and the last for the first.
+
+    Every stuck node is followed to one thing that it waits for, until that comes back: linear, and a circle for every
+    group of nodes that wait for each other and nothing else.
+    """
+    inside = stuck[arcs.source] & stuck[arcs.target]
+    awaited = np.full(len(stuck), -1, dtype=np.int64)
+    awaited[arcs.target[inside]] = arcs.source[inside]
+    next_of = awaited.tolist()
+    walk = np.zeros(len(stuck), dtype=np.int64).tolist()  # the walk on which a row was met first; 0 for none
+    found: list[list[int]] = []
+    for number, begin in enumerate(np.flatnonzero(stuck).tolist(), start=1):
+        row = begin
+        while row >= 0 and not walk[row]:
+            walk[row] = number
+            row = next_of[row]
+        if row >= 0 and walk[row] == number:
+            circle = [row]
+            while next_of[circle[-1]] != row:
+                circle.append(next_of[circle[-1]])
+            found.append(circle)
+    return found

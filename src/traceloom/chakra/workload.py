@@ -1,0 +1,153 @@
+"""Sets of `.et` files: one per rank of a job, named `PREFIX.RANK.et`, and the file that says who is in which group."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from traceloom.chakra.node_table import NodeTable, read_table
+from traceloom.errors import InputError, UsageError
+
+GROUP_FILES = ("comm_groups.json", "comm_group.json")
+_NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d+)\.et(?:\.gz)?$", re.IGNORECASE)
+_ENDINGS = (".et", ".et.gz")
+_MOST_GROUP_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The group file of a set.
+
+    Attributes:
+        path: Where it was read from; empty where there is none.
+        members: Ranks of each group, by name.
+        faults: What is wrong with it, in words.
+    """
+
+    path: str = ""
+    members: dict[str, tuple[int, ...]] | None = None
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a set lies: its files by rank, None for a file without a number in its name.
+
+    Attributes:
+        name: Directory and prefix.
+        files: (rank, path), ascending; a rank may be there twice.
+        whole: Whether everything of the set was given: a directory, not single files of it.
+        groups: Its group file, if any.
+    """
+
+    name: str
+    files: tuple[tuple[int | None, Path], ...]
+    whole: bool
+    groups: Path | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A set that was read."""
+
+    place: Place
+    ranks: tuple[int | None, ...]
+    tables: tuple[NodeTable, ...]
+    groups: Groups
+
+
+def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Place]:
+    """The sets that files and directories belong to, in the order of their names.
+
+    Args:
+        inputs: `.et` or `.et.gz` files, or directories of them.
+        groups: The group file; where not given, the one beside the files.
+
+    Raises:
+        UsageError: `no-file`: something does not exist.
+        InputError: `no-traces`: a directory without `.et` files.
+    """
+    found: dict[tuple[Path, str], list[tuple[int | None, Path]]] = {}
+    given: dict[tuple[Path, str], bool] = {}
+    for path in map(Path, inputs):
+        if not path.exists():
+            raise UsageError(f"there is no `{path}`", slug="no-file", hint="check the path")
+        members = sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDINGS)) if path.is_dir() else [path]
+        if not members:
+            raise InputError("the directory holds no .et files", slug="no-traces", where=str(path))
+        for member in members:
+            match = _NUMBERED.match(member.name)
+            key = (member.parent, match["prefix"] if match else member.name)
+            entry = (int(match["rank"]) if match else None, member)
+            if entry not in found.setdefault(key, []):
+                found[key].append(entry)
+            given[key] = given.get(key, False) or path.is_dir()
+    return [
+        Place(
+            str(home / prefix),
+            tuple(sorted(files, key=lambda f: (-1 if f[0] is None else f[0], f[1]))),
+            given[home, prefix] or len(files) > 1,
+            groups or next((home / name for name in GROUP_FILES if (home / name).is_file()), None),
+        )
+        for (home, prefix), files in sorted(found.items())
+    ]
+
+
+def read_workload(place: Place, step: Callable[[Path], None] | None = None) -> Workload:
+    """Read all files of a set into columns.
+
+    Args:
+        place: The set.
+        step: Called before each file is read.
+
+    Raises:
+        InputError: A file is no Chakra trace at all. What is readable of a damaged file is read, with a notice.
+    """
+    tables = []
+    for _, path in place.files:
+        if step:
+            step(path)
+        tables.append(read_table(path))
+    ranks = tuple(rank for rank, _ in place.files)
+    return Workload(place, ranks, tuple(tables), read_groups(place.groups) if place.groups else Groups())
+
+
+def read_groups(path: Path) -> Groups:
+    """A group file: a JSON object with the name of each group and the list of its ranks.
+
+    Raises:
+        InputError: `not-a-group-file`: it cannot be read at all.
+    """
+    try:
+        if path.stat().st_size > _MOST_GROUP_BYTES:
+            raise InputError("the group file is larger than 256 MiB", slug="not-a-group-file", where=str(path))
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"no group file: {error}", slug="not-a-group-file", where=str(path)) from error
+    if not isinstance(document, dict):
+        raise InputError("a group file is a JSON object", slug="not-a-group-file", where=str(path))
+    members: dict[str, tuple[int, ...]] = {}
+    faults: list[str] = []
+    for name, ranks in document.items():
+        if _ranks(ranks):
+            members[name] = tuple(ranks)
+            if len(set(ranks)) < len(ranks):
+                faults.append(f"group `{name}` names a rank twice")
+        else:
+            faults.append(f"group `{name}` is not a list of ranks")
+    return Groups(str(path), members, tuple(faults))
+
+
+def group_text(groups: dict[str, Iterable[int]]) -> str:
+    """A group file's text, as simulators read it."""
+    return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"
+
+
+def _ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in value
+    )

@@ -1,0 +1,123 @@
+"""`traceloom validate`: what is wrong with a set of `.et` files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import CheckError
+
+if TYPE_CHECKING:
+    from traceloom.chakra.validation import Problem, Verdict
+
+_TARGETS = ("chakra", "astra-sim")
+_SIGN = {"error": "✖", "warning": "▲"}
+_EXAMPLES = """\
+examples:
+  traceloom validate workload.0.et                  one file
+  traceloom validate workload/                      all ranks of a job, and what they do together
+  traceloom validate workload/ --target astra-sim   whether ASTRA-sim takes them
+  traceloom validate workload/ --json               every node that is wrong, for programs
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "validate",
+        help="say what is wrong with Chakra files",
+        description="Say everything that is wrong with a set of Chakra files (.et, .et.gz), and what to do about it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set",
+    )
+    parser.add_argument(
+        "--target", choices=_TARGETS, default="chakra", help="who must be able to read them (default: chakra)"
+    )
+    parser.add_argument("--groups", type=Path, metavar="FILE", help="the group file, where it is not beside the files")
+    parser.add_argument("--strict", action="store_true", help="fail on warnings too")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON, with the ids of all nodes")
+    parser.add_argument("--quiet", action="store_true", help="no progress; print nothing where nothing is wrong")
+    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate; exit code 5 where something is wrong."""
+    from traceloom.chakra.validation import validate
+
+    with Progress(shown=not args.quiet) as progress:
+        verdict = validate(
+            *args.inputs, target=args.target, groups=args.groups, step=lambda path: progress.say(f"reading {path}")
+        )
+    if args.json:
+        import msgspec
+
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(verdict.to_dict()), indent=1) + b"\n")
+    else:
+        for line in _lines(verdict, quiet=args.quiet):
+            print(line)
+    broken = verdict.errors + (verdict.warnings if args.strict else 0)
+    if broken:
+        raise CheckError(
+            f"{_summary(verdict)}: not fit for {args.target}",
+            slug="invalid-workload",
+            hint="each problem above has its remedy" if not args.json else "each problem has its remedy",
+        )
+    return 0
+
+
+def _lines(verdict: Verdict, *, quiet: bool) -> Iterator[str]:
+    for problem in verdict.problems:
+        yield from _problem(problem)
+        yield ""
+    if quiet and not verdict.problems:
+        return
+    files, nodes = len(verdict.files), sum(count for _, _, count in verdict.files)
+    yield f"{files} file{_s(files)}, {nodes:,} nodes, for {verdict.target}: {_summary(verdict)}"
+    if not verdict.errors and verdict.files:
+        yield f"Next: traceloom show {_shown(Path(verdict.files[0][0]), len(verdict.files))}"
+
+
+def _problem(problem: Problem) -> Iterator[str]:
+    of_rank = f", rank {problem.rank}" if problem.rank is not None else ""
+    times = f" ({problem.count:,} times)" if problem.count > 1 else ""
+    yield _harmless(f"{_SIGN[problem.severity]} {problem.rule}{times}  {problem.path}{of_rank}")
+    for example in problem.examples:
+        yield _harmless(f"    {example.message}")
+    if problem.count > len(problem.examples):
+        yield f"    … and {problem.count - len(problem.examples):,} more"
+    yield f"    → {problem.remedy}"
+
+
+def _summary(verdict: Verdict) -> str:
+    wrong = len({p.path for p in verdict.problems})
+    if not wrong:
+        return "nothing is wrong"
+    errors, warnings = verdict.errors, verdict.warnings
+    said = [f"{errors:,} error{_s(errors)}"] if errors else []
+    said += [f"{warnings:,} warning{_s(warnings)}"] if warnings else []
+    files = len(verdict.files)
+    return f"{' and '.join(said)} in {wrong} of {files} file{_s(files)}"
+
+
+def _shown(path: Path, files: int) -> str:
+    return str(path.parent if files > 1 else path)
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _harmless(text: str) -> str:
+    """Names come from strangers: no control characters reach the terminal."""
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
