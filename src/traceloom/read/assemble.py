@@ -19,9 +19,10 @@ from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTI
 from traceloom.read.fields import NULL
 from traceloom.read.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, Places, find_lanes, lane_frame
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
-from traceloom.read.memory import allocation_frame, counter_frame, mark_frame
+from traceloom.read.memory import HostEvents, allocation_frame, counter_frame, mark_frame
 from traceloom.read.nesting import Nesting, nest
-from traceloom.read.order import Order, Texts, distinct, nearest, nullable, row_numbers, time_order
+from traceloom.read.ondisk import lookup
+from traceloom.read.order import Order, Texts, distinct, nearest, nullable, plain, row_numbers, time_order
 from traceloom.read.remarks import remarks
 from traceloom.read.steps import NO_STEP, event_steps, find_steps
 from traceloom.read.transfers import copy_frame, sync_frame
@@ -38,6 +39,8 @@ def _flags(names: tuple[str, ...]) -> NDArray[np.bool_]:
 
 
 _IS_WORK, _IS_LAUNCH = _flags(cat.GPU_WORK), _flags(cat.LAUNCHES)
+_ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
+_ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
 _SIDE: dict[str, dict[str, Any]] = {
     "copies": dict.fromkeys(("row", "bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
     "syncs": dict.fromkeys(("row", "kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
@@ -95,8 +98,8 @@ class _Builder:
         self._rows: dict[str, Ints] = {}
         self.correlation = self.spread("correlation", "calls", "device")
         self.external = self.spread("external", "ops", "calls", "device")
-        if repeats_correlation(self.external, self.correlation, _IS_WORK[self.category]):
-            self.external[_IS_WORK[self.category]] = NULL
+        if repeats_correlation(self.external, self.correlation, lookup(_IS_WORK, self.category)):
+            self.external[lookup(_IS_WORK, self.category)] = NULL
 
     def _span(self, name: str, dtype: Any) -> Array:
         return self.columns.take("spans", name, dtype)[self.order.rows]
@@ -119,7 +122,7 @@ class _Builder:
 
     def spread(self, name: str, *tables: str) -> Ints:
         """A column of side tables as one value per event, NULL elsewhere."""
-        out = np.full(len(self.start), NULL, dtype=np.int64)
+        out = np.full(len(self.start), NULL, dtype=np.int64, like=self.start)
         for table in tables:
             out[self.rows(table)] = self.columns.take(table, name, np.int64)
         return out
@@ -131,7 +134,7 @@ class _Builder:
     def device_and_stream(self) -> tuple[Ints, Ints]:
         """Of device-side events: the arguments, else pid and tid; NULL on the host."""
         device, stream = self.spread("device", "device"), self.spread("stream", "device")
-        on_device = ON_DEVICE[KIND_OF_CODE[self.category]]
+        on_device = lookup(_ON_DEVICE, self.category)
         for values, which in ((device, 0), (stream, 1)):
             missing = np.flatnonzero(on_device & (values == NULL))
             values[missing] = self.places.numbers(which)[self.place[missing]]
@@ -154,9 +157,10 @@ def assemble(columns: Columns, file: File) -> Trace:
     autograd = _autograd(made)
     lane_table = lane_frame(lanes, made.start, nesting.nested_end_ns, autograd)
     events, steps, step_notices = _linked(made, events, nesting, lane_table)
-    host_spot = np.where(np.array(KINDS)[KIND_OF_CODE[made.category]] == "host", made.place, -1)
+    spot = np.where(lookup(_ON_HOST, made.category), made.place, -1)
+    host = HostEvents(spot, made.start, nesting.nested_end_ns, nesting.parent, made.category == _OP)
     tensors = _tensors(made)
-    used = {int(number) for number in distinct(device[_IS_WORK[made.category]]) if number != NULL}
+    used = {int(number) for number in distinct(device[lookup(_IS_WORK, made.category)]) if number != NULL}
     groups = md.group_frame(file.metadata, file.capture)
     described = made.side("collectives")
     ranks = described["rank"]
@@ -173,7 +177,7 @@ def assemble(columns: Columns, file: File) -> Trace:
         "flows": _flows(made),
         "python": _python(made),
         "tensors": tensors,
-        "allocations": allocation_frame(made.side("allocations"), made.base_ns, made.places, events, host_spot, steps),
+        "allocations": allocation_frame(made.side("allocations"), made.base_ns, made.places, host, steps),
         "counters": counter_frame(made.side("counters"), made.base_ns, made.places, made.texts),
         "marks": mark_frame(made.side("marks"), made.base_ns, made.places, made.texts),
         "sources": source_frame(
@@ -193,20 +197,20 @@ def assemble(columns: Columns, file: File) -> Trace:
 
 def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nesting) -> pl.DataFrame:
     """The `events` frame without what joins add."""
-    on_device = ON_DEVICE[KIND_OF_CODE[made.category]]
+    on_device = lookup(_ON_DEVICE, made.category)
     process = np.where(on_device, NULL, _of_places(made, 0))
     thread = np.where(on_device, NULL, _of_places(made, 1))
     record = made.spread("record_function", "ops")
     record[record == 0] = NULL
     return pl.DataFrame(
         {
-            "event": pl.Series(np.arange(len(made.start), dtype=np.uint32)),
+            "event": plain(np.arange(len(made.start), dtype=np.uint32, like=made.start), pl.UInt32),
             "name": made.texts.column(made.name),
             "category": _CATEGORY_NAMES[pl.Series(made.category)],
-            "start_ns": made.start,
-            "duration_ns": made.duration,
-            "nested_end_ns": nesting.nested_end_ns,
-            "lane": lane.astype(np.uint32),
+            "start_ns": plain(made.start, pl.Int64),
+            "duration_ns": plain(made.duration, pl.Int64),
+            "nested_end_ns": plain(nesting.nested_end_ns, pl.Int64),
+            "lane": plain(lane, pl.UInt32),
             "process": nullable(process),
             "thread": nullable(thread),
             "device": nullable(device, pl.Int32),
@@ -217,26 +221,26 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
             "sequence": nullable(made.spread("sequence", "ops")),
             "forward_thread": nullable(made.spread("forward_thread", "ops")),
             "parent": row_numbers(nesting.parent),
-            "depth": np.minimum(nesting.depth, 2**16 - 1).astype(np.uint16),
+            "depth": plain(np.minimum(nesting.depth, 2**16 - 1), pl.UInt16),
         }
     )
 
 
 def _of_places(made: _Builder, which: int) -> Ints:
     numbers = made.places.numbers(which)
-    return numbers[made.place] if len(numbers) else np.zeros(0, dtype=np.int64)
+    return lookup(numbers, made.place) if len(numbers) else np.zeros(0, dtype=np.int64)
 
 
 def _autograd(made: _Builder) -> Array:
     engine = [number for number, text in enumerate(made.texts.values) if text.startswith("autograd::engine::")]
-    return np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_)
+    return np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_, like=made.start)
 
 
 def _linked(
     made: _Builder, events: pl.DataFrame, nesting: Nesting, lanes: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame, list[Notice]]:
     """Add `op`, `launch` and `step`."""
-    is_launch, is_work = _IS_LAUNCH[made.category], _IS_WORK[made.category]
+    is_launch, is_work = lookup(_IS_LAUNCH, made.category), lookup(_IS_WORK, made.category)
     is_op = made.category == _OP
     launch = launches(made.correlation, is_launch, is_work)
     op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, made.external)
@@ -255,7 +259,7 @@ def _tensors(made: _Builder) -> pl.DataFrame:
     rows = made.rows("tensors")
     order = np.argsort(rows, kind="stable")
     listed = {name: made.texts.column(values[order]) for name, values in codes.items()}
-    return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **listed}, schema=SCHEMAS["tensors"])
+    return pl.DataFrame({"event": plain(rows[order], pl.UInt32), **listed}, schema=SCHEMAS["tensors"])
 
 
 def _python(made: _Builder) -> pl.DataFrame:
@@ -265,7 +269,7 @@ def _python(made: _Builder) -> pl.DataFrame:
         name: nullable(made.columns.take("frames", name, np.int64)[order])
         for name in ("python_id", "python_parent", "module_id")
     }
-    return pl.DataFrame({"event": pl.Series(rows[order].astype(np.uint32)), **values}, schema=SCHEMAS["python"])
+    return pl.DataFrame({"event": plain(rows[order], pl.UInt32), **values}, schema=SCHEMAS["python"])
 
 
 def _flows(made: _Builder) -> pl.DataFrame:
@@ -308,7 +312,7 @@ def _meta(made: _Builder, ranks: Ints) -> tuple[Meta, list[Notice]]:
 
 def _busiest_process(made: _Builder) -> int | None:
     """The process with most events on the host; 0 and below are no processes."""
-    on_host = made.place[~ON_DEVICE[KIND_OF_CODE[made.category]]]
+    on_host = made.place[~lookup(_ON_DEVICE, made.category)]
     counts: dict[int, int] = {}
     events = np.bincount(on_host, minlength=len(made.places.pairs)).tolist()
     for process, count in zip(made.places.numbers(0).tolist(), events, strict=True):

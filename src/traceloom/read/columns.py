@@ -169,8 +169,8 @@ class Columns:
     def take(self, table: str, name: str, dtype: Any) -> Array:
         """One column of a table in file order, which is forgotten here; empty where no slice had a row."""
         parts = self.tables.get(table, {}).pop(name, [])
-        if self.spill is not None and self.spill.holds(table, name):
-            return self.spill.column(table, name, parts, self._dtypes[table, name])
+        if self.spill is not None and (parts or self.spill.holds(table, name)):
+            return self.spill.column(table, name, parts, parts[0].dtype if parts else self._dtypes[table, name])
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     # -- inside -----------------------------------------------------------------------------------------------

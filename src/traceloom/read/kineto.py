@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from traceloom.model import Trace
 from traceloom.read.assemble import File, assemble
@@ -40,6 +42,8 @@ def read_kineto(
     bytes(_LARGE)
     try:
         with open_input(path) as stream:
+            if _size(stream) >= SPILL_BYTES:
+                columns.spill = Spill()
             document = Document(text_pieces(stream, damage, step), damage, str(path))
             for part in document.slices():
                 columns.add(part)
@@ -51,3 +55,12 @@ def read_kineto(
         if columns.spill is not None:
             columns.spill.close()
             SCRATCH.clear()
+
+
+def _size(stream: BinaryIO) -> int:
+    """Bytes of a file as it is on disk; 0 of what is none."""
+    try:
+        status = os.fstat(stream.fileno())
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0

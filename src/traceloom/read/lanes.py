@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
+from traceloom.read.ondisk import lookup
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
@@ -79,8 +80,8 @@ def find_lanes(category: Array, place: Array, device: Ints, stream: Ints, places
         stream: Stream, NULL on the host.
         places: What the numbers of places stand for.
     """
-    kind = KIND_OF_CODE[category]
-    on_device = ON_DEVICE[kind]
+    kind = lookup(KIND_OF_CODE, category)
+    on_device = lookup(ON_DEVICE, kind)
     key = place.astype(np.int64)
     rows = np.flatnonzero(on_device)
     if rows.size:
@@ -93,7 +94,7 @@ def find_lanes(category: Array, place: Array, device: Ints, stream: Ints, places
     order = sorted(range(len(described)), key=lambda at: _rank(described[at]))
     renumbered = np.empty(len(order), dtype=np.int64)
     renumbered[order] = np.arange(len(order))
-    lane = renumbered[lane] if order else lane.astype(np.int64)
+    lane = lookup(renumbered, lane) if order else lane.astype(np.int64)
     return Lanes(lane, ~on_device, [described[at] for at in order])
 
 

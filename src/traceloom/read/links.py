@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
-from traceloom.read.order import NO_ROW, Order, Texts, nullable, row_numbers
+from traceloom.read.ondisk import lookup
+from traceloom.read.order import NO_ROW, Order, Texts, nullable, plain, row_numbers
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -56,7 +57,7 @@ def launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
     """
     calls = np.flatnonzero(is_launch)
     work = np.flatnonzero(is_work)
-    out = np.full(len(correlation), NO_ROW, dtype=np.int64)
+    out = np.full(len(correlation), NO_ROW, dtype=np.int64, like=correlation)
     out[work] = first_by_key(correlation[calls], calls, correlation[work])
     return out
 
@@ -91,7 +92,8 @@ def flow_frame(columns: dict[str, Array], texts: Texts, events: tuple[Ints, Arra
     """
     if not len(columns["flow"]):
         return pl.DataFrame(schema=SCHEMAS["flows"])
-    kind = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.values])[columns["kind"]]
+    kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.values])
+    kind = lookup(kinds, columns["kind"])
     row, other = _pairs(columns["phase"], columns["flow"], kind)
     event = _at(columns, kind, events)
     ends = event[row], np.where(other >= 0, event[other], NO_ROW)
@@ -113,12 +115,14 @@ def _pairs(begins: Bools, flow: Ints, kind: Array) -> tuple[Ints, Ints]:
     Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
     """
     known, number = np.unique(flow, return_inverse=True)
+    keys = len(known) * len(_FLOW_KINDS)
     key = number * len(_FLOW_KINDS) + kind
-    side = begins.astype(np.int64)
-    last = np.full((2, len(known) * len(_FLOW_KINDS)), NO_ROW, dtype=np.int64)
-    last[side, key] = np.arange(len(flow))  # of equal indices the last one stays
-    kept = last[side, key] == np.arange(len(flow))
-    other = np.where(flow == NULL, NO_ROW, last[1 - side, key])
+    place = np.where(begins, keys, 0) + key
+    here = np.arange(len(flow), like=flow)
+    last = np.full(2 * keys, NO_ROW, dtype=np.int64, like=flow)
+    last[place] = here  # of equal indices the last one stays
+    kept = last[place] == here
+    other = np.where(flow == NULL, NO_ROW, last[np.where(begins, 0, keys) + key])
     rows = np.concatenate([np.flatnonzero(kept & begins), np.flatnonzero(kept & ~begins & (other < 0))])
     return rows, other[rows]
 
@@ -132,16 +136,16 @@ def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, I
     start, category, place, correlation = events
     low = np.searchsorted(start, ends["start"], "left")
     high = np.searchsorted(start, ends["start"], "right")
-    found = np.full(len(low), NO_ROW, dtype=np.int64)
+    found = np.full(len(low), NO_ROW, dtype=np.int64, like=low)
     for choice in ("correlation", "kind", "any"):
         rows = np.flatnonzero((found < 0) & (low < high))
         at = high[rows] - 1
         for _ in range(_MOST_TIES):
             hit = place[at] == ends["place"][rows]
             if choice == "correlation":
-                hit &= (correlation[at] == ends["flow"][rows]) & (kind[rows] == 0) & (_BINDS[category[at]] == 0)
+                hit &= (correlation[at] == ends["flow"][rows]) & (kind[rows] == 0) & (lookup(_BINDS, category[at]) == 0)
             elif choice == "kind":
-                hit &= _BINDS[category[at]] == kind[rows]
+                hit &= lookup(_BINDS, category[at]) == kind[rows]
             found[rows[hit]] = at[hit]
             on = ~hit & (at > low[rows])
             rows, at = rows[on], at[on] - 1
@@ -154,9 +158,9 @@ def source_frame(offset: Array, length: Array, order: Order) -> pl.DataFrame:
     """Where each event stands in the text of the file."""
     return pl.DataFrame(
         {
-            "event": pl.Series(np.arange(len(offset)), dtype=pl.UInt32),
-            "offset": offset[order.rows],
-            "length": length[order.rows],
+            "event": plain(np.arange(len(offset), dtype=np.uint32, like=offset), pl.UInt32),
+            "offset": plain(offset[order.rows], pl.Int64),
+            "length": plain(length[order.rows], pl.Int32),
         },
         schema=SCHEMAS["sources"],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.read.lanes import Places
-from traceloom.read.order import NO_ROW, Texts, distinct, nearest, nullable, row_numbers
+from traceloom.read.ondisk import lookup
+from traceloom.read.order import NO_ROW, Texts, distinct, nearest, nullable, plain, row_numbers
 from traceloom.read.steps import NO_STEP, step_of
 
 Array = NDArray[Any]
@@ -25,8 +26,26 @@ DEVICE_TYPES = {
 }  # fmt: skip
 
 
-def allocation_frame(  # noqa: PLR0917  (columns of events)
-    columns: dict[str, Array], base_ns: int, places: Places, events: pl.DataFrame, spot: Array, steps: pl.DataFrame
+class HostEvents(NamedTuple):
+    """Arrays of shape (events,), in time order.
+
+    Attributes:
+        spot: Number of the event's (pid, tid); -1 for those that are not on a host lane.
+        start: Starts.
+        nested_end: Ends, clipped to parents.
+        parent: Rows of parents, -1 for none.
+        is_op: Whether it is an op.
+    """
+
+    spot: Array
+    start: Ints
+    nested_end: Ints
+    parent: Ints
+    is_op: Array
+
+
+def allocation_frame(
+    columns: dict[str, Array], base_ns: int, places: Places, host: HostEvents, steps: pl.DataFrame
 ) -> pl.DataFrame:
     """The `allocations` frame, by time; `op` is the innermost op on that thread then.
 
@@ -34,8 +53,7 @@ def allocation_frame(  # noqa: PLR0917  (columns of events)
         columns: The raw columns of `[memory]` events.
         base_ns: Added to their times.
         places: (pid, tid) pairs.
-        events: The events in time order.
-        spot: Place of each of them; -1 for those that are not on a host lane.
+        host: What stands on the host's lanes.
         steps: The `steps` frame.
     """
     if not len(columns["start"]):
@@ -43,38 +61,38 @@ def allocation_frame(  # noqa: PLR0917  (columns of events)
     order = np.argsort(columns["start"], kind="stable")
     some = {name: values[order] for name, values in columns.items()}
     time = some["start"] + base_ns
-    inside = _innermost_op(time, some["place"], events, spot)
+    inside = _innermost_op(time, some["place"], host)
     step = step_of(steps, time)
-    kinds = pl.Series(some["device_type"]).replace_strict(DEVICE_TYPES, default="other", return_dtype=pl.String)
-    process, thread = places.numbers(0)[some["place"]], places.numbers(1)[some["place"]]
-    frame = pl.DataFrame(
+    process, thread = lookup(places.numbers(0), some["place"]), lookup(places.numbers(1), some["place"])
+    kind, device = some["device_type"], some["device_id"]
+    kind = np.where((kind >= 0) & (kind < len(DEVICE_TYPES)), kind, len(DEVICE_TYPES))
+    device[(device < -(2**31)) | (device >= 2**31)] = NULL
+    return pl.DataFrame(
         {
-            "time_ns": time,
-            "address": some["address"],
-            "bytes": np.where(some["allocation_bytes"] == NULL, 0, some["allocation_bytes"]),
-            "device_type": kinds,
-            "device": nullable(some["device_id"]),
+            "time_ns": plain(time, pl.Int64),
+            "address": plain(some["address"], pl.UInt64),
+            "bytes": plain(np.where(some["allocation_bytes"] == NULL, 0, some["allocation_bytes"]), pl.Int64),
+            "device_type": Texts([*DEVICE_TYPES.values(), "other"]).column(kind),
+            "device": nullable(device, pl.Int32),
             "allocated_bytes": nullable(some["total_allocated"]),
             "reserved_bytes": nullable(some["total_reserved"]),
             "process": nullable(process),
             "thread": nullable(thread),
             "op": row_numbers(inside),
             "step": nullable(step, pl.Int32, NO_STEP),
-        }
+        },
+        schema=SCHEMAS["allocations"],
     )
-    return frame.cast(SCHEMAS["allocations"])
 
 
-def _innermost_op(time: Ints, place: Array, events: pl.DataFrame, spot: Array) -> Ints:
+def _innermost_op(time: Ints, place: Array, host: HostEvents) -> Ints:
     """The innermost op that is open at each time on each place."""
-    host = np.flatnonzero(spot >= 0)
-    order = host[np.argsort(spot[host], kind="stable")]
-    start, end = events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy()
-    parent = events["parent"].cast(pl.Int64).fill_null(NO_ROW).to_numpy()
-    is_op = (events["category"] == "op").to_numpy()
+    spot, start, end, parent, is_op = host
+    rows = np.flatnonzero(spot >= 0)
+    order = rows[np.argsort(spot[rows], kind="stable")]
     lows = np.searchsorted(spot[order], place, side="left")
     highs = np.searchsorted(spot[order], place, side="right")
-    out = np.full(len(time), NO_ROW, dtype=np.int64)
+    out = np.full(len(time), NO_ROW, dtype=np.int64, like=time)
     for number in distinct(place):
         mine = np.flatnonzero(place == number)
         members = order[lows[mine[0]] : highs[mine[0]]]
@@ -99,34 +117,38 @@ def mark_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: T
     known = columns["start"] != NULL if len(columns["start"]) else np.zeros(0, dtype=np.bool_)
     if not known.any():
         return pl.DataFrame(schema=SCHEMAS["marks"])
-    place = columns["place"][known]
-    pids = pl.Series([str(pid) for pid, _ in places.pairs])
-    tids = pl.Series([str(tid) for _, tid in places.pairs])
-    index = pl.Series(place.astype(np.uint32))
-    frame = pl.DataFrame(
+    columns = {name: values[known] for name, values in columns.items()}
+    order = np.argsort(columns["start"], kind="stable")
+    place = columns["place"][order]
+    return pl.DataFrame(
         {
-            "time_ns": columns["start"][known] + base_ns,
-            "name": texts.column(columns["name"][known]),
-            "process": pids[index],
-            "thread": tids[index],
-            "bytes": nullable(columns["bytes"][known]),
-        }
+            "time_ns": plain(columns["start"][order] + base_ns, pl.Int64),
+            "name": texts.column(columns["name"][order]),
+            "process": _ids(places, 0).column(place),
+            "thread": _ids(places, 1).column(place),
+            "bytes": nullable(columns["bytes"][order]),
+        },
+        schema=SCHEMAS["marks"],
     )
-    return frame.cast(SCHEMAS["marks"]).sort("time_ns", maintain_order=True)
 
 
 def counter_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: Texts) -> pl.DataFrame:
     """The `counters` frame."""
     if not len(columns["start"]):
         return pl.DataFrame(schema=SCHEMAS["counters"])
-    pids = pl.Series([str(pid) for pid, _ in places.pairs])
-    frame = pl.DataFrame(
+    order = np.argsort(columns["start"], kind="stable")
+    return pl.DataFrame(
         {
-            "time_ns": columns["start"] + base_ns,
-            "process": pids[pl.Series(columns["place"].astype(np.uint32))],
-            "name": texts.column(columns["name"]),
-            "key": texts.column(columns["key"]),
-            "value": columns["value"],
-        }
+            "time_ns": plain(columns["start"][order] + base_ns, pl.Int64),
+            "process": _ids(places, 0).column(columns["place"][order]),
+            "name": texts.column(columns["name"][order]),
+            "key": texts.column(columns["key"][order]),
+            "value": plain(columns["value"][order], pl.Float64),
+        },
+        schema=SCHEMAS["counters"],
     )
-    return frame.cast(SCHEMAS["counters"]).sort("time_ns", maintain_order=True)
+
+
+def _ids(places: Places, which: int) -> Texts:
+    """The processes (0) or threads (1) of all places, as texts."""
+    return Texts([str(pair[which]) for pair in places.pairs])

@@ -49,9 +49,9 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     order = rows[np.argsort(lane[rows], kind="stable")]
     lanes, starts, raw = lane[order], start_ns[order], end_ns[order]
     above, depths, ends = _settle(starts, *_cut(lanes, starts, raw))
-    parent = np.full(lane.shape, -1, dtype=np.int64)
+    parent = np.full(len(lane), -1, dtype=np.int64, like=lane)
     parent[order] = np.where(above >= 0, order[above], -1)
-    depth = np.zeros(lane.shape, dtype=np.int64)
+    depth = np.zeros(len(lane), dtype=np.int64, like=lane)
     depth[order] = depths
     nested_end = end_ns.copy()
     nested_end[order] = ends
@@ -140,8 +140,8 @@ def _previous_open(lanes: Ints, starts: Ints, ends: Ints) -> Ints:
 
     A row that has ended lets its successors jump to its own candidate: all rows between had ended before it began.
     """
-    above = np.arange(-1, len(starts) - 1, dtype=np.int64)
-    open_rows = np.arange(len(starts), dtype=np.int64)
+    above = np.arange(-1, len(starts) - 1, dtype=np.int64, like=starts)
+    open_rows = np.arange(len(starts), dtype=np.int64, like=starts)
     while open_rows.size:
         candidate = above[open_rows]
         foreign = (candidate < 0) | (lanes[candidate] != lanes[open_rows])

@@ -24,6 +24,8 @@ from traceloom.errors import InputError
 Array = NDArray[Any]
 
 LEAST_BYTES = 1 << 20  # what is smaller stays in memory
+SORTED = 1 << 20  # elements that are sorted at once
+_SAMPLED = 4096
 PIECE = 1 << 18  # elements that are worked on at once
 _MOST_IDLE = 1 << 29  # bytes of blocks kept for the next arrays
 _MOST_MAPPED = 1 << 29  # bytes handed out before pages are given back
@@ -214,6 +216,11 @@ def stored(values: Array) -> Array:
     return result
 
 
+def lookup(table: Array, codes: Array) -> Array:
+    """`table[codes]`, on disk where the codes are."""
+    return rows_of(table, codes) if isinstance(codes, OnDisk) else table[codes]
+
+
 def _start(value: Any, count: int) -> Any:
     return value[:1] if getattr(value, "ndim", 0) == 1 and len(value) == count else value
 
@@ -285,22 +292,27 @@ def _concatenate(arrays: Any, *_: Any, **__: Any) -> Array:
 
 
 def _argsort(values: Any, *_: Any, **__: Any) -> Array:
-    """Stable, by ranges of values: each range is sorted in memory, from the lowest to the highest."""
+    """Stable, by ranges of values: each is sorted in memory, from the lowest to the highest.
+
+    The bounds of ranges are values of a sample; what equals a bound is a range of its own, which needs no sorting, so
+    that a frequent value does no harm.
+    """
     plain = _plain(values)
     count = len(plain)
     result = empty(count, np.intp)
-    sample = np.sort(plain[:: max(1, count // 4096)])
-    pivots = np.unique(sample[:: max(1, len(sample) * PIECE * 4 // max(count, 1))][1:])
+    sample = np.sort(plain[:: max(1, count // _SAMPLED)])
+    bounds = np.unique(sample[:: max(1, len(sample) * SORTED // max(count, 1))])
     place = empty(count, np.uint16)
     for piece in _pieces(count):
-        place[piece] = np.searchsorted(pivots, plain[piece], side="right")
+        some = plain[piece]
+        place[piece] = np.searchsorted(bounds, some, side="left") + np.searchsorted(bounds, some, side="right")
     at = 0
-    for number in range(len(pivots) + 1):
+    for number in range(2 * len(bounds) + 1):
         (rows,) = _nonzero(place == number)
-        rows = _plain(rows)
-        some = rows[np.argsort(plain[rows], kind="stable")]
-        result[at : at + len(some)] = some
-        at += len(some)
+        if number % 2 == 0:
+            rows = rows[np.argsort(plain[_plain(rows)], kind="stable")]
+        result[at : at + len(rows)] = rows
+        at += len(rows)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ def row_numbers(values: Ints) -> pl.Series:
 class Texts:
     """Texts by number: names as they are, lists as compact JSON text."""
 
-    def __init__(self, table: dict[Any, int]) -> None:
+    def __init__(self, table: Iterable[Any]) -> None:
         self.values = [_text(key) for key in table]
         self._series = pl.Series([*self.values, None], dtype=pl.String)
         self._table: mapped.TextTable | None = None

@@ -44,7 +44,7 @@ class Spill:
         try:
             with self._files.pop((table, name)) as file:
                 file.flush()
-                values = ondisk.SCRATCH.empty(file.tell() // np.dtype(dtype).itemsize, dtype)
+                values = ondisk.empty(file.tell() // np.dtype(dtype).itemsize, dtype)
                 file.seek(0)
                 into = values.view(np.ndarray).view(np.uint8)
                 at = 0

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS, empty
+from traceloom.read.ondisk import lookup
 
 Ints = NDArray[np.int64]
 _NO_STEP = -(2**31)
@@ -130,10 +131,11 @@ def _regularity(group: pl.DataFrame, window: int) -> float | None:
 def step_of(steps: pl.DataFrame, time_ns: Ints) -> Ints:
     """The step that holds each time; `_NO_STEP` outside."""
     if not steps.height:
-        return np.full(len(time_ns), _NO_STEP, dtype=np.int64)
+        return np.full(len(time_ns), _NO_STEP, dtype=np.int64, like=time_ns)
     at = np.searchsorted(steps["start_ns"].to_numpy(), time_ns, side="right") - 1
-    inside = (at >= 0) & (time_ns < steps["end_ns"].to_numpy()[np.maximum(at, 0)])
-    return np.where(inside, steps["step"].to_numpy().astype(np.int64)[np.maximum(at, 0)], _NO_STEP)
+    row = np.maximum(at, 0)
+    inside = (at >= 0) & (time_ns < lookup(steps["end_ns"].to_numpy(), row))
+    return np.where(inside, lookup(steps["step"].to_numpy().astype(np.int64), row), _NO_STEP)
 
 
 def event_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
