@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -15,13 +15,25 @@ if TYPE_CHECKING:
     from traceloom.link.rank import Parts
 
 
-def coverage_rows(rank: int, parts: Parts, overlapping: int, refused: pl.DataFrame) -> pl.DataFrame:
+class Found(NamedTuple):
+    """Counts of what was seen while edges were made.
+
+    Attributes:
+        overlapping: Neighbours on one stream that overlap.
+        queued: Launches that found their queue full.
+    """
+
+    overlapping: int
+    queued: int
+
+
+def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) -> pl.DataFrame:
     """The `coverage` rows of a rank but those of its host trace.
 
     Args:
         rank: The rank.
         parts: What its nodes are made of.
-        overlapping: Neighbours on one stream that overlap.
+        found: What was seen on the way.
         refused: Edges that contradict the order of others: kind, count.
     """
     work, host = parts.work, parts.host
@@ -41,8 +53,10 @@ def coverage_rows(rank: int, parts: Parts, overlapping: int, refused: pl.DataFra
     silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[known])]].sum())
     if silent:
         rows.append(("launches", "without GPU work in the window", silent, None))
-    if overlapping:
-        rows.append(("streams", "neighbours that overlap", overlapping, None))
+    if found.overlapping:
+        rows.append(("streams", "neighbours that overlap", found.overlapping, None))
+    if found.queued:
+        rows.append(("launches", "held up by a full queue", found.queued, None))
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))

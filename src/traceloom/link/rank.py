@@ -9,11 +9,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.link.attached import coverage_rows
+from traceloom.link.attached import Found, coverage_rows
+from traceloom.link.autograd import forward_backward_edges
 from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
 from traceloom.link.communication import Communication, communication
 from traceloom.link.device_work import DeviceWork, device_work
 from traceloom.link.edges import Edges
+from traceloom.link.full_queue import queue_edges
 from traceloom.link.host_tree import HostTree, host_tree
 from traceloom.link.launches import launch_edges
 from traceloom.link.order_of_work import WorkByTime
@@ -100,8 +102,10 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         from_end=True, to_end=True,
     )  # fmt: skip
     wait_edges(edges, tree, times, parts.work_node, records)
+    queued = queue_edges(edges, tree, work, last_node, parts.work_node)
     hand_off_edges(edges, given, parts.segment_node)
-    return _assembled(trace, parts, edges, overlapping, matching)
+    forward_backward_edges(edges, trace, tree, host, parts.segment_node)
+    return _assembled(trace, parts, edges, Found(overlapping, queued), matching)
 
 
 def _segment_kinds(tree: HostTree, given: HandOffs, work: DeviceWork, waiting: Awaited, talk: Communication) -> Ints:
@@ -135,7 +139,7 @@ def _thread_edges(edges: Edges, parts: Parts) -> None:
         )  # fmt: skip
 
 
-def _assembled(trace: Trace, parts: Parts, edges: Edges, overlapping: int, matching: Matching | None) -> Graph:
+def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching: Matching | None) -> Graph:
     nodes, lanes = _nodes(trace, parts, matching)
     times = _point_times(nodes)
     _origin_edges(edges, nodes.height)
@@ -163,7 +167,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, overlapping: int, match
         communication=parts.talk.rows(parts),
         transfers=_transfers(trace, parts),
         ranks=ranks,
-        coverage=coverage_rows(meta.rank or 0, parts, overlapping, refused),
+        coverage=coverage_rows(meta.rank or 0, parts, found, refused),
         name=meta.path,
         epoch_ns=trace.start_ns,
         world_size=meta.world_size,

@@ -1,0 +1,88 @@
+"""Launches that found the queue of their stream full: they return when earlier work ends."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.link.device_work import DeviceWork
+from traceloom.link.edges import Edges
+from traceloom.link.host_tree import HostTree
+
+Ints = NDArray[np.int64]
+
+_DEEP = 900  # launches that are pending when a queue is full (about 1,022 on CUDA)
+_LONG_NS = 50_000  # a launch this long, and this many times longer than others of its name, was held up
+_TIMES = 5
+_AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
+_CLOCK_NS = 2_000
+
+
+def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints, work_node: Ints) -> int:
+    """From the end of the work that makes room to the end of the launch that needs it.
+
+    How much a queue holds is taken from the launches that were held up. Where none was, it is not known, and there
+    are no edges. Launches that found room wait for the work which, by that count, made it.
+
+    Args:
+        edges: Where to add.
+        tree: Host events.
+        work: GPU work.
+        last_node: Node of the last segment of each host event.
+        work_node: Node of each work.
+
+    Returns:
+        How many launches were held up.
+    """
+    alone = _single(work)
+    usual = _usual_ns(tree, work.call[alone])
+    held_up = 0
+    _, bounds = work.lanes()
+    for low, high in pairwise(bounds.tolist()):
+        at = np.arange(low, high)
+        at = at[np.argsort(work.asked[low:high], kind="stable")]  # in the order of launches
+        ends = np.maximum.accumulate(np.sort(work.end[low:high]))
+        by_end = at[np.argsort(work.end[at], kind="stable")]
+        number = np.flatnonzero(alone[at])
+        launch = work.call[at[number]]
+        returned, span = tree.end[launch], tree.span()[launch]
+        done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
+        pending = number + 1 - done
+        freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
+        held = (pending >= _DEEP) & (span >= np.maximum(_LONG_NS, _TIMES * usual[launch]))
+        held &= (returned - freed <= _AT_ONCE_NS) & (freed > tree.start[launch])
+        if not held.any():
+            continue
+        held_up += int(held.sum())
+        holds = int(pending[held].max())
+        maker = np.where(held, done - 1, number - holds)
+        there = maker >= 0
+        maker = np.where(there, by_end[np.maximum(maker, 0)], 0)
+        there &= work.end[maker] <= returned + _CLOCK_NS
+        edges.add("queue", "inferred", work_node[maker[there]], last_node[launch[there]], from_end=True, to_end=True)
+    return held_up
+
+
+def _single(work: DeviceWork) -> NDArray[np.bool_]:
+    """Work whose call submitted nothing else: graph launches have a cost of their own."""
+    known = work.call >= 0
+    count = np.bincount(work.call[known])
+    single: NDArray[np.bool_] = known.copy()
+    single[known] = count[work.call[known]] == 1
+    return single
+
+
+def _usual_ns(tree: HostTree, launch: Ints) -> Ints:
+    """Median duration of the launches of the same name, for each host event; 0 for what is no launch."""
+    usual = np.zeros(tree.row.size, dtype=np.int64)
+    if not launch.size:
+        return usual
+    codes = tree.name.gather(launch).rank("dense").to_numpy()
+    spans = tree.span()[launch]
+    order = np.lexsort((spans, codes))
+    bounds = np.flatnonzero(np.diff(codes[order], prepend=0, append=0))
+    for low, high in pairwise(bounds.tolist()):
+        usual[launch[order[low:high]]] = spans[order[(low + high) // 2]]
+    return usual
