@@ -36,10 +36,14 @@ def show_graph(document: dict[str, Any], stream: TextIO) -> None:
 
 
 def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
-    """Write the lines that `rendered` gives for the stream's width."""
+    """Write the lines that `rendered` gives for the stream's width; where it is too narrow for them, say so first."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    if console.width < width:
+        said = f"This needs {width} columns, the terminal has {console.width}: lines run on."
+        for part in textwrap.wrap(said, max(console.width, 1)):
+            console.print(part, no_wrap=True, overflow="ignore", crop=False)
     for line in rendered(width):
         if plain:
             line = _in_ascii(line)  # noqa: PLW2901  (the same line, spelled for this stream)
