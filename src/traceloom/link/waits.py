@@ -76,7 +76,7 @@ def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Int
         # in a stream's order the earlier of the two: what was recorded, as far as it was done
         of = np.where(times.work.end[asked] <= times.work.end[ended], asked, ended)
         found[row] = np.where((asked < 0) | (ended < 0) | (own == number), -1, of)
-    ends = np.where(found >= 0, times.work.end[found], np.iinfo(np.int64).min)
+    ends = np.where(found >= 0, times.work.end[found], np.iinfo(np.int64).min // 2)
     order = np.argsort(-ends, axis=0, kind="stable")
     rank = np.empty_like(order)
     np.put_along_axis(rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0)
