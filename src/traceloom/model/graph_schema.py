@@ -55,6 +55,7 @@ EDGE_KINDS = (
     "wait",  # a stream that waits for an event of another stream
     "synchronize",  # a host call that waits for GPU work
     "queue",  # a launch that found the queue full, freed by an earlier kernel
+    "occupancy",  # GPU work that found the device full, freed by work of another stream
     "forward-backward",  # an op and its backward op
     "cross-thread",  # another thread handed over work or woke us
     "data",  # a tensor's storage: written by one, read by the other
