@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from traceloom.model import Trace
 from traceloom.model.category import COPY, GPU_WORK, LAUNCHES
+from traceloom.read.large import column
 
 # Waiting for the device, copying synchronously, and what the driver does under its own lock (it may stall the device).
-_BY_NAME = (
+BY_NAME = (
     r"(?i:synchronize)|QueueFinish|Events?Wait$"
     r"|Memcpy|Memset|Malloc|Free|HostAlloc|HostRegister|HostUnregister"
     r"|ModuleLoad|ModuleUnload|LibraryLoad|LibraryUnload"
@@ -28,7 +29,7 @@ def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
         "event", "name", (pl.col("start_ns") + pl.col("duration_ns")).alias("return_ns")
     )
     name = pl.col("name")
-    by_name = calls.filter(name.str.contains(_BY_NAME), ~name.str.contains("Async", literal=True)).select("event")
+    by_name = calls.filter(name.str.contains(BY_NAME), ~name.str.contains("Async", literal=True)).select("event")
     copied = (
         events.filter(pl.col("category").is_in(GPU_WORK), pl.col("launch").is_not_null())
         .group_by("launch")
@@ -41,6 +42,6 @@ def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
         .select("event")
     )
     found = pl.concat([by_name, waited]).collect()["event"].to_numpy()
-    blocking = np.zeros(trace.events.height, dtype=np.bool_)
+    blocking = np.zeros(trace.events.height, dtype=np.bool_, like=column(trace, "start_ns"))
     blocking[found] = True
     return blocking

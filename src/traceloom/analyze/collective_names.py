@@ -8,7 +8,7 @@ from traceloom.model import Trace
 from traceloom.model.category import ANNOTATION, COLLECTIVE
 
 # First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
-_KERNEL_KINDS = (
+KERNEL_KINDS = (
     ("notify", r"\bep::(\w+::)*\w*notify"),
     ("dispatch", r"\bep::(\w+::)*dispatch"),
     ("combine", r"\bep::(\w+::)*combine"),
@@ -44,7 +44,7 @@ _SIZE_UNSEEN = ("all_gather", "gather")
 def kind_of_kernel(column: str) -> pl.Expr:
     """Kind of a collective by the name of its kernel; null where it does not tell."""
     lower = pl.col(column).str.to_lowercase()
-    return pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
+    return pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in KERNEL_KINDS)
 
 
 def arguments(trace: Trace) -> pl.DataFrame:

@@ -25,7 +25,10 @@ VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
     "validate": "say what is wrong with a set of Chakra files",
+    "anonymize": "make traces that can be shared, and say what they still tell",
 }
+
+SPELLINGS = {"anonymise": "anonymize"}
 
 OVERVIEW = f"""\
 usage: traceloom VERB ...
@@ -41,6 +44,8 @@ verbs:
              traceloom report trace.json.gz -o report.html
   validate {VERBS["validate"]}
              traceloom validate workload/ --target astra-sim
+  anonymize {VERBS["anonymize"]}
+             traceloom anonymize run -o shared
 
 Each verb explains itself: traceloom report --help
 
@@ -111,6 +116,7 @@ def _ours(arguments: list[str]) -> list[str]:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    arguments = [SPELLINGS.get(word, word) for word in arguments[:1]] + arguments[1:]
     first = next((argument for argument in arguments if argument != "--debug"), "--help")
     if first in {"-h", "--help", "help"}:
         print(OVERVIEW, end="")

@@ -1,0 +1,236 @@
+"""What becomes of the arguments of Kineto events: one rule per key; a key without a rule is left out and counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.names import OPERATIONS, Names
+from traceloom.anonymize.policy import KEEP, Policy
+from traceloom.anonymize.public import is_type, sections
+from traceloom.anonymize.shapes import Shapes
+from traceloom.read.collectives import kind_of
+
+Rule = Callable[[bytes], bytes | None]
+
+_NUMBER = re.compile(rb"-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
+_QUOTED = re.compile(rb'"-?\d{1,20}"')
+_RANKS = re.compile(rb'"?\[[\d,\s]*(\.\.\.)?\s*\]?"?')
+_TRUE = {b"true": b"true", b"false": b"false", b'"True"': b"true", b'"False"': b"false", b'"true"': b"true",
+         b'"false"': b"false", b"1": b"true", b"0": b"false"}  # fmt: skip
+_COPY_WORD = re.compile(
+    r"[HDPM]to[HDPM]|\d{1,3}|Dispatch Kernel|(HOST|DEVICE)_TO_(HOST|DEVICE)"
+    r"|Pageable|Pinned|Device|Host|Managed|Array|Unknown"
+)
+_BACKENDS = frozenset(("triton", "cpp", "cutlass", "cutedsl", "aten", "ck", "halide", ""))
+_VALUE = re.compile(r"-?\d*\.?\d*([eE][+-]?\d+)?|True|False|None|inf|-inf|nan|")
+_LIST = re.compile(r"\[[\d\s,.\-+eE\[\]]*\]")
+_MOST_KNOWN = 50_000
+
+PLAIN = (  # numbers that say nothing of the model: ids, ranks, properties of the hardware and of the launch
+    "External id", "external id", "Record function id", "correlation", "Ev Idx", "Profiler Event Index",
+    "Sequence number", "Fwd thread id", "Python id", "Python parent id", "Python module id", "Python thread", "device",
+    "cbid", "cid", "graph id", "graph node id", "priority", "channel", "channel_type", "registers per thread",
+    "shared memory", "est. achieved occupancy %", "Device Type", "Device Id", "Group size", "Rank", "Src Rank",
+    "Dst Rank", "Root", "Global rank start", "Global rank stride", "Seq", "Process Group ID", "Trace iteration",
+    "wait_on_cuda_event_record_corr_id", "wait_on_cuda_event_id", "event_id", "num_warps", "num_stages", "seq_num",
+    "sqid", "flags", "memory kind", "Op count", "annotated_stream", "original_stream", "cudaGraphInlineAnnotated",
+    "fromDevice", "inDevice", "toDevice",
+)  # fmt: skip
+POINTERS = ("stream", "wait_on_stream", "stream_id", "hsa_queue", "context", "queue")
+SIZES = ("bytes", "size", "In msg nelems", "Out msg nelems", "Bytes")
+TOTALS = ("Total Allocated", "Total Reserved")
+OF_SHAPE = ("blocks per SM", "warps per SM", "memory bandwidth (GB/s)", "occupancy")  # with these the shape comes back
+SENSITIVE = frozenset(  # known, and left out whatever the policy says
+    ("Call stack", "Module Hierarchy", "CallFrom", "kernel_file", "kernel_hash", "kernel_kwargs", "kernel_name",
+     "kernel", "queued", "external ts", "src", "dst", "ptr", "packet_ptr", "k_work_ptr", "host_ctx", "Trace name",
+     "Comms Id",
+     "Input Tensors start", "Output Tensors start", "cmd_name", "executable_name", "mem size", "row", "column")
+)  # fmt: skip
+KEYS = (*PLAIN, *POINTERS, *SIZES, *TOTALS, *OF_SHAPE, "finished", "Is asynchronized op", "Input Dims", "Input dims",
+        "In split size", "Out split size", "kind", "copy kind", "src kind", "dst kind", "direction", "Input Strides",
+        "Input type", "Concrete Inputs", "grid", "block", "Addr", "Collective name", "dtype", "cuda_sync_kind",
+        "kernel_backend", "Process Group Name", "Process Group Description", "Process Group Ranks")  # fmt: skip
+
+
+class Arguments:
+    """Rewrites the arguments of events.
+
+    Args:
+        names: What names become.
+        shapes: What sizes become.
+        policy: The choices.
+        account: Told what is left out.
+    """
+
+    def __init__(self, names: Names, shapes: Shapes, policy: Policy, account: Account) -> None:
+        self._names = names
+        self._shapes = shapes
+        self._policy = policy
+        self._account = account
+        self._rules = {key: (json.dumps(key).encode() + b":", rule) for key, rule in self._table().items()}
+        self._texts: dict[tuple[str, bytes], bytes | None] = {}
+
+    def rewrite(self, args: dict[str, msgspec.Raw]) -> bytes:
+        """The arguments of one event as the inside of a JSON object."""
+        parts = []
+        for key, raw in args.items():
+            found = self._rules.get(key)
+            value = bytes(raw)
+            if found is None:
+                self._account.drop(key, value, unknown=key not in SENSITIVE)
+                continue
+            prefix, rule = found
+            if rule is None:
+                made: bytes | None = value if value.isdigit() and len(value) <= 20 else number(value)
+            elif key == "Input Strides":
+                made = self._shapes.strides(value, bytes(args.get("Input Dims", b"")))
+            else:
+                made = rule(value)
+            if made is not None:
+                parts.append(prefix + made)
+            elif rule is None:
+                self._account.refuse(key, value)
+            else:
+                self._account.drop(key, value)
+        return b",".join(parts)
+
+    def _table(self) -> dict[str, Rule | None]:
+        shapes, kept = self._shapes, self._policy.shapes == KEEP
+        table: dict[str, Rule | None] = dict.fromkeys((*PLAIN, *self._policy.keep_arguments))
+        table |= dict.fromkeys(POINTERS, self._pointer)
+        table |= dict.fromkeys(SIZES, self._size)
+        table |= dict.fromkeys(TOTALS, self._total)
+        table |= dict.fromkeys(OF_SHAPE, number if kept else _nothing)
+        table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
+        table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
+        table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
+        table |= dict.fromkeys(("kind", "copy kind", "src kind", "dst kind", "direction"), self._text(_copy_word))
+        table |= {
+            "Input Strides": shapes.dims,
+            "Input type": self._remembered("types", self._types),
+            "Concrete Inputs": self._remembered("values", self._values),
+            "grid": shapes.grid,
+            "block": _block,
+            "Addr": self._address,
+            "Collective name": self._text(self._operation),
+            "dtype": self._text(lambda text: text if is_type(text) else None),
+            "cuda_sync_kind": self._text(lambda text: text if text in sections()["regions"] else None),
+            "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
+            "Process Group Name": self._text(self._names.group),
+            "Process Group Description": self._text(self._names.description),
+            "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
+        }
+        return table
+
+    # -- rules ------------------------------------------------------------------------------------------------
+
+    def _remembered(self, kind: str, make: Callable[[bytes], bytes | None]) -> Rule:
+        def rule(raw: bytes) -> bytes | None:
+            key = (kind, raw)
+            if key not in self._texts:
+                if len(self._texts) > _MOST_KNOWN:
+                    self._texts.clear()
+                self._texts[key] = make(raw)
+            return self._texts[key]
+
+        return rule
+
+    def _text(self, shown: Callable[[str], str | None]) -> Rule:
+        """A rule for texts; numbers are read as texts, as the reader does."""
+
+        def make(raw: bytes) -> bytes | None:
+            value = decoded(raw)
+            if isinstance(value, bool) or not isinstance(value, (str, int)):
+                return None
+            made = shown(str(value))
+            return None if made is None else json.dumps(made).encode()
+
+        return self._remembered(f"text {id(shown)}", make)
+
+    def _operation(self, text: str) -> str | None:
+        if text in OPERATIONS:
+            return text
+        kind = kind_of(text)
+        return kind if kind in OPERATIONS else self._names.pseudonym("collective", text)
+
+    def _pointer(self, raw: bytes) -> bytes | None:
+        return _counted(raw, self._names.pointer)
+
+    def _size(self, raw: bytes) -> bytes | None:
+        return _counted(raw, self._shapes.size)
+
+    def _total(self, raw: bytes) -> bytes | None:
+        return _counted(raw, self._shapes.total)
+
+    def _address(self, raw: bytes) -> bytes | None:
+        return _counted(raw, self._names.address)
+
+    @staticmethod
+    def _types(raw: bytes) -> bytes | None:
+        value = decoded(raw)
+        if not isinstance(value, list):
+            return None
+        return msgspec.json.encode([item if isinstance(item, str) and is_type(item) else "" for item in value])
+
+    def _values(self, raw: bytes) -> bytes | None:
+        value = decoded(raw)
+        if self._policy.scalars != KEEP or not isinstance(value, list):
+            return None
+        return msgspec.json.encode([self.scalar(item) for item in value])
+
+    def scalar(self, item: Any) -> str:
+        """One recorded value as text: numbers and truth values; lists are sizes, and treated as shapes are."""
+        text = str(item)[:400]
+        if _VALUE.fullmatch(text):
+            return text
+        if not _LIST.fullmatch(text):
+            return ""
+        if self._shapes.kept:
+            return text
+        rounded = self._shapes.dims(text.encode())
+        return "" if rounded is None else rounded.decode()
+
+
+def number(raw: bytes) -> bytes | None:
+    """A number, a whole number in quotes, or null; None for anything else."""
+    if _NUMBER.fullmatch(raw) or _QUOTED.fullmatch(raw) or raw == b"null":
+        return raw
+    return None
+
+
+def decoded(raw: bytes) -> Any:
+    """The value of some JSON; None where it cannot be read."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _nothing(_raw: bytes) -> bytes | None:
+    return None
+
+
+def _counted(raw: bytes, function: Callable[[int], int]) -> bytes | None:
+    """A whole number through a function, in quotes where it stood in quotes."""
+    if raw.lstrip(b"-").isdigit() and len(raw) <= 20:
+        return b"%d" % function(int(raw))
+    if _QUOTED.fullmatch(raw):
+        return b'"%d"' % function(int(raw[1:-1]))
+    return None
+
+
+def _block(raw: bytes) -> bytes | None:
+    """The block of a launch: a choice of the kernel's author, no shape."""
+    value = decoded(raw)
+    whole = isinstance(value, list) and len(value) <= 3 and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
+    return msgspec.json.encode(value) if whole else None
+
+
+def _copy_word(text: str) -> str | None:
+    return text if _COPY_WORD.fullmatch(text) else None

@@ -1,0 +1,379 @@
+"""A Kineto trace, rewritten slice by slice: what the reader keeps of a damaged file is what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.arguments import Arguments, decoded, number
+from traceloom.anonymize.kernels import Kernels
+from traceloom.anonymize.metadata import Metadata
+from traceloom.anonymize.names import COMMUNICATION, STEP, Names
+from traceloom.anonymize.policy import COLLAPSE, DROP, KEEP, Policy
+from traceloom.anonymize.shapes import Shapes
+from traceloom.anonymize.writing import joined, opened
+from traceloom.model import category as cat
+from traceloom.read.damage import Damage
+from traceloom.read.document import Document, Slice
+from traceloom.read.repair import MALFORMED, mended
+from traceloom.read.source import open_input, text_pieces
+from traceloom.read.times import from_text
+
+_ENTRIES: msgspec.json.Decoder[list[dict[str, msgspec.Raw]]] = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_ARGUMENTS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY_KEYS = frozenset(("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp", "s", "args"))
+_FLOWS = frozenset(("ac2g", "fwdbwd", "async_cpu_to_gpu", "async_gpu", "async", "launch", "cudaLaunchKernel"))
+_ON_DEVICE = frozenset((cat.KERNEL, cat.COPY, cat.FILL, cat.GPU_ANNOTATION, cat.SYNC, cat.GPU_EVENT, cat.COMMAND))
+_ON_HOST = frozenset((cat.OP, cat.ANNOTATION, cat.COLLECTIVE))
+_LABELS = frozenset(f"GPU {index}" for index in range(1024)) | {"CPU"}
+_MISSING = msgspec.Raw(b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Everything that decides what a value becomes, shared by all files of a run."""
+
+    policy: Policy
+    names: Names
+    shapes: Shapes
+    kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What must be known of a file before it is rewritten.
+
+    Attributes:
+        path: The file.
+        origin_ns: Subtracted from all times.
+        hosts: (process, thread) of host lanes, as texts; the others are devices and streams.
+        base_ns: `baseTimeNanoseconds` of the file.
+    """
+
+    path: Path
+    origin_ns: int
+    hosts: frozenset[tuple[str, str]] = frozenset()
+    base_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What to do with the events of one category, or with those of one phase."""
+
+    head: bytes  # `{"ph":"X","cat":"kernel","name":`
+    name: Callable[[str], str]
+    device: bool
+    dropped: str = ""  # why they are left out
+    some: bool = False  # only steps and communication stay
+    names: dict[bytes, bytes | None] = field(default_factory=dict)
+
+
+class Rewriter:
+    """Rewrites one Kineto file.
+
+    Attributes:
+        metadata: Entries beside the events, complete when all pieces were taken.
+    """
+
+    def __init__(self, place: Place, rules: Rules, account: Account) -> None:
+        self.metadata: dict[str, Any] = {}
+        self._place = place
+        self._rules = rules
+        self._account = account
+        self._arguments = Arguments(rules.names, rules.shapes, rules.policy, account)
+        self._plans: dict[bytes, _Plan] = {}
+        self._marks = _Plan(b"", rules.names.host, device=False)
+        self._places: dict[tuple[bytes, bytes, bool | None], bytes] = {}
+        self._arrows: dict[tuple[bytes, bytes], bytes] = {}
+        self._shift_ns = place.base_ns - place.origin_ns
+
+    def pieces(self) -> Iterator[bytes]:
+        """The rewritten events, a piece per slice: each event on a line, commas between them."""
+        damage = Damage()
+        with open_input(self._place.path) as stream:
+            document = Document(text_pieces(stream, damage), damage, str(self._place.path))
+            for part in document.slices():
+                lines = self._slice(part)
+                if lines:
+                    yield b",\n".join(lines)
+            self.metadata = document.metadata
+
+    # -- one slice --------------------------------------------------------------------------------------------
+
+    def _slice(self, part: Slice) -> list[bytes]:
+        entries = _decoded(part)
+        self._account.entries_in += len(entries)
+        starts = [entry.get("ts", _MISSING) for entry in entries]
+        lasting = [entry.get("dur", _MISSING) for entry in entries]
+        start, duration, timed, long = from_text(starts, lasting)
+        start = start + self._shift_ns
+        duration = np.where(long, duration, 0)
+        lines = []
+        for entry, at, much, known in zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True):
+            line = self._entry(entry, at, much, timed=known)
+            if line is not None:
+                lines.append(line)
+        self._account.entries_out += len(lines)
+        return lines
+
+    def _entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, timed: bool) -> bytes | None:
+        if not entry.keys() <= _ENTRY_KEYS:
+            for key in entry.keys() - _ENTRY_KEYS:
+                self._account.drop(key, bytes(entry[key]), unknown=True)
+        phase = bytes(entry.get("ph", _MISSING))
+        if phase == b'"X"':
+            return self._span(entry, start, duration) if timed else self._left_out("no usable time")
+        if phase == b'"M"':
+            return self._metadata(entry)
+        if not timed:
+            return self._left_out("no usable time")
+        if phase in (b'"s"', b'"t"', b'"f"'):
+            return self._flow(entry, phase, start)
+        if phase in (b'"i"', b'"I"', b'"R"'):
+            return self._instant(entry, start)
+        if phase == b'"C"':
+            return self._counter(entry, start)
+        return self._left_out("unknown phase")
+
+    def _left_out(self, reason: str) -> bytes | None:
+        self._account.dropped_entries[reason] += 1
+        return None
+
+    def _span(self, entry: dict[str, msgspec.Raw], start: int, duration: int) -> bytes | None:
+        category = bytes(entry.get("cat", _MISSING))
+        plan = self._plans.get(category)
+        if plan is None:
+            plan = self._plans[category] = self._plan(category)
+        if plan.dropped:
+            return self._left_out(plan.dropped)
+        name = self._named(plan, entry)
+        if name is None:
+            return self._left_out("collapsed")
+        args = self._rewritten(entry)
+        return b"".join(
+            (
+                plan.head,
+                name,
+                b",",
+                self._where(entry, device=plan.device),
+                b',"ts":',
+                _microseconds(start),
+                b',"dur":',
+                _microseconds(duration),
+                b',"args":{' + args + b"}}" if args else b"}",
+            )
+        )
+
+    def _plan(self, raw: bytes) -> _Plan:
+        """What becomes of the events of a category."""
+        spelled = decoded(raw)
+        text = spelled if isinstance(spelled, str) else ""
+        category = cat.FROM_KINETO.get(text.lower(), cat.OTHER)
+        names, kernels, policy = self._rules.names, self._rules.kernels, self._rules.policy
+        functions = {
+            cat.PYTHON: names.python,
+            cat.KERNEL: kernels.kernel,
+            cat.COPY: kernels.copy,
+            cat.FILL: kernels.copy,
+        }
+        functions |= dict.fromkeys((cat.RUNTIME, cat.DRIVER), names.call)
+        functions[cat.COUNTER_RANGE] = kernels.kernel
+        head = b'{"ph":"X","cat":' + json.dumps(text).encode() + b',"name":'
+        plan = _Plan(head, functions.get(category, names.host), device=category in _ON_DEVICE)
+        if category == cat.OTHER:
+            plan.dropped = "unknown category"
+            self._account.texts.add(raw)
+        elif category == cat.PYTHON and (policy.stacks == DROP or policy.structure == COLLAPSE):
+            plan.dropped = "stacks"
+        elif policy.structure == COLLAPSE and category == cat.GPU_ANNOTATION:
+            plan.dropped = "collapsed"
+        elif text.lower() != text and text not in _SPELLED:
+            plan.head = b'{"ph":"X","cat":' + json.dumps(text.lower()).encode() + b',"name":'
+        plan.some = policy.structure == COLLAPSE and category in _ON_HOST
+        return plan
+
+    def _named(self, plan: _Plan, entry: dict[str, msgspec.Raw]) -> bytes | None:
+        """The name as JSON; None where `collapse` leaves the event out."""
+        raw = bytes(entry.get("name", _MISSING))
+        if raw in plan.names:
+            return plan.names[raw]
+        value = decoded(raw)
+        text = value if isinstance(value, str) else "" if value is None else raw.decode("utf-8", "replace")
+        made: bytes | None = json.dumps(plan.name(text), ensure_ascii=False).encode()
+        if plan.some and not (STEP.fullmatch(text) or COMMUNICATION.match(text)):
+            made = None
+        plan.names[raw] = made
+        return made
+
+    def _rewritten(self, entry: dict[str, msgspec.Raw]) -> bytes:
+        raw = entry.get("args")
+        if raw is None:
+            return b""
+        try:
+            args = _ARGUMENTS.decode(raw)
+        except (msgspec.DecodeError, RecursionError):
+            self._account.refuse("args", bytes(raw))
+            return b""
+        return self._arguments.rewrite(args)
+
+    # -- places -----------------------------------------------------------------------------------------------
+
+    def _where(self, entry: dict[str, msgspec.Raw], *, device: bool | None) -> bytes:
+        """`"pid":1,"tid":2`; `device` None: told by the lanes of the file."""
+        key = (bytes(entry.get("pid", _MISSING)), bytes(entry.get("tid", _MISSING)), device)
+        found = self._places.get(key)
+        if found is None:
+            pid, tid = (decoded(raw) for raw in key[:2])
+            on_device = device if device is not None else self._on_device(pid, tid)
+            shown = [self._one(value, on_device=on_device) for value in (pid, tid)]
+            found = self._places[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
+        return found
+
+    def _on_device(self, pid: Any, tid: Any) -> bool:
+        hosts = self._place.hosts
+        return (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
+
+    def _one(self, value: Any, *, on_device: bool) -> bytes:
+        names = self._rules.names
+        change = names.pointer if on_device else names.process
+        if isinstance(value, int) and not isinstance(value, bool):
+            return b"%d" % change(value)
+        if isinstance(value, str):
+            digits = value.strip()
+            if digits.lstrip("-").isdigit() and len(digits) <= 20 and digits.isascii():
+                return b'"%d"' % change(int(digits))
+            return json.dumps(names.lane(value)).encode()
+        return b'""'
+
+    # -- events without a duration ----------------------------------------------------------------------------
+
+    def _metadata(self, entry: dict[str, msgspec.Raw]) -> bytes | None:
+        kind = decoded(bytes(entry.get("name", _MISSING)))
+        args = decoded(bytes(entry.get("args", _MISSING)))
+        if not isinstance(args, dict) or kind not in ("process_name", "thread_name", "process_labels"):
+            return self._left_out("metadata that no reader needs")
+        key = "labels" if kind == "process_labels" else "name"
+        value = args.get(key)
+        if not isinstance(value, str):
+            return self._left_out("metadata that no reader needs")
+        shown = self._rules.names.thread(value) if key == "name" else value if value in _LABELS else ""
+        for other in args.keys() - {key}:
+            self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
+        where = self._where(entry, device=None)
+        return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
+            kind.encode(), where, key.encode(), json.dumps(shown, ensure_ascii=False).encode()
+        )  # fmt: skip
+
+    def _flow(self, entry: dict[str, msgspec.Raw], phase: bytes, start: int) -> bytes | None:
+        spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
+        if spelled not in self._arrows:
+            self._arrows[spelled] = _arrow(*spelled)
+        tail = self._arrows[spelled]
+        identity = number(bytes(entry.get("id", _MISSING)))
+        if not tail or identity is None or identity == b"null":
+            return self._left_out("unknown arrow")
+        end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
+        where = self._where(entry, device=None)
+        return b"".join(
+            (b'{"ph":', phase, b',"id":', identity, b",", where, b',"ts":', _microseconds(start), tail, end)
+        )
+
+    def _instant(self, entry: dict[str, msgspec.Raw], start: int) -> bytes | None:
+        name = self._named(self._marks, entry) or b'""'
+        args = self._rewritten(entry)
+        category = b'"cat":"cpu_instant_event",' if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"' else b""
+        scope = bytes(entry.get("s", _MISSING))
+        where = self._where(entry, device=False)
+        return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
+            category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, _microseconds(start), args
+        )  # fmt: skip
+
+    def _counter(self, entry: dict[str, msgspec.Raw], start: int) -> bytes | None:
+        if self._rules.policy.counters != KEEP:
+            return self._left_out("counters")
+        value = decoded(bytes(entry.get("args", _MISSING)))
+        names = self._rules.names
+        values = {
+            names.pseudonym("counter", key): amount
+            for key, amount in (value.items() if isinstance(value, dict) else ())
+            if isinstance(amount, (int, float)) and not isinstance(amount, bool)
+        }
+        name = decoded(bytes(entry.get("name", _MISSING)))
+        shown = {"name": names.pseudonym("counter", str(name)), "args": values}
+        where = self._where(entry, device=None)
+        return b'{"ph":"C",%b,"ts":%b,%b' % (where, _microseconds(start), msgspec.json.encode(shown)[1:])
+
+
+_SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memset", "Python"))
+
+
+def _arrow(category: bytes, name: bytes) -> bytes:
+    """Category and name of an arrow, as far as they are known; empty where neither is."""
+    texts = [(key, decoded(raw)) for key, raw in ((b"cat", category), (b"name", name))]
+    return b"".join(b',"%b":"%b"' % (key, text.encode()) for key, text in texts if text in _FLOWS)
+
+
+def _microseconds(time_ns: int) -> bytes:
+    """Exact decimal microseconds."""
+    if time_ns < 0:
+        return b"-" + _microseconds(-time_ns)
+    whole, rest = divmod(time_ns, 1000)
+    return b"%d.%03d" % (whole, rest) if rest else b"%d" % whole
+
+
+def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:
+    """Each entry as key -> JSON text; malformed ones are mended as the reader mends them."""
+    try:
+        entries = _ENTRIES.decode(b"[" + part.text + b"]")
+    except MALFORMED:
+        pass
+    else:
+        if len(entries) == len(part.entries):
+            return entries
+    spans = sorted(set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True)))
+    return [entry for at, length in spans for entry in _mended(part.text[at : at + length])]
+
+
+def _mended(text: bytes) -> list[dict[str, msgspec.Raw]]:
+    body = text.strip().strip(b",")
+    try:
+        return _ENTRIES.decode(b"[" + body + b"]")
+    except MALFORMED:
+        return [
+            {str(key): msgspec.Raw(json.dumps(value).encode("utf-8", "replace")) for key, value in entry.items()}
+            for entry in mended(body)
+        ]
+
+
+def write_kineto(place: Place, rules: Rules, account: Account, target: Path, *, unix: bool) -> None:
+    """Rewrite a Kineto trace into a new file.
+
+    The entries beside the events are known at the end only, but stand in front: they are written last and joined.
+
+    Raises:
+        InputError: The file is no Kineto trace.
+        OSError: The new file cannot be written.
+    """
+    rewriter = Rewriter(place, rules, account)
+    ending = ".gz" if target.name.endswith(".gz") else ""
+    body, head = (target.with_name(f"{target.name}.{part}{ending}") for part in ("body", "head"))
+    with opened(body) as out:
+        first = True
+        for piece in rewriter.pieces():
+            out.write(piece if first else b",\n" + piece)
+            account.scan(piece)
+            first = False
+        out.write(b"\n]}\n")
+    metadata = Metadata(rules.names, rules.policy, account).rewrite(rewriter.metadata, unix=unix)
+    text = json.dumps(metadata, ensure_ascii=False).encode()
+    account.scan(text)
+    with opened(head) as out:
+        out.write(text[:-1] + b',"traceEvents":[\n')
+    joined([head, body], target)

@@ -1,0 +1,181 @@
+"""The entries beside the events of a Kineto trace: an allow-list; the rest is left out and counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.names import Names
+from traceloom.anonymize.policy import DROP, KEEP, Policy
+from traceloom.read.metadata import whole
+
+# A base time that every reader takes for Unix time, and nobody for the truth: 2001-10-01, a multiple of Kineto's unit.
+BASE_NS = 7_889_238 * 127 * 10**9
+
+_FLAGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
+_VERSIONS = (
+    "cuda_runtime_version", "cuda_driver_version", "cupti_version", "hip_runtime_version", "hip_driver_version",
+    "roctracer_version", "nccl_version", "pytorch_version", "torch_version", "xpu_runtime_version",
+)  # fmt: skip
+_JOBS = ("trace_id", "group_trace_id", "mast_job_name", "tw_job", "job_id", "PT_PROFILER_JOB_ID")
+_PROPERTIES = (
+    "id", "totalGlobalMem", "computeMajor", "computeMinor", "maxThreadsPerBlock", "maxThreadsPerMultiprocessor",
+    "regsPerBlock", "warpSize", "sharedMemPerBlock", "numSms", "regsPerMultiprocessor", "sharedMemPerBlockOptin",
+    "sharedMemPerMultiprocessor", "maxSharedMemoryPerMultiProcessor", "regsPerMultiprocessor",
+)  # fmt: skip
+_VERSION = re.compile(r"v?(\d{1,4}(\.\d{1,4}){0,3})(?![\w.])")
+_LONG_VERSION = re.compile(r"\d{1,9}")
+_BACKEND = re.compile(
+    r"((cpu|cuda|hip|xpu|mtia|hpu|npu):)?(nccl|rccl|gloo|mpi|ucc|hccl|xccl|ccl|fake|undefined|threaded)"
+)
+_SIMPLE = ("rank", "world_size", "pg_count")
+
+# Product names that everybody knows; what else stands in a device's name is left out.
+_VENDOR = re.compile(r"\b(NVIDIA|AMD|Intel|Tesla|GeForce|Quadro|Instinct|Radeon)\b")
+_MODEL = re.compile(
+    r"\b((?:GB|GH|[ABHLTVPK])\d{1,3}(?:S|G|X)?|MI\d{2,3}[AX]?|RTX (?:A?\d{4}|PRO \d{4})(?: Ti| SUPER)?"
+    r"|GTX \d{4}(?: Ti)?|Titan (?:V|RTX|Xp)|Max \d{4}|Gaudi ?[23]?|W\d{4}|Graphics)(?=\b|-)"
+)
+_FORM = re.compile(r"\b(SXM\d?|PCIe|HBM\d(?:e)?|\d{2,3} ?GB|NVL|OAM)\b")
+
+
+class Metadata:
+    """Rewrites what stands beside the events."""
+
+    def __init__(self, names: Names, policy: Policy, account: Account) -> None:
+        self._names = names
+        self._policy = policy
+        self._account = account
+
+    def rewrite(self, metadata: dict[str, Any], *, unix: bool) -> dict[str, Any]:
+        """The entries of the output.
+
+        Args:
+            metadata: Entries of the file.
+            unix: The file's times are Unix times: the output says so too, with an origin of our own.
+        """
+        out: dict[str, Any] = {"schemaVersion": 1}
+        for key, value in metadata.items():
+            if key in ("schemaVersion", "baseTimeNanoseconds", "displayTimeUnit"):
+                continue
+            made = self._entry(key, value)
+            if made is None:
+                self._account.drop(key, _text(value), unknown=not _expected(key))
+            else:
+                out[key] = made
+        if self._policy.times == KEEP:
+            base = whole(metadata.get("baseTimeNanoseconds"))
+            return out if base is None else out | {"baseTimeNanoseconds": base}
+        return out | {"baseTimeNanoseconds": BASE_NS} if unix else out
+
+    def _entry(self, key: str, value: Any) -> Any:
+        if key == "distributedInfo":
+            return self._distributed(value)
+        if key == "deviceProperties":
+            return self._devices(value)
+        if key in _FLAGS:
+            return int(bool(value)) if isinstance(value, (bool, int)) else None
+        if key in _VERSIONS:
+            return self.version(value)
+        if key in _JOBS:
+            return f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
+        if key == "host_name":
+            return self.host(value)
+        if key in self._policy.keep_arguments and isinstance(value, (int, float)):
+            return value
+        return None
+
+    def host(self, value: Any) -> str | None:
+        """A host name."""
+        if not isinstance(value, str) or not value or self._policy.hosts == DROP:
+            return None
+        return self._names.host_name(value)
+
+    def version(self, value: Any) -> Any:
+        """Numbers and dots of a version; what is local to somebody's build goes."""
+        if self._policy.versions == DROP or isinstance(value, bool):
+            return None
+        if isinstance(value, int):
+            return value if 0 <= value < 10**9 else None
+        found = _VERSION.match(str(value)) or _LONG_VERSION.fullmatch(str(value))
+        return found[0].removeprefix("v") if found else None
+
+    def device_name(self, value: Any) -> str | None:
+        """Vendor, model, memory and form, where they are products that everybody knows."""
+        if not isinstance(value, str) or self._policy.devices == DROP:
+            return None
+        model = _MODEL.search(value)
+        if model is None:
+            return ""
+        vendor = _VENDOR.search(value)
+        forms = [found[0] for found in _FORM.finditer(value)]
+        return " ".join(part for part in (vendor[0] if vendor else "", model[1], *forms) if part)
+
+    def backend(self, value: Any) -> str | None:
+        """A back end of communication, or several with the devices they serve."""
+        if not isinstance(value, str):
+            return None
+        parts = [part.strip() for part in value.lower().split(",")]
+        return ",".join(parts) if all(_BACKEND.fullmatch(part) for part in parts) else None
+
+    def _devices(self, value: Any) -> Any:
+        out = []
+        for item in value if isinstance(value, list) else []:
+            if isinstance(item, dict):
+                one = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
+                name = self.device_name(item.get("name"))
+                for key in item.keys() - one.keys() - {"name"}:
+                    self._account.drop(f"deviceProperties.{key}", _text(item[key]), unknown=True)
+                out.append(one if name is None else one | {"name": name})
+        return out
+
+    def _distributed(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return None
+        out: dict[str, Any] = {key: value[key] for key in _SIMPLE if whole(value.get(key)) is not None}
+        for key, made in (("backend", self.backend(value.get("backend"))), ("nccl_version", value.get("nccl_version"))):
+            shown = self.version(made) if key == "nccl_version" and made is not None else made
+            if shown is not None:
+                out[key] = shown
+        if isinstance(value.get("pg_config"), list):
+            out["pg_config"] = [self._group(item) for item in value["pg_config"] if isinstance(item, dict)]
+        for key in value.keys() - out.keys():
+            self._account.drop(f"distributedInfo.{key}", _text(value[key]), unknown=True)
+        return out
+
+    def _group(self, item: dict[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        if item.get("pg_name") is not None:
+            out["pg_name"] = self._names.group(str(item["pg_name"]))
+        if isinstance(item.get("pg_desc"), str):
+            out["pg_desc"] = self._names.description(item["pg_desc"])
+        backend = self.backend(item.get("backend_config"))
+        if backend is not None:
+            out["backend_config"] = backend
+        if whole(item.get("pg_size")) is not None:
+            out["pg_size"] = item["pg_size"]
+        ranks = rank_list(item.get("ranks"))
+        if ranks is not None:
+            out["ranks"] = ranks
+        for key in item.keys() - out.keys():
+            self._account.drop(f"pg_config.{key}", _text(item[key]), unknown=True)
+        return out
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def rank_list(value: Any) -> Any:
+    """A list of ranks, or its text; None for anything else."""
+    if isinstance(value, str):
+        return value if re.fullmatch(r"\[[\d,\s]*(\.\.\.)?\s*\]?", value) else None
+    if isinstance(value, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in value):
+        return value
+    return None
+
+
+def _expected(key: str) -> bool:
+    return key in ("traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS)

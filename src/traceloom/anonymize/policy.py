@@ -1,0 +1,131 @@
+"""The policy: what becomes of each kind of thing. Without a file the defaults protect.
+
+The file is TOML; docs/reference/anonymize.md describes it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from traceloom.errors import InputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the tests run on newer ones
+    import tomli as tomllib
+
+KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = "keep", "pseudonym", "bucket", "drop", "category", "zero"
+COLLAPSE = "collapse"
+FORMAT = "traceloom-anonymize-policy"
+
+# Field -> what it may be; the first is the default.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "public_names": (KEEP, PSEUDONYM),
+    "names": (PSEUDONYM, KEEP),
+    "kernels": (CATEGORY, KEEP),
+    "shapes": (BUCKET, KEEP, DROP),
+    "scalars": (DROP, KEEP),
+    "stacks": (PSEUDONYM, DROP, KEEP),
+    "groups": (PSEUDONYM, KEEP),
+    "hosts": (PSEUDONYM, DROP),
+    "processes": (PSEUDONYM, KEEP),
+    "times": (ZERO, KEEP),
+    "devices": (KEEP, DROP),
+    "versions": (KEEP, DROP),
+    "counters": (DROP, KEEP),
+    "structure": (KEEP, COLLAPSE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What becomes of each kind of thing; docs/reference/anonymize.md says what each choice does.
+
+    Attributes:
+        keep_names: Regular expressions; a name that one of them matches as a whole stays as it is.
+        keep_arguments: Further arguments of events, and entries beside the events, that stay where they are numbers.
+    """
+
+    public_names: str = KEEP
+    names: str = PSEUDONYM
+    kernels: str = CATEGORY
+    shapes: str = BUCKET
+    scalars: str = DROP
+    stacks: str = PSEUDONYM
+    groups: str = PSEUDONYM
+    hosts: str = PSEUDONYM
+    processes: str = PSEUDONYM
+    times: str = ZERO
+    devices: str = KEEP
+    versions: str = KEEP
+    counters: str = DROP
+    structure: str = KEEP
+    keep_names: tuple[str, ...] = ()
+    keep_arguments: tuple[str, ...] = ()
+
+    def with_structure(self, structure: str | None) -> Policy:
+        """The same with `--structure` of the command line, where it is given."""
+        return self if structure is None else replace(self, structure=structure)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in the reports."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def read_policy(path: Path | None) -> Policy:
+    """The policy in a file; the defaults for None.
+
+    Raises:
+        InputError: slug `bad-policy`: the file is no TOML, or holds what no policy has.
+    """
+    if path is None:
+        return Policy()
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"the policy cannot be read: {error}", slug="bad-policy", where=str(path)) from error
+    return _policy(document, str(path))
+
+
+def _policy(document: dict[str, Any], where: str) -> Policy:
+    chosen: dict[str, Any] = {}
+    for key, value in document.items():
+        if key == "format":
+            if value != FORMAT:
+                raise InputError(f"expected the format `{FORMAT}`, got {value!r}", slug="bad-policy", where=where)
+        elif key == "version":
+            if value != 1:
+                raise InputError(f"expected version 1, got {value!r}", slug="bad-policy", where=where)
+        elif key in ("keep_names", "keep_arguments"):
+            chosen[key] = _texts(key, value, where)
+        elif key in CHOICES:
+            if value not in CHOICES[key]:
+                wanted = ", ".join(f'"{choice}"' for choice in CHOICES[key])
+                raise InputError(
+                    f"expected `{key}` to be one of {wanted}, got {value!r}", slug="bad-policy", where=where
+                )
+            chosen[key] = value
+        else:
+            hint = f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}"
+            raise InputError(f"`{key}` is no part of a policy", slug="bad-policy", where=where, hint=hint)
+    return Policy(**chosen)
+
+
+def _texts(key: str, value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=where)
+    if key == "keep_names":
+        try:
+            re.compile("|".join(f"(?:{item})" for item in value))
+        except re.error as error:
+            said = f"a text in `keep_names` is no regular expression: {error}"
+            raise InputError(said, slug="bad-policy", where=where) from error
+    return tuple(value)

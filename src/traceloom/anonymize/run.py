@@ -1,0 +1,286 @@
+"""One pass over all files of a run: measure, rewrite, read back, compare, put in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import traceloom
+from traceloom.anonymize import sources
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.captures import Captures
+from traceloom.anonymize.kernels import Kernels
+from traceloom.anonymize.key import Key
+from traceloom.anonymize.kineto import Place, Rules, write_kineto
+from traceloom.anonymize.leaks import HiddenShapes, leak_report
+from traceloom.anonymize.names import Names
+from traceloom.anonymize.policy import ZERO, Policy
+from traceloom.anonymize.shapes import Shapes
+from traceloom.anonymize.sources import Source, Sources
+from traceloom.anonymize.utility import Measure, Part, compare, measure
+from traceloom.anonymize.writing import Staging, private
+from traceloom.errors import InputError, UsageError
+from traceloom.model import Trace
+from traceloom.read import read_kineto
+
+Say = Callable[[str], None]
+_GRAIN_NS = 1_000_000  # times begin at a whole millisecond
+_ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was done.
+
+    Attributes:
+        output: What was written.
+        report: The reports as one JSON object: `files`, `left_out`, `dropped`, `utility`, `leaks`, `policy`.
+        report_path: Where they are kept, for the owner alone.
+        refused: Why inputs were refused, one sentence each.
+    """
+
+    output: Path
+    report: dict[str, Any]
+    report_path: Path
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the first reading of a device trace tells."""
+
+    source: Source
+    hosts: frozenset[tuple[str, str]]
+    first_ns: int
+    base_ns: int
+    unix: bool
+    measure: Measure
+    notices: set[str]
+
+
+class Run:
+    """Anonymises files of one run.
+
+    Args:
+        found: The files.
+        policy: What becomes of each kind of thing.
+        key: Makes the pseudonyms.
+        say: Told what is being done.
+    """
+
+    def __init__(self, found: Sources, policy: Policy, key: Key, say: Say) -> None:
+        self._found = found
+        self._say = say
+        names = Names(key, policy)
+        self.rules = Rules(policy, names, Shapes(policy), Kernels(names, policy))
+        self.account = Account()
+        self.hidden = HiddenShapes()
+        self.files: list[dict[str, Any]] = []
+        self.utility: list[dict[str, Any]] = []
+        self.refused: list[InputError] = []
+        self._seen: dict[Path, _Seen] = {}
+
+    def write(self, stage: Staging) -> None:
+        """Rewrite every file below the stage.
+
+        Raises:
+            InputError: Not one of the files can be used.
+        """
+        self._look()
+        for number, source in enumerate(self._found.files, start=1):
+            self._say(f"rewriting file {number} of {len(self._found.files)}")
+            try:
+                self._one(source, stage)
+            except InputError as error:
+                self.refused.append(error)
+        if not self.files:
+            raise self.refused[0]
+        for folder, (document, name) in self._found.captures.items():
+            self._capture(folder, document, stage.path(f"{name}capture.json"))
+
+    # -- the first reading ------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Read the device traces: when they begin, which lanes are host threads, what the analyses say."""
+        kept = []
+        for number, source in enumerate(self._found.files, start=1):
+            if source.kind == sources.KINETO:
+                self._say(f"measuring file {number} of {len(self._found.files)}")
+                try:
+                    self._seen[source.path] = self._measured(source)
+                except InputError as error:
+                    self.refused.append(error)
+                    continue
+            kept.append(source)
+        self._found.files[:] = kept
+        if not kept:
+            raise self.refused[0]
+
+    def _measured(self, source: Source) -> _Seen:
+        trace = read_kineto(source.path, capture=source.entry)
+        self.hidden.add_trace(trace)
+        hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
+        return _Seen(
+            source,
+            frozenset(zip(hosts["process"].to_list(), hosts["thread"].to_list(), strict=True)),
+            _first_ns(trace),
+            trace.meta.base_ns,
+            trace.meta.clock == "unix",
+            measure(trace),
+            {notice.slug for notice in trace.notices},
+        )
+
+    def _origin_ns(self, *, unix: bool) -> int:
+        """One origin for all files whose times can be compared."""
+        if self.rules.policy.times != ZERO:
+            return 0
+        firsts = [seen.first_ns for seen in self._seen.values() if seen.unix == unix]
+        return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
+
+    # -- rewriting --------------------------------------------------------------------------------------------
+
+    def _one(self, source: Source, stage: Staging) -> None:
+        account = Account()
+        target = stage.path(source.name)
+        if source.kind == sources.KINETO:
+            seen = self._seen[source.path]
+            place = Place(source.path, self._shift_ns(seen), seen.hosts, seen.base_ns)
+            write_kineto(place, self.rules, account, target, unix=seen.unix)
+            self._compare(seen, target)
+        else:
+            raise InputError("this kind of file cannot be rewritten", slug="not-a-trace", where=str(source.path))
+        self.account.add(account)
+        self.files.append(
+            {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
+            | {"bytes": target.stat().st_size} | account.to_dict()
+        )  # fmt: skip
+
+    def _shift_ns(self, seen: _Seen) -> int:
+        # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
+        return self._origin_ns(unix=seen.unix) if self.rules.policy.times == ZERO else seen.base_ns
+
+    def _compare(self, seen: _Seen, target: Path) -> None:
+        """Read the new file and compare what the analyses say."""
+        after = read_kineto(target, capture=seen.source.entry)
+        parts = list(compare(seen.measure, measure(after)))
+        seen.measure = {}
+        fresh = sorted({notice.slug for notice in after.notices} - seen.notices)
+        self.utility.append(
+            {
+                "file": seen.source.name,
+                "rank": after.rank,
+                "parts": [part.to_dict() for part in parts],
+                "new_notices": fresh,
+            }
+        )
+
+    def _capture(self, folder: Path, document: dict[str, Any], target: Path) -> None:
+        files = {one.path.name: Path(one.name).name for one in self._found.files if one.path.parent == folder}
+        rules = self.rules
+        origin = self._origin_ns(unix=True)
+        captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin, files)
+        target.write_bytes(captures.rewrite(document))
+        self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
+
+    # -- the reports ------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """The reports as one JSON object."""
+        rules = self.rules
+        return {
+            "format": "traceloom-anonymize-report",
+            "version": 1,
+            "traceloom": traceloom.__version__,
+            "policy": rules.policy.to_dict(),
+            "files": self.files,
+            "left_out": self._found.left,
+            "refused": [str(error) for error in self.refused],
+            **{key: value for key, value in self.account.to_dict().items() if key.startswith("dropped")},
+            "utility": self.utility,
+            "leaks": leak_report(self.account, rules.names, rules.shapes, self.hidden, rules.policy),
+        }
+
+    def map(self) -> dict[str, Any]:
+        """What pseudonyms stand for, for the owner."""
+        names = self.rules.names
+        return {
+            "format": "traceloom-anonymize-map",
+            "version": 1,
+            "names": names.originals,
+            "processes": {str(shown): number for shown, number in names.numbers.items()},
+            "files": {one["output"]: one["input"] for one in self.files},
+            "origin_ns": {"unix": str(self._origin_ns(unix=True)), "other": str(self._origin_ns(unix=False))},
+        }
+
+
+def anonymize(
+    inputs: list[Path],
+    output: Path,
+    policy: Policy,
+    key: Key,
+    mapping: Path | None = None,
+    *,
+    force: bool = False,
+    say: Say = lambda _: None,
+) -> Outcome:
+    """Rewrite traces so that they can be shared; the same kinds of files come out.
+
+    Args:
+        inputs: Files, directories, captures.
+        output: A file for one file, else a directory.
+        policy: What becomes of each kind of thing.
+        key: Makes the pseudonyms.
+        mapping: Where the owner's map goes; None makes none.
+        force: Replace what was written there before.
+        say: Told what is being done.
+
+    Raises:
+        UsageError: slug `wrong-usage`: the output is among the inputs.
+        InputError: Nothing can be used.
+        OutputError: Something cannot be written; then nothing is.
+    """
+    found = sources.find(inputs)
+    single = len(found.files) == 1 and not found.captures and output.name.lower().endswith(_ENDINGS)
+    if any(output.resolve() in (one.path.resolve(), one.path.resolve().parent) for one in found.files):
+        raise UsageError(f"`{output}` is where the inputs are", slug="wrong-usage", hint="write to another place")
+    if single:
+        found.files[0].name = _same_packing(output.name, found.files[0])
+    run = Run(found, policy, key, say)
+    beside = output.with_name(f"{output.name}.anonymize.json")
+    with Staging(output, single=single, force=force) as stage:
+        run.write(stage)
+        report = run.report()
+        if mapping is not None:
+            private(mapping, json.dumps(run.map(), indent=1, ensure_ascii=False).encode() + b"\n")
+        private(beside, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+        stage.commit(found.files[0].name if single else None)
+    return Outcome(output, report, beside, [str(error) for error in run.refused])
+
+
+def _same_packing(name: str, source: Source) -> str:
+    """The name in the stage decides whether the file is compressed: that of the output does."""
+    plain = source.name.removesuffix(".gz")
+    return f"{plain}.gz" if name.lower().endswith(".gz") else plain
+
+
+def _first_ns(trace: Trace) -> int:
+    """The earliest time of anything in the trace."""
+    return min(_times(trace), default=0)
+
+
+def _times(trace: Trace) -> Iterator[int]:
+    for frame, column in (
+        (trace.events, "start_ns"),
+        (trace.allocations, "time_ns"),
+        (trace.marks, "time_ns"),
+        (trace.counters, "time_ns"),
+    ):
+        first: Any = frame[column].min()
+        if first is not None:
+            yield int(first)
+
+
+__all__ = ["Outcome", "Part", "Run", "anonymize"]

@@ -1,0 +1,169 @@
+"""Shapes, and what tells them: strides, element counts, bytes, grids. Kept, rounded to powers of two, or left out.
+
+Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all files.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from traceloom.anonymize.policy import BUCKET, DROP, KEEP, Policy
+
+_TOP_BITS = 5  # of running totals: within 3 %
+_MOST_KNOWN = 50_000  # lists of shapes that are remembered
+_MOST_DEPTH = 8
+Maybe = bytes | None
+
+
+def bucket(number: int) -> int:
+    """The power of two that is nearest by ratio, with the sign of the number; 0 stays 0.
+
+    Example:
+        >>> bucket(768), bucket(700), bucket(-50257), bucket(3)
+        (1024, 512, -65536, 4)
+    """
+    size = abs(number)
+    if size < 3:
+        return number
+    low = 1 << (size.bit_length() - 1)
+    rounded = low if size * size < 2 * low * low else 2 * low
+    return rounded if number > 0 else -rounded
+
+
+def coarse(number: int) -> int:
+    """A running total with its five leading bits: rounded by at most 3 %."""
+    shift = max(0, abs(number).bit_length() - _TOP_BITS)
+    half = 1 << shift >> 1
+    rounded = (abs(number) + half) >> shift << shift
+    return rounded if number >= 0 else -rounded
+
+
+class Shapes:
+    """What becomes of sizes, by the policy.
+
+    Attributes:
+        exact: Exact sizes in bytes, elements and work items that stand in the output, for the leak report.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._mode = policy.shapes
+        self._known: dict[bytes, Maybe] = {}
+        self.exact: set[int] = set()
+
+    @property
+    def kept(self) -> bool:
+        """Shapes stay as they are."""
+        return self._mode == KEEP
+
+    def size(self, number: int) -> int:
+        """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the report says so."""
+        if self._mode == BUCKET:
+            return bucket(number)
+        if len(self.exact) < _MOST_KNOWN:
+            self.exact.add(abs(number))
+        return number
+
+    def total(self, number: int) -> int:
+        """A running total of bytes."""
+        return coarse(number) if self._mode == BUCKET else number
+
+    def dims(self, raw: bytes) -> Maybe:
+        """A nested list of dimensions as JSON; None leaves it out."""
+        return self._listed(b"d", raw, self._dims)
+
+    def strides(self, raw: bytes, dims: bytes) -> Maybe:
+        """A nested list of strides beside its dimensions; rounded shapes get the strides of the same order."""
+        return self._listed(b"s" + dims + b"\0", raw, lambda value: self._strides(value, dims))
+
+    def grid(self, raw: bytes) -> Maybe:
+        """A launch grid; it tells the shape as bytes do."""
+        return self._listed(b"g", raw, self._grid)
+
+    def splits(self, raw: bytes) -> Maybe:
+        """Sizes of the parts of an uneven exchange, as a list or as its text."""
+        return self._listed(b"p", raw, self._splits)
+
+    def _listed(self, kind: bytes, raw: bytes, make: Any) -> Maybe:
+        key = kind + raw
+        if key in self._known:
+            return self._known[key]
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        try:
+            value = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, RecursionError):
+            made = None
+        else:
+            made = make(value)
+        self._known[key] = made
+        return made
+
+    def _dims(self, value: Any) -> Maybe:
+        if self._mode == DROP or not _whole(value):
+            return None
+        return msgspec.json.encode(value if self._mode == KEEP else _each(value, bucket))
+
+    def _strides(self, value: Any, dims: bytes) -> Maybe:
+        if self._mode == DROP or not _whole(value):
+            return None
+        if self._mode == KEEP:
+            return msgspec.json.encode(value)
+        try:
+            shape = msgspec.json.decode(dims)
+        except msgspec.DecodeError:
+            return None
+        return msgspec.json.encode(_restrided(value, shape)) if _whole(shape) else None
+
+    def _grid(self, value: Any) -> Maybe:
+        if self._mode == DROP or not _whole(value) or not isinstance(value, list):
+            return None
+        if self._mode == KEEP:
+            self.size(math.prod(n for n in value if isinstance(n, int)))
+            return msgspec.json.encode(value)
+        return msgspec.json.encode(_each(value, bucket))
+
+    def _splits(self, value: Any) -> Maybe:
+        text = isinstance(value, str)
+        if text:
+            try:
+                value = msgspec.json.decode(value)
+            except msgspec.DecodeError:
+                return None
+        if not _whole(value):
+            return None
+        sizes = _each(value, self.size)
+        listed = msgspec.json.encode(sizes)
+        return msgspec.json.encode(listed.decode()) if text else listed
+
+
+def _whole(value: Any, depth: int = 0) -> bool:
+    """A nested list of whole numbers, or one."""
+    if isinstance(value, list):
+        return depth < _MOST_DEPTH and all(_whole(item, depth + 1) for item in value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _each(value: Any, function: Any) -> Any:
+    return [_each(item, function) for item in value] if isinstance(value, list) else function(value)
+
+
+def _restrided(strides: Any, shape: Any) -> Any:
+    """Strides of the rounded shape in the same order of dimensions; [] where the tensor has gaps."""
+    if not isinstance(strides, list) or not isinstance(shape, list):
+        return []
+    if any(isinstance(item, list) for item in strides):
+        pairs = zip(strides, shape + [[]] * len(strides), strict=False)
+        return [_restrided(one, other) for one, other in pairs]
+    if len(strides) != len(shape) or any(isinstance(item, list) for item in shape):
+        return []
+    made, expected, rounded = [0] * len(strides), 1, 1
+    for at in sorted(range(len(strides)), key=lambda at: (strides[at], -at)):
+        if strides[at] not in (expected, 0) and shape[at] != 1:
+            return []
+        made[at] = rounded if strides[at] else 0
+        if strides[at]:
+            expected, rounded = expected * shape[at], rounded * bucket(shape[at])
+    return made

@@ -1,0 +1,211 @@
+"""What was given, and what each file becomes: kinds are told by content, new names say nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from traceloom.errors import InputError
+from traceloom.read.damage import Damage
+from traceloom.read.inputs import read_capture
+from traceloom.read.source import open_input, text_pieces
+
+KINETO, HOST, CHAKRA, CAPTURE, GROUPS = "kineto", "host", "et", "capture", "groups"
+_DEPTH = 4
+_HEAD = 1 << 16
+_HOST_KEYS = re.compile(rb'"(?:nodes|schema)"\s*:')
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,7})(?=\.(?:et|et\.gz)$)")
+
+
+@dataclass(slots=True)
+class Source:
+    """One file to rewrite.
+
+    Attributes:
+        path: The file.
+        kind: KINETO, HOST, CHAKRA, CAPTURE (capture.json or a part of it) or GROUPS (comm_groups.json).
+        name: Path of what becomes of it, below the output.
+        rank: By capture.json or the file's name, where these tell; None where they do not.
+        entry: This rank's part of capture.json.
+        graph: It is the graph step of a capture, whose times mean nothing beside the others.
+    """
+
+    path: Path
+    kind: str
+    name: str = ""
+    rank: int | None = None
+    entry: dict[str, Any] | None = None
+    graph: bool = False
+
+
+@dataclass(slots=True)
+class Sources:
+    """All files, and what is left out.
+
+    Attributes:
+        files: In the order in which they are rewritten.
+        captures: Directory of a capture -> (its document, its new folder below the output).
+        left: Reason -> number of files that are not rewritten: nothing that is not understood is copied.
+    """
+
+    files: list[Source] = field(default_factory=list)
+    captures: dict[Path, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    def leave(self, reason: str) -> None:
+        """Count a file that is left out."""
+        self.left[reason] = self.left.get(reason, 0) + 1
+
+
+def find(paths: list[Path]) -> Sources:
+    """Every file that the paths stand for.
+
+    Raises:
+        InputError: slug `unreadable`: not there; `no-traces`: nothing in it can be rewritten.
+    """
+    found = Sources()
+    seen: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise InputError("there is no such file or directory", slug="unreadable", where=str(path))
+        folder = path.parent if path.name == "capture.json" else path
+        if folder.is_dir():
+            _directory(folder, found, seen, _DEPTH)
+        elif path.resolve() not in seen:
+            seen.add(path.resolve())
+            found.files.append(Source(path, kind_of_file(path), rank=_rank(path)))
+    if not found.files:
+        where = ", ".join(str(path) for path in paths)
+        raise InputError("there is no trace in it", slug="no-traces", where=where)
+    _name(found)
+    return found
+
+
+def _directory(folder: Path, found: Sources, seen: set[Path], depth: int) -> None:
+    document = read_capture(folder)
+    if document is not None:
+        _capture(folder, document, found, seen)
+        return
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if depth > 0:
+                _directory(path, found, seen, depth - 1)
+        elif path.resolve() not in seen:
+            seen.add(path.resolve())
+            _beside(path, found)
+
+
+def _beside(path: Path, found: Sources) -> None:
+    """A file that was not named by the user."""
+    if not path.name.lower().endswith((".json", ".json.gz", ".et", ".et.gz")):
+        found.leave("of no kind that is known")
+        return
+    try:
+        kind = kind_of_file(path)
+    except InputError:
+        found.leave("unreadable or empty")
+        return
+    found.files.append(Source(path, kind, rank=_rank(path)))
+
+
+def _capture(folder: Path, document: dict[str, Any], found: Sources, seen: set[Path]) -> None:
+    """The files that capture.json names, and only those."""
+    found.captures[folder] = (document, "")
+    listed = document.get("ranks")
+    known: dict[str, Source] = {}
+    for entry in listed if isinstance(listed, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        for name, kind, graph in _files(entry):
+            path = folder / name
+            if Path(name).name == name and path.is_file() and name not in known:
+                rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
+                known[name] = Source(path, kind, rank=rank, entry=entry, graph=graph)
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.name in known:
+            seen.add(path.resolve())
+            found.files.append(known[path.name])
+        elif path.name.endswith("capture.json") or path.name.startswith("."):
+            continue
+        elif not path.is_dir():
+            found.leave("of a capture, but of no kind that can be rewritten")
+
+
+def _files(entry: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    windows = entry.get("windows")
+    for window in windows if isinstance(windows, list) else [entry.get("window")]:
+        if isinstance(window, dict) and isinstance(window.get("file"), str):
+            yield window["file"], KINETO, False
+    step = entry.get("graph_step")
+    if isinstance(step, dict):
+        for key, kind in (("file", KINETO), ("host_file", HOST)):
+            if isinstance(step.get(key), str):
+                yield step[key], kind, True
+
+
+def kind_of_file(path: Path) -> str:
+    """KINETO, HOST, CHAKRA or GROUPS by the file's first bytes; what is none of them is KINETO, and refused later.
+
+    Raises:
+        InputError: slug `unreadable`, `empty-file`.
+    """
+    with open_input(path) as stream:
+        pieces = text_pieces(stream, Damage())
+        head = next(pieces, b"")[:_HEAD]
+        pieces.close()  # type: ignore[attr-defined]
+    start = head.lstrip()[:1]
+    if not head.strip(b"\0"):
+        raise InputError("the file is empty", slug="empty-file", where=str(path))
+    if path.name == "comm_groups.json":
+        return GROUPS
+    if start in (b"{", b"["):
+        body = head.split(b'"traceEvents"', 1)[0]
+        return HOST if b'"traceEvents"' not in head and _HOST_KEYS.search(body) else KINETO
+    return CHAKRA if path.name.lower().removesuffix(".gz").endswith(".et") else KINETO
+
+
+def _rank(path: Path) -> int | None:
+    found = _RANK.search(path.name) or _NUMBER.search(path.name)
+    return int(found.group(1)) if found else None
+
+
+def _natural(path: Path) -> list[Any]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _name(found: Sources) -> None:
+    """New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several."""
+    several = len(found.captures) > 1 or (
+        bool(found.captures) and any(one.path.parent not in found.captures for one in found.files)
+    )
+    folders = {}
+    for number, folder in enumerate(found.captures, start=1):
+        folders[folder] = f"capture-{number}/" if several else ""
+        found.captures[folder] = (found.captures[folder][0], folders[folder])
+    taken: set[str] = set()
+    for number, one in enumerate(found.files, start=1):
+        stem = f"rank{one.rank}" if one.rank is not None else f"trace-{number}"
+        packed = ".gz" if one.path.name.lower().endswith(".gz") else ""
+        ending = {
+            KINETO: f"{'.graph' if one.graph else ''}.kineto.json{packed}",
+            HOST: f".host.json{packed}",
+            GROUPS: "",
+            CHAKRA: f".et{packed}",
+        }[one.kind]
+        if one.kind == CHAKRA:
+            stem = f"workload.{one.rank if one.rank is not None else number - 1}"
+        elif one.kind == GROUPS:
+            stem = "comm_groups.json"
+        below = folders.get(one.path.parent, "")
+        name, again = f"{below}{stem}{ending}", 1
+        while name in taken:
+            again += 1
+            name = f"{below}{stem}-{again}{ending}"
+        taken.add(name)
+        one.name = name

@@ -1,0 +1,149 @@
+"""The utility report: what the analyses say of a run before and after, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from traceloom import analyze
+from traceloom.model import Trace
+
+EXACT, ROUNDED, CHANGED = "equal", "rounded", "changed"
+_TOLERANCE = 0.42  # a size is at most this much off after rounding to a power of two (sqrt 2 - 1, and a little)
+_NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
+                 "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
+# Parts that `collapse` gives up: the host's own structure.
+OF_STRUCTURE = frozenset(("host time", "idle causes", "operators", "modules", "data loading"))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the comparison.
+
+    Attributes:
+        name: What is compared.
+        figures: How many figures it has before.
+        equal: How many of them are the same after.
+        sizes: It is about bytes, which are rounded where shapes are.
+        off: Largest relative difference of its sums, for sizes.
+        differences: The first figures that differ, as texts.
+    """
+
+    name: str
+    figures: int
+    equal: int
+    sizes: bool = False
+    off: float = 0.0
+    differences: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Nothing differs."""
+        return self.figures == self.equal and not self.differences
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in the report."""
+        return {
+            "part": self.name,
+            "figures": self.figures,
+            "equal": self.equal,
+            "verdict": EXACT if self.same else ROUNDED if self.sizes and self.off <= _TOLERANCE else CHANGED,
+            "largest_difference": round(self.off, 4),
+            "differences": list(self.differences),
+        }
+
+
+Measure = dict[str, pl.DataFrame]
+
+
+def measure(trace: Trace) -> Measure:
+    """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are left out."""
+    return {name: _numbers(make(trace)) for name, make in _PARTS.items()} | {
+        name: _numbers(make(trace)) for name, make in _SIZES.items()
+    }
+
+
+def compare(before: Measure, after: Measure) -> Iterator[Part]:
+    """Part by part; rows are compared in the order of their values."""
+    for name, one in before.items():
+        other = after.get(name, one.clear())
+        sizes = name in _SIZES
+        if one.equals(other):
+            yield Part(name, one.height * one.width, one.height * one.width, sizes)
+            continue
+        yield _differing(name, one, other, sizes=sizes)
+
+
+def _differing(name: str, one: pl.DataFrame, other: pl.DataFrame, *, sizes: bool) -> Part:
+    said: list[str] = []
+    if one.height != other.height:
+        said.append(f"{one.height} rows before, {other.height} after")
+    equal, off = 0, 0.0
+    for column in one.columns:
+        least = min(one.height, other.height)
+        same = one[column].head(least).eq_missing(other[column].head(least))
+        equal += int(same.sum())
+        if same.all() and one.height == other.height:
+            continue
+        if one[column].dtype.is_numeric():
+            first, second = int(one[column].sum() or 0), int(other[column].sum() or 0)
+            off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
+            said.append(f"sum of {column}: {first} before, {second} after")
+    return Part(name, one.height * one.width, equal, sizes, off, tuple(said[:6]))
+
+
+def _numbers(frame: pl.DataFrame) -> pl.DataFrame:
+    kept = frame.drop([name for name in frame.columns if name in _NOT_COMPARED])
+    kept = kept.with_columns(pl.col(pl.Enum, pl.Categorical).cast(pl.String)) if kept.width else kept
+    return kept.sort(kept.columns, nulls_last=True) if kept.width else kept
+
+
+def _host(trace: Trace) -> pl.DataFrame:
+    return analyze.host(trace).account.group_by("step", "phase", "activity").agg(pl.col("ns").sum())
+
+
+def _collectives(trace: Trace) -> pl.DataFrame:
+    return analyze.communication(trace).collectives.drop("bytes")
+
+
+def _message_bytes(trace: Trace) -> pl.DataFrame:
+    return analyze.communication(trace).collectives.select("kind", "group_size", "where", "bytes")
+
+
+def _copies(trace: Trace) -> pl.DataFrame:
+    return trace.copies.group_by("kind").agg(pl.col("bytes").sum())
+
+
+def _memory(trace: Trace) -> pl.DataFrame:
+    return analyze.memory(trace).devices
+
+
+def _launches(trace: Trace) -> pl.DataFrame:
+    """How GPU work hangs on the host, and when it runs: dependencies, not names."""
+    work = trace.gpu_work().select("duration_ns", "stream", launched=pl.col("launch").is_not_null())
+    return work.drop("stream").group_by("launched").agg(pl.len(), pl.col("duration_ns").sum())
+
+
+_PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
+    "GPU time by device": lambda trace: analyze.gpu_time(trace).devices,
+    "GPU time by step": lambda trace: analyze.gpu_time(trace).steps,
+    "steps": lambda trace: analyze.step_times(trace).steps,
+    "kernels": lambda trace: analyze.kernels(trace).kernels,
+    "kernel categories": lambda trace: analyze.kernels(trace).categories,
+    "launches": _launches,
+    "idle causes": lambda trace: analyze.idle(trace).causes,
+    "collectives": _collectives,
+    "communication by device": lambda trace: analyze.communication(trace).devices,
+    "host time": _host,
+    "operators": lambda trace: analyze.operators(trace).operators,
+    "modules": lambda trace: analyze.modules(trace).tree,
+    "data loading": lambda trace: analyze.data_loading(trace).steps,
+}
+_SIZES: dict[str, Callable[[Trace], pl.DataFrame]] = {
+    "bytes of collectives": _message_bytes,
+    "bytes of copies": _copies,
+    "memory": _memory,
+}

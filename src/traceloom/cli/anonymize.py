@@ -1,0 +1,177 @@
+"""`traceloom anonymize`: traces that can be shared, with a report of what they still tell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import PartialError
+
+if TYPE_CHECKING:
+    from traceloom.anonymize import Key, Outcome
+
+_SHOWN = 12
+_EXAMPLES = """\
+examples:
+  traceloom anonymize run -o shared                        a recorded run, with the defaults, which protect
+  traceloom anonymize rank*.json.gz -o shared --map names.json
+  traceloom anonymize workload/ -o shared --policy policy.toml --key secret.key
+  traceloom anonymize trace.json.gz -o shared.json.gz --structure collapse
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "anonymize",
+        help="make traces that can be shared",
+        description="Rewrite traces so that nothing in them tells whose they are; times, dependencies and the order of"
+        " sizes stay. What is not understood is left out. Read the leak report before you share anything.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help="device traces, host traces, .et files, recorded runs, or directories of them; all ranks together",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="OUT", help="a file for one, else a directory"
+    )
+    parser.add_argument("--policy", type=Path, metavar="FILE", help="what becomes of names, shapes, stacks ... (TOML)")
+    parser.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="key of the pseudonyms, made where it is not there; default: one for this run",
+    )
+    parser.add_argument("--map", type=Path, metavar="FILE", help="write what pseudonyms stand for; keep it to yourself")
+    parser.add_argument("--structure", choices=("keep", "collapse"), help="collapse: hide how the model is built")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    parser.add_argument("--force", action="store_true", help="replace what was written to OUT before")
+    parser.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Anonymise; exit code 4 where an input was refused and the rest was done."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from traceloom.anonymize import anonymize, read_policy
+
+    policy = read_policy(args.policy).with_structure(args.structure)
+    key, fresh = _key(args.key)
+    with Progress(shown=not args.quiet) as progress:
+        outcome = anonymize(args.inputs, args.output, policy, key, args.map, force=args.force, say=progress.say)
+    if args.json:
+        import msgspec
+
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(outcome.report), indent=1) + b"\n")
+    elif not args.quiet:
+        for line in _lines(outcome):
+            print(line)
+    if not args.quiet:
+        for line in _closing(args, outcome, fresh=fresh):
+            print(line, file=sys.stderr if args.json else sys.stdout)
+    if outcome.refused:
+        more = f" (and {len(outcome.refused) - 1} more)" if len(outcome.refused) > 1 else ""
+        raise PartialError(f"refused: {outcome.refused[0]}{more}", slug="refused-input")
+    return 0
+
+
+def _key(path: Path | None) -> tuple[Key, bool]:
+    from traceloom.anonymize import random_key, read_key
+
+    return (random_key(), False) if path is None else read_key(path)
+
+
+def _lines(outcome: Outcome) -> Iterator[str]:
+    report = outcome.report
+    entries = sum(one.get("entries_in", 0) for one in report["files"])
+    kept = sum(one.get("entries_out", 0) for one in report["files"])
+    yield f"{len(report['files'])} files, {entries:,} entries read, {kept:,} written"
+    yield from _dropped(report)
+    yield from _utility(report["utility"])
+    yield from _leaks(report["leaks"])
+
+
+def _dropped(report: dict[str, Any]) -> Iterator[str]:
+    yield "\nLeft out"
+    rows = [(f"entries: {reason}", count) for reason, count in report["dropped_entries"].items()]
+    rows += [(f"files: {reason}", count) for reason, count in report["left_out"].items()]
+    unknown = [one for one in report["dropped"] if one["unknown"]]
+    known = [one for one in report["dropped"] if not one["unknown"]]
+    rows += [(f"by policy: {one['name']}", one["count"]) for one in known[:_SHOWN]]
+    rows += [(f"not understood: {one['name']}", one["count"]) for one in unknown[:_SHOWN]]
+    for what, count in rows:
+        yield f"  {count:>10,}  {_plain(what)}"
+    hidden = max(0, len(known) - _SHOWN) + max(0, len(unknown) - _SHOWN)
+    if hidden or not rows:
+        yield f"  {'':>10}  and {hidden} more, in the report" if hidden else "  nothing"
+
+
+def _utility(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """One line per part of the comparison, over all files."""
+    yield "\nUtility: what the analyses say, before and after"
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        for part in entry["parts"]:
+            parts.setdefault(part["part"], []).append(part)
+    for name, several in parts.items():
+        figures, equal = sum(part["figures"] for part in several), sum(part["equal"] for part in several)
+        if not figures:
+            continue
+        worst = max((part["verdict"] for part in several), key=("equal", "rounded", "changed").index)
+        off = max(part["largest_difference"] for part in several)
+        said = "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
+        yield f"  {worst:<8} {name}: {figures:,} figures{said}"
+    fresh = sorted({slug for entry in entries for slug in entry.get("new_notices", [])})
+    if fresh:
+        yield f"  new notices of the reader: {', '.join(fresh)}"
+    if not entries:
+        yield "  nothing to compare: no device trace among the inputs"
+
+
+def _leaks(leaks: dict[str, Any]) -> Iterator[str]:
+    counts, shapes = leaks["counts"], leaks["shapes"]
+    yield "\nLeaks: distinct texts in the output"
+    yield f"  {counts['pseudonym']:>10,}  pseudonyms"
+    yield f"  {counts['public']:>10,}  public vocabulary"
+    yield f"  {counts['format']:>10,}  words of the format"
+    yield f"  {counts['other']:>10,}  others, all of them here or in the report:"
+    others = [one["text"] for one in leaks["strings"] if one["class"] == "other"]
+    for text in others[:_SHOWN]:
+        yield f"              {_plain(text)[:100]}"
+    if len(others) > _SHOWN:
+        yield f"              ... and {len(others) - _SHOWN} more"
+    if leaks["echoes"]:
+        words = ", ".join(_plain(one["word"]) for one in leaks["echoes"][:_SHOWN])
+        yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {words}"
+    if shapes["distinct"]:
+        yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"
+        if shapes["policy"] != "keep":
+            yield f"  {len(shapes['given_away']):>10,}  hidden shapes that bytes, operations, grids or names give away"
+
+
+def _closing(args: argparse.Namespace, outcome: Outcome, *, fresh: bool) -> Iterator[str]:
+    if fresh:
+        yield f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself."
+    if args.map:
+        yield f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself."
+    yield f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it."
+    shown = shlex.quote(str(outcome.output))
+    verb = "validate" if all(one["kind"] in ("et", "groups") for one in outcome.report["files"]) else "report"
+    yield f"Wrote {outcome.output}; look at it: traceloom {verb} {shown}"
+
+
+def _plain(text: str) -> str:
+    """Without control characters: names come from strangers."""
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
