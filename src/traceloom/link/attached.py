@@ -21,10 +21,12 @@ class Found(NamedTuple):
     Attributes:
         overlapping: Neighbours on one stream that overlap.
         queued: Launches that found their queue full.
+        crowded: Work that found its device full.
     """
 
     overlapping: int
     queued: int
+    crowded: int = 0
 
 
 def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) -> pl.DataFrame:
@@ -57,6 +59,8 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
         rows.append(("streams", "neighbours that overlap", found.overlapping, None))
     if found.queued:
         rows.append(("launches", "held up by a full queue", found.queued, None))
+    if found.crowded:
+        rows.append(("streams", "work that waited for room on the device", found.crowded, None))
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))

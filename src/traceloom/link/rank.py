@@ -15,6 +15,7 @@ from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
 from traceloom.link.communication import Communication, communication
 from traceloom.link.device_work import DeviceWork, device_work
 from traceloom.link.edges import Edges
+from traceloom.link.full_device import occupancy_edges
 from traceloom.link.full_queue import queue_edges
 from traceloom.link.host_tree import HostTree, host_tree
 from traceloom.link.launches import launch_edges
@@ -27,6 +28,7 @@ from traceloom.link.threads import HandOffs, hand_off_edges, hand_offs
 from traceloom.link.waits import wait_edges
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
+from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 
@@ -142,6 +144,9 @@ def _thread_edges(edges: Edges, parts: Parts) -> None:
 def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching: Matching | None) -> Graph:
     nodes, lanes = _nodes(trace, parts, matching)
     times = _point_times(nodes)
+    on_engines = (nodes["category"].gather(parts.work_node) == COPY).to_numpy()
+    waited = occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times)
+    found = found._replace(crowded=waited)
     _origin_edges(edges, nodes.height)
     frame, refused = edges.frame(times)
     meta = trace.meta

@@ -1,0 +1,66 @@
+"""GPU work that was ready but found the device full: it starts when work of another stream leaves."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.link.device_work import DeviceWork
+from traceloom.link.edges import Edges
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
+_AFTER_NS = 10_000  # it starts this soon after room was made
+_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
+_TAIL = 0.03  # or this share of the other's duration
+
+
+def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> int:
+    """From the end of long work of one stream to the start of work of another that had been ready for long.
+
+    Kernels wait for kernels, copies for copies.
+
+    Args:
+        edges: All edges so far; those into work say when it was ready.
+        work: GPU work.
+        kernel: Which of it runs on multiprocessors (kernels and fills), not on copy engines.
+        work_node: Node of each work.
+        times: Measured time of each point, ns.
+
+    Returns:
+        How many works waited for room.
+    """
+    lanes, bounds = work.lanes()
+    if lanes.size < 2:
+        return 0
+    ready = _ready(edges, times)[2 * work_node]
+    late = np.flatnonzero((work.start - ready >= _LATE_NS) & (work.call >= 0))
+    best = np.full(late.size, -1, dtype=np.int64)
+    distance = np.full(late.size, np.iinfo(np.int64).max)
+    start = work.start[late]
+    for lane, (low, high) in zip(lanes.tolist(), pairwise(bounds.tolist()), strict=True):
+        by_end = low + np.argsort(work.end[low:high], kind="stable")
+        at = np.searchsorted(work.end[by_end], start - _AFTER_NS)
+        other = by_end[np.minimum(at, by_end.size - 1)]
+        length = work.end[other] - work.start[other]
+        before = work.end[other] - start
+        fits = (at < by_end.size) & (work.lane[late] != lane) & (work.device[other] == work.device[late])
+        fits &= (kernel[other] == kernel[late]) & (work.start[other] < start) & (work.end[other] > ready[late])
+        fits &= before <= np.maximum(_TAIL_NS, _TAIL * length)
+        better = fits & (np.abs(before) < distance)
+        best, distance = np.where(better, other, best), np.where(better, np.abs(before), distance)
+    found = best >= 0
+    edges.add("occupancy", "inferred", work_node[best[found]], work_node[late[found]], from_end=True, to_end=False)
+    return int(found.sum())
+
+
+def _ready(edges: Edges, times: Ints) -> Ints:
+    """For each point the latest time of what holds it back; the earliest time there is where nothing does."""
+    ready = np.full(times.size, times.min(initial=0))
+    for source, target in zip(edges.source, edges.target, strict=True):
+        np.maximum.at(ready, target, times[source])
+    return ready
