@@ -15,6 +15,8 @@ import polars as pl
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
+from traceloom.read.large import column
+from traceloom.read.ondisk import lookup
 from traceloom.read.order import nearest
 
 
@@ -66,11 +68,11 @@ class Forest:
 
         `above` is `nearest(wanted)`, where it is known already.
         """
-        return np.where(wanted, np.arange(wanted.size), self.nearest(wanted) if above is None else above)
+        return np.where(wanted, np.arange(wanted.size, like=wanted), self.nearest(wanted) if above is None else above)
 
     def topmost(self, wanted: Bools) -> Bools:
         """Which wanted events have no wanted ancestor."""
-        here = np.arange(wanted.size)
+        here = np.arange(wanted.size, like=wanted)
         reach = np.maximum.accumulate(np.where(wanted, self.stop, 0))
         return wanted & (here >= np.concatenate([[0], reach[:-1]]))
 
@@ -81,13 +83,13 @@ class Forest:
         base = kind[order] * (size + 1)
         reach = np.maximum.accumulate(self.stop[order] + base) if size else base
         free = order + base >= np.concatenate([[0], reach[:-1]])
-        out = np.zeros(size, dtype=np.bool_)
+        out = np.zeros(size, dtype=np.bool_, like=kind)
         out[order] = free
         return out
 
     def outermost_or_self(self, wanted: Bools) -> Ints:
         """Position of the outermost wanted event among an event and its ancestors; -1 for none."""
-        here = np.arange(wanted.size)
+        here = np.arange(wanted.size, like=wanted)
         last = np.maximum.accumulate(np.where(self.topmost(wanted), here, -1))
         return np.where((last >= 0) & (self.stop[last] > here), last, -1)
 
@@ -117,7 +119,7 @@ class Forest:
         A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
         next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
         """
-        here = np.arange(self.row.size)
+        here = np.arange(self.row.size, like=self.row)
         next_start = np.append(self.start_ns, end_ns)
         lead_end = np.where(here + 1 < self.stop, next_start[1:], self.end_ns)
         # what follows a subtree on its lane begins in the parent, or else after the parent's end
@@ -141,17 +143,17 @@ def forest(trace: Trace) -> Forest:
     """The host events of a trace, in lane order."""
     host = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_numpy()
     events = trace.events
-    lane_of = events["lane"].to_numpy()
+    lane_of = column(trace, "lane")
     is_host = np.zeros(trace.lanes.height + int(lane_of.max(initial=0)) + 1, dtype=np.bool_)
     is_host[host] = True
-    row = np.flatnonzero(is_host[lane_of])
+    row = np.flatnonzero(lookup(is_host, lane_of))
     row = row[np.argsort(lane_of[row], kind="stable")]
-    position = np.full(events.height, -1, dtype=np.int64)
-    position[row] = np.arange(row.size)
+    position = np.full(events.height, -1, dtype=np.int64, like=lane_of)
+    position[row] = np.arange(row.size, like=row)
     lane = lane_of[row].astype(np.int64)
-    start = events["start_ns"].to_numpy()[row]
-    end = events["nested_end_ns"].to_numpy()[row]
-    above = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()[row]
+    start = column(trace, "start_ns")[row]
+    end = column(trace, "nested_end_ns")[row]
+    above = column(trace, "parent", -1)[row]
     parent = np.where(above >= 0, position[above], -1)
     return Forest(row, position, lane, start, end, parent, _stops(lane, start, end))
 
@@ -165,7 +167,7 @@ def host_segments(trace: Trace) -> Segments:
 
 def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
     """Position after each event's last descendant: the first later row of the lane that starts at or after its end."""
-    stop = np.arange(1, lane.size + 1)
+    stop = np.arange(1, lane.size + 1, like=lane)
     bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
     for low, high in pairwise(bounds.tolist()):
         found = low + np.searchsorted(start[low:high], end[low:high], side="left")

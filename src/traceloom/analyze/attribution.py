@@ -37,7 +37,7 @@ class GpuWork:
         owned = owner >= 0
         sums = []
         for values in (self.duration_ns, self.kernel.astype(np.int64), np.ones(owner.size, dtype=np.int64)):
-            total = np.zeros(owner_of.size, dtype=np.int64)
+            total = np.zeros(owner_of.size, dtype=np.int64, like=owner_of)
             np.add.at(total, owner[owned], values[owned])
             sums.append(total)
         return sums[0], sums[1], sums[2]
@@ -47,7 +47,8 @@ class GpuWork:
 def launched_work(trace: Trace) -> GpuWork:
     """All GPU work of the trace with its origin on the host."""
     tree = forest(trace)
-    work = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))
+    columns = trace.events.select("category", "launch", "op", "duration_ns")
+    work = columns.filter(pl.col("category").is_in(cat.GPU_WORK))
     origin = work.select(pl.coalesce("launch", "op").cast(pl.Int64).fill_null(-1)).to_series().to_numpy()
     position = np.where(origin >= 0, tree.position[origin] if tree.position.size else -1, -1)
     duration = work["duration_ns"].clip(lower_bound=0).to_numpy()

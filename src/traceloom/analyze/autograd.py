@@ -53,7 +53,7 @@ def backward_of(trace: Trace, tree: Forest) -> Backward | None:
     )
     if not forward.height or not backward.height or (threads["threads"] > 1).any():
         return None
-    is_backward = np.zeros(tree.row.size, dtype=np.bool_)
+    is_backward = np.zeros(tree.row.size, dtype=np.bool_, like=tree.row)
     is_backward[backward["position"].to_numpy()] = True
     top = tree.topmost(is_backward)
     made = forward.group_by("process", "sequence").agg(pl.col("position").max().alias("forward"))
@@ -61,6 +61,6 @@ def backward_of(trace: Trace, tree: Forest) -> Backward | None:
         made, on=["process", "sequence"], how="inner"
     )
     position = joined["position"].to_numpy()
-    direct, _, _ = launched_work(trace).by_owner(np.arange(tree.row.size))
+    direct, _, _ = launched_work(trace).by_owner(np.arange(tree.row.size, like=tree.row))
     device = tree.subtree_sums(direct)
     return Backward(position, joined["forward"].to_numpy(), tree.span_ns()[position], device[position])

@@ -19,7 +19,7 @@ import polars as pl
 from traceloom.analyze.remembered import per_trace
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
-from traceloom.model.category import COPY, FILL, KERNEL
+from traceloom.model.category import COPY, FILL, GPU_WORK, KERNEL
 
 Category = Literal["compute", "communication", "memory"]
 CATEGORIES: tuple[str, ...] = get_args(Category)
@@ -145,16 +145,21 @@ def _gpu_work_by_table(trace: Trace) -> pl.DataFrame:
 
 
 def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
-    work = trace.gpu_work().select(
-        "event",
-        "name",
-        pl.col("category").cast(pl.String).cast(KindType).alias("kind"),
-        "device",
-        "stream",
-        "start_ns",
-        (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
-        "launch",
-        "op",
+    columns = ("event", "name", "category", "device", "stream", "start_ns", "duration_ns", "launch", "op")
+    work = (
+        trace.events.select(columns)
+        .filter(pl.col("category").is_in(GPU_WORK))
+        .select(
+            "event",
+            "name",
+            pl.col("category").cast(pl.String).cast(KindType).alias("kind"),
+            "device",
+            "stream",
+            "start_ns",
+            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
+            "launch",
+            "op",
+        )
     )
     known = classify(work.select("name", "kind").unique(), rules)
     return work.join(known, on=["name", "kind"], how="left", maintain_order="left")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.category import CATEGORIES, COPY, GPU_WORK
+from traceloom.read.large import column
 
 _WORK = [CATEGORIES.index(category) for category in GPU_WORK]
 
@@ -87,7 +88,7 @@ def _bounds(device: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 def gpu_rows(trace: Trace) -> Ints:
     """Rows of `events` that are GPU work."""
-    return np.flatnonzero(np.isin(trace.events["category"].to_physical().to_numpy(), _WORK))
+    return np.flatnonzero(np.isin(column(trace, "category"), _WORK))
 
 
 def copies(trace: Trace, row: Ints) -> Bools:

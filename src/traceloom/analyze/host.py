@@ -28,6 +28,8 @@ from traceloom.analyze.splitting import NO_STEP, contains, cut, split_at_steps
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.result import Result
+from traceloom.read.large import Engine, column, engine
+from traceloom.read.ondisk import lookup
 
 THREADS = pl.Schema(
     {
@@ -104,7 +106,7 @@ def host(trace: Trace) -> HostTime:
         event_count=pl.col("events").cast(pl.Int64),
         main=(pl.col("lane") == main) if main is not None else pl.lit(False),
     ).cast(THREADS)
-    return HostTime(threads, _account(pieces))
+    return HostTime(threads, _account(pieces, engine(trace)))
 
 
 @per_trace
@@ -116,13 +118,16 @@ def main_lane(trace: Trace) -> int | None:
     tree = forest(trace)
     if not tree.row.size:
         return None
-    category = trace.events["category"].gather(tree.row)
-    works = category.is_in([cat.OP, *cat.LAUNCHES]).to_numpy()
+    category = column(trace, "category")[tree.row]
+    works = np.isin(category, [cat.CATEGORIES.index(one) for one in (cat.OP, *cat.LAUNCHES)])
     over = tree.outermost_or_self(meaning(trace).phase == BACKWARD)
+    events = np.bincount(tree.lane)
+    working = tree.lane[works & (over < 0)]
     counts = (
-        pl.DataFrame({"lane": tree.lane, "works": works & (over < 0)})
-        .group_by("lane")
-        .agg(pl.col("works").sum(), pl.len().alias("events"))
+        pl.DataFrame({"works": np.bincount(working, minlength=events.size), "events": events})
+        .with_row_index("lane")
+        .cast(pl.Int64)
+        .filter(pl.col("events") > 0)
         .join(trace.lanes.with_columns(pl.col("lane").cast(pl.Int64)).select("lane", "process", "thread"), on="lane")
         .with_columns(first=(pl.col("process") == pl.col("thread")) & (pl.col("works") > 0))
         .sort(["first", "works", "events", "lane"], descending=[True, True, True, False])
@@ -155,10 +160,10 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
     """
     events = trace.events
     phase = said.phase.copy()
-    forward_thread = events["forward_thread"].fill_null(0).to_numpy()[tree.row]
-    recorded = events["sequence"].is_not_null().to_numpy()[tree.row] & (forward_thread == 0)
+    forward_thread = column(trace, "forward_thread", 0)[tree.row]
+    recorded = lookup(events["sequence"].is_not_null().to_numpy(), tree.row) & (forward_thread == 0)
     if not (phase == BACKWARD).any():
-        recorded |= events["step"].is_not_null().to_numpy()[tree.row]
+        recorded |= lookup(events["step"].is_not_null().to_numpy(), tree.row)
     phase[(phase < 0) & said.op & recorded] = FORWARD
     top = tree.outermost_or_self(phase >= 0)
     return np.append(phase, _UNKNOWN)[top]
@@ -166,7 +171,7 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
 
 def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
     """Give phases to the main thread's time that says none (see `host`); pieces are sorted by start."""
-    elsewhere = _others_of_process(trace, main)[tree.lane]
+    elsewhere = lookup(_others_of_process(trace, main), tree.lane)
     for wanted, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
         rows = np.flatnonzero(elsewhere & (phase_of == wanted) & (tree.parent < 0))
         busy = union(tree.start_ns[rows], tree.end_ns[rows])
@@ -199,7 +204,7 @@ def _overlapped(pieces: _Pieces, busy: Spans, wanted: int, only_unobserved: bool
 
 def _filled(phase: Ints, step: Ints) -> Ints:
     """Phaseless pieces between two pieces of one phase in one step take that phase; pieces are in time order."""
-    here = np.arange(phase.size)
+    here = np.arange(phase.size, like=phase)
     known = phase >= 0
     before = np.maximum.accumulate(np.where(known, here, -1))
     after = np.minimum.accumulate(np.where(known, here, phase.size)[::-1])[::-1]
@@ -212,7 +217,7 @@ def _filled(phase: Ints, step: Ints) -> Ints:
     return out
 
 
-def _account(pieces: list[_Pieces]) -> pl.DataFrame:
+def _account(pieces: list[_Pieces], how: Engine) -> pl.DataFrame:
     """Add up by lane, step, phase and activity; one number stands for the four while they are added."""
     lane, start, end, step, phase, doing = (np.concatenate(part) for part in zip(*pieces, strict=True))
     steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
@@ -220,7 +225,8 @@ def _account(pieces: list[_Pieces]) -> pl.DataFrame:
     kinds = len(PHASES) * len(ACTIVITIES)
     kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + doing
     key = (lane * max(steps.size, 1) + place) * kinds + kind
-    summed = pl.DataFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum()).sort("key")
+    timed = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
+    summed = timed.collect(engine=how).sort("key")
     keys = summed["key"].to_numpy()
     number = steps[(keys // kinds) % max(steps.size, 1)] if steps.size else keys
     return pl.DataFrame(

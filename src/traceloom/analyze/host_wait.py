@@ -150,7 +150,7 @@ def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: Segments, main: 
 def _cause(trace: Trace, tree: Forest, pieces: _Pieces) -> Ints:
     """Number of the cause of each piece, by its innermost event and what that stands in."""
     doing = activity(trace)
-    cause = np.full(tree.row.size, _UNOBSERVED)
+    cause = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
     for code, number in _OF_ACTIVITY.items():
         cause[doing == code] = number
     owner = np.unique(pieces.owner[pieces.owner >= 0])

@@ -143,7 +143,7 @@ def _queued(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
 def _something_ended(trace: Trace, found: Gaps) -> Bools:
     """True where GPU work of another device ended shortly before the gap did."""
     work = gpu_rows(trace)
-    ends = np.sort((trace.events["start_ns"].to_numpy() + trace.events["duration_ns"].to_numpy())[work])
+    ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
     first = np.searchsorted(ends, found.high - KERNEL_TO_KERNEL_NS, side="right")
     return np.searchsorted(ends, found.high, side="right") > first
 

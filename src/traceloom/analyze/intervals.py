@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from traceloom.read.ondisk import lookup
+
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -78,11 +80,11 @@ def overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
     first = np.searchsorted(spans.end, start, side="right")
     count = np.maximum(np.searchsorted(spans.start, end, side="left") - first, 0)
     count[end <= start] = 0
-    left = np.repeat(np.arange(start.size), count)
-    within = np.arange(left.size) - np.repeat(np.cumsum(count) - count, count)
+    left = np.repeat(np.arange(start.size, like=start), count)
+    within = np.arange(left.size, like=left) - np.repeat(np.cumsum(count) - count, count)
     right = first[left] + within
-    low = np.maximum(start[left], spans.start[right])
-    high = np.minimum(end[left], spans.end[right])
+    low = np.maximum(start[left], lookup(spans.start, right))
+    high = np.minimum(end[left], lookup(spans.end, right))
     return Overlaps(left, right, low, high)
 
 

@@ -16,6 +16,8 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.result import Result
+from traceloom.read.large import column, engine
+from traceloom.read.ondisk import lookup
 
 KINDS = ("module", "scope", "annotation")
 TREE = pl.Schema(
@@ -84,8 +86,8 @@ def modules(trace: Trace) -> Modules:
     }
     if backward is not None:
         values |= {f"backward_{name}": tree.subtree_sums(part) for name, part in backward.items()}
-    calls = pl.DataFrame({"node": node, **values}).filter(pl.Series(wanted))
-    sums = calls.group_by("node").agg(pl.len().alias("count"), pl.col(list(values)).sum())
+    calls = pl.LazyFrame({"node": node, "wanted": wanted, **values}).filter("wanted").group_by("node")
+    sums = calls.agg(pl.len().alias("count"), pl.col(list(values)).sum()).collect(engine=engine(trace))
     missing = [pl.lit(None).alias(name) for name in TREE if name not in {*table.columns, *sums.columns}]
     return Modules(_ordered(table.join(sums, on="node").with_columns(missing)), evidence)
 
@@ -93,17 +95,17 @@ def modules(trace: Trace) -> Modules:
 def _regions(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
     words = vocabulary(trace)
-    category = trace.events["category"].to_physical().to_numpy()[tree.row]
+    category = column(trace, "category")[tree.row]
     python, op, annotation = (category == cat.CATEGORIES.index(one) for one in (cat.PYTHON, cat.OP, cat.ANNOTATION))
     code = words.code[tree.row]
-    scope = words.names.str.starts_with(SCOPE_PREFIX).to_numpy()[code]
-    module = python & words.names.str.starts_with(MODULE).to_numpy()[code]
-    kind = np.full(tree.row.size, -1)
+    scope = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
+    module = python & lookup(words.names.str.starts_with(MODULE).to_numpy(), code)
+    kind = np.full(tree.row.size, -1, like=tree.row)
     kind[module] = KINDS.index("module")
     kind[scope & (op | annotation)] = KINDS.index("scope")
     if module.any():
         return "python-modules", kind
-    kind[annotation & ~scope & ~words.matching(STEP_MARK)[code]] = KINDS.index("annotation")
+    kind[annotation & ~scope & ~lookup(words.matching(STEP_MARK), code)] = KINDS.index("annotation")
     return "annotations", kind
 
 
@@ -113,7 +115,7 @@ def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints, above: Ints) -> 
     Goes down level by level: a path is known by its parent's number and its own name, and nesting is shallow.
     """
     words = vocabulary(trace)
-    node = np.full(kind.size + 1, -1)  # one more at the end, for those with nobody above
+    node = np.full(kind.size + 1, -1, like=kind)  # one more at the end, for those with nobody above
     label = words.code[tree.row].astype(np.int64) * len(KINDS) + kind
     labels = len(words.names) * len(KINDS)
     rows: list[pl.DataFrame] = []
@@ -162,7 +164,7 @@ def _backward(trace: Trace, tree: Forest, owner: Ints) -> dict[str, Ints] | None
     known = region >= 0
     out = {}
     for name, values in (("host_ns", joined.host_ns), ("device_ns", joined.device_ns)):
-        total = np.zeros(owner.size, dtype=np.int64)
+        total = np.zeros(owner.size, dtype=np.int64, like=owner)
         np.add.at(total, region[known], values[known])
         out[name] = total
     return out

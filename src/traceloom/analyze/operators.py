@@ -14,6 +14,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.result import Result
+from traceloom.read.large import engine
 
 OPERATORS = pl.Schema(
     {
@@ -70,18 +71,21 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     direct_ns, direct_kernels, direct_count = work.by_owner(tree.nearest_or_self(is_op, above))
     kind = _kinds(trace, tree, by_shape)
     top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
-    ops = pl.DataFrame(
+    self_ns = tree.self_ns(is_op, above)
+    ops = pl.LazyFrame(
         {
             "kind": kind,
             "top": top,
-            "self_ns": tree.self_ns(is_op, above),
+            "self_ns": self_ns,
             "span_ns": tree.span_ns(),
             "self_device_ns": direct_ns,
             "device_ns": tree.subtree_sums(direct_ns),
             "kernel_count": tree.subtree_sums(direct_kernels),
+            "is_op": is_op,
         }
-    ).filter(pl.Series(is_op))
-    rows = _summed(ops).join(_names(trace, tree, kind, by_shape), on="kind", how="left")
+    ).filter("is_op")
+    summed = _summed(ops, int(self_ns.sum())).collect(engine=engine(trace))
+    rows = summed.join(_names(trace, tree, kind, by_shape), on="kind", how="left")
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())
     return Operators(
@@ -92,9 +96,9 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     )
 
 
-def _summed(ops: pl.DataFrame) -> pl.DataFrame:
+def _summed(ops: pl.LazyFrame, self_ns: int) -> pl.LazyFrame:
     once = [pl.col(name).filter("top").sum() for name in ("device_ns", "kernel_count")]
-    whole = max(int(ops["self_ns"].sum()), 1)
+    whole = max(self_ns, 1)
     return ops.group_by("kind").agg(
         pl.len().alias("count"),
         pl.col("self_ns", "self_device_ns").sum(),

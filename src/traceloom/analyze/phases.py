@@ -18,6 +18,8 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.read.large import column
+from traceloom.read.ondisk import lookup
 
 PHASES = ("loading", "forward", "backward", "optimizer", "communication", "other")
 ACTIVITIES = ("op", "launch", "blocking_call", "python", "unobserved")
@@ -92,22 +94,22 @@ def meaning(trace: Trace) -> Meaning:
     words = vocabulary(trace)
     code = words.code[tree.row]
     known = _known_names(words)
-    category = trace.events["category"].to_physical().to_numpy()[tree.row]
+    category = column(trace, "category")[tree.row]
     is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
-    ours, mark = known["ours"][code], known["mark"][code]
-    span, word = known["span"][code], known["word"][code]
+    ours, mark = lookup(known["ours"], code), lookup(known["mark"], code)
+    span, word = lookup(known["span"], code), lookup(known["word"], code)
     named = (category == _code(cat.ANNOTATION)) | ours
-    phase = np.where(is_python, known["python"][code], np.where(named & (span < 0), word, span))
-    backward_op = (trace.events["forward_thread"].fill_null(0).to_numpy()[tree.row] > 0) & is_op
+    phase = np.where(is_python, lookup(known["python"], code), np.where(named & (span < 0), word, span))
+    backward_op = (column(trace, "forward_thread", 0)[tree.row] > 0) & is_op
     phase = np.where(backward_op & (phase < 0), BACKWARD, phase)
     phase[mark | _around_steps(trace)[tree.row] | np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))] = _NONE
     op = is_op & ~ours
-    activity = np.full(code.size, _NONE)
+    activity = np.full(code.size, _NONE, like=code)
     activity[is_python] = PYTHON
-    activity[is_python & known["blocking_python"][code]] = BLOCKING_CALL
+    activity[is_python & lookup(known["blocking_python"], code)] = BLOCKING_CALL
     activity[op | (category == _code(cat.COLLECTIVE)) | (~is_python & (span == COMMUNICATION))] = OP
     call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
-    waits = known["blocking_runtime"][code] | blocking_calls(trace)[tree.row]
+    waits = lookup(known["blocking_runtime"], code) | blocking_calls(trace)[tree.row]
     activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
     return Meaning(phase, activity, mark, op)
 
@@ -115,8 +117,8 @@ def meaning(trace: Trace) -> Meaning:
 def _around_steps(trace: Trace) -> Bools:
     """Events that hold a whole step: they are around the loop, whatever their name says. Shape (events,)."""
     starts = trace.steps["start_ns"].to_numpy()
-    after = np.searchsorted(starts, trace.events["start_ns"].to_numpy(), side="right")
-    before = np.searchsorted(starts, trace.events["nested_end_ns"].to_numpy(), side="left")
+    after = np.searchsorted(starts, column(trace, "start_ns"), side="right")
+    before = np.searchsorted(starts, column(trace, "nested_end_ns"), side="left")
     around: Bools = before - after > 1
     return around
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import union
@@ -13,6 +14,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.units import count, duration, share
+from traceloom.read.large import column
 
 ABSURD_NS = 24 * 3600 * 10**9
 """A span this long is no measurement: profiles last seconds, and overflowed counters give days."""
@@ -37,7 +39,9 @@ def missing_shapes(trace: Trace) -> Check | None:
     ops = int(is_op.sum())
     if not ops:
         return None
-    without = ops - int(is_op[trace.tensors["event"].unique()].sum())
+    shaped = np.zeros(is_op.size, dtype=np.bool_)
+    shaped[trace.tensors["event"].to_numpy()] = True
+    without = ops - int((is_op & shaped).sum())
     message = (
         f"{count(without)} of {count(ops)} operators have no input shapes: they cannot be told apart by size; "
         "record with shapes to see them"
@@ -63,18 +67,17 @@ def missing_stacks(trace: Trace) -> Check | None:
 def shortened_events(trace: Trace) -> Check | None:
     """Events that overran the one they lie in."""
     host = trace.lanes.filter(pl.col("kind") == "host")["lane"]
-    events = trace.events.select("lane", "start_ns", "duration_ns", "nested_end_ns").filter(
-        pl.col("lane").is_in(host.implode())
-    )
-    if not events.height:
+    on_host = np.isin(column(trace, "lane"), host.to_numpy())
+    events = int(on_host.sum())
+    if not events:
         return None
-    over = pl.col("start_ns") + pl.col("duration_ns") - pl.col("nested_end_ns")
-    lost = events.select(over.alias("ns")).filter(pl.col("ns") > 0)["ns"]
+    over = column(trace, "start_ns") + column(trace, "duration_ns") - column(trace, "nested_end_ns")
+    lost = over[on_host & (over > 0)]
     message = (
-        f"{count(lost.len())} of {many(events.height, 'host event')} crossed another one and are cut short, by "
+        f"{count(lost.size)} of {many(events, 'host event')} crossed another one and are cut short, by "
         f"{duration(int(lost.sum()))} in all, so that no time counts twice"
     )
-    return Check(lost.len(), events.height, graded(lost.len(), events.height, 0.01), message, slug="crossing-spans")
+    return Check(lost.size, events, graded(lost.size, events, 0.01), message, slug="crossing-spans")
 
 
 def negative_durations(trace: Trace) -> Check | None:

@@ -10,6 +10,7 @@ import polars as pl
 from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
+from traceloom.read.ondisk import lookup
 
 NO_STEP = np.int64(-(2**31))
 
@@ -29,15 +30,15 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> Pieces:
     last = np.searchsorted(at_ns, end_ns, side="left")
     inside = np.maximum(last - first, 0)
     if not inside.any():
-        return Pieces(np.arange(start_ns.size), start_ns, end_ns)
+        return Pieces(np.arange(start_ns.size, like=start_ns), start_ns, end_ns)
     count = inside + 1
-    source = np.repeat(np.arange(start_ns.size), count)
+    source = np.repeat(np.arange(start_ns.size, like=start_ns), count)
     begin = np.cumsum(count) - count
-    turn = np.arange(source.size) - begin[source]
+    turn = np.arange(source.size, like=source) - begin[source]
     cuts = first[source] + turn
     low, high = start_ns[source], end_ns[source]
-    low = np.where(turn > 0, at_ns[np.clip(cuts - 1, 0, at_ns.size - 1)], low)
-    high = np.where(turn < inside[source], at_ns[np.clip(cuts, 0, at_ns.size - 1)], high)
+    low = np.where(turn > 0, lookup(at_ns, np.clip(cuts - 1, 0, at_ns.size - 1)), low)
+    high = np.where(turn < inside[source], lookup(at_ns, np.clip(cuts, 0, at_ns.size - 1)), high)
     return Pieces(source, low, high)
 
 
@@ -51,10 +52,10 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[Pieces, 
     if not steps.size:
         return Pieces(np.zeros(0, dtype=np.int64), start_ns[:0], end_ns[:0]), steps
     first = np.searchsorted(plan.spans.start, start_ns, side="right") - 1
-    crossing = end_ns > plan.spans.end[first]
+    crossing = end_ns > lookup(plan.spans.end, first)
     rows = np.flatnonzero(crossing)
     if not rows.size:
-        return Pieces(np.arange(start_ns.size), start_ns, end_ns), steps[first]
+        return Pieces(np.arange(start_ns.size, like=start_ns), start_ns, end_ns), lookup(steps, first)
     whole = np.flatnonzero(~crossing)
     shared = overlaps(start_ns[rows], end_ns[rows], plan.spans)
     pieces = Pieces(
@@ -62,7 +63,7 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[Pieces, 
         np.concatenate([start_ns[whole], shared.start]),
         np.concatenate([end_ns[whole], shared.end]),
     )
-    return pieces, np.concatenate([steps[first[whole]], steps[shared.right]])
+    return pieces, np.concatenate([lookup(steps, first[whole]), lookup(steps, shared.right)])
 
 
 def contains(spans: Spans, time_ns: Ints) -> Bools:
@@ -70,4 +71,4 @@ def contains(spans: Spans, time_ns: Ints) -> Bools:
     if not spans.start.size:
         return np.zeros(time_ns.size, dtype=np.bool_)
     at = np.searchsorted(spans.start, time_ns, side="right") - 1
-    return (at >= 0) & (time_ns < spans.end[np.maximum(at, 0)])
+    return (at >= 0) & (time_ns < lookup(spans.end, np.maximum(at, 0)))

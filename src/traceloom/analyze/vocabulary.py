@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
+from traceloom.read import ondisk
+from traceloom.read.large import is_large
+from traceloom.read.ondisk import lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Vocabulary:
 
     def events(self, pattern: str) -> NDArray[np.bool_]:
         """Which events have a name that holds the regular expression; shape (events,)."""
-        found: NDArray[np.bool_] = self.matching(pattern)[self.code]
+        found: NDArray[np.bool_] = lookup(self.matching(pattern), self.code)
         return found
 
 
@@ -38,9 +41,23 @@ class Vocabulary:
 def vocabulary(trace: Trace) -> Vocabulary:
     """The distinct names of the events."""
     names = trace.events["name"]
+    if is_large(trace):
+        return _by_piece(names)
     physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
     used = example >= 0
     number = (np.cumsum(used) - 1).astype(np.uint32)
     return Vocabulary(names.gather(example[used]), number[physical])
+
+
+def _by_piece(names: pl.Series) -> Vocabulary:
+    """The same without a whole column in memory."""
+    distinct = pl.Series(names.name, [], dtype=pl.String)
+    for piece in ondisk.pieces(names.len()):
+        distinct = pl.concat([distinct, names[piece].unique()]).unique(maintain_order=True)
+    numbered = pl.Enum(distinct)
+    code = ondisk.empty(names.len(), np.uint32)
+    for piece in ondisk.pieces(names.len()):
+        code[piece] = names[piece].cast(numbered).to_physical().to_numpy()
+    return Vocabulary(distinct, code)

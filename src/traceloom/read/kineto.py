@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from traceloom.model import Trace
+from traceloom.read import spill
 from traceloom.read.assemble import File, assemble
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
 from traceloom.read.ondisk import SCRATCH
 from traceloom.read.source import open_input, text_pieces
-from traceloom.read.spill import SPILL_BYTES, Spill
 
 _LARGE = 4 << 20
 
@@ -42,13 +42,13 @@ def read_kineto(
     bytes(_LARGE)
     try:
         with open_input(path) as stream:
-            if _size(stream) >= SPILL_BYTES:
-                columns.spill = Spill()
+            if _size(stream) >= spill.SPILL_BYTES:
+                columns.spill = spill.Spill()
             document = Document(text_pieces(stream, damage, step), damage, str(path))
             for part in document.slices():
                 columns.add(part)
-                if columns.spill is None and document.size >= SPILL_BYTES:
-                    columns.spill = Spill()
+                if columns.spill is None and document.size >= spill.SPILL_BYTES:
+                    columns.spill = spill.Spill()
         file = File(str(path), document.metadata, document.size, tuple(damage.notices()), capture)
         return assemble(columns, file)
     finally:

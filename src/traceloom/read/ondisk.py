@@ -144,7 +144,8 @@ def empty(count: int, dtype: Any) -> Array:
     return SCRATCH.empty(count, dtype)
 
 
-def _pieces(count: int) -> Iterator[slice]:
+def pieces(count: int) -> Iterator[slice]:
+    """Slices that cover `count` elements, `PIECE` at a time."""
     return (slice(low, min(low + PIECE, count)) for low in range(0, count, PIECE))
 
 
@@ -230,14 +231,14 @@ def rows_of(values: Array, key: Array) -> Array:
     values, key = _plain(values), _plain(key)
     if key.dtype != np.bool_:
         result = empty(len(key), values.dtype)
-        for piece in _pieces(len(key)):
+        for piece in pieces(len(key)):
             result[piece] = values[key[piece]]
         return result
     if len(key) != len(values):
         raise IndexError(f"a mask of {len(key)} for {len(values)} rows")
     result = empty(int(np.count_nonzero(key)), values.dtype)
     at = 0
-    for piece in _pieces(len(key)):
+    for piece in pieces(len(key)):
         some = values[piece][key[piece]]
         result[at : at + len(some)] = some
         at += len(some)
@@ -247,7 +248,7 @@ def rows_of(values: Array, key: Array) -> Array:
 def _scatter(values: Array, key: Array, new: Any) -> None:
     each = isinstance(new, np.ndarray) and new.ndim == 1 and len(new) != 1
     at = 0
-    for piece in _pieces(len(key)):
+    for piece in pieces(len(key)):
         part, some = values, key[piece]
         count = len(some)
         if key.dtype == np.bool_:
@@ -264,7 +265,7 @@ def _where(condition: Any, *choices: Any) -> Any:
     parts = [_plain(value) for value in (condition, *choices)]
     count = max(len(value) for value in parts if getattr(value, "ndim", 0) == 1)
     result = empty(count, np.where(*(_start(value, count) for value in parts)).dtype)
-    for piece in _pieces(count):
+    for piece in pieces(count):
         some = (value[piece] if getattr(value, "ndim", 0) == 1 and len(value) == count else value for value in parts)
         result[piece] = np.where(*some)
     return result
@@ -274,7 +275,7 @@ def _nonzero(values: Any) -> tuple[Array]:
     values = _plain(values)
     result = empty(int(np.count_nonzero(values)), np.intp)
     at = 0
-    for piece in _pieces(len(values)):
+    for piece in pieces(len(values)):
         some = np.flatnonzero(values[piece])
         result[at : at + len(some)] = some + piece.start
         at += len(some)
@@ -303,7 +304,7 @@ def _argsort(values: Any, *_: Any, **__: Any) -> Array:
     sample = np.sort(plain[:: max(1, count // _SAMPLED)])
     bounds = np.unique(sample[:: max(1, len(sample) * SORTED // max(count, 1))])
     place = empty(count, np.uint16)
-    for piece in _pieces(count):
+    for piece in pieces(count):
         some = plain[piece]
         place[piece] = np.searchsorted(bounds, some, side="left") + np.searchsorted(bounds, some, side="right")
     at = 0
@@ -331,7 +332,7 @@ def _searchsorted(values: Any, wanted: Any, side: Any = "left") -> Any:
     if values.dtype != common:
         values = _plain(stored(values).astype(common))
     result = empty(len(wanted), np.intp)
-    for piece in _pieces(len(wanted)):
+    for piece in pieces(len(wanted)):
         result[piece] = np.searchsorted(values, wanted[piece], side=side)
     return result
 
@@ -340,7 +341,7 @@ def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
     values, repeats = _plain(values), np.broadcast_to(_plain(repeats), len(values))
     result = empty(int(repeats.sum()), values.dtype)
     at = 0
-    for piece in _pieces(len(values)):
+    for piece in pieces(len(values)):
         some = np.repeat(values[piece], repeats[piece])
         result[at : at + len(some)] = some
         at += len(some)
@@ -357,7 +358,7 @@ def _cumsum(values: Any, *_: Any, **__: Any) -> Array:
 def _isin(element: Any, test_elements: Any, **kwargs: Any) -> Array:
     element = _plain(element)
     result = empty(len(element), np.bool_)
-    for piece in _pieces(len(element)):
+    for piece in pieces(len(element)):
         result[piece] = np.isin(element[piece], _plain(test_elements), **kwargs)
     return result
 
@@ -392,7 +393,7 @@ def _full(shape: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Array:
 def _arange(start: int, stop: int | None = None, *, dtype: Any = np.int64, **_: Any) -> Array:
     low, high = (0, start) if stop is None else (start, stop)
     result = empty(max(high - low, 0), dtype)
-    for piece in _pieces(len(result)):
+    for piece in pieces(len(result)):
         result[piece] = np.arange(low + piece.start, low + piece.stop, dtype=dtype)
     return result
 

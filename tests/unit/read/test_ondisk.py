@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.read import kineto, ondisk, read_kineto
+from traceloom.read import ondisk, read_kineto, spill
 from traceloom.read.mapped import TextTable, numbers
 from traceloom.testing import TraceBuilder
 from traceloom.testing.bigfile import write_big
@@ -134,7 +134,7 @@ def test_what_is_wrong_in_memory_is_wrong_on_disk():
         values[np.array([1000])]
     with pytest.raises(IndexError):
         values[MASK[1:]]
-    with pytest.raises(ValueError, match="shape mismatch|values for"):
+    with pytest.raises(ValueError, match=r"shape mismatch|values for"):
         values[ROWS[:4]] = VALUES[:3]
 
 
@@ -190,7 +190,7 @@ def test_blocks_are_used_again_and_have_no_names(tmp_path):
 def test_a_real_trace_on_disk_is_the_trace_in_memory(name, shared_data, monkeypatch):
     path = shared_data / "kineto" / f"{name}.json.gz"
     inside = read_kineto(path)
-    monkeypatch.setattr(kineto, "SPILL_BYTES", 0)
+    monkeypatch.setattr(spill, "SPILL_BYTES", 0)
     monkeypatch.setattr(ondisk, "PIECE", 10_000)
     monkeypatch.setattr(ondisk, "SORTED", 20_000)
     outside = read_kineto(path)
@@ -213,7 +213,7 @@ def _builder():
 def test_a_full_disk_is_said_in_one_sentence(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text(_builder().text())
-    monkeypatch.setattr(kineto, "SPILL_BYTES", 0)
+    monkeypatch.setattr(spill, "SPILL_BYTES", 0)
 
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -237,8 +237,8 @@ def test_a_reader_that_is_stopped_leaves_no_files(ending, tmp_path):
     write_big(path, 3_000_000)
     code = (
         "import os, signal, sys\n"
-        "from traceloom.read import kineto, ondisk, read_kineto\n"
-        "kineto.SPILL_BYTES = 0; ondisk.LEAST_BYTES = 1\n"
+        "from traceloom.read import kineto, ondisk, read_kineto, spill\n"
+        "spill.SPILL_BYTES = 0; ondisk.LEAST_BYTES = 1\n"
         "real = kineto.assemble\n"
         "def stopped(columns, file):\n"
         "    columns.take('spans', 'start', 'int64')\n"

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from traceloom.read import kineto, read_kineto
+from traceloom.read import read_kineto, spill
 from traceloom.read.nesting import nest
 from traceloom.testing.bigfile import write_big
 
@@ -44,7 +44,7 @@ def test_columns_on_disk_give_the_same_trace_and_leave_nothing(tmp_path, monkeyp
     path = tmp_path / "big.json"
     write_big(path, 80_000_000)
     inside = read_kineto(path)
-    monkeypatch.setattr(kineto, "SPILL_BYTES", 1_000_000)
+    monkeypatch.setattr(spill, "SPILL_BYTES", 1_000_000)
     spilled = read_kineto(path)
     for name, frame in inside.frames().items():
         assert spilled.frames()[name].equals(frame), name

@@ -1,0 +1,50 @@
+"""Columns of a trace as arrays: in memory, or on disk where the trace is very large."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import Trace
+from traceloom.read import ondisk, spill
+
+Array = NDArray[Any]
+Engine = Literal["in-memory", "streaming"]
+
+
+def is_large(trace: Trace) -> bool:
+    """Whether what is computed from the trace goes to disk."""
+    return trace.meta.file_bytes >= spill.SPILL_BYTES
+
+
+def engine(trace: Trace) -> Engine:
+    """How Polars should work on columns as long as the trace: whole columns at once, or by pieces."""
+    return "streaming" if is_large(trace) else "in-memory"
+
+
+def column(trace: Trace, name: str, absent: int | None = None) -> Array:
+    """A column of `trace.events`, shape (events,); what is computed from it lies where it lies.
+
+    Args:
+        trace: The trace.
+        name: The column; categories as their numbers.
+        absent: What stands for null; the column is int64 then. None for columns without nulls.
+    """
+    series = trace.events[name]
+    if isinstance(series.dtype, pl.Enum):
+        series = series.to_physical()
+    if not is_large(trace):
+        return _filled(series, absent)
+    if absent is None:
+        return series.to_numpy().view(ondisk.OnDisk)
+    values = ondisk.empty(series.len(), np.int64)
+    for piece in ondisk.pieces(series.len()):
+        values[piece] = _filled(series[piece], absent)
+    return values
+
+
+def _filled(series: pl.Series, absent: int | None) -> Array:
+    return (series if absent is None else series.cast(pl.Int64).fill_null(absent)).to_numpy()

@@ -1,0 +1,31 @@
+"""Analyses of traces on disk say what they say of the same traces in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from traceloom.model import Session
+from traceloom.read import ondisk, read_kineto, spill
+from traceloom.report import ReportOptions, build
+
+NAMES = (
+    "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",
+    "h800_deepseek_train", "mi210_gpu_only", "mi250_minitoy", "mi300_bert_small", "mi300_qwen_0.5b",
+    "mi300_sglang_decode_graphs", "mi300_vllm_piecewise_graphs", "mtia_inference", "triton_example",
+    "v100_ns_resolution",
+)  # fmt: skip
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", NAMES)
+def test_the_report_of_a_real_trace_on_disk_is_that_in_memory(name, shared_data, tmp_path, monkeypatch):
+    path = shared_data / "kineto" / f"{name}.json.gz"
+    expected = build(Session((read_kineto(path),), name), ReportOptions())
+    monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(spill, "SPILL_BYTES", 0)
+    monkeypatch.setattr(ondisk, "LEAST_BYTES", 1)
+    monkeypatch.setattr(ondisk, "PIECE", 10_000)
+    monkeypatch.setattr(ondisk, "SORTED", 20_000)
+    assert build(Session((read_kineto(path),), name), ReportOptions()) == expected
+    ondisk.SCRATCH.clear()
+    assert list((tmp_path / "spill").iterdir()) == []
