@@ -18,7 +18,7 @@ class _Kind:
 
 _KINDS = (
     _Kind(
-        slug="cut-file", severity="error", words="the file ends in the middle; every whole event before the cut is kept"
+        slug="cut-file", severity="error", words="the file ends in the middle; every whole {one} before the cut is kept"
     ),
     _Kind(slug="cut-gzip", severity="error", words="the compressed file ends early; everything before the cut is kept"),
     _Kind(
@@ -42,13 +42,11 @@ _KINDS = (
         severity="warning",
         words="values of an unexpected type, left empty where they are no numbers: in {n} {event}",
     ),
-    _Kind(
-        slug="damaged-metadata", severity="warning", words="malformed beside `traceEvents` and left out: {n} {place}"
-    ),
+    _Kind(slug="damaged-metadata", severity="warning", words="malformed beside `{list}` and left out: {n} {place}"),
     _Kind(
         slug="duplicate-key",
         severity="warning",
-        words="standing twice beside `traceEvents`, where the last one counts: {n} {entry}",
+        words="standing twice beside `{list}`, where the last one counts: {n} {entry}",
     ),
     _Kind(slug="missing-time", severity="error", words="without a usable start time and left out: {n} {event}"),
     _Kind(
@@ -64,7 +62,7 @@ _KINDS = (
     _Kind(slug="text-after-end", severity="warning", words="there is text after the end of the trace; it is left out"),
 )
 _BY_SLUG = {kind.slug: kind for kind in _KINDS}
-_PLURAL = {"event": "events", "entry": "entries", "place": "places"}
+_PLURAL = {"event": "events", "node": "nodes", "entry": "entries", "place": "places"}
 
 
 @dataclass(slots=True)
@@ -75,9 +73,17 @@ class _Case:
 
 @dataclass(slots=True)
 class Damage:
-    """Counts by slug, each with the place of its first case."""
+    """Counts by slug, each with the place of its first case.
+
+    Attributes:
+        cases: What was counted.
+        entry: What one entry of the file's list is called.
+        list_key: The key of that list.
+    """
 
     cases: dict[str, _Case] = field(default_factory=dict)
+    entry: str = "event"
+    list_key: str = "traceEvents"
 
     def note(self, slug: str, where: str = "", count: int = 1) -> None:
         """Count a case; the first place is kept."""
@@ -92,6 +98,7 @@ class Damage:
             kind = _BY_SLUG[slug]
             count = max(1, case.count)
             nouns = {one: one if count == 1 else many for one, many in _PLURAL.items()}
+            nouns |= {"event": nouns[self.entry], "one": self.entry, "list": self.list_key}
             message = kind.words.format(n=f"{count:,}", **nouns)
             if case.where:
                 message += f" (first at {case.where})" if count > 1 else f" (at {case.where})"

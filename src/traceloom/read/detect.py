@@ -36,8 +36,13 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
 )
 
 
-def refuse_start(text: bytes, path: str) -> None:
+def refuse_start(text: bytes, path: str, wanted: str = "Kineto trace") -> None:
     """Refuse what cannot be JSON of a trace by its first bytes.
+
+    Args:
+        text: The first bytes, decompressed.
+        path: The file.
+        wanted: What it should be.
 
     Raises:
         InputError: `empty-file`, or `not-a-trace`, which says what the file is.
@@ -49,9 +54,9 @@ def refuse_start(text: bytes, path: str) -> None:
         return
     for magic, words in _MAGIC:
         if text.startswith(magic):
-            _refuse(words, path)
+            _refuse(words, path, wanted=wanted)
     if _CHAKRA.search(text[:64]):
-        _refuse("a Chakra execution trace (protobuf)", path)
+        _refuse("a Chakra execution trace (protobuf)", path, wanted=wanted)
     _refuse("no JSON object or list", path)
 
 
@@ -93,11 +98,9 @@ def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
         _refuse(f"JSON without `traceEvents`{f' (its keys: {shown})' if shown else ''}", path)
 
 
-def _refuse(words: str, path: str, hint: str = "") -> NoReturn:
+def _refuse(words: str, path: str, hint: str = "", wanted: str = "Kineto trace") -> NoReturn:
     raise InputError(
-        f"this is no Kineto trace but {words}"
-        if not words.startswith(("no ", "compressed"))
-        else f"the file is {words}",
+        f"this is no {wanted} but {words}" if not words.startswith(("no ", "compressed")) else f"the file is {words}",
         slug="not-a-trace",
         where=path,
         hint=hint,

@@ -174,8 +174,8 @@ def mend(piece: bytes) -> list[Any]:
     return _loosely(json.dumps(whole).encode("utf-8", "replace")) if whole else []
 
 
-def mended(piece: bytes) -> list[dict[str, Any]]:
-    """The same as plain dicts."""
+def mended(piece: bytes, key: str = "ph") -> list[dict[str, Any]]:
+    """The same as plain dicts, of those entries that have the key."""
     text = piece.decode("utf-8", "replace").strip().strip(",")
     for repairs in _REPAIRS:
         repaired = text
@@ -185,7 +185,7 @@ def mended(piece: bytes) -> list[dict[str, Any]]:
             entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
             continue
-        whole = [entry for entry in entries if isinstance(entry, dict) and "ph" in entry]
+        whole = [entry for entry in entries if isinstance(entry, dict) and key in entry]
         if whole:
             return whole
     return []

@@ -1,0 +1,231 @@
+"""Walks a host trace: what stands around the nodes, and the nodes in slices, damage kept in bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import polars as pl
+
+from traceloom.errors import InputError
+from traceloom.read.damage import Damage
+from traceloom.read.detect import refuse_start
+from traceloom.read.host_nodes import decode
+from traceloom.read.host_repair import BETWEEN, recover, tell
+from traceloom.read.repair import MALFORMED, whole_events
+
+SLICE = 1 << 20
+_MOST_NODE = 1 << 26  # bytes of one node
+_MOST_HEAD = 1 << 20  # bytes before the nodes
+_NODES = re.compile(rb'"nodes"\s*:\s*\[')
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[|^\s*\[\s*\{[^{}]{0,300}"ph"\s*:')
+_BLANK = re.compile(rb"[\s,]*")
+_ENTRY = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)')
+_TRIED_ENDS = 64  # brackets looked at for the one that closes the list
+
+
+class HostText:
+    """One pass over the text of a host trace.
+
+    Attributes:
+        envelope: Top-level entries other than `nodes`, complete after the pass.
+        size: Bytes of text read so far.
+    """
+
+    def __init__(self, pieces: Iterator[bytes], damage: Damage, path: str) -> None:
+        self.envelope: dict[str, Any] = {}
+        self.size = 0
+        self._pieces = pieces
+        self._damage = damage
+        self._path = path
+        self._text = b""  # what is read and not yet used up
+        self._base = 0  # byte of the text at which it begins
+        self._ended = False
+        self._nested = True
+
+    def frames(self) -> Iterator[pl.DataFrame]:
+        """All nodes, a slice at a time.
+
+        Raises:
+            InputError: The file is something else.
+        """
+        self.open()
+        wanted = SLICE
+        while self._fill(wanted):
+            cut = self._cut()
+            if cut is None:
+                if wanted > _MOST_NODE:
+                    raise InputError(
+                        f"one node is larger than {_MOST_NODE >> 20} MB", slug="oversized-entry", where=self._path
+                    )
+                wanted = len(self._text) * 2
+                continue
+            wanted = SLICE
+            yield from self._decoded(self._text[:cut], cut=False)
+            self._skip(cut)
+            self._skip_blank()
+        yield from self._last()
+
+    def open(self) -> None:
+        """Read what stands before the nodes.
+
+        Raises:
+            InputError: The file is something else.
+        """
+        self._fill(1 << 14)
+        refuse_start(self._text, self._path, "host trace")
+        while (match := _NODES.search(self._text)) is None:
+            if _EVENTS.search(self._text):
+                self._swapped()
+            if not self._fill(min(2 * len(self._text), _MOST_HEAD)) or len(self._text) >= _MOST_HEAD:
+                self._refuse()
+        if _EVENTS.search(self._text[: match.start()]):
+            self._swapped()
+        self._keep(self._text[: match.start()].lstrip()[1:])
+        self._skip(match.end())
+        self._skip_blank()
+        self._nested = b'"ctrl_deps"' in self._text[:SLICE] or b'"attrs"' in self._text[:SLICE]
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def _fill(self, wanted: int) -> bool:
+        """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
+        parts, have = [self._text], len(self._text)
+        while have < wanted and not self._ended:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._ended = True
+                break
+            parts.append(piece)
+            have += len(piece)
+            self.size += len(piece)
+        if len(parts) > 1:
+            self._text = b"".join(parts)
+        return have >= wanted and not self._ended
+
+    def _skip(self, count: int) -> None:
+        self._text = self._text[count:]
+        self._base += count
+
+    def _skip_blank(self) -> None:
+        blank = _BLANK.match(self._text)
+        if blank and blank.end():
+            self._skip(blank.end())
+
+    def _cut(self) -> int | None:
+        """The last boundary between two nodes at hand, behind its bracket."""
+        low = len(self._text)
+        while low > 0:
+            high, low = low, max(0, low - (1 << 14))
+            last = None
+            for last in BETWEEN.finditer(self._text, low, min(len(self._text), high + 4096)):  # noqa: B007
+                pass
+            if last is not None and last.start() > 0:
+                return last.start() + 1
+        return None
+
+    # -- nodes --------------------------------------------------------------------------------------------------
+
+    def _decoded(self, text: bytes, *, cut: bool) -> Iterator[pl.DataFrame]:
+        if not text.strip():
+            return
+        try:
+            frame, odd, lost = decode(text, nested=self._nested)
+        except MALFORMED:
+            yield from self._damaged(text, cut=cut)
+            return
+        tell(self._damage, f"byte {self._base} of the text", odd, lost)
+        yield frame
+
+    def _damaged(self, text: bytes, *, cut: bool) -> Iterator[pl.DataFrame]:
+        whole = whole_events(text) if cut else None
+        if whole:
+            # Cut inside a node; nothing else may be wrong.
+            try:
+                frame, odd, lost = decode(text[:whole], nested=self._nested)
+            except MALFORMED:
+                pass
+            else:
+                self._damage.note("cut-file", f"byte {self._base + whole} of the text")
+                tell(self._damage, f"byte {self._base} of the text", odd, lost)
+                yield frame
+                return
+        yield from recover(text, self._base, self._damage, nested=self._nested, cut=cut)
+
+    def _last(self) -> Iterator[pl.DataFrame]:
+        """The last stretch: nodes, the end of the list, and what stands behind it."""
+        self._skip_blank()
+        end = self._end_of_list()
+        if end is None:
+            body = self._text.rstrip(b" \t\r\n,\0")
+            self._damage.note("cut-file", f"byte {self.size} of the text", 0)
+            yield from self._decoded(body, cut=True)
+            return
+        yield from self._decoded(self._text[:end].rstrip(b" \t\r\n,"), cut=False)
+        self._keep(self._text[end + 1 :].strip().rstrip(b"\0").removesuffix(b"}"))
+
+    def _end_of_list(self) -> int | None:
+        """Where the bracket stands that closes the nodes; None where the file is cut before it."""
+        at, fallback = len(self._text), None
+        for _ in range(_TRIED_ENDS):
+            at = self._text.rfind(b"]", 0, at)
+            if at < 0:
+                break
+            tail = _parsed(b'{"":0' + self._text[at + 1 :].rstrip(b" \t\r\n\0"))
+            if tail is None:
+                continue
+            if len(tail) > 1:
+                return at
+            body = self._text[:at].strip(b" \t\r\n,")
+            try:
+                decode(body, nested=self._nested)
+            except MALFORMED:
+                # A cut behind the attributes of a node leaves the same signs as the end of the list.
+                if self._text[at + 1 :].strip(b" \t\r\n\0") == b"}" and body.endswith(b"]}"):
+                    fallback = at if body.endswith((b"}]}", b'"]}', b"[]}")) and not self._nested else fallback
+                continue
+            return at
+        return fallback
+
+    # -- around them --------------------------------------------------------------------------------------------
+
+    def _keep(self, text: bytes) -> None:
+        """Entries beside the nodes; where they are malformed, those that can be read."""
+        text = text.strip(b" \t\r\n,")
+        if not text:
+            return
+        found = _parsed(b"{" + text + b"}")
+        if found is None:
+            self._damage.note("damaged-metadata", f"byte {self._base} of the text")
+            found = {}
+            for match in _ENTRY.finditer(text):
+                value = _parsed(b'{"value":' + match.group(2) + b"}")
+                if value is not None:
+                    found[match.group(1).decode("utf-8", "replace")] = value["value"]
+        self.envelope |= found
+
+    def _swapped(self) -> NoReturn:
+        raise InputError(
+            "this is a Kineto trace (device trace), where a host trace is expected; perhaps the two are swapped",
+            slug="swapped-traces",
+            where=self._path,
+        )
+
+    def _refuse(self) -> NoReturn:
+        keys = [match.group(1).decode("utf-8", "replace") for match in _ENTRY.finditer(self._text[:4096])]
+        shown = ", ".join(f"`{key}`" for key in keys[:4])
+        raise InputError(
+            f"this is no host trace but JSON without `nodes`{f' (its keys: {shown})' if shown else ''}",
+            slug="not-a-host-trace",
+            where=self._path,
+        )
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text.decode("utf-8", "replace"), strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
