@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
+from traceloom.link.dataflow import DataFlow
 from traceloom.link.device_work import ORPHANS
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
@@ -22,11 +23,13 @@ class Found(NamedTuple):
         overlapping: Neighbours on one stream that overlap.
         queued: Launches that found their queue full.
         crowded: Work that found its device full.
+        flow: Who reads what whom wrote; None without a host trace.
     """
 
     overlapping: int
     queued: int
     crowded: int = 0
+    flow: DataFlow | None = None
 
 
 def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) -> pl.DataFrame:
@@ -59,6 +62,10 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
         rows.append(("streams", "neighbours that overlap", found.overlapping, None))
     if found.queued:
         rows.append(("launches", "held up by a full queue", found.queued, None))
+    if found.flow is not None:
+        rows.append(("data", "edges from the last writer of a storage", found.flow.source.size, None))
+        rows.append(("data", "reads of what was written before the window, or nowhere", found.flow.unplaced, None))
+        rows.append(("data", "reads before their writer had ended: no edge", found.flow.late, None))
     if found.crowded:
         rows.append(("streams", "work that waited for room on the device", found.crowded, None))
     lengths = host.end - host.start

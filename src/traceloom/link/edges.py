@@ -62,10 +62,11 @@ class Edges:
         kept = np.flatnonzero(fitting(source, target, firm, times))
         refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
         order = kept[np.lexsort((kind[kept], source[kept], target[kept]))]
-        # one edge between two points is enough: the kind that comes first in EDGE_KINDS
-        same = np.zeros(order.size, dtype=np.bool_)
-        same[1:] = (source[order[1:]] == source[order[:-1]]) & (target[order[1:]] == target[order[:-1]])
-        order = order[~same]
+        # one edge of a kind between two points is enough
+        same = np.ones(max(order.size - 1, 0), dtype=np.bool_)
+        for column in (source, target, kind):
+            same &= column[order[1:]] == column[order[:-1]]
+        order = order[np.append(True, ~same)[: order.size]]
         source, target = source[order], target[order]
         frame = pl.DataFrame(
             {

@@ -13,6 +13,7 @@ from traceloom.link.attached import Found, coverage_rows
 from traceloom.link.autograd import forward_backward_edges
 from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
 from traceloom.link.communication import Communication, communication
+from traceloom.link.dataflow import DataFlow, data_edges, data_flow
 from traceloom.link.device_work import DeviceWork, device_work
 from traceloom.link.edges import Edges
 from traceloom.link.full_device import occupancy_edges
@@ -30,7 +31,9 @@ from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.model.host_trace import HostTrace
+from traceloom.model.notice import Notice
 
 Ints = NDArray[np.int64]
 
@@ -41,6 +44,21 @@ class Matching(Protocol):
     @property
     def host_op(self) -> Ints:
         """Id in the host trace of each event of the trace; -1 where it has none."""
+
+    @property
+    def host(self) -> HostTrace:
+        """The host trace."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether ids join them; else names and their order do."""
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """What must be known about the host trace."""
+
+    def coverage(self) -> pl.DataFrame:
+        """How many host ops were joined how: columns as `coverage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,17 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     queued = queue_edges(edges, tree, work, last_node, parts.work_node)
     hand_off_edges(edges, given, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
-    return _assembled(trace, parts, edges, Found(overlapping, queued), matching)
+    flow = None if matching is None else _data(parts, edges, matching)
+    return _assembled(trace, parts, edges, Found(overlapping, queued, flow=flow), matching)
+
+
+def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
+    """Edges by storage, from what the host trace says of each op."""
+    tree = parts.tree
+    ids = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
+    flow = data_flow(tree, parts.host, parts.work, parts.segment_node, parts.work_node, ids, matching.host.ops)
+    data_edges(edges, flow, "correlated" if matching.exact else "inferred")
+    return flow
 
 
 def _segment_kinds(tree: HostTree, given: HandOffs, work: DeviceWork, waiting: Awaited, talk: Communication) -> Ints:
@@ -157,6 +185,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
                 "host": meta.host,
                 "process": meta.process,
                 "device_trace": meta.path,
+                "host_trace": None if matching is None else matching.host.path,
                 "window_start_ns": int(nodes["start_ns"][0]),
                 "window_end_ns": int(times.max()),
                 "clock_offset_ns": 0,
@@ -165,6 +194,12 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
         ],
         schema=GRAPH_SCHEMAS["ranks"],
     )
+    coverage = coverage_rows(meta.rank or 0, parts, found, refused)
+    host_ops, notices = empty_frame("host_ops"), trace.notices
+    if matching is not None:
+        host_ops = _of_rank(matching.host.ops, meta.rank or 0, "host_ops")
+        coverage = pl.concat([_of_rank(matching.coverage(), meta.rank or 0, "coverage"), coverage])
+        notices = (*notices, *matching.notices)
     return Graph(
         nodes=nodes,
         edges=frame,
@@ -172,11 +207,12 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
         communication=parts.talk.rows(parts),
         transfers=_transfers(trace, parts),
         ranks=ranks,
-        coverage=coverage_rows(meta.rank or 0, parts, found, refused),
+        coverage=coverage,
+        host_ops=host_ops,
         name=meta.path,
         epoch_ns=trace.start_ns,
         world_size=meta.world_size,
-        notices=trace.notices,
+        notices=notices,
     )
 
 
@@ -235,12 +271,18 @@ def _nodes(trace: Trace, parts: Parts, matching: Matching | None) -> tuple[pl.Da
     return nodes.select(list(GRAPH_SCHEMAS["nodes"])).cast(GRAPH_SCHEMAS["nodes"]), lanes
 
 
+def _of_rank(frame: pl.DataFrame, rank: int, name: str) -> pl.DataFrame:
+    """The rows of a frame of the graph, said of one rank."""
+    said = frame.with_columns(pl.lit(rank, dtype=pl.Int32).alias("rank"))
+    return said.select(list(GRAPH_SCHEMAS[name])).cast(GRAPH_SCHEMAS[name])
+
+
 def _host_op(op: pl.Series, matching: Matching | None) -> pl.Series:
     """Id in the host trace of the op of each node."""
     if matching is None:
         return pl.Series("host_op", [None], dtype=pl.Int64).new_from_index(0, op.len())
-    ids = pl.Series("host_op", matching.host_op)
-    return ids.gather(op.cast(pl.UInt32)).cast(pl.Int64)
+    ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
+    return ids.gather(op.cast(pl.UInt32))
 
 
 def _step_at(trace: Trace, start: Ints) -> Ints:

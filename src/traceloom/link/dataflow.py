@@ -1,0 +1,181 @@
+"""Data edges: who wrote a tensor's storage last before somebody read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.link.device_work import DeviceWork
+from traceloom.link.edges import Edges
+from traceloom.link.host_tree import HostTree
+from traceloom.link.segments import Segments
+from traceloom.read.order import nearest
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device missing in old files.
+_TENSOR = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
+_PARTS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
+_COMMUNICATES = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
+
+
+@dataclass(frozen=True, slots=True)
+class DataFlow:
+    """Who reads what whom wrote.
+
+    Attributes:
+        source: Node of each edge that wrote.
+        target: Node that read.
+        storages: Different storages that the ops name.
+        unplaced: Reads of storages that nothing recorded had written.
+        late: Reads that began, by the recorded times, before the write had ended; no edges.
+    """
+
+    source: Ints
+    target: Ints
+    storages: int
+    unplaced: int
+    late: int
+
+
+def data_flow(  # noqa: PLR0917  (the parts of a rank)
+    tree: HostTree,
+    host: Segments,
+    work: DeviceWork,
+    segment_node: Ints,
+    work_node: Ints,
+    host_op: Ints,
+    ops: pl.DataFrame,
+) -> DataFlow:
+    """Find the last writer of each storage that an op reads.
+
+    The numbers of storages are given anew after they are freed. That does no harm here: what fills a storage anew
+    comes in time between its old and its new readers, and becomes the last writer of these.
+    Ops that only make views write nothing. Allocations on a device write nothing, but what stood there is gone.
+
+    Args:
+        tree: Host events.
+        host: Their segments.
+        work: GPU work.
+        segment_node: Node of each segment.
+        work_node: Node of each work.
+        host_op: Id in the host trace of each host event; -1 where it has none.
+        ops: The ops of the host trace: columns as `host_ops`.
+    """
+    acts, first_work, last_work = _actors(tree, work, host_op)
+    uses = _uses(host_op, acts, ops)
+    time = np.where(uses["write"].to_numpy(), tree.end[uses["position"].to_numpy()], 0)
+    time = np.where(uses["write"].to_numpy(), time, tree.start[uses["position"].to_numpy()])
+    uses = uses.with_columns(pl.Series("time", time)).sort(
+        "storage", "time", pl.col("write").not_(), "position", maintain_order=True
+    )
+    position, write = uses["position"].to_numpy(), uses["write"].to_numpy()
+    storage, on_device = uses["storage"].to_numpy(), uses["on_device"].to_numpy()
+    writer = np.where(write, np.arange(write.size), -1)
+    last = np.append(-1, np.maximum.accumulate(writer)[:-1]) if write.size else writer
+    known = last >= 0
+    known[known] = storage[last[known]] == storage[known]
+    reads = np.flatnonzero(~write & known)
+    unplaced = int((~write & ~known).sum())
+    by, reader, on_device = position[last[reads]], position[reads], on_device[reads]
+    # what a device op without GPU work "writes" is memory that it was given
+    real = (by != reader) & ~(on_device & (last_work[by] < 0))
+    by, reader, on_device = by[real], reader[real], on_device[real]
+    source = np.where(last_work[by] >= 0, _at(work_node, last_work[by]), segment_node[host.last[by]])
+    done = np.where(last_work[by] >= 0, _at(work.end, last_work[by]), tree.end[by])
+    to_work = on_device & (first_work[reader] >= 0)
+    target = np.where(to_work, _at(work_node, first_work[reader]), segment_node[host.first[reader]])
+    begun = np.where(to_work, _at(work.start, first_work[reader]), tree.start[reader])
+    kept = (done <= begun) & ~(on_device & ~to_work)
+    late = int(((done > begun) & ~(on_device & ~to_work)).sum())
+    pairs = np.unique(np.stack([source[kept], target[kept]], axis=1), axis=0)
+    return DataFlow(pairs[:, 0], pairs[:, 1], uses["storage"].n_unique(), unplaced, late)
+
+
+def data_edges(edges: Edges, flow: DataFlow, evidence: str) -> None:
+    """From the end of what wrote to the start of what reads."""
+    edges.add("data", evidence, flow.source, flow.target, from_end=True, to_end=False)
+
+
+def _at(values: Ints, rows: Ints) -> Ints:
+    """Values at rows, anything where there is no row."""
+    return values[np.maximum(rows, 0)] if values.size else np.zeros(rows.size, dtype=np.int64)
+
+
+def _actors(tree: HostTree, work: DeviceWork, host_op: Ints) -> tuple[Bools, Ints, Ints]:
+    """Which ops do something themselves, with the first and the last GPU work of each (-1: none).
+
+    These are the innermost ops around launches, and ops without ops inside.
+    """
+    matched = host_op >= 0
+    above = nearest(tree.parent, matched)
+    owner = np.where(matched, np.arange(matched.size), above)
+    known = np.flatnonzero(work.call >= 0)
+    of = owner[work.call[known]]
+    known, of = known[of >= 0], of[of >= 0]
+    first, last = (np.full(matched.size, -1, dtype=np.int64) for _ in range(2))
+    by_start, by_end = np.argsort(-work.start[known], kind="stable"), np.argsort(work.end[known], kind="stable")
+    first[of[by_start]] = known[by_start]
+    last[of[by_end]] = known[by_end]
+    leaf = matched.copy()
+    leaf[above[matched & (above >= 0)]] = False
+    return leaf | (first >= 0), first, last
+
+
+def _uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
+    """One row per tensor that an acting op reads or writes: position, storage, on_device, write."""
+    position = np.flatnonzero(acts)
+    placed = pl.DataFrame({"id": host_op[position], "position": position})
+    about = ops.unique("id", keep="first", maintain_order=True).select(
+        "id",
+        "inputs",
+        "outputs",
+        pl.col("schema").fill_null("").alias("schema"),
+        pl.col("name").str.contains(_COMMUNICATES).fill_null(value=False).alias("talks"),
+        pl.col("name").str.contains(r"[^_]_$").fill_null(value=False).alias("underscored"),
+        pl.col("input_types").fill_null("").alias("input_types"),
+        pl.col("output_types").fill_null("").alias("output_types"),
+    )
+    read = _tensors(about, "inputs", "input_types")
+    made = _tensors(about, "outputs", "output_types")
+    # outputs in the storage of an input are views, unless the op says that it changes what it was given
+    known = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
+    changes = about.select(
+        "id",
+        (pl.col("schema").str.contains("!", literal=True) | pl.col("talks") | pl.col("underscored")).alias("changes"),
+    )
+    made = made.join(known, on=["id", "storage"], how="left").join(changes, on="id", how="left")
+    written = made.filter(pl.col("given").is_null() | pl.col("changes")).select("id", "storage", "on_device")
+    silent = changes.filter("changes").join(made.select("id").unique(), on="id", how="anti").select("id")
+    changed = read.join(silent, on="id", how="semi").select("id", "storage", "on_device")
+    table = pl.concat(
+        [
+            read.with_columns(pl.lit(value=False).alias("write")),
+            written.with_columns(pl.lit(value=True).alias("write")),
+            changed.with_columns(pl.lit(value=True).alias("write")),
+        ]
+    ).unique(maintain_order=True)
+    return table.join(placed, on="id", how="inner").select("position", "storage", "on_device", "write")
+
+
+def _tensors(about: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
+    """The tensors in a list of values: id, storage, on_device."""
+    parts = pl.col("tensor").str.extract_groups(_PARTS)
+    return (
+        about.filter(pl.col(types).str.contains("Tensor", literal=True))
+        .select("id", pl.col(values).str.extract_all(_TENSOR).alias("tensor"))
+        .explode("tensor")
+        .drop_nulls("tensor")
+        .with_columns(parts.alias("parts"))
+        .select(
+            "id",
+            pl.col("parts").struct.field("storage").cast(pl.Int64, strict=False).alias("storage"),
+            pl.col("parts").struct.field("device").fill_null("cuda").ne("cpu").alias("on_device"),
+        )
+        .filter(pl.col("storage") > 0)
+        .unique(maintain_order=True)
+    )
