@@ -227,7 +227,8 @@ def test_peers_that_were_not_recorded_arrive_by_assumption() -> None:
     assert arrivals["start_ns"].to_list() == [0, 60 * US]
     edges = graph.edges.filter(pl.col("target").is_in(arrivals["node"].to_list()))
     assert set(edges["evidence"].to_list()) == {"assumed"}
-    assert edges["source"].to_list() == [0, 1]
+    assert edges["source"].to_list() == [1, 2]  # they come as long after us as they did
+    assert edges["from_end"].to_list() == [False, False]
 
 
 def test_one_rank_of_a_group_of_one_waits_for_nobody() -> None:

@@ -47,7 +47,7 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
     )
     arrivals = _arrival_times(arrivals, parts)
     nodes = pl.concat([graph.nodes, _rendezvous_nodes(meetings, arrivals), _arrival_nodes(arrivals)])
-    edges = pl.concat([graph.edges, _into(parts), _out_of(parts, nodes), _arrival_edges(graph, arrivals, parts)])
+    edges = pl.concat([graph.edges, _into(parts), _out_of(parts, nodes), _arrival_edges(arrivals, parts)])
     return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
 
 
@@ -112,9 +112,10 @@ def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
     alike = ["kind", "in_bytes", "group_size", "name"]
     shortest = parts.group_by(alike).agg((pl.col("to") - pl.max_horizontal("from", "start")).min().alias("transfer"))
     timed = arrivals.join(shortest, on=alike, how="left", nulls_equal=True, maintain_order="left")
-    # Never before the first part has begun: what came earlier held nothing back.
-    at = (pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0)).clip(lower_bound=pl.col("start"))
-    return timed.with_columns(pl.min_horizontal(at, "earliest_end").clip(lower_bound=0).alias("at"))
+    # Never before the last recorded part: what came earlier held nothing back.
+    latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
+    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), "start", "latest")
+    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(at.alias("at"))
 
 
 def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:
@@ -191,35 +192,24 @@ def _out_of(parts: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
     return _edges(ends, "rendezvous", from_end=True, to_end=True)
 
 
-def _arrival_edges(graph: Graph, arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """Into an arrival from the end of the group's operation before it, else from the start of the window.
+def _arrival_edges(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """Into an arrival from the start of the last recorded part, and on to the meeting.
 
-    Peers go on from where they last met us: what they did since is theirs and assumed to take as long as it took.
+    Peers of which nothing is known are taken to do as we do: if we come earlier, so do they, and what we waited for
+    them stays. The other assumption, that they keep their pace, would nail a graph of few ranks to measured times.
     """
     if not arrivals.height:
         return gs.empty_frame("edges")
-    origins = (
-        graph.nodes.filter(pl.col("kind") == gs.ORIGIN).group_by("rank").agg(pl.col("node").first().alias("origin"))
-    )
-    ends = parts.group_by("key", maintain_order=True).agg(pl.col("node").first(), pl.col("to").first())
-    chained = (
-        arrivals.join(origins, on="rank", how="left", nulls_equal=True, maintain_order="left")
-        .join(ends, on="key", how="left", maintain_order="left")
-        .sort("rank", "group", "at", maintain_order=True)
-        .with_columns(
-            pl.col("node").shift(1).over("rank", "group").alias("before"),
-            pl.col("to").shift(1).over("rank", "group").alias("left"),
-        )
-        # Operations of one group may overlap (several streams): only one that had ended is a beginning.
-        .with_columns(pl.when(pl.col("left") <= pl.col("at")).then("before").alias("before"))
-    )
-    met = chained.filter(pl.col("before").is_not_null() | pl.col("origin").is_not_null())
-    source, target = pl.coalesce("before", "origin").alias("source"), pl.col("arrival").alias("target")
+    last = parts.sort("from", descending=True, maintain_order=True).group_by("key").agg(pl.col("node").first())
+    met = arrivals.join(last, on="key", how="left", maintain_order="left")
     assumed = pl.lit("assumed").alias("evidence")
-    into = met.select(source, target, assumed, _NO_SLACK)
+    into = met.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, _NO_SLACK)
     onward = met.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, _NO_SLACK)
     return pl.concat(
-        [_edges(into, "origin", from_end=True, to_end=False), _edges(onward, "rendezvous", from_end=True, to_end=False)]
+        [
+            _edges(into, "rendezvous", from_end=False, to_end=False),
+            _edges(onward, "rendezvous", from_end=True, to_end=False),
+        ]
     )
 
 

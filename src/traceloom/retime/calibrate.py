@@ -6,7 +6,7 @@ Definitions:
 - The *class delay* is the median slack of the binding edges of a class (kind of edge, and what tells places apart).
   An order without a mechanism that takes time (the next thing on a thread, data, forward before backward) has delay 0.
 - The *delay* of an edge is its class delay, at most its slack. Where a time is given from outside (origin of a lane,
-  arrival of peers that were not recorded) it is the whole slack: the assumption is that it stays.
+  what we waited for peers that were not recorded) it is the whole slack: the assumption is that it stays.
 - A node that waits (an edge holds back its end) has the *work* that the same call takes where it does not wait.
 - The *residual* is what is left between the latest source plus its delay and the measured time; it belongs to that
   source's edge, or to the node itself where its own work ended last.
@@ -27,7 +27,6 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 _ORDERS = ("call", "thread", "data", "forward-backward", "simulation")
-_GIVEN = ("origin",)
 _ROUNDS = 3  # which edges bind depends on the delays, which depend on which edges bind; this settles at once
 
 
@@ -137,10 +136,8 @@ def _classes(graph: Graph) -> Classes:
     table = numbered.unique("class").sort("class")
     kind = pl.col("kind")
     meets = (kind == "rendezvous") & ~pl.col("to_end")
-    flags = numbered.select(
-        (~kind.is_in(list(_ORDERS)) & ~kind.is_in(list(_GIVEN)) & ~meets).alias("timed"),
-        kind.is_in(list(_GIVEN)).alias("given"),
-    )
+    given = (kind == "origin") | (frame["target_kind"] == gs.ARRIVAL)
+    flags = numbered.select((~kind.is_in(list(_ORDERS)) & ~given & ~meets).alias("timed"), given.alias("given"))
     return Classes(
         numbered["class"].to_numpy(),
         table["kind"].to_list(),
