@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 
 from traceloom.anonymize.account import Account
-from traceloom.anonymize.names import OPERATIONS, Names
+from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import KEEP, Policy
 from traceloom.anonymize.public import is_type, sections
 from traceloom.anonymize.shapes import Shapes
-from traceloom.read.collectives import kind_of
 
 Rule = Callable[[bytes], bytes | None]
 
@@ -118,7 +117,7 @@ class Arguments:
             "grid": shapes.grid,
             "block": _block,
             "Addr": self._address,
-            "Collective name": self._text(self._operation),
+            "Collective name": self._text(self._names.operation),
             "dtype": self._text(lambda text: text if is_type(text) else None),
             "cuda_sync_kind": self._text(lambda text: text if text in sections()["regions"] else None),
             "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
@@ -152,12 +151,6 @@ class Arguments:
             return None if made is None else json.dumps(made).encode()
 
         return self._remembered(f"text {id(shown)}", make)
-
-    def _operation(self, text: str) -> str | None:
-        if text in OPERATIONS:
-            return text
-        kind = kind_of(text)
-        return kind if kind in OPERATIONS else self._names.pseudonym("collective", text)
 
     def _pointer(self, raw: bytes) -> bytes | None:
         return _counted(raw, self._names.pointer)

@@ -76,7 +76,7 @@ class Kernels:
 
     def _kernel(self, name: str) -> str:
         if self._policy.kernels == KEEP:
-            return name
+            return self._names.keep(name)
         letters = self._names.letters(name)
         rule = next((rule for rule, pattern in _RULES if pattern.search(name)), None)
         if rule in ("rocm-copy", "rocm-fill"):

@@ -25,6 +25,7 @@ PSEUDONYM, PUBLIC, FORMAT, OTHER = "pseudonym", "public", "format", "other"
 _OURS = re.compile(rf"(?<![a-z])[{ALPHABET}]{{{LETTERS}}}(?![a-z])")
 _NUMBERS = re.compile(r"-?[\d.]+|\[[\d,\s.\-\[\]]*\]|")
 _LONG_NUMBER = re.compile(r"\d{2,}")
+_PART = re.compile(r"\(\d{1,4}\)$")  # of an operator in several parts, as Chakra files have them
 _WORD = re.compile(r"[A-Za-z]{5,}|\d{5,}")
 _LEAST_DIMENSION = 17  # smaller numbers are tile sizes and element widths as often as dimensions
 _MOST_SHAPES = 100_000
@@ -71,9 +72,15 @@ class HiddenShapes:
                 flops = 2 * math.prod(one) * other[-1]
                 self.products[flops] = f"{list(one)} x {list(other)}"
 
-    def given_away(self, exact: set[int], strings: Iterable[str], policy: Policy) -> Iterator[dict[str, Any]]:
-        """Each hidden shape that the output still tells, and by what."""
-        numbers = {int(text) for string in strings for text in _LONG_NUMBER.findall(string) if len(text) < 12}
+    def given_away(self, exact: set[int], kept: Iterable[str], policy: Policy) -> Iterator[dict[str, Any]]:
+        """Each hidden shape that the output still tells, and by what.
+
+        Args:
+            exact: Sizes that stand in the output unrounded.
+            kept: Names that stayed as they are and are not public.
+            policy: The choices.
+        """
+        numbers = {int(text) for string in kept for text in _LONG_NUMBER.findall(string) if len(text) < 12}
         for dims, size in sorted(self.shapes):
             if policy.shapes == BUCKET and all(bucket(n) == n for n in dims):
                 continue  # it stands in the output, as one of many that would look the same
@@ -97,9 +104,10 @@ def leak_report(account: Account, names: Names, shapes: Shapes, hidden: HiddenSh
     """Everything that the output tells in words, and the shapes it tells otherwise."""
     surviving = sorted(_text(raw) for raw in account.strings)
     classes: dict[str, list[str]] = {PSEUDONYM: [], PUBLIC: [], FORMAT: [], OTHER: []}
+    unchanged = names.unchanged()
     for text in surviving:
-        classes[_class(text, names)].append(text)
-    away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes.exact, classes[OTHER], policy))
+        classes[PUBLIC if text in unchanged else _class(text, names)].append(text)
+    away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes.exact, names.kept, policy))
     distinct = {dims for dims, _ in hidden.shapes}
     rounded = {tuple(bucket(n) for n in dims) for dims in distinct}
     return {
@@ -124,6 +132,7 @@ def leak_report(account: Account, names: Names, shapes: Shapes, hidden: HiddenSh
 
 
 def _class(text: str, names: Names) -> str:
+    text = _PART.sub("", text)
     if text in names.kept:
         return OTHER
     if text in _KEYS:

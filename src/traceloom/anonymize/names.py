@@ -100,8 +100,7 @@ class Names:
         if known is not None:
             return known
         if self._keep is not None and self._keep.fullmatch(name):
-            made = name
-            self.kept.add(name)
+            made = self.keep(name)
         else:
             made = make(name)
             if made != name:
@@ -112,6 +111,15 @@ class Names:
     def hidden(self) -> set[str]:
         """All names that became something else."""
         return {name for (_, name), shown in self._known.items() if shown != name}
+
+    def unchanged(self) -> set[str]:
+        """All names that are public and stayed as they are."""
+        return {name for (_, name), shown in self._known.items() if shown == name} - self.kept
+
+    def keep(self, name: str) -> str:
+        """A name that the policy keeps, whatever it is."""
+        self.kept.add(name)
+        return name
 
     def letters(self, text: str) -> str:
         """The letters of a pseudonym."""
@@ -133,8 +141,10 @@ class Names:
         return self.shown("host", name, self._host)
 
     def _host(self, name: str) -> str:
-        if self._policy.names == KEEP or (self._policy.public_names == KEEP and name in host_names()):
+        if self._policy.public_names == KEEP and name in host_names():
             return name
+        if self._policy.names == KEEP:
+            return self.keep(name)
         if name in sections()["regions"] or STEP.fullmatch(name):
             return name
         if name.startswith(_EVALUATE):
@@ -186,7 +196,7 @@ class Names:
 
     def _python(self, name: str) -> str:
         if self._policy.stacks == KEEP:
-            return name
+            return self.keep(name)
         if name.startswith("nn.Module: "):
             return self._module(name)
         public = _PUBLIC_FRAME.search(name)
@@ -235,6 +245,13 @@ class Names:
     def lane(self, name: str) -> str:
         """A process or thread that is told by a text and not by a number."""
         return self.shown("lane", name, lambda text: text if _LANE.fullmatch(text) else self._numbered("lane", text))
+
+    def operation(self, text: str) -> str:
+        """The name of a collective operation."""
+        if text in OPERATIONS:
+            return text
+        kind = kind_of(text)
+        return kind if kind in OPERATIONS else self.pseudonym("collective", text)
 
     # -- groups, hosts ----------------------------------------------------------------------------------------
 

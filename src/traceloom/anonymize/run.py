@@ -12,6 +12,8 @@ import traceloom
 from traceloom.anonymize import sources
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.captures import Captures
+from traceloom.anonymize.chakra import ChakraRewriter, first_start_us, write_groups
+from traceloom.anonymize.host_trace import write_host_trace
 from traceloom.anonymize.kernels import Kernels
 from traceloom.anonymize.key import Key
 from traceloom.anonymize.kineto import Place, Rules, write_kineto
@@ -20,7 +22,7 @@ from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import ZERO, Policy
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import Source, Sources
-from traceloom.anonymize.utility import Measure, Part, compare, measure
+from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra
 from traceloom.anonymize.writing import Staging, private
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
@@ -82,6 +84,7 @@ class Run:
         self.utility: list[dict[str, Any]] = []
         self.refused: list[InputError] = []
         self._seen: dict[Path, _Seen] = {}
+        self._origin_us = 0
 
     def write(self, stage: Staging) -> None:
         """Rewrite every file below the stage.
@@ -114,6 +117,14 @@ class Run:
                 except InputError as error:
                     self.refused.append(error)
                     continue
+            if source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
+                try:
+                    first = first_start_us(source.path)
+                except InputError as error:
+                    self.refused.append(error)
+                    continue
+                if first is not None:
+                    self._origin_us = min(first, self._origin_us or first)
             kept.append(source)
         self._found.files[:] = kept
         if not kept:
@@ -150,8 +161,13 @@ class Run:
             place = Place(source.path, self._shift_ns(seen), seen.hosts, seen.base_ns)
             write_kineto(place, self.rules, account, target, unix=seen.unix)
             self._compare(seen, target)
+        elif source.kind == sources.HOST:
+            write_host_trace(source.path, self.rules, account, self.hidden, target)
+        elif source.kind == sources.GROUPS:
+            write_groups(source.path, self.rules, account, target)
         else:
-            raise InputError("this kind of file cannot be rewritten", slug="not-a-trace", where=str(source.path))
+            ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us).write(target)
+            self._compare_chakra(source, target)
         self.account.add(account)
         self.files.append(
             {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
@@ -175,6 +191,13 @@ class Run:
                 "parts": [part.to_dict() for part in parts],
                 "new_notices": fresh,
             }
+        )
+
+    def _compare_chakra(self, source: Source, target: Path) -> None:
+        """Count both files and compare."""
+        parts = list(compare(measure_chakra(source.path), measure_chakra(target)))
+        self.utility.append(
+            {"file": source.name, "rank": source.rank, "parts": [part.to_dict() for part in parts], "new_notices": []}
         )
 
     def _capture(self, folder: Path, document: dict[str, Any], target: Path) -> None:

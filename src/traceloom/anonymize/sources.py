@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -168,6 +169,21 @@ def kind_of_file(path: Path) -> str:
         body = head.split(b'"traceEvents"', 1)[0]
         return HOST if b'"traceEvents"' not in head and _HOST_KEYS.search(body) else KINETO
     return CHAKRA if path.name.lower().removesuffix(".gz").endswith(".et") else KINETO
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object.
+
+    Raises:
+        InputError: slug `unreadable`: it is none.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError("the file is no JSON object", slug="unreadable", where=str(path)) from error
+    if not isinstance(document, dict):
+        raise InputError("the file is no JSON object", slug="unreadable", where=str(path))
+    return document
 
 
 def _rank(path: Path) -> int | None:

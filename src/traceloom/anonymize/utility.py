@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from traceloom import analyze
+from traceloom.chakra.stream import EtReader
 from traceloom.model import Trace
 
 EXACT, ROUNDED, CHANGED = "equal", "rounded", "changed"
@@ -56,6 +58,7 @@ class Part:
         }
 
 
+SIZES_OF_NODES = "sizes of nodes"
 Measure = dict[str, pl.DataFrame]
 
 
@@ -66,11 +69,42 @@ def measure(trace: Trace) -> Measure:
     }
 
 
+def measure_chakra(path: Path) -> Measure:
+    """What a simulator takes from a `.et` file: times, dependencies, sizes; a row per type of node."""
+    rows: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[int, str], int] = {}
+    checksum = 0
+    with EtReader(path) as reader:
+        for node in reader:
+            values = {attribute.name: attribute for attribute in node.attr}
+            comm = values.get("comm_type")
+            key = (node.type, -1 if comm is None else comm.int64_val or comm.int32_val or comm.uint64_val)
+            row = rows.setdefault(key, [0, 0, 0, 0])
+            for at, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
+                row[at] += amount
+            checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
+            for name in ("comm_size", "tensor_size", "num_ops"):
+                if name in values:
+                    one = values[name]
+                    size = int(getattr(one, one.WhichOneof("value") or "int64_val"))
+                    sizes[node.type, name] = sizes.get((node.type, name), 0) + size
+    counted = [(*key, *row) for key, row in sorted(rows.items())]
+    columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
+    listed = [(*key, size) for key, size in sorted(sizes.items())]
+    return {
+        "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int64), orient="row"),
+        "dependencies": pl.DataFrame({"checksum": [checksum]}),
+        SIZES_OF_NODES: pl.DataFrame(
+            listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int64}, orient="row"
+        ),
+    }
+
+
 def compare(before: Measure, after: Measure) -> Iterator[Part]:
     """Part by part; rows are compared in the order of their values."""
     for name, one in before.items():
         other = after.get(name, one.clear())
-        sizes = name in _SIZES
+        sizes = name in _SIZES or name == SIZES_OF_NODES
         if one.equals(other):
             yield Part(name, one.height * one.width, one.height * one.width, sizes)
             continue

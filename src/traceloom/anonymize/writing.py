@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol
+from typing import BinaryIO, cast
 
 from isal import igzip
 
@@ -20,20 +20,13 @@ _LEVEL = 1
 _PIECE = 1 << 20
 
 
-class Sink(Protocol):
-    """Where bytes go."""
-
-    def write(self, data: bytes, /) -> object:
-        """Take some bytes."""
-
-
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """A file to write, compressed where its name ends in .gz; without the time and the name that gzip would add."""
     with path.open("wb") as plain:
         if path.name.endswith(".gz"):
             with igzip.IGzipFile("", "wb", compresslevel=_LEVEL, fileobj=plain, mtime=0) as packed:
-                yield packed
+                yield cast("BinaryIO", packed)
         else:
             yield plain
 

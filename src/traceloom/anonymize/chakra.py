@@ -1,0 +1,310 @@
+"""A Chakra trace (.et), rewritten message by message: a new message with what is known, never the old one changed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.kineto import Rules
+from traceloom.anonymize.leaks import HiddenShapes
+from traceloom.anonymize.metadata import rank_list
+from traceloom.anonymize.policy import KEEP
+from traceloom.anonymize.public import host_names, is_schema, is_type
+from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
+from traceloom.anonymize.writing import opened
+from traceloom.chakra.schema import AttributeProto, GlobalMetadata, IOInfo, Node, NodeType
+from traceloom.chakra.stream import EtReader, EtWriter
+from traceloom.model.host_trace import GROUP_LIST
+
+_SUFFIX = re.compile(
+    r"(.*)\((\d{1,4})\)", re.DOTALL
+)  # the parts of one operator, as the upstream converter counts them
+_SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
+_VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){0,3}")
+_TYPED = re.compile(r"(COMP|COMM_SEND|COMM_RECV|COMM_COLL|MEM_LOAD|MEM_STORE|METADATA|INVALID)_NODE")
+_COMMUNICATION = (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE)
+_MEMORY = (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
+_SCALARS = frozenset(
+    f"{kind}_val"
+    for kind in ("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64",
+                 "sfixed32", "sfixed64", "bool")
+)  # fmt: skip
+_PLAIN = frozenset((
+    "is_cpu_op", "comm_type", "comm_priority", "comm_src", "comm_dst", "comm_tag", "rf_id", "fw_parent", "seq_id",
+    "scope", "tid", "fw_tid", "device", "correlation", "step", "lane", "op", "host_op", "event", "duration_ns",
+    "work_ns", "residual_ns", "comm_instance", "pg_size", "comm_seq", "peer", "tag", "host_id", "host_parent", "rank",
+    "comm_root", "local_rank", "global_rank_start", "global_rank_stride",
+))  # fmt: skip
+_SIZES = frozenset(("comm_size", "tensor_size", "num_ops", "bytes", "in_bytes", "out_bytes"))
+_MOST_TEXTS = 50_000
+
+
+class ChakraRewriter:
+    """Rewrites one `.et` file.
+
+    Args:
+        path: The file.
+        rules: What becomes of values.
+        account: Told what is left out.
+        hidden: Told the shapes.
+        origin_us: Subtracted from start times.
+    """
+
+    def __init__(self, path: Path, rules: Rules, account: Account, hidden: HiddenShapes, origin_us: int) -> None:
+        self._path = path
+        self._rules = rules
+        self._account = account
+        self._hidden = hidden
+        self._origin_us = origin_us
+        self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
+        self._texts: dict[tuple[str, str], str] = {}
+        self._rules_of_texts: dict[str, Callable[[str], str | None]] = {
+            "pg_name": rules.names.group,
+            "pg_desc": rules.names.description,
+            "op_schema": lambda text: text if is_schema(text) else "",
+            "collective_name": rules.names.operation,
+            "comm_kind": rules.names.operation,
+            "dtype": lambda text: text if is_type(text) else "",
+            "op_type": rules.names.host,
+            "kernel_backend": lambda text: text if text in ("triton", "cpp", "cutlass", "") else "",
+        }
+
+    def write(self, target: Path) -> None:
+        """Rewrite the file.
+
+        Raises:
+            InputError: It is no Chakra trace, or damaged beyond its end.
+            OSError: The new file cannot be written.
+        """
+        with EtReader(self._path) as reader, opened(target) as out:
+            writer = EtWriter(out)
+            writer.message(self._metadata(reader.metadata))
+            for node in reader:
+                self._account.entries_in += 1
+                writer.message(self._node(node))
+                self._account.entries_out += 1
+        for notice in reader.notices:
+            self._account.dropped_entries[notice.slug] += notice.count
+
+    # -- the first message ------------------------------------------------------------------------------------
+
+    def _metadata(self, old: GlobalMetadata) -> GlobalMetadata:
+        new = GlobalMetadata(version=old.version if _VERSION.fullmatch(old.version) else "")
+        values = {attribute.name: _value(attribute) for attribute in old.attr}
+        schema = values.pop("schema", None)
+        if isinstance(schema, str) and _SCHEMA.fullmatch(schema):
+            new.attr.add(name="schema", string_val=schema)
+        process = values.pop("pid", None)
+        if isinstance(process, int):
+            new.attr.add(name="pid", uint64_val=self._rules.names.process(process))
+        start, finish = values.pop("start_ts", None), values.pop("finish_ts", None)
+        if isinstance(start, int) and isinstance(finish, int) and finish >= start:
+            kept = self._rules.policy.times == KEEP
+            new.attr.add(name="start_ts", uint64_val=start if kept else 0)
+            new.attr.add(name="finish_ts", uint64_val=finish if kept else finish - start)
+        for name, value in values.items():
+            self._account.drop(f"metadata.{name}", _bytes(value), unknown=name not in {"time", "input_file"})
+        self._saw(schema, new.version)
+        return new
+
+    # -- nodes ------------------------------------------------------------------------------------------------
+
+    def _node(self, old: Node) -> Node:
+        values = {attribute.name: attribute for attribute in old.attr}
+        cpu = values.get("is_cpu_op")
+        name = self._name(old.name, old.type, on_host=bool(cpu is not None and _value(cpu)))
+        start = max(0, old.start_time_micros - self._origin_us) if old.start_time_micros else 0
+        new = Node(id=old.id, name=name, type=old.type, start_time_micros=start, duration_micros=old.duration_micros)
+        new.ctrl_deps.extend(old.ctrl_deps)
+        new.data_deps.extend(old.data_deps)
+        kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
+        kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
+        for side in ("inputs", "outputs"):
+            if old.HasField(side):
+                getattr(new, side).CopyFrom(self._side(getattr(old, side), kind))
+        for attribute in old.attr:
+            made = self._attribute(attribute)
+            if made is None:
+                self._account.drop(attribute.name, _bytes(_value(attribute)), unknown=True)
+            else:
+                new.attr.append(made)
+        return new
+
+    def _name(self, name: str, kind: int, *, on_host: bool) -> str:
+        key = (f"name {kind} {on_host}", name)
+        if key not in self._texts:
+            if len(self._texts) > _MOST_TEXTS:
+                self._texts.clear()
+            self._texts[key] = self._named(name, kind, on_host=on_host)
+            self._saw(self._texts[key])
+        return self._texts[key]
+
+    def _named(self, name: str, kind: int, *, on_host: bool) -> str:
+        names, kernels = self._rules.names, self._rules.kernels
+        part = _SUFFIX.fullmatch(name)
+        base, suffix = (part[1], f"({part[2]})") if part and part[1] in host_names() else (name, "")
+        typed = _TYPED.match(name)
+        if base in host_names():
+            return names.host(base) + suffix
+        if kind in _MEMORY or re.match(r"mem(cpy|set)\b", base, re.IGNORECASE):
+            return (
+                kernels.copy(base)
+                if re.match(r"mem(cpy|set)\b", base, re.IGNORECASE)
+                else names.pseudonym("memory", base)
+            )
+        if typed:
+            rest = name[typed.end() :]
+            return typed[0] + (f" {names.pseudonym('node', rest)}" if rest else "")
+        if on_host or kind == NodeType.METADATA_NODE:
+            return names.host(base) + suffix
+        shown = kernels.kernel(base)
+        if kind in _COMMUNICATION and not shown.startswith(("nccl", "rccl")):
+            return names.operation(base)
+        return shown
+
+    def _attribute(self, old: AttributeProto) -> AttributeProto | None:
+        """A new attribute, or None to leave it out."""
+        member = old.WhichOneof("value")
+        name = old.name
+        if member is None:
+            return None
+        value = getattr(old, member)
+        new = AttributeProto(name=name)
+        if member in _SCALARS and name in _PLAIN | set(self._rules.policy.keep_arguments):
+            setattr(new, member, value)
+        elif member in _SCALARS and name == "start_ns" and isinstance(value, int):
+            setattr(new, member, max(0, value - 1000 * self._origin_us))
+        elif member in _SCALARS and name in _SIZES and isinstance(value, int):
+            setattr(new, member, self._rules.shapes.size(value))
+        elif member in _SCALARS and name == "stream" and isinstance(value, int):
+            setattr(new, member, self._rules.names.pointer(value))
+        elif name == "involved_dim" and member == "bool_list":
+            new.bool_list.values.extend(value.values)
+        elif name in ("pg_ranks", "in_splits", "out_splits") and member == "int64_list":
+            each = (lambda item: item) if name == "pg_ranks" else self._rules.shapes.size
+            new.int64_list.values.extend(each(item) for item in value.values)
+        elif name in ("inputs", "outputs") and member == "string_list":
+            new.string_list.values.extend(self._sizes_by_name(list(value.values)))
+        elif member == "string_val" and name in self._rules_of_texts:
+            shown = self._text(name, value)
+            if shown is None:
+                return None
+            new.string_val = shown
+        else:
+            return None
+        return new
+
+    def _text(self, name: str, value: str) -> str | None:
+        key = (name, value)
+        if key not in self._texts:
+            shown = self._rules_of_texts[name](value)
+            if shown is None:
+                return None
+            if shown == "" and value:
+                self._account.drop(name, value.encode("utf-8", "replace"))
+            self._texts[key] = shown
+            self._saw(shown)
+        return self._texts[key]
+
+    def _sizes_by_name(self, listed: list[str]) -> list[str]:
+        """`[name, size, name, size, ...]`, as symbolic generators write tensors."""
+        out = []
+        for at, item in enumerate(listed):
+            number = item.isdigit() and len(item) <= 20
+            shown = (
+                str(self._rules.shapes.size(int(item)))
+                if at % 2 and number
+                else self._rules.names.pseudonym("tensor", item)
+            )
+            out.append(shown)
+            self._saw(shown)
+        return out
+
+    # -- inputs and outputs -----------------------------------------------------------------------------------
+
+    def _side(self, old: IOInfo, kind: str) -> IOInfo:
+        """Values, shapes and types; each text keeps its spelling, of Python or of JSON."""
+        values, shapes, types = _listed(old.values), _listed(old.shapes), _listed(old.types)
+        self._hidden.add(shapes[0], types[0])
+        texts = (
+            _spelled(self._tensors.values(values[0], kind), values[1]),
+            _spelled(self._tensors.shapes(shapes[0]), shapes[1]),
+            _spelled(self._tensors.types(types[0]), types[1]),
+        )
+        for text in texts:
+            self._scan(text)
+        empty = [not part for part in (old.values, old.shapes, old.types)]
+        made = ["" if nothing else text for text, nothing in zip(texts, empty, strict=True)]
+        return IOInfo(values=made[0], shapes=made[1], types=made[2])
+
+    def _scan(self, text: str) -> None:
+        self._account.strings.update(
+            part.encode() for pair in re.findall(r"'([^']*)'|\"([^\"]*)\"", text) for part in pair
+        )
+
+    def _saw(self, *texts: Any) -> None:
+        self._account.strings.update(json.dumps(text).encode()[1:-1] for text in texts if isinstance(text, str))
+
+
+def _listed(text: str) -> tuple[list[Any], bool]:
+    """A list written as JSON or as Python writes it, and whether it was Python's way."""
+    for python, read in ((False, json.loads), (True, ast.literal_eval)):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+        return (value, python) if isinstance(value, list) else ([], python)
+    return [], False
+
+
+def _spelled(value: list[Any], python: bool) -> str:
+    return repr(value) if python else json.dumps(value)
+
+
+def _value(attribute: AttributeProto) -> Any:
+    member = attribute.WhichOneof("value")
+    return None if member is None else getattr(attribute, member)
+
+
+def _bytes(value: Any) -> bytes:
+    return str(value)[:2000].encode("utf-8", "replace")
+
+
+def first_start_us(path: Path) -> int | None:
+    """The earliest start time of a `.et` file; None where it has none."""
+    earliest: int | None = None
+    with EtReader(path) as reader:
+        for node in reader:
+            start = node.start_time_micros
+            if start and (earliest is None or start < earliest):
+                earliest = start
+    return earliest
+
+
+def write_groups(path: Path, rules: Rules, account: Account, target: Path) -> None:
+    """Rewrite `comm_groups.json`: name of a group -> its ranks.
+
+    Raises:
+        InputError: It cannot be read.
+        OSError: The new file cannot be written.
+    """
+    from traceloom.anonymize.sources import read_json
+
+    document = read_json(path)
+    out = {}
+    for name, ranks in document.items():
+        members = rank_list(ranks)
+        if members is None:
+            account.drop("comm_groups", _bytes(ranks), unknown=True)
+        else:
+            out[rules.names.group(name)] = members
+    text = json.dumps(out, indent=1).encode() + b"\n"
+    account.scan(text)
+    account.entries_in += len(document)
+    account.entries_out += len(out)
+    target.write_bytes(text)

@@ -1,0 +1,229 @@
+"""A host trace, rewritten from the columns that the reader makes: damaged files come out whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.kineto import Rules
+from traceloom.anonymize.leaks import HiddenShapes
+from traceloom.anonymize.names import COMMUNICATION
+from traceloom.anonymize.policy import COLLAPSE, KEEP
+from traceloom.anonymize.public import host_names, is_schema, is_type
+from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
+from traceloom.anonymize.writing import opened
+from traceloom.model.host_trace import GROUP_LIST
+from traceloom.read.damage import Damage
+from traceloom.read.host_text import HostText
+from traceloom.read.metadata import whole
+from traceloom.read.source import open_input, text_pieces
+
+_SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
+_NEWEST = "1.1.1-chakra.0.0.4"
+_NO_TIME = "1970-01-01 00:00:00"
+_USER_SCOPE = 7
+_BACKENDS = ("triton", "cpp", "cutlass", "")
+# Attribute: (type in the file, column, value where there is none).
+_ATTRIBUTES = (
+    ("rf_id", "uint64", "record_function_id", 0),
+    ("fw_parent", "uint64", "forward_parent", 0),
+    ("seq_id", "int64", "sequence", -1),
+    ("scope", "uint64", "scope", 0),
+    ("tid", "uint64", "thread", 0),
+    ("fw_tid", "uint64", "forward_thread", 0),
+)
+_SIZES = ("in_msg_nelems", "out_msg_nelems")
+_NUMBERS = ("global_rank_start", "global_rank_stride", "pg_size")
+
+
+class HostRewriter:
+    """Rewrites one host trace."""
+
+    def __init__(self, path: Path, rules: Rules, account: Account, hidden: HiddenShapes) -> None:
+        self._path = path
+        self._rules = rules
+        self._account = account
+        self._hidden = hidden
+        self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
+        self._above: dict[int, int] = {}
+        self._flat = False
+        self.envelope: dict[str, Any] = {}
+
+    def frames(self) -> Iterator[pl.DataFrame]:
+        """The nodes as the reader sees them."""
+        damage = Damage(entry="node", list_key="nodes")
+        with open_input(self._path) as stream:
+            text = HostText(text_pieces(stream, damage), damage, str(self._path))
+            yield from text.frames()
+            self.envelope = text.envelope
+
+    def write(self, target: Path) -> None:
+        """Rewrite the trace into a new file.
+
+        Raises:
+            InputError: The file is no host trace.
+            OSError: The new file cannot be written.
+        """
+        if self._rules.policy.structure == COLLAPSE:
+            self._find_regions()
+        with opened(target) as out:
+            out.write(b'{"nodes":[\n')
+            first = True
+            for frame in self.frames():
+                self._account.entries_in += frame.height
+                lines = list(self._lines(frame))
+                self._account.entries_out += len(lines)
+                piece = b",\n".join(lines)
+                self._account.scan(piece)
+                if lines:
+                    out.write(piece if first else b",\n" + piece)
+                    first = False
+            out.write(b"\n]," + self._envelope() + b"}\n")
+
+    def _envelope(self) -> bytes:
+        """What stands beside the nodes: the order of keys means nothing to readers."""
+        start, finish = whole(self.envelope.get("start_ts")), whole(self.envelope.get("finish_ts"))
+        schema = str(self.envelope.get("schema", ""))
+        out: dict[str, Any] = {"schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST}
+        process = whole(self.envelope.get("pid"))
+        if process is not None:
+            out["pid"] = self._rules.names.process(process)
+        kept = self._rules.policy.times == KEEP
+        out["time"] = str(self.envelope.get("time", ""))[:19] if kept else _NO_TIME
+        if not re.fullmatch(r"[\d :-]*", out["time"]):
+            out["time"] = _NO_TIME
+        if start is not None:
+            out["start_ts"] = start if kept else 0
+            if finish is not None:
+                out["finish_ts"] = finish if kept else finish - start
+        for key in self.envelope.keys() - {*out, "time"}:
+            self._account.drop(key, json.dumps(self.envelope[key]).encode(), unknown=True)
+        text = json.dumps(out).encode()
+        self._account.scan(text)
+        return text[1:-1]
+
+    # -- regions, where the structure is hidden ---------------------------------------------------------------
+
+    def _find_regions(self) -> None:
+        """Which nodes are regions of the user, and what stands above them."""
+        for frame in self.frames():
+            for identity, name, parent, scope in frame.select("id", "name", "parent", "scope").iter_rows():
+                if scope == _USER_SCOPE and not self._stays(name):
+                    self._above[identity] = parent or 0
+
+    @staticmethod
+    def _stays(name: str) -> bool:
+        return name in host_names() or COMMUNICATION.match(name) is not None
+
+    def _parent(self, parent: int | None) -> int | None:
+        steps = 0
+        while parent in self._above and steps < 10_000:
+            parent, steps = self._above[parent], steps + 1
+        return parent
+
+    # -- nodes ------------------------------------------------------------------------------------------------
+
+    def _lines(self, frame: pl.DataFrame) -> Iterator[bytes]:
+        for row in frame.iter_rows(named=True):
+            if row["id"] in self._above:
+                self._account.dropped_entries["collapsed"] += 1
+                continue
+            yield json.dumps(self._node(row), ensure_ascii=False).encode("utf-8", "replace")
+
+    def _node(self, row: dict[str, Any]) -> dict[str, Any]:
+        name = row["name"] or ""
+        kind = OF_GROUPS if name == GROUP_LIST else OF_COMMUNICATION if name == "record_param_comms" else PLAIN
+        more = _object(row["attributes"])
+        attributes = [
+            {"name": key, "type": kind_of, "value": row[column] if row[column] is not None else nothing}
+            for key, kind_of, column, nothing in _ATTRIBUTES
+        ]
+        schema = row["schema"] or ""
+        if schema and not is_schema(schema):
+            self._account.drop("op_schema", schema.encode("utf-8", "replace"))
+            schema = ""
+        attributes.append({"name": "op_schema", "type": "string", "value": schema})
+        sides = {side: self._side(row, side, kind, more) for side in ("inputs", "outputs")}
+        attributes += [made for key, value in more.items() if (made := self._attribute(key, value)) is not None]
+        parent = self._parent(row["parent"])
+        return {
+            "id": row["id"],
+            "name": self._rules.names.host(name),
+            "ctrl_deps": row["id"] if parent is None else parent,
+            **sides,
+            "attrs": attributes,
+        }
+
+    def _side(self, row: dict[str, Any], side: str, kind: str, more: dict[str, Any]) -> dict[str, Any]:
+        values, shapes, types = (_list(row[column]) for column in (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types"))
+        self._hidden.add(shapes, types)
+        made = {
+            "values": self._tensors.values(values, kind),
+            "shapes": self._tensors.shapes(shapes),
+            "types": self._tensors.types(types),
+        }
+        strides = more.pop(f"{side[:-1]}_strides", None)
+        if strides is not None:
+            made["strides"] = self._tensors.strides(strides, shapes)
+        return made
+
+    def _attribute(self, key: str, value: Any) -> dict[str, Any] | None:
+        """An attribute beyond those of every version; None leaves it out."""
+        names = self._rules.names
+        made: Any = None
+        kind = "string"
+        if key in _SIZES and isinstance(value, int):
+            made, kind = self._rules.shapes.size(value), "uint64"
+        elif key in _NUMBERS and isinstance(value, int):
+            made, kind = value, "uint64"
+        elif not isinstance(value, str):
+            made = None
+        elif key in ("in_split_size", "out_split_size"):
+            made = self._tensors.splits(value)
+        elif key == "pg_name":
+            made = names.group(value)
+        elif key == "pg_desc":
+            made = names.description(value)
+        elif key == "collective_name":
+            made = names.operation(value)
+        elif key == "dtype":
+            made = value if is_type(value) else ""
+        elif key == "kernel_backend":
+            made = value if value in _BACKENDS else ""
+        elif key in ("kernel_file", "tensor_range") and value == "":
+            made = ""
+        if made is None:
+            known = key in ("kernel_file", "tensor_range")
+            self._account.drop(key, json.dumps(value).encode(), unknown=not known)
+            return None
+        return {"name": key, "type": kind, "value": made}
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    value = _decoded(text)
+    return value if isinstance(value, dict) else {}
+
+
+def _list(text: str | None) -> list[Any]:
+    value = _decoded(text)
+    return value if isinstance(value, list) else []
+
+
+def _decoded(text: str | None) -> Any:
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def write_host_trace(path: Path, rules: Rules, account: Account, hidden: HiddenShapes, target: Path) -> None:
+    """Rewrite a host trace into a new file; nodes are written as schema 1.0.2 and later have them."""
+    HostRewriter(path, rules, account, hidden).write(target)

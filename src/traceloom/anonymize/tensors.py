@@ -1,0 +1,149 @@
+"""Inputs and outputs of recorded operators: tensors keep their ids, sizes follow the policy, values mostly go."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from traceloom.anonymize.account import Account
+from traceloom.anonymize.metadata import Metadata, rank_list
+from traceloom.anonymize.names import OPERATIONS, Names
+from traceloom.anonymize.policy import DROP, KEEP, Policy
+from traceloom.anonymize.public import is_type
+from traceloom.anonymize.shapes import Shapes, bucket
+
+_DEVICE = re.compile(r"(cpu|cuda|hip|xpu|mtia|hpu|npu|mps|meta|privateuseone)(:\d{1,3})?")
+_NOTHING = frozenset(f"<{kind}>" for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum"))
+_NUMBER = re.compile(r"-?inf|nan|-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
+_MOST_DEPTH = 8
+_FIELDS = 5  # of a tensor, without its device
+
+PLAIN, OF_COMMUNICATION, OF_GROUPS = "plain", "communication", "groups"
+
+
+class Tensors:
+    """Rewrites the values, shapes, strides and types of one side of an operator."""
+
+    def __init__(self, names: Names, shapes: Shapes, policy: Policy, account: Account) -> None:
+        self._names = names
+        self._shapes = shapes
+        self._policy = policy
+        self._account = account
+        self._metadata = Metadata(names, policy, account)
+
+    def values(self, value: Any, kind: str = PLAIN) -> Any:
+        """A list of tensors and values; what is left out becomes null, so that places stay.
+
+        Args:
+            value: The list.
+            kind: OF_COMMUNICATION for `record_param_comms`, OF_GROUPS for the list of process groups, else PLAIN.
+        """
+        return [self._one(item, kind, 0) for item in value] if isinstance(value, list) else []
+
+    def _one(self, item: Any, kind: str, depth: int) -> Any:
+        if isinstance(item, list):
+            if depth >= _MOST_DEPTH:
+                return None
+            return self._tensor(item) if _is_tensor(item) else [self._one(one, kind, depth + 1) for one in item]
+        if isinstance(item, str):
+            return self._text(item, kind)
+        if item is None or isinstance(item, bool):
+            return item if kind == OF_COMMUNICATION or self._policy.scalars == KEEP else None
+        if kind == OF_COMMUNICATION and isinstance(item, int):
+            return self._names.pointer(item) if depth == 0 else self._shapes.size(item)
+        if self._policy.scalars != KEEP or not isinstance(item, (int, float)):
+            self._account.drop("values")
+            return None
+        return item if depth == 0 or self._shapes.kept else self._dimension(item)
+
+    def _dimension(self, item: float) -> Any:
+        return None if self._policy.shapes == DROP or not isinstance(item, int) else bucket(item)
+
+    def _tensor(self, item: list[Any]) -> list[Any]:
+        identity, storage, offset, count, width = item[:_FIELDS]
+        size = self._shapes.size
+        made = [identity, storage, size(offset) if offset else 0, size(count), width]
+        if len(item) > _FIELDS:
+            made.append(item[_FIELDS] if _DEVICE.fullmatch(item[_FIELDS]) else "")
+        return made
+
+    def _text(self, item: str, kind: str) -> Any:
+        if kind == OF_GROUPS:
+            return self._groups(item)
+        if item in _NOTHING or _DEVICE.fullmatch(item) or item == "":
+            return item
+        if kind == OF_COMMUNICATION:
+            return item if item in OPERATIONS else self._names.description(item)
+        if self._policy.scalars == KEEP and _NUMBER.fullmatch(item):
+            return item
+        self._account.drop("values", json.dumps(item, ensure_ascii=False).encode("utf-8", "replace"))
+        return ""
+
+    def _groups(self, item: str) -> str:
+        """The JSON list of process groups that PyTorch writes as a text."""
+        try:
+            listed = json.loads(item)
+        except (ValueError, RecursionError):
+            self._account.refuse("process groups", item.encode("utf-8", "replace"))
+            return "[]"
+        groups = [self._group(one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        return json.dumps(groups)
+
+    def _group(self, one: dict[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        if one.get("pg_name") is not None:
+            out["pg_name"] = self._names.group(str(one["pg_name"]))
+        if isinstance(one.get("pg_desc"), str):
+            out["pg_desc"] = self._names.description(one["pg_desc"])
+        if isinstance(one.get("backend_id"), int):
+            out["backend_id"] = self._names.pointer(one["backend_id"])
+        backend = self._metadata.backend(one.get("backend_config"))
+        if backend is not None:
+            out["backend_config"] = backend
+        ranks = rank_list(one.get("ranks"))
+        if ranks is not None:
+            out["ranks"] = ranks
+        out |= {key: one[key] for key in ("group_size", "group_count") if isinstance(one.get(key), int)}
+        for key in one.keys() - out.keys():
+            self._account.drop(f"process groups.{key}", json.dumps(one[key]).encode(), unknown=True)
+        return out
+
+    def shapes(self, value: Any) -> Any:
+        """A list of shapes; where they are left out, one empty shape for each."""
+        if not isinstance(value, list):
+            return []
+        if self._policy.shapes == DROP:
+            return [[] for _ in value]
+        made = self._shapes.dims(json.dumps(value).encode())
+        return [[] for _ in value] if made is None else json.loads(made)
+
+    def strides(self, value: Any, shapes: Any) -> Any:
+        """A list of strides beside their shapes."""
+        if not isinstance(value, list):
+            return []
+        made = self._shapes.strides(json.dumps(value).encode(), json.dumps(shapes).encode())
+        return [[] for _ in value] if made is None else json.loads(made)
+
+    @staticmethod
+    def types(value: Any) -> Any:
+        """A list of types, public ones."""
+        return [_type(item) for item in value] if isinstance(value, list) else []
+
+    def splits(self, text: str) -> str:
+        """Sizes of the parts of an uneven exchange."""
+        made = self._shapes.splits(json.dumps(text).encode())
+        return "[]" if made is None else str(json.loads(made))
+
+
+def _type(item: Any) -> str:
+    return item if isinstance(item, str) and is_type(item) else ""
+
+
+def _is_tensor(item: list[Any]) -> bool:
+    """`[tensor, storage, offset, elements, bytes of each, device]`; old files have no device."""
+    return (
+        len(item) in (_FIELDS, _FIELDS + 1)
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in item[:_FIELDS])
+        and (len(item) == _FIELDS or isinstance(item[_FIELDS], str))
+    )
