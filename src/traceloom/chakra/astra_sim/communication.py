@@ -1,0 +1,189 @@
+"""Communication as ASTRA-sim knows it: what stays, what is written as something else, among whom, how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.chakra.schema import CollectiveCommType, NodeType
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+
+_KNOWN = {
+    "all_reduce": CollectiveCommType.ALL_REDUCE,
+    "all_gather": CollectiveCommType.ALL_GATHER,
+    "reduce_scatter": CollectiveCommType.REDUCE_SCATTER,
+    "all_to_all": CollectiveCommType.ALL_TO_ALL,
+    "broadcast": CollectiveCommType.BROADCAST,
+    # ASTRA-sim replays a broadcast at its recorded duration: the only stand-in for operations it does not have.
+    "reduce": CollectiveCommType.BROADCAST,
+    "gather": CollectiveCommType.BROADCAST,
+    "scatter": CollectiveCommType.BROADCAST,
+    # What NCCL does for a barrier.
+    "barrier": CollectiveCommType.ALL_REDUCE,
+}
+REPLAYED = ("broadcast", "reduce", "gather", "scatter")
+_BARRIER_BYTES_PER_RANK = 8
+_MOST_TAG = 2**31 - 1
+
+# Why a communication is replayed by its rank alone, at its recorded duration.
+ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = "alone", "unknown-kind", "unknown-size", "unknown-peer"
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What is written for each communication node.
+
+    Attributes:
+        rows: `node`, `kind`, `instance`, `type` (of the node to write), `comm_type`, `comm_size`, `pg_name`,
+            `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all had come), `met_ns` (when
+            that was), `why` (null, or why the rank replays it alone), `uneven` (sizes of the ranks differ),
+            `left_out` (peers that were not recorded).
+        groups: Members by name, ranks as they are numbered in the files.
+    """
+
+    rows: pl.DataFrame
+    groups: dict[str, list[int]]
+
+
+def communication_of(graph: Graph, numbers: dict[int, int]) -> Communication:
+    """Map the communication of a graph.
+
+    Args:
+        graph: The joined graph.
+        numbers: Rank in the graph -> number of its file.
+    """
+    rows = _timed(graph, numbers)
+    together = pl.col("instance").is_not_null()
+    rows = rows.with_columns(
+        pl.when(together).then(pl.len().over("instance")).otherwise(1).alias("parts"),
+        pl.when(together)
+        .then(pl.col("number").sort().over("instance", mapping_strategy="join").cast(pl.List(pl.String)).list.join(","))
+        .alias("members"),
+        pl.when(together).then(pl.col("size").max().over("instance")).otherwise("size").alias("comm_size"),
+        (together & (pl.col("size").n_unique().over("instance") > 1)).alias("uneven"),
+    )
+    pair = pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE])
+    barrier = pl.col("kind") == "barrier"
+    why = (
+        pl.when(pair & pl.col("peer_number").is_null())
+        .then(pl.lit(UNKNOWN_PEER))
+        .when(pair & (pl.col("comm_size").fill_null(0) <= 0))
+        .then(pl.lit(UNKNOWN_SIZE))
+        .when(pair)
+        .then(None)
+        .when(~pl.col("kind").fill_null("").is_in(list(_KNOWN)))
+        .then(pl.lit(UNKNOWN_KIND))
+        .when(pl.col("parts") < 2)
+        .then(pl.lit(ALONE))
+        .when((pl.col("comm_size").fill_null(0) <= 0) & ~barrier & ~pl.col("kind").is_in(REPLAYED))
+        .then(pl.lit(UNKNOWN_SIZE))
+    )
+    rows = rows.with_columns(why.alias("why")).with_columns(
+        pl.when(barrier).then(pl.col("parts") * _BARRIER_BYTES_PER_RANK).otherwise("comm_size").alias("comm_size")
+    )
+    fine = pl.col("why").is_null()
+    rows = rows.with_columns(
+        pl.when(fine).then("members").otherwise(pl.col("number").cast(pl.String)).alias("members"),
+        pl.when(fine).then("parts").otherwise(1).alias("parts"),
+    )
+    groups = _groups(rows.filter(~(pair & fine)), len(numbers))
+    return Communication(
+        _written(rows, groups), {name: [int(m) for m in members.split(",")] for members, name in groups.items()}
+    )
+
+
+def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
+    """The communication with its bytes, its own and its peer's number, and when all had come."""
+    nodes = graph.nodes.select(
+        "node",
+        pl.col("kind").cast(pl.String).alias("node_kind"),
+        "bytes",
+        pl.col("rank").cast(pl.Int64),
+        "start_ns",
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
+    )
+    meeting = nodes.filter(pl.col("node_kind") == gs.RENDEZVOUS).select(meeting="node", met="start_ns")
+    into = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
+    met = into.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
+    rows = (
+        graph.communication.select("node", "instance", "kind", "group_size", "in_bytes", "out_bytes", "peer", "tag")
+        .join(nodes, on="node", how="left", maintain_order="left")
+        .join(met, on="node", how="left", maintain_order="left")
+    )
+    number = {"old": list(numbers), "new": list(numbers.values())}
+    renamed = pl.DataFrame(number, schema={"old": pl.Int64, "new": pl.Int64})
+    begun = pl.max_horizontal("start_ns", pl.min_horizontal(pl.col("met"), "end_ns"))
+    return (
+        rows.with_columns(pl.col("peer").cast(pl.Int64))
+        .join(renamed.rename({"old": "rank", "new": "number"}), on="rank", how="left", maintain_order="left")
+        .join(renamed.rename({"old": "peer", "new": "peer_number"}), on="peer", how="left", maintain_order="left")
+        .with_columns(begun.alias("met_ns"), (pl.col("end_ns") - begun).alias("transfer_ns"), _size().alias("size"))
+    )
+
+
+def _size() -> pl.Expr:
+    """Bytes with ASTRA-sim's meaning: what a rank puts in, of all_gather its own part."""
+    into, out = pl.col("in_bytes"), pl.col("out_bytes")
+    size = pl.col("group_size").cast(pl.Int64)
+    from_out = (
+        pl.when(pl.col("kind") == "all_gather")
+        .then(out // size)
+        .when(pl.col("kind") == "reduce_scatter")
+        .then(out * size)
+        .otherwise(out)
+    )
+    put_in = pl.when(pl.col("node_kind") == gs.RECEIVE).then(None).otherwise(into)
+    return pl.coalesce(pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes")
+
+
+def _groups(rows: pl.DataFrame, ranks: int) -> dict[str, str]:
+    """Members, as text -> a number, in the order of their first operation; all ranks need none."""
+    sets = (
+        rows.filter((pl.col("parts") < ranks) | (pl.col("why").is_not_null() & (ranks > 1)))
+        .sort("met_ns", "node")["members"]
+        .unique(maintain_order=True)
+    )
+    return {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
+
+
+def _comm_type() -> pl.Expr:
+    known = {name: int(number) for name, number in _KNOWN.items()}
+    return pl.col("kind").replace_strict(known, default=None, return_dtype=pl.Int64)
+
+
+def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
+    """The attributes of the nodes."""
+    send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
+    fine = pl.col("why").is_null()
+    names = pl.DataFrame(
+        {"members": list(groups), "pg_name": list(groups.values())},
+        schema={"members": pl.String, "pg_name": pl.String},
+    )
+    pair = fine & (send | receive)
+    tag = pl.when(pl.col("tag").is_between(0, _MOST_TAG)).then("tag").otherwise(0)
+    return rows.join(names, on="members", how="left", maintain_order="left").select(
+        "node",
+        "kind",
+        "instance",
+        "why",
+        "met_ns",
+        "transfer_ns",
+        (fine & pl.col("uneven")).alias("uneven"),
+        (fine & ~pair & (pl.col("group_size").fill_null(0) > pl.col("parts"))).alias("left_out"),
+        pl.when(fine & send)
+        .then(int(NodeType.COMM_SEND_NODE))
+        .when(fine & receive)
+        .then(int(NodeType.COMM_RECV_NODE))
+        .otherwise(int(NodeType.COMM_COLL_NODE))
+        .alias("type"),
+        pl.when(~pair)
+        .then(pl.when(fine).then(_comm_type()).otherwise(int(CollectiveCommType.BROADCAST)))
+        .alias("comm_type"),
+        pl.max_horizontal(pl.col("comm_size").fill_null(1), 1).alias("comm_size"),
+        pl.when(~pair).then("pg_name").alias("pg_name"),
+        pl.when(pair).then(pl.when(send).then("number").otherwise("peer_number")).alias("comm_src"),
+        pl.when(pair).then(pl.when(send).then("peer_number").otherwise("number")).alias("comm_dst"),
+        pl.when(pair).then(tag).alias("comm_tag"),
+    )

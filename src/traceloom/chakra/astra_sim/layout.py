@@ -1,0 +1,234 @@
+"""From units and communication to the nodes of each file: durations, dependencies, order, ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.chakra.astra_sim.awaiting import awaited
+from traceloom.chakra.astra_sim.communication import communication_of
+from traceloom.chakra.astra_sim.said import Changes, say
+from traceloom.chakra.astra_sim.units import Units, units_of
+from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes
+from traceloom.chakra.schema import NodeType
+from traceloom.chakra.validation.waiting import Arcs, settle
+from traceloom.model.graph import Graph
+from traceloom.model.notice import Notice
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+_IN_TURN = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
+_US = 1000
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes of all files, and pairs (target, source) of row numbers."""
+
+    frame: pl.DataFrame
+    pairs: Ints
+    added: Ints
+
+
+def lay_out(
+    graph: Graph, ranks: list[int], *, gpu_only: bool
+) -> tuple[list[PlainNodes], dict[str, list[int]], list[Notice]]:
+    """The nodes of every rank's file, the groups, and what was changed."""
+    units = units_of(graph)
+    communication = communication_of(graph, {rank: number for number, rank in enumerate(ranks)})
+    frame = _timed(units.frame.join(communication.rows, on="node", how="left", maintain_order="left", suffix="_of"))
+    leading = _leads_to_work(units, frame)
+    works = ~frame["on_host"].to_numpy()
+    kept = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
+    waits = awaited(units, kept)
+    pairs = np.stack([waits.target, waits.source], axis=1)
+    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
+    if gpu_only:
+        nodes, kept = _with_delays(nodes, kept, graph)
+    else:
+        nodes, kept = _with_starts(nodes, kept, graph)
+    nodes, loose = _in_one_order(nodes)
+    files = [_file(nodes, kept, rank) for rank in ranks]
+    changes = Changes(graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose)
+    return files, communication.groups, say(changes, ranks, len(nodes.added), gpu_only=gpu_only)
+
+
+def _timed(frame: pl.DataFrame) -> pl.DataFrame:
+    """With whole microseconds: what a chain of nodes loses in one, the next one gets."""
+    total = pl.col("work_ns").cum_sum().over("lane")
+    chain = total // _US - (total - pl.col("work_ns")) // _US
+    measured = pl.col("end_ns") // _US - pl.col("start_ns") // _US
+    return frame.with_columns(
+        pl.when("on_host")
+        .then(chain)
+        .when(pl.col("transfer_ns").is_not_null())
+        .then((pl.col("transfer_ns") + _US // 2) // _US)
+        .otherwise(measured)
+        .alias("duration_us"),
+        pl.col("type").fill_null(int(NodeType.COMP_NODE)),
+    )
+
+
+def _leads_to_work(units: Units, frame: pl.DataFrame) -> Flags:
+    """Units of threads that GPU work or communication waits for, over other threads too; all where there is none."""
+    lane = frame["lane"].fill_null(2**31).cast(pl.Int64).to_numpy()
+    works = ~frame["on_host"].to_numpy()
+    if not works.any():
+        return np.ones(frame.height, np.bool_)
+    between = np.unique(np.stack([lane[units.source], lane[units.target]], axis=1), axis=0)
+    reached = set(lane[works].tolist())
+    before: dict[int, list[int]] = {}
+    for source, target in between.tolist():
+        before.setdefault(target, []).append(source)
+    ahead = list(reached)
+    while ahead:
+        for source in before.get(ahead.pop(), []):
+            if source not in reached:
+                reached.add(source)
+                ahead.append(source)
+    return np.isin(lane, list(reached))
+
+
+def _with_starts(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flags]:
+    """With a node before everything else of each rank that began later than the first: ASTRA-sim starts all at 0."""
+    begin = graph.nodes["start_ns"].min()
+    chosen = nodes.frame.with_row_index("row").filter(pl.Series(kept))
+    begins = chosen.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
+    starts = begins.select(
+        pl.lit("start").alias("name"),
+        "rank",
+        pl.lit(begin, dtype=pl.Int64).alias("start_ns"),
+        pl.col("start_ns").alias("end_ns"),
+        pl.lit(value=True).alias("on_host"),
+        ((pl.col("start_ns") - begin) // _US).alias("duration_us"),
+        pl.lit(int(NodeType.COMP_NODE), dtype=nodes.frame.schema["type"]).alias("type"),
+    ).filter(pl.col("duration_us") > 0)
+    first = nodes.frame.height
+    roots = np.setdiff1d(chosen["row"].to_numpy(), nodes.pairs[:, 0])
+    of_rank = pl.DataFrame({"rank": starts["rank"], "start": np.arange(starts.height) + first})
+    added = (
+        pl.DataFrame({"row": roots, "rank": nodes.frame["rank"].gather(roots)})
+        .join(of_rank, on="rank", maintain_order="left")
+        .select(pl.col("row").cast(pl.Int64), "start")
+        .to_numpy()
+    )
+    frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
+    everything = np.concatenate([kept, np.ones(starts.height, np.bool_)])
+    return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
+
+
+def _with_delays(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flags]:
+    """With a node for every time in which a rank's GPU had nothing to do, before the work that ended it.
+
+    It waits for what that work waits for, and for the work that ended last before it.
+    """
+    begin = pl.lit(graph.nodes["start_ns"].min(), dtype=pl.Int64)  # of the job: who begins later, does so here too
+    work = (
+        nodes.frame.with_row_index("row")
+        .filter(pl.Series(kept))
+        .sort("rank", "start_ns", "row")
+        .with_columns(pl.col("end_ns").cum_max().shift(1).over("rank").alias("free"))
+        .with_columns((pl.col("start_ns") - pl.coalesce("free", begin)).clip(lower_bound=0).alias("gap"))
+    )
+    total = pl.col("gap").cum_sum().over("rank")
+    work = work.with_columns((total // _US - (total - pl.col("gap")) // _US).alias("gap_us"))
+    delayed = work.filter(pl.col("gap_us") > 0)
+    delays = delayed.select(
+        pl.lit("host").alias("name"),
+        pl.col("rank"),
+        (pl.col("start_ns") - pl.col("gap")).alias("start_ns"),
+        pl.col("start_ns").alias("end_ns"),
+        pl.lit(False).alias("on_host"),
+        pl.col("gap_us").alias("duration_us"),
+        pl.lit(int(NodeType.COMP_NODE), dtype=pl.Int64).alias("type"),
+    )
+    first = nodes.frame.height
+    frame = pl.concat([nodes.frame, delays.cast({"type": nodes.frame.schema["type"]})], how="diagonal_relaxed")
+    rows, new = delayed["row"].to_numpy().astype(np.int64), np.arange(delayed.height) + first
+    delay_of = np.full(frame.height, -1, np.int64)
+    delay_of[rows] = new
+    target, source = nodes.pairs[:, 0], nodes.pairs[:, 1]
+    moved = np.stack([np.where(delay_of[target] >= 0, delay_of[target], target), source], axis=1)
+    last = _last_ended(work).filter(pl.col("gap_us") > 0)["last"]
+    added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
+    added = _new_pairs(added[added[:, 1] >= 0], moved)
+    pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
+    return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
+
+
+def _last_ended(work: pl.DataFrame) -> pl.DataFrame:
+    """With the row of the work that ended last, of all that started before on the same rank."""
+    ends_new_record = pl.col("end_ns") > pl.col("free").fill_null(-(2**62))
+    record = pl.when(ends_new_record).then("row").forward_fill().over("rank")
+    return work.with_columns(record.alias("record")).with_columns(pl.col("record").shift(1).over("rank").alias("last"))
+
+
+def _in_one_order(nodes: _Nodes) -> tuple[_Nodes, int]:
+    """With the communication of every rank in the order of its meetings, which is the same on all ranks.
+
+    Returns how many of these dependencies were left away because they, with all others, would close a circle: none, or
+    those against the order in which the rank began them, or all.
+    """
+    order = pl.coalesce("met_ns", "start_ns")
+    turn = (
+        nodes.frame.with_row_index("row")
+        .filter(pl.col("type").is_in(_IN_TURN))
+        .sort("rank", order, "instance", "row", nulls_last=True)
+        .with_columns(pl.col("row", "start_ns", "lane").shift(1).over("rank").name.suffix("_before"))
+        .filter(pl.col("row_before").is_not_null() & (pl.col("lane") != pl.col("lane_before")).fill_null(value=True))
+    )
+    natural = pl.col("start_ns_before") <= pl.col("start_ns")
+    for chosen in (turn, turn.filter(natural)):
+        chain = _new_pairs(chosen.select(pl.col("row", "row_before").cast(pl.Int64)).to_numpy(), nodes.pairs)
+        pairs = np.concatenate([nodes.pairs, chain])
+        if not settle(nodes.frame.height, Arcs(pairs[:, 1], pairs[:, 0]), _by_start(nodes.frame)).stuck.any():
+            return _Nodes(nodes.frame, pairs, np.concatenate([nodes.added, chain])), turn.height - chosen.height
+    return nodes, turn.height
+
+
+def _by_start(frame: pl.DataFrame) -> Ints:
+    place = np.empty(frame.height, np.int64)
+    place[np.argsort(frame["start_ns"].to_numpy(), kind="stable")] = np.arange(frame.height)
+    return place
+
+
+def _new_pairs(pairs: Ints, known: Ints) -> Ints:
+    """Those pairs that are not known yet."""
+    if not len(pairs):
+        return pairs.reshape(0, 2)
+    width = 1 + max(int(pairs.max()), int(known.max(initial=0)))
+    fresh: Any = ~np.isin(pairs[:, 0] * width + pairs[:, 1], known[:, 0] * width + known[:, 1])
+    chosen: Ints = pairs[fresh]
+    return chosen
+
+
+def _file(nodes: _Nodes, kept: Flags, rank: int) -> PlainNodes:
+    """The nodes of one rank, numbered from 1 in the order of their starts."""
+    mine = kept & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
+    rows = np.flatnonzero(mine)
+    rows = rows[np.argsort(nodes.frame["start_ns"].to_numpy()[rows], kind="stable")]
+    place = np.full(nodes.frame.height, -1, np.int64)
+    place[rows] = np.arange(len(rows))
+    chosen = nodes.frame[rows]
+    moves = pl.col("kind").is_in(["copy", "fill"])
+    plain = chosen.with_columns(
+        pl.Series("id", np.arange(1, len(rows) + 1)),
+        pl.col("name").fill_null(""),
+        (pl.col("on_host") & (pl.col("type") == int(NodeType.COMP_NODE))).alias("is_cpu_op"),
+        pl.lit(None, dtype=pl.Int64).alias("num_ops"),
+        pl.when(moves).then("bytes").alias("tensor_size"),
+        pl.col("duration_us").clip(lower_bound=0),
+    ).select(list(PLAIN))
+    return PlainNodes(plain.cast(PLAIN), _numbered(nodes.pairs, place), _numbered(nodes.added, place))
+
+
+def _numbered(pairs: Ints, place: Ints) -> Pairs:
+    row, awaited_row = place[pairs[:, 0]], place[pairs[:, 1]]
+    here = (row >= 0) & (awaited_row >= 0)
+    row, awaited_row = row[here], awaited_row[here]
+    order = np.lexsort((awaited_row, row))
+    return Pairs(row[order], awaited_row[order] + 1)

@@ -1,0 +1,146 @@
+"""What is said about a conversion for ASTRA-sim: everything that was changed or left out, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.chakra.astra_sim.communication import ALONE, REPLAYED, UNKNOWN_KIND, UNKNOWN_PEER, UNKNOWN_SIZE
+from traceloom.model import units as text
+from traceloom.model.graph import Graph
+from traceloom.model.notice import Notice
+
+Flags = NDArray[np.bool_]
+
+_WHY = {
+    ALONE: "met no other recorded rank",
+    UNKNOWN_KIND: "are of a kind that is not known",
+    UNKNOWN_SIZE: "have no known size",
+    UNKNOWN_PEER: "have an other end that is not known or was not recorded",
+}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a conversion did.
+
+    Attributes:
+        graph: What was converted.
+        frame: All units.
+        kept: Which of them are nodes now.
+        leading: Which of them belong to threads that lead to work.
+        queued: Dependencies between work that overlapped on one stream.
+        loose: Dependencies for one order of communication that would have closed a circle.
+    """
+
+    graph: Graph
+    frame: pl.DataFrame
+    kept: Flags
+    leading: Flags
+    queued: int
+    loose: int
+
+
+def say(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> list[Notice]:
+    """The notices of a conversion."""
+    return [
+        *_about_communication(changes.frame),
+        *_about_host(changes, gpu_only=gpu_only),
+        *_about_order(changes, ranks, added),
+    ]
+
+
+def _about_communication(frame: pl.DataFrame) -> Iterator[Notice]:
+    for why, words in _WHY.items():
+        count = frame.filter(pl.col("why") == why).height
+        if count:
+            said = f"{count} communications {words}: their rank replays each alone, at its recorded duration"
+            yield Notice("target-lone-communication", "warning", said, count)
+    fine = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
+    replayed = fine.filter(pl.col("kind_of").is_in(REPLAYED))
+    if replayed.height:
+        kinds = ", ".join(sorted(replayed["kind_of"].unique()))
+        said = (
+            f"{replayed.height} collectives ({kinds}) are broadcasts, which ASTRA-sim replays at their recorded "
+            "duration, whatever the network"
+        )
+        yield Notice("target-replayed-communication", "warning", said, replayed.height)
+    barriers = fine.filter(pl.col("kind_of") == "barrier").height
+    if barriers:
+        yield Notice("target-barriers", "info", f"{barriers} barriers are all-reduces of 8 bytes per rank", barriers)
+    uneven = fine.filter("uneven").height
+    if uneven:
+        said = f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
+        yield Notice("target-uneven-sizes", "warning", said, uneven)
+    left_out = fine.filter("left_out").height
+    if left_out:
+        said = f"{left_out} collectives had members that were not recorded; they take place without them"
+        yield Notice("target-missing-members", "warning", said, left_out)
+    copies = frame.filter(pl.col("kind").is_in(["copy", "fill"]))
+    if copies.height:
+        total = text.duration(int((copies["end_ns"] - copies["start_ns"]).sum()))
+        said = f"{copies.height} copies and fills ({total}) are GPU computation of their recorded duration"
+        yield Notice("target-copies", "info", said, copies.height)
+
+
+def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
+    on_host = changes.frame["on_host"].to_numpy()
+    members, work = changes.frame["members"].to_numpy(), changes.frame["work_ns"].to_numpy()
+    hosts, nodes = int(members[on_host].sum()), int((on_host & changes.kept).sum())
+    if gpu_only:
+        if hosts:
+            said = (
+                f"{hosts} host nodes are folded into dependencies; where the GPU had nothing to do, a node `host` "
+                "stands for that time, which a faster GPU or network does not change"
+            )
+            yield Notice("target-folded-host", "info", said, hosts)
+        return
+    if hosts:
+        yield Notice("target-merged-host", "info", f"{hosts} host nodes run together to {nodes}", hosts - nodes)
+    idle = on_host & ~changes.leading
+    if idle.any():
+        lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
+        said = f"{lanes} threads that no GPU work waits for are left out ({text.duration(int(work[idle].sum()))})"
+        yield Notice("target-left-out-threads", "info", said, lanes)
+    overlap = _side_by_side(changes.frame.filter(pl.Series(on_host & changes.kept)))
+    if overlap:
+        said = (
+            "ASTRA-sim runs one host operation of a rank at a time: "
+            f"{text.duration(overlap)} that threads worked side by side runs one after the other"
+        )
+        yield Notice("target-one-thread", "warning", said)
+
+
+def _side_by_side(work: pl.DataFrame) -> int:
+    """How long threads of a rank worked at the same time, ns over all ranks."""
+    spans = work.select("rank", "start_ns", (pl.col("start_ns") + pl.col("work_ns")).alias("to")).sort(
+        "rank", "start_ns"
+    )
+    free = pl.col("to").cum_max().shift(1).over("rank").fill_null(-(2**62))
+    both = pl.min_horizontal("to", free) - pl.col("start_ns")
+    return int(spans.select(both.clip(lower_bound=0).sum()).item())
+
+
+def _about_order(changes: Changes, ranks: list[int], added: int) -> Iterator[Notice]:
+    if changes.queued:
+        said = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
+        yield Notice("target-overlap", "info", said, changes.queued)
+    if added:
+        said = f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
+        yield Notice("target-added-order", "info", said, added)
+    if changes.loose:
+        said = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
+        yield Notice("target-no-order", "warning", said, changes.loose)
+    if ranks != list(range(len(ranks))):
+        said = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
+        yield Notice("target-renumbered-ranks", "warning", said, len(ranks))
+    edges = changes.graph.edges
+    delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
+    total = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
+    if total:
+        said = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(total)} in all"
+        yield Notice("target-dropped-delays", "info", said, delay.height)

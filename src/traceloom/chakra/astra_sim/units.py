@@ -1,0 +1,116 @@
+"""Units: what becomes one node for ASTRA-sim. GPU work and communication stay; host nodes run together.
+
+The nodes of a host thread follow each other without gaps. A run of them becomes one unit, cut wherever something else
+holds on to it: before a node from whose start work is launched, or that waits for another thread; behind a node for
+which others wait, or that waits for GPU work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+_NOWHERE = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a graph, and what they wait for.
+
+    Attributes:
+        frame: `unit` (row number), `node` (the first one), `name`, `rank`, `lane`, `position` (place on its lane),
+            `on_host`, `start_ns`, `end_ns`, `work_ns` (what it takes when nothing is awaited), `members` (nodes in it).
+            Sorted by lane and time.
+        source: Unit that is waited for, per edge.
+        target: Unit that waits.
+        from_end: Whether the edge holds from the end of its source (else from its start).
+        to_end: Whether it holds back the end of its target (else its start).
+    """
+
+    frame: pl.DataFrame
+    source: Ints
+    target: Ints
+    from_end: Flags
+    to_end: Flags
+
+
+def units_of(graph: Graph) -> Units:
+    """The units of a calibrated graph, of all its ranks; edges between ranks are left to the simulator."""
+    nodes = graph.nodes.filter(~pl.col("kind").is_in(_NOWHERE)).sort("lane", "start_ns", "node", nulls_last=True)
+    place = np.full(graph.nodes.height, -1, dtype=np.int64)
+    place[nodes["node"].to_numpy()] = np.arange(nodes.height)
+    edges = graph.edges.select(
+        pl.Series("source", place[graph.edges["source"].to_numpy()]),
+        pl.Series("target", place[graph.edges["target"].to_numpy()]),
+        "from_end",
+        "to_end",
+    )
+    rank = nodes["rank"].to_numpy()
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    here = (source >= 0) & (target >= 0) & (source != target)
+    here[here] = rank[source[here]] == rank[target[here]]
+    edges = edges.filter(pl.Series(here))
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    from_end, to_end = edges["from_end"].to_numpy(), edges["to_end"].to_numpy()
+    unit = np.cumsum(_cuts(nodes, source, target, from_end, to_end)) - 1
+    frame = _frame(nodes, unit)
+    source, target = unit[source], unit[target]
+    other = source != target
+    return Units(frame, source[other], target[other], from_end[other], to_end[other])
+
+
+def _cuts(nodes: pl.DataFrame, source: Ints, target: Ints, from_end: Flags, to_end: Flags) -> Flags:
+    """Whether a unit begins with each node (by its place)."""
+    on_host = nodes["kind"].is_in(HOST_KINDS).to_numpy()
+    lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
+    begins = ~on_host
+    begins[:1] = True
+    begins[1:] |= (lane[1:] != lane[:-1]) | ~on_host[:-1]
+    begins |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
+    # Only what holds from an end to the start of the next node on the lane is inside a unit.
+    inner = from_end & ~to_end & (target == source + 1)
+    begins[target[~inner & ~to_end]] = True
+    begins[source[~inner & ~from_end]] = True
+    ends = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
+    begins[ends[ends + 1 < len(begins)] + 1] = True
+    return begins
+
+
+def _frame(nodes: pl.DataFrame, unit: Ints) -> pl.DataFrame:
+    on_host = pl.col("kind").is_in(HOST_KINDS)
+    # A thread that waits does nothing itself; GPU work takes what it took.
+    work = (
+        pl.when(pl.col("kind") == gs.WAIT)
+        .then(0)
+        .when(on_host)
+        .then(pl.col("work_ns") + pl.col("residual_ns"))
+        .otherwise("duration_ns")
+    )
+    heaviest = pl.col("name").get(pl.col("work").arg_max())
+    more = pl.col("name").n_unique() - 1
+    return (
+        nodes.with_columns(
+            pl.Series("unit", unit), work.alias("work"), on_host.alias("on_host"), pl.col("rank").cast(pl.Int64)
+        )
+        .group_by("unit", maintain_order=True)
+        .agg(
+            pl.col("node").first(),
+            pl.when(more > 0).then(pl.format("{} and {} more", heaviest, more)).otherwise(heaviest).alias("name"),
+            pl.col("rank", "lane", "kind", "on_host", "start_ns").first(),
+            (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
+            pl.col("work").sum().alias("work_ns"),
+            pl.col("bytes").first(),
+            pl.len().alias("members"),
+        )
+        .with_columns(pl.int_range(pl.len()).over("lane").alias("position"))
+    )
