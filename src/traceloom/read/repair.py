@@ -25,7 +25,8 @@ _JOINED = 16  # pieces tried together where a boundary may lie inside an event
 
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 _EVENT = re.compile(rb'\{\s*"ph"\s*:')
-_BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
+# Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of another.
+_BACKSLASH = re.compile(r'\\(?P<good>["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _NO_VALUE = re.compile(
     r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined)(?=\s*[,}\]])"
 )
@@ -204,7 +205,7 @@ def _loosely(text: bytes) -> list[Any]:
 
 def _escapes(text: str) -> str:
     """A backslash that escapes nothing is meant as a backslash."""
-    return _BAD_ESCAPE.sub(r"\\\\", text)
+    return _BACKSLASH.sub(lambda found: found[0] if found["good"] else r"\\", text)
 
 
 def _values(text: str) -> str:

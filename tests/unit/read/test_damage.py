@@ -79,6 +79,7 @@ def test_bytes_behind_a_gzip_are_left_out_and_said(tmp_path):
     [
         ('the "best" op', 'the "best" op'),
         ("C:\\qath\\zeta", "C:\\qath\\zeta"),
+        ("C:\\qath\\xback\\\\slash", "C:\\qath\\xback\\slash"),
         ("tab\there", "tab\there"),
         ("bell\x07", "bell\x07"),
         ('f("a", "b")', 'f("a", "b")'),
