@@ -7,18 +7,23 @@ what lies where.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import BinaryIO
 
 import polars as pl
 
 from traceloom import files
-from traceloom.chakra.framing import Cut, blocks
-from traceloom.chakra.graph_out import Outgoing
+from traceloom.chakra import graph_foreign, graph_in
+from traceloom.chakra.framing import Block, Cut, blocks
+from traceloom.chakra.graph_metadata import Header, is_ours
+from traceloom.chakra.graph_out import WINDOW, Outgoing
 from traceloom.chakra.schema import GlobalMetadata, Node
-from traceloom.chakra.stream import EtWriter, write_with
-from traceloom.errors import UsageError
+from traceloom.chakra.stream import EtReader, EtWriter, write_with
+from traceloom.errors import InputError, InvariantError, UsageError
+from traceloom.model.concatenation import concatenated
 from traceloom.model.graph import Graph
 
 GROUPS_FILE = "comm_groups.json"
@@ -126,3 +131,112 @@ def groups(graph: Graph) -> dict[str, list[int]]:
 
 def _write_groups(graph: Graph, handle: BinaryIO) -> None:
     handle.write(json.dumps(groups(graph), indent=1, ensure_ascii=False).encode())
+
+
+def from_messages(
+    files_of_ranks: Sequence[tuple[GlobalMetadata, Iterable[Node]]], ranks: Sequence[int] | None = None, where: str = ""
+) -> Graph:
+    """The graph of the messages of one file per rank.
+
+    Args:
+        files_of_ranks: Metadata and nodes of each file.
+        ranks: The rank of each, where the files are of other writers, which do not say it; None for 0, 1, 2, ...
+        where: What the messages are called in errors.
+
+    Raises:
+        InputError: As for `read_graph`.
+    """
+    numbers = range(len(files_of_ranks)) if ranks is None else ranks
+    sources = [
+        _Source(metadata, _blocks_of(nodes), rank, where)
+        for (metadata, nodes), rank in zip(files_of_ranks, numbers, strict=True)
+    ]
+    return _graph(sources, where)
+
+
+def read_graph(
+    paths: Sequence[str | Path],
+    *,
+    ranks: Sequence[int] | None = None,
+    strict: bool = False,
+    step: Step | None = None,
+) -> Graph:
+    """The graph of the `.et` files of one job, one file per rank.
+
+    Files that a Graph was written to give it back. Those of other writers become nodes in nanoseconds with `assumed`
+    edges; their ranks are not joined.
+
+    Args:
+        paths: The files.
+        ranks: The rank of each, for files of other writers; None for 0, 1, 2, ...
+        strict: Refuse files that are cut.
+        step: Called with the number of bytes read so far.
+
+    Raises:
+        InputError: What `EtReader` raises; `chakra-mixed`: files of several graphs; `chakra-circle`: nodes wait for each
+            other; `chakra-times`: times that no clock has; `newer-format`.
+    """
+    numbers = range(len(paths)) if ranks is None else ranks
+    readers: list[EtReader] = []
+    done = 0
+
+    def tell(read: int) -> None:
+        if step:
+            step(done + read)
+
+    sources = []
+    try:
+        for path, rank in zip(paths, numbers, strict=True):
+            readers.append(EtReader(path, strict=strict, step=tell))
+            sources.append(_Source(readers[-1].metadata, readers[-1].blocks(), rank, str(path)))
+        graph = _graph(sources, str(paths[0]) if len(paths) == 1 else str(Path(paths[0]).parent))
+    finally:
+        for reader in readers:
+            reader.__exit__(None, None, None)
+    notices = [notice for reader in readers for notice in reader.notices]
+    return replace(graph, notices=(*graph.notices, *notices)) if notices else graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One file's messages."""
+
+    metadata: GlobalMetadata
+    blocks: Iterable[Block]
+    rank: int
+    where: str
+
+
+def _graph(sources: Sequence[_Source], where: str) -> Graph:
+    ours = [is_ours(source.metadata) for source in sources]
+    if all(ours) and ours:
+        return _ours(sources, where)
+    if any(ours):
+        raise InputError(
+            "some of the files were written from a graph, others not",
+            slug="chakra-mixed",
+            where=where,
+            hint="give the files of one job",
+        )
+    return concatenated([graph_foreign.graph_of(source.blocks, source.rank, source.where) for source in sources], where)
+
+
+def _ours(sources: Sequence[_Source], where: str) -> Graph:
+    parts = [graph_in.part(Header(source.metadata, source.where), source.blocks, source.where) for source in sources]
+    try:
+        graph = graph_in.together(parts, where)
+        graph.check_columns()
+    except (pl.exceptions.PolarsError, InvariantError, ValueError, IndexError) as error:
+        said = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
+        raise InputError(said, slug="chakra-damaged", where=where) from error
+    return graph
+
+
+def _blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:
+    """Blocks of messages that are objects."""
+    first = 0
+    everything = iter(nodes)
+    while window := [node.SerializeToString() for node in islice(everything, WINDOW)]:
+        stops = list(accumulate(map(len, window)))
+        yield Block(b"".join(window), [0, *stops[:-1]], stops, 0, first)
+        first += len(window)

@@ -1,0 +1,297 @@
+"""`.et` to Graph, for files of other writers: durations in microseconds and dependencies, mostly without start times.
+
+Every edge is `assumed`: the file does not say how it is known. A node starts when all that it depends on has ended,
+and not before the start time that the file gives, if any. What depends on nothing hangs on the origin of its rank. A
+control dependency is an op's place in the call stack: the op starts after the start of its caller, not after its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.chakra.columns import Decoder, Lists, NodeColumns
+from traceloom.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.chakra.framing import Block
+from traceloom.chakra.wire import Ints
+from traceloom.errors import InputError, InvariantError
+from traceloom.model.graph import Graph
+from traceloom.model.graph_schema import (
+    COLLECTIVE,
+    COMMUNICATION,
+    COPY,
+    GRAPH_SCHEMAS,
+    HOST,
+    KERNEL,
+    ORIGIN,
+    RECEIVE,
+    SEND,
+)
+from traceloom.model.notice import Notice
+from traceloom.model.points import topological
+
+_NUMBERS = (
+    "is_cpu_op",
+    "comm_type",
+    "comm_size",
+    "comm_src",
+    "comm_dst",
+    "comm_tag",
+    "comm_group",
+    "tensor_size",
+    "stream",
+    "tid",
+)
+ATTRIBUTES = (*_NUMBERS, "pg_name")
+_COLUMNS = pl.Schema(
+    {name: pl.Int64() for name in ("id", "type", "start_us", "duration_us")}
+    | {"name": pl.String()}
+    | {name: pl.Int64() for name in _NUMBERS}
+    | {"pg_name": pl.String()}
+)
+_KINDS = {
+    int(NodeType.COMM_SEND_NODE): SEND,
+    int(NodeType.COMM_RECV_NODE): RECEIVE,
+    int(NodeType.COMM_COLL_NODE): COLLECTIVE,
+    int(NodeType.MEM_LOAD_NODE): COPY,
+    int(NodeType.MEM_STORE_NODE): COPY,
+    int(NodeType.METADATA_NODE): HOST,
+}
+_COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType.items()} | {
+    int(CollectiveCommType.REDUCE_SCATTER_BLOCK): "reduce_scatter"
+}
+_LONGEST_US = 2**60 // 1000  # 36 years; sums of such times fit into 64 bits of nanoseconds
+
+
+@dataclass
+class _Found:
+    """Columns that grow block by block; dependencies as pairs of row and id."""
+
+    nodes: list[pl.DataFrame] = field(default_factory=list)
+    control: list[tuple[Ints, Ints]] = field(default_factory=list)
+    data: list[tuple[Ints, Ints]] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, columns: NodeColumns) -> None:
+        own = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
+        frame = pl.DataFrame({**own, "name": columns.names}).with_columns(
+            *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
+        )
+        self.nodes.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
+        self.control.append(self._pairs(columns.control))
+        self.data.append(self._pairs(columns.data))
+        self.count += len(columns)
+
+    def _pairs(self, lists: Lists) -> tuple[Ints, Ints]:
+        return np.repeat(lists.row, lists.count) + self.count, lists.values
+
+
+def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
+    """The graph of one file.
+
+    Args:
+        blocks: The nodes.
+        rank: The rank of the file.
+        where: The file.
+
+    Raises:
+        InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
+    """
+    found = _Found()
+    for columns in Decoder(ATTRIBUTES, where).columns(blocks):
+        found.add(columns)
+    nodes = pl.concat([pl.DataFrame(schema=_COLUMNS), *found.nodes])
+    fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
+    if not fine.all():
+        raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=where)
+    notices: list[Notice] = []
+    edges = _edges(nodes["id"], found, notices, rank, where)
+    edges, start = _laid_out(nodes, edges, notices, rank, where)
+    return replace(_graph(nodes, edges, start, rank), name=where, notices=tuple(notices))
+
+
+def _edges(ids: pl.Series, found: _Found, notices: list[Notice], rank: int, where: str) -> pl.DataFrame:
+    """Edges between rows of the nodes; names of nodes that do not exist are counted."""
+    known = pl.DataFrame({"id": ids, "source": np.arange(len(ids))})
+    if twice := len(ids) - ids.n_unique():
+        said = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
+        notices.append(Notice("chakra-duplicate-ids", "error", said, twice, rank, where))
+        known = known.unique("id", keep="first")
+    frames = []
+    for kind, pairs in (("call", found.control), ("data", found.data)):
+        wanted = pl.DataFrame(
+            {
+                "target": np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in pairs)]),
+                "id": np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in pairs)]),
+            }
+        )
+        frames.append(
+            wanted.join(known, on="id", how="left").select(
+                "source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data")
+            )
+        )
+    edges = pl.concat(frames)
+    if dangling := edges["source"].null_count():
+        said = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
+        notices.append(Notice("chakra-dangling", "warning", said, dangling, rank, where))
+    return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True)
+
+
+def _laid_out(
+    nodes: pl.DataFrame, edges: pl.DataFrame, notices: list[Notice], rank: int, where: str
+) -> tuple[pl.DataFrame, Ints]:
+    """The edges that can hold, and the start of each node in ns."""
+    try:
+        return edges, _starts(nodes, edges)
+    except InvariantError:
+        data = edges.filter(kind="data")
+    try:
+        start = _starts(nodes, data)
+    except InvariantError as error:
+        raise InputError(
+            "nodes wait for each other in a circle",
+            slug="chakra-circle",
+            where=where,
+            hint=f"traceloom validate {where} says which",
+        ) from error
+    dropped = edges.height - data.height
+    said = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
+    notices.append(Notice("chakra-control-circle", "warning", said, dropped, rank, where))
+    return data, start
+
+
+def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    from_point = source * 2 + edges["from_end"].to_numpy()
+    order = topological(nodes.height, from_point, target * 2)
+    by_source = np.argsort(from_point, kind="stable")
+    followers = target[by_source].tolist()
+    counts = np.bincount(from_point, minlength=2 * nodes.height)
+    first: Any = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    duration: Any = (nodes["duration_us"].to_numpy() * 1000).tolist()
+    start: Any = (nodes["start_us"].to_numpy() * 1000).tolist()
+    for point in order.tolist():
+        node, is_end = point >> 1, point & 1
+        time = start[node] + (duration[node] if is_end else 0)
+        for follower in followers[first[point] : first[point + 1]]:
+            start[follower] = max(start[follower], time)
+    return np.array(start, np.int64)
+
+
+def _graph(found: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -> Graph:
+    """The frames; row 0 is the origin, so all rows of the file move by one."""
+    on_host = (found["is_cpu_op"] == 1).fill_null(value=False)
+    nodes = found.select(
+        "name",
+        kind=pl.col("type").replace_strict(
+            _KINDS,
+            default=pl.when(pl.lit(on_host)).then(pl.lit(HOST)).otherwise(pl.lit(KERNEL)),
+            return_dtype=pl.String,
+        ),
+        rank=pl.lit(rank),
+        start_ns=pl.lit(pl.Series(start)),
+        duration_ns=pl.col("duration_us") * 1000,
+        work_ns=pl.col("duration_us") * 1000,
+        bytes=pl.coalesce(pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"),
+    ).with_columns(residual_ns=pl.lit(0))
+    lane, lanes = _lanes(nodes["kind"], found, rank)
+    origin = pl.DataFrame({"name": [""], "kind": [ORIGIN], "rank": [rank]}).with_columns(
+        pl.lit(0).alias(name) for name in ("start_ns", "duration_ns", "work_ns", "residual_ns")
+    )
+    nodes = pl.concat([origin, nodes.with_columns(lane=lane)], how="diagonal_relaxed").with_row_index("node")
+    end = nodes["start_ns"] + nodes["duration_ns"]
+    missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
+    nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
+    return Graph(
+        nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
+        edges=_with_origin(edges, start),
+        lanes=lanes,
+        communication=_communication(found, nodes["kind"].slice(1)),
+        ranks=pl.DataFrame([_rank(rank, int(end.max() or 0))], schema=GRAPH_SCHEMAS["ranks"]),  # type: ignore[arg-type]
+    )
+
+
+def _rank(rank: int, end_ns: int) -> dict[str, Any]:
+    return {"rank": rank, "window_start_ns": 0, "window_end_ns": end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
+
+
+def _with_origin(edges: pl.DataFrame, start: Ints) -> pl.DataFrame:
+    """The edges by target; what has none of its own waits for the origin, for as long as its file says."""
+    alone = np.ones(len(start), np.bool_)
+    alone[edges["target"].to_numpy()] = False
+    first = pl.DataFrame({"target": np.flatnonzero(alone)}).with_columns(
+        source=pl.lit(-1), kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[alone])
+    )
+    both = pl.concat(
+        [edges.with_columns(residual_ns=pl.lit(0)), first.select(*edges.columns, "residual_ns")], how="vertical_relaxed"
+    )
+    whole = both.with_columns(
+        pl.col("source") + 1,
+        pl.col("target") + 1,
+        evidence=pl.lit("assumed"),
+        delay_ns=pl.lit(0),
+        to_end=pl.lit(value=False),
+    )
+    schema = GRAPH_SCHEMAS["edges"]
+    return whole.select(schema.names()).cast(schema).sort("target", maintain_order=True)
+
+
+def _lanes(kind: pl.Series, found: pl.DataFrame, rank: int) -> tuple[pl.Series, pl.DataFrame]:
+    """Threads of the host, streams of the device, and one lane each for what the file puts on no stream."""
+    host = kind == HOST
+    places = found.select(
+        place=pl.when(host).then(pl.lit("host")).otherwise(pl.lit("device")),
+        number=pl.when(host).then(pl.col("tid").fill_null(0)).otherwise("stream"),
+        what=pl.when(host | found["stream"].is_not_null())
+        .then(pl.lit(""))
+        .when(kind.is_in(list(COMMUNICATION)))
+        .then(pl.lit("communication"))
+        .when(kind == COPY)
+        .then(pl.lit("memory"))
+        .otherwise(pl.lit("compute")),
+    )
+    keys = ["place", "number", "what"]
+    lanes = places.unique(keys).sort("place", "number", "what", descending=[True, False, False]).with_row_index("lane")
+    number = pl.col("number").cast(pl.String)
+    at_host = pl.col("place") == "host"
+    rows = lanes.select(
+        "lane",
+        rank=pl.lit(rank),
+        kind="place",
+        process=pl.lit(None),
+        thread=pl.when(at_host).then(number),
+        device=pl.lit(None),
+        stream=pl.when(~at_host).then("number"),
+        name=pl.when(at_host).then("thread " + number).otherwise(pl.coalesce("stream " + number, "what")),
+    )
+    lane = places.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")["lane"]
+    return lane, rows.cast(GRAPH_SCHEMAS["lanes"])
+
+
+def _communication(found: pl.DataFrame, kind: pl.Series) -> pl.DataFrame:
+    is_part = kind.cast(pl.String).is_in(list(COMMUNICATION))
+    frame = found.with_row_index("node", offset=1).with_columns(part=kind.cast(pl.String)).filter(is_part)
+    sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
+    rows = frame.select(
+        "node",
+        instance=pl.lit(None),
+        kind=pl.when(sends | receives)
+        .then("part")
+        .otherwise(pl.col("comm_type").replace_strict(_COLLECTIVES, default=None, return_dtype=pl.String)),
+        group=pl.coalesce("pg_name", pl.col("comm_group").cast(pl.String)),
+        group_size=pl.lit(None),
+        ranks=pl.lit(None),
+        sequence=pl.lit(None),
+        element_type=pl.lit(None),
+        in_bytes=pl.when(~receives).then("comm_size"),
+        out_bytes=pl.when(receives).then("comm_size"),
+        peer=pl.when(sends).then("comm_dst").when(receives).then("comm_src"),
+        tag=pl.when(sends | receives).then("comm_tag"),
+        in_splits=pl.lit(None),
+        out_splits=pl.lit(None),
+    )
+    return rows.cast(GRAPH_SCHEMAS["communication"])

@@ -1,0 +1,260 @@
+"""`.et` to Graph, for files that a Graph was written to: everything comes back from the attributes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.chakra import graph_layout as layout
+from traceloom.chakra.columns import Decoder, Lists, NodeColumns
+from traceloom.chakra.framing import Block
+from traceloom.chakra.graph_metadata import Header
+from traceloom.chakra.wire import Ints
+from traceloom.errors import InputError
+from traceloom.model.graph import Graph
+from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.model.notice import Notice
+
+ATTRIBUTES = (
+    *layout.NODE_NUMBERS,
+    *layout.NODE_TEXTS,
+    *layout.COMMUNICATION_NUMBERS,
+    *layout.COMMUNICATION_TEXTS,
+    *layout.COMMUNICATION_LISTS,
+    *layout.TRANSFER_TEXTS,
+    *layout.HOST_NUMBERS,
+    *layout.HOST_TEXTS,
+    layout.EDGES,
+    layout.EDGES_OUT,
+    layout.CARRIED_NODES,
+)
+_WIDE_EDGES = pl.Schema(
+    {"source": pl.Int64, "target": pl.Int64, "code": pl.Int64, "delay_ns": pl.Int64, "residual_ns": pl.Int64}
+)
+_HOST_OPS = pl.Schema({"row": pl.Int64(), **GRAPH_SCHEMAS["host_ops"]})
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one file holds, with the ids of the whole graph."""
+
+    header: Header
+    nodes: pl.DataFrame
+    carried: pl.DataFrame
+    edges: pl.DataFrame
+    communication: pl.DataFrame
+    transfers: pl.DataFrame
+    host_ops: pl.DataFrame
+
+
+def part(header: Header, blocks: Iterable[Block], where: str) -> Part:
+    """Decode one file.
+
+    Raises:
+        InputError: `chakra-damaged`.
+    """
+    found: dict[str, list[pl.DataFrame]] = {name: [] for name in Part.__annotations__ if name != "header"}
+    try:
+        for columns in Decoder(ATTRIBUTES, where).columns(blocks):
+            for name, frame in _frames(columns, header).items():
+                found[name].append(frame)
+        more = {"carried": GRAPH_SCHEMAS["nodes"], "edges": _WIDE_EDGES, "host_ops": _HOST_OPS}
+        empty = GRAPH_SCHEMAS | more
+        return Part(
+            header, **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in found.items()}
+        )
+    except (pl.exceptions.PolarsError, ValueError, KeyError, IndexError) as error:
+        said = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
+        raise InputError(said, slug="chakra-damaged", where=where) from error
+
+
+def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
+    real = columns.id < header.node_count
+    return {
+        "nodes": _nodes(columns, header.rank).filter(pl.Series(real)),
+        "carried": _carried(columns),
+        "edges": _edges(columns),
+        "communication": _communication(columns),
+        "transfers": _transfers(columns),
+        "host_ops": _host_ops(columns, header.rank),
+    }
+
+
+def _nodes(columns: NodeColumns, rank: int) -> pl.DataFrame:
+    frame = pl.DataFrame({"node": columns.id, "name": columns.names}).with_columns(
+        *(columns.numbers(name).alias(column) for name, column in layout.NODE_NUMBERS.items()),
+        *(columns.strings(name).alias(column) for name, column in layout.NODE_TEXTS.items()),
+        rank=pl.lit(rank),
+    )
+    frame = frame.with_columns(pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0))
+    return frame.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"])
+
+
+def _carried(columns: NodeColumns) -> pl.DataFrame:
+    text = columns.strings(layout.CARRIED_NODES).drop_nulls()
+    rows = [row for item in text.to_list() for row in json.loads(item)]
+    return pl.DataFrame(rows, schema=GRAPH_SCHEMAS["nodes"], orient="row")
+
+
+def _edges(columns: NodeColumns) -> pl.DataFrame:
+    frames = []
+    for name, mine, other in ((layout.EDGES, "target", "source"), (layout.EDGES_OUT, "source", "target")):
+        lists = columns.lists(name, "sint64_list")
+        numbers = lists.values.reshape(-1, layout.PER_EDGE)
+        values = {other: numbers[:, 0], "code": numbers[:, 1], "delay_ns": numbers[:, 2], "residual_ns": numbers[:, 3]}
+        values[mine] = np.repeat(columns.id[lists.row], lists.count // layout.PER_EDGE)
+        frames.append(pl.DataFrame(values, schema=_WIDE_EDGES))
+    return pl.concat(frames)
+
+
+def _communication(columns: NodeColumns) -> pl.DataFrame:
+    there = columns.has(layout.ROW_OF_COMMUNICATION)
+    if not there.any():
+        return pl.DataFrame(schema=GRAPH_SCHEMAS["communication"])
+    frame = pl.DataFrame({"node": columns.id}).with_columns(
+        *(columns.numbers(name).alias(column) for name, column in layout.COMMUNICATION_NUMBERS.items()),
+        *(columns.strings(name).alias(column) for name, column in layout.COMMUNICATION_TEXTS.items()),
+        *(_list_column(columns, name).alias(column) for name, column in layout.COMMUNICATION_LISTS.items()),
+    )
+    return (
+        frame.filter(pl.Series(there))
+        .select(GRAPH_SCHEMAS["communication"].names())
+        .cast(GRAPH_SCHEMAS["communication"])
+    )
+
+
+def _list_column(columns: NodeColumns, name: str) -> pl.Series:
+    lists: Lists = columns.lists(name, "int64_list")
+    ends = np.cumsum(lists.count)
+    out: list[Any] = [None] * len(columns)
+    values = lists.values.tolist()
+    for row, end, count in zip(lists.row.tolist(), ends.tolist(), lists.count.tolist(), strict=True):
+        out[row] = values[end - count : end]
+    return pl.Series(name, out, dtype=pl.List(pl.Int64))
+
+
+def _transfers(columns: NodeColumns) -> pl.DataFrame:
+    there = columns.has(layout.ROW_OF_TRANSFER)
+    frame = pl.DataFrame({"node": columns.id}).with_columns(
+        columns.strings(name).alias(column) for name, column in layout.TRANSFER_TEXTS.items()
+    )
+    return frame.filter(pl.Series(there)).select(GRAPH_SCHEMAS["transfers"].names()).cast(GRAPH_SCHEMAS["transfers"])
+
+
+def _host_ops(columns: NodeColumns, rank: int) -> pl.DataFrame:
+    there = pl.Series(columns.has(layout.ROW_OF_HOST_OP))
+    texts: dict[str, list[str | None]] = {}
+    for names, found in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
+        for name, number in zip(names, (1, 2, 3), strict=True):
+            texts[name] = [None] * len(columns)
+            for row, text in zip(found[number][0].tolist(), found[number][1], strict=True):
+                texts[name][row] = text
+    frame = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
+        *(columns.numbers(name).alias(column) for name, column in layout.HOST_NUMBERS.items()),
+        *(columns.strings(name).alias(column) for name, column in layout.HOST_TEXTS.items()),
+        rank=pl.lit(rank, pl.Int32),
+    )
+    frame = frame.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name")).filter(there)
+    return frame.select(_HOST_OPS.names()).cast(_HOST_OPS)
+
+
+def together(parts: Sequence[Part], where: str) -> Graph:
+    """The graph of all files. Where ranks are missing, rows are numbered anew and what points to them is left out.
+
+    Raises:
+        InputError: `chakra-mixed`: the files are of several graphs, or one is there twice; `chakra-damaged`.
+    """
+    heads = [part.header for part in parts]
+    first = heads[0]
+    for head in heads[1:]:
+        if (head.epoch_ns, head.node_count, head.name) != (first.epoch_ns, first.node_count, first.name):
+            raise _mixed(f"ranks {first.rank} and {head.rank} are of different graphs", where)
+    if len({head.rank for head in heads}) < len(heads):
+        raise _mixed("a rank is there twice", where)
+    carried = pl.concat([part.carried for part in parts] + [head.loose_nodes for head in heads])
+    nodes = pl.concat([*(part.nodes for part in parts), carried.unique("node", keep="first")]).sort("node")
+    if nodes["node"].is_duplicated().any():
+        raise _mixed("a node is there twice", where)
+    lanes = pl.concat([head.frames["lanes"] for head in heads]).sort("lane")
+    nodes = nodes.with_columns(lane=_renumbered(nodes["lane"], lanes["lane"]))
+    ids = nodes["node"]
+    edges = pl.concat(
+        [
+            *(_plain(part) for part in parts),
+            *(head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads),
+        ]
+    )
+    edges = edges.with_columns(source=_renumbered(edges["source"], ids), target=_renumbered(edges["target"], ids))
+    known = edges.drop_nulls(["source", "target"])
+    notices = first.notices
+    if lost := edges.height - known.height:
+        said = f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
+        notices = (*notices, Notice("chakra-missing-ranks", "warning", said, lost))
+    return Graph(
+        nodes=_rows(nodes, "node").cast(GRAPH_SCHEMAS["nodes"]),
+        edges=known.select(GRAPH_SCHEMAS["edges"].names())
+        .cast(GRAPH_SCHEMAS["edges"])
+        .sort("target", maintain_order=True),
+        lanes=_rows(lanes.drop("row"), "lane").cast(GRAPH_SCHEMAS["lanes"]),
+        communication=_side(parts, "communication", ids),
+        transfers=_side(parts, "transfers", ids),
+        host_ops=pl.concat([part.host_ops for part in parts]).sort("row").drop("row"),
+        ranks=_in_order(heads, "ranks"),
+        delays=first.frames["delays"],
+        coverage=_in_order(heads, "coverage"),
+        name=first.name,
+        epoch_ns=first.epoch_ns,
+        world_size=first.world_size,
+        stage=first.stage,
+        notices=notices,
+    )
+
+
+def _plain(part: Part) -> pl.DataFrame:
+    """The edges of a part with their words."""
+    code, header = part.edges["code"], part.header
+    kinds, evidences = pl.Series(header.edge_kinds), pl.Series(header.evidence_kinds)
+    edges = part.edges.with_columns(
+        kind=kinds.gather(code // 16),
+        evidence=evidences.gather(code // 4 % 4),
+        from_end=code // 2 % 2 == 1,
+        to_end=code % 2 == 1,
+    )
+    kept = GRAPH_SCHEMAS["edges"]
+    return edges.select(kept.names()).cast(
+        {name: kind for name, kind in kept.items() if name not in {"source", "target"}}
+    )
+
+
+def _renumbered(values: pl.Series, ids: pl.Series) -> pl.Series:
+    """Rows of ids (ascending); null for what is not among them."""
+    known = ids.to_numpy().astype(np.int64)
+    wanted = values.cast(pl.Int64).fill_null(-1).to_numpy()
+    at: Ints = np.searchsorted(known, wanted)
+    there = (at < len(known)) & (known[np.minimum(at, len(known) - 1)] == wanted) if len(known) else at < 0
+    return pl.Series(values.name, at).set(pl.Series(~there), None)
+
+
+def _rows(frame: pl.DataFrame, column: str) -> pl.DataFrame:
+    return frame.with_columns(pl.int_range(pl.len()).alias(column))
+
+
+def _side(parts: Sequence[Part], name: str, ids: pl.Series) -> pl.DataFrame:
+    frame: pl.DataFrame = pl.concat([getattr(part, name) for part in parts])
+    return frame.with_columns(node=_renumbered(frame["node"], ids).cast(pl.UInt32)).sort("node")
+
+
+def _in_order(heads: Sequence[Header], name: str) -> pl.DataFrame:
+    frame = pl.concat([head.frames[name] for head in heads])
+    return frame.unique("row", keep="first").sort("row").drop("row")
+
+
+def _mixed(why: str, where: str) -> InputError:
+    return InputError(
+        f"these files are not one graph: {why}", slug="chakra-mixed", where=where, hint="give the files of one graph"
+    )

@@ -1,0 +1,292 @@
+"""Many messages decoded at once into columns: all of them advance field by field, so no step is made per message.
+
+The opposite of `traceloom.chakra.wire`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.chakra.wire import DELIMITED, FIXED32, FIXED64, VARINT, Bytes, Ints
+
+_PADDING = 32  # reading a little past the last message must find bytes
+_FEW = 24  # so few messages are faster one by one
+_MOST_SHIFT = 63
+
+
+class DamageError(Exception):
+    """A message is not what the protobuf encoding allows; `row` is which."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes that can be looked at from any place in steps of 1, 4 and 8."""
+
+    data: bytes
+    bytes: Bytes
+    halves: NDArray[np.uint32]
+    words: NDArray[np.uint64]
+
+
+def buffer(data: bytes) -> Buffer:
+    """A buffer of `data`."""
+    whole = data + bytes(_PADDING)
+    places = len(data) + _PADDING // 2
+    return Buffer(
+        whole,
+        np.frombuffer(whole, np.uint8),
+        np.ndarray(places, "<u4", whole, strides=(1,)),
+        np.ndarray(places, "<u8", whole, strides=(1,)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields of messages, those of a message together and in their order.
+
+    Attributes:
+        row: Which message.
+        number: Field number.
+        kind: Wire type.
+        value: Of a number: its bits; of a length-delimited field: its length.
+        begin: Where a length-delimited value begins.
+    """
+
+    row: Ints
+    number: Ints
+    kind: Ints
+    value: Ints
+    begin: Ints
+
+    def where(self, flags: NDArray[np.bool_]) -> Fields:
+        """Some of the fields."""
+        return Fields(self.row[flags], self.number[flags], self.kind[flags], self.value[flags], self.begin[flags])
+
+    def numbered(self, number: int, kind: int) -> Fields:
+        """The fields of a number, as far as they have the wire type that it should have."""
+        return self.where((self.number == number) & (self.kind == kind))
+
+
+def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
+    """The fields of all messages.
+
+    Args:
+        source: The bytes.
+        starts: Where each message begins.
+        stops: Where it ends.
+
+    Raises:
+        DamageError: A message breaks the encoding, or a field goes past its end.
+    """
+    steps: list[Fields] = []
+    rows = np.flatnonzero(starts < stops)
+    at, stop = starts[rows], stops[rows]
+    while len(rows) > _FEW:
+        step, at = _step(source, rows, at, stop)
+        steps.append(step)
+        more = at < stop
+        rows, at, stop = rows[more], at[more], stop[more]
+    last = _one_by_one(source, rows, at, stop)
+    counts = np.bincount(np.concatenate([last.row, *(step.row for step in steps)]), minlength=len(starts))
+    first = np.cumsum(counts) - counts
+    # The n-th step holds the n-th field of its messages; what was left is in order already.
+    places = [first[step.row] + number for number, step in enumerate(steps)]
+    places.append(first[last.row] + len(steps) + _number_within(last.row))
+    return _placed([*steps, last], np.concatenate(places))
+
+
+def _placed(steps: list[Fields], place: Ints) -> Fields:
+    columns = []
+    for name in ("row", "number", "kind", "value", "begin"):
+        column = np.empty(len(place), np.int64)
+        column[place] = np.concatenate([getattr(step, name) for step in steps])
+        columns.append(column)
+    return Fields(*columns)
+
+
+def _number_within(rows: Ints) -> Ints:
+    """0, 1, 2, ... within each run of equal rows."""
+    number = np.arange(len(rows))
+    begins: Any = np.concatenate([[True], rows[1:] != rows[:-1]]) if len(rows) else np.zeros(0, np.bool_)
+    return number - np.maximum.accumulate(np.where(begins, number, 0)) if len(rows) else number
+
+
+def _step(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> tuple[Fields, Ints]:
+    """The next field of each message, and where the one after it begins."""
+    key, at = _varint(source, rows, at)
+    kind, number = key & 7, key >> 3
+    value, begin = np.zeros(len(rows), np.int64), at.copy()
+    for wire_type, which in ((t, np.flatnonzero(kind == t)) for t in (VARINT, DELIMITED, FIXED64, FIXED32)):
+        if not len(which):
+            continue
+        if wire_type in {VARINT, DELIMITED}:
+            value[which], begin[which] = _varint(source, rows[which], at[which])
+        elif wire_type == FIXED64:
+            value[which], begin[which] = source.words[at[which]].view(np.int64), at[which] + 8
+        else:
+            value[which], begin[which] = source.halves[at[which]], at[which] + 4
+    after = begin + np.where(kind == DELIMITED, value, 0)
+    wrong = (after > stop) | ((kind == DELIMITED) & (value < 0)) | (number == 0) | (kind > FIXED32)
+    wrong |= (kind > DELIMITED) & (kind < FIXED32)  # groups, which no version of the schema has
+    if wrong.any():
+        raise DamageError(int(rows[np.flatnonzero(wrong)[0]]))
+    return Fields(rows, number, kind, value, begin), after
+
+
+def _varint(source: Buffer, rows: Ints, at: Ints) -> tuple[Ints, Ints]:
+    """The varints at some places, and where each ends."""
+    last = len(source.bytes) - 1
+    byte = source.bytes[np.minimum(at, last)]
+    value = (byte & 127).astype(np.uint64)
+    after = at + 1
+    which = np.flatnonzero(byte > 127)
+    shift = 7
+    while len(which):
+        if shift > _MOST_SHIFT:
+            raise DamageError(int(rows[which[0]]))
+        byte = source.bytes[np.minimum(after[which], last)]
+        value[which] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
+        after[which] += 1
+        which = which[byte > 127]
+        shift += 7
+    return value.view(np.int64), after
+
+
+def _one_by_one(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> Fields:
+    found: list[tuple[int, int, int, int, int]] = []
+    for row, begin, end in zip(rows.tolist(), at.tolist(), stop.tolist(), strict=True):
+        here = begin
+        while here < end:
+            key, here = _one_varint(source.data, here, row)
+            number, kind = key >> 3, key & 7
+            value = 0
+            if kind in {VARINT, DELIMITED}:
+                value, here = _one_varint(source.data, here, row)
+            elif kind in {FIXED64, FIXED32}:
+                size = 8 if kind == FIXED64 else 4
+                value = int.from_bytes(source.data[here : here + size], "little")
+                here += size
+            else:
+                raise DamageError(row)
+            after = here + value if kind == DELIMITED else here
+            if after > end or not number:
+                raise DamageError(row)
+            found.append((row, number, kind, value if value < 1 << 63 else value - (1 << 64), here))
+            here = after
+    return Fields(*(np.array([f[n] for f in found], np.int64) for n in range(5)))
+
+
+def _one_varint(data: bytes, at: int, row: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, _MOST_SHIFT + 1, 7):
+        byte = data[at] if at < len(data) else 128
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value & (1 << 64) - 1, at
+    raise DamageError(row)
+
+
+def packed(source: Buffer, begin: Ints, length: Ints) -> tuple[Ints, Ints]:
+    """Packed varints: how many each run of bytes holds, and all of them.
+
+    Raises:
+        DamageError: A run does not end with the end of a number, or has one of more than ten bytes.
+    """
+    ends = np.cumsum(length)
+    total = int(ends[-1]) if len(ends) else 0
+    data = source.bytes[np.repeat(begin - (ends - length), length) + np.arange(total)]
+    last = np.flatnonzero(data < 128)
+    counts = np.searchsorted(last, ends) - np.searchsorted(last, ends - length)
+    whole = (length == 0) | np.isin(ends - 1, last)
+    first = np.concatenate([[0], last[:-1] + 1]) if len(last) else last
+    sizes = last - first + 1
+    if not whole.all() or (sizes > 10).any():
+        raise DamageError(int(np.flatnonzero(~whole)[0]) if not whole.all() else 0)
+    value = np.zeros(len(first), np.uint64)
+    which = np.arange(len(first))
+    for number in range(int(sizes.max(initial=0))):
+        value[which] |= (data[first[which] + number] & 127).astype(np.uint64) << np.uint64(7 * number)
+        which = which[sizes[which] > number + 1]
+    return counts, value.view(np.int64)
+
+
+def unzigzag(values: Ints) -> Ints:
+    """Numbers from the form that `sint64` has on the wire."""
+    bits = values.view(np.uint64)
+    return (bits >> np.uint64(1)).view(np.int64) ^ -(values & 1)
+
+
+class Names:
+    """Finds which of some known names (of at most 24 bytes) stands at a place.
+
+    Args:
+        known: The names; their positions are the answers.
+    """
+
+    _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        source = buffer("".join(known).encode())
+        length = np.array([len(name.encode()) for name in known])
+        if length.max() > 24:
+            raise ValueError("a name is too long to be found")
+        hashes = self._hashes(source, np.cumsum(length) - length, length)
+        self._order = np.argsort(hashes)
+        self._hashed = hashes[self._order]
+        if (self._hashed[1:] == self._hashed[:-1]).any():
+            raise ValueError("two names cannot be told apart")
+
+    def find(self, source: Buffer, begin: Ints, length: Ints) -> Ints:
+        """The number of the name at each place, or -1; by 64 bits of hash, so that no other name is taken for it."""
+        hashes = self._hashes(source, begin, np.minimum(length, 25))
+        at = np.minimum(np.searchsorted(self._hashed, hashes), len(self._hashed) - 1)
+        return np.where((self._hashed[at] == hashes) & (length <= 24), self._order[at], -1)
+
+    def _hashes(self, source: Buffer, begin: Ints, length: Ints) -> NDArray[np.uint64]:
+        total = length.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+        for number, factor in enumerate(self._FACTORS):
+            inside = np.clip(length - 8 * number, 0, 8)
+            place = np.minimum(begin + 8 * number, len(source.words) - 1)
+            word: Any = source.words[place]
+            # A shift by 64 is undefined, so that 8 bytes are kept in two shifts.
+            kept = np.uint64(8) * (np.uint64(8) - inside.astype(np.uint64))
+            half = kept >> np.uint64(1)
+            word = (word << half << (kept - half)) >> half >> (kept - half)
+            word[inside == 0] = 0
+            total = (total ^ word) * np.uint64(factor)
+            total ^= total >> np.uint64(29)
+        return total
+
+
+def texts(source: Buffer, begin: Ints, length: Ints) -> list[str]:
+    """The UTF-8 texts at some places; equal ones are one object.
+
+    Raises:
+        DamageError: One of them is no UTF-8.
+    """
+    seen: dict[bytes, str] = {}
+    out: list[str] = []
+    data = source.data
+    for number, (start, stop) in enumerate(zip(begin.tolist(), (begin + length).tolist(), strict=True)):
+        raw = data[start:stop]
+        text = seen.get(raw)
+        if text is None:
+            text = seen[raw] = _decoded(raw, number)
+        out.append(text)
+    return out
+
+
+def _decoded(raw: bytes, row: int) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise DamageError(row) from error
