@@ -78,7 +78,8 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
     cut = tiles(trace)
     names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
     devices, steps = [], []
-    for part in work.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
+    columns = work.select("device", "start_ns", "end_ns", "category", "kind")
+    for part in columns.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
         device = part["device"][0]
         pieces = _measure(part, cut)
         whole = pieces.sum()

@@ -14,12 +14,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
+from traceloom.model.category import CATEGORIES as _ALL
 from traceloom.model.category import COPY, FILL, GPU_WORK, KERNEL
+from traceloom.read.large import column, on_disk
+from traceloom.read.order import Texts
 
 Category = Literal["compute", "communication", "memory"]
 CATEGORIES: tuple[str, ...] = get_args(Category)
@@ -145,21 +150,26 @@ def _gpu_work_by_table(trace: Trace) -> pl.DataFrame:
 
 
 def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
-    columns = ("event", "name", "category", "device", "stream", "start_ns", "duration_ns", "launch", "op")
-    work = (
-        trace.events.select(columns)
-        .filter(pl.col("category").is_in(GPU_WORK))
-        .select(
-            "event",
-            "name",
-            pl.col("category").cast(pl.String).cast(KindType).alias("kind"),
-            "device",
-            "stream",
-            "start_ns",
-            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
-            "launch",
-            "op",
-        )
+    words, category = vocabulary(trace), column(trace, "category")
+    row = np.flatnonzero(np.isin(category, [_ALL.index(one) for one in GPU_WORK]))
+    pair = words.code[row].astype(np.int64) * len(_ALL) + category[row]
+    used, number = np.unique(pair, return_inverse=True)
+    kind = pl.Series("kind", [_ALL[code] for code in (used % len(_ALL)).tolist()], dtype=KindType)
+    known = classify(pl.DataFrame([words.names.gather(used // len(_ALL)).alias("name"), kind]), rules)
+    place = pl.Series(number.astype(np.uint32))
+    work = trace.events.select("event", "device", "stream", "start_ns", "duration_ns", "launch", "op")[row]
+    ends = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
+    work = on_disk(trace, work.with_columns(ends.alias("end_ns")))
+    return work.select(
+        "event",
+        Texts(known["name"]).column(number).alias("name"),
+        known["kind"].gather(place),
+        "device",
+        "stream",
+        "start_ns",
+        "end_ns",
+        "launch",
+        "op",
+        known["category"].gather(place),
+        Texts(known["rule"]).column(number).alias("rule"),
     )
-    known = classify(work.select("name", "kind").unique(), rules)
-    return work.join(known, on=["name", "kind"], how="left", maintain_order="left")

@@ -71,7 +71,7 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
 
 def _categories(work: pl.DataFrame) -> pl.DataFrame:
     unions = dict.fromkeys(CATEGORIES, 0)
-    for (category, _), part in work.group_by("category", "device"):
+    for (category, _), part in work.select("category", "device", "start_ns", "end_ns").group_by("category", "device"):
         unions[str(category)] += union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
     sums = work.group_by("category").agg(pl.len().alias("count"), pl.col("duration_ns").sum().alias("total_ns"))
     return (

@@ -13,6 +13,8 @@ from traceloom.model.category import GPU_WORK
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
 
+_SLICE = 1 << 20  # rows added up at once, since a sum as long as a very large trace would lie in memory
+
 
 @dataclass(frozen=True)
 class Meta:
@@ -75,7 +77,11 @@ class Trace:
         """End of the latest event; 0 for a trace without events."""
         if not self.events.height:
             return 0
-        return int((self.events["start_ns"] + self.events["duration_ns"].clip(lower_bound=0)).max())  # type: ignore[arg-type]
+        spans = self.events.select("start_ns", "duration_ns")
+        ends = (
+            (part["start_ns"] + part["duration_ns"].clip(lower_bound=0)).max() for part in spans.iter_slices(_SLICE)
+        )
+        return max(int(end) for end in ends)  # type: ignore[arg-type]
 
     def frames(self) -> dict[str, pl.DataFrame]:
         """All frames by name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import Trace
-from traceloom.read import ondisk, spill
+from traceloom.read import mapped, ondisk, spill
 
 Array = NDArray[Any]
 Engine = Literal["in-memory", "streaming"]
@@ -44,6 +46,18 @@ def column(trace: Trace, name: str, absent: int | None = None) -> Array:
     for piece in ondisk.pieces(series.len()):
         values[piece] = _filled(series[piece], absent)
     return values
+
+
+def on_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame with its columns on disk, where the trace is very large; for frames that are kept."""
+    if not is_large(trace):
+        return frame
+
+    def parts(name: str) -> Iterator[pl.Series]:
+        return (frame[name][piece] for piece in ondisk.pieces(frame.height))
+
+    columns = [mapped.gathered(dtype, frame.height, partial(parts, name)) for name, dtype in frame.schema.items()]
+    return pl.DataFrame([column.alias(name) for name, column in zip(frame.schema, columns, strict=True)])
 
 
 def _filled(series: pl.Series, absent: int | None) -> Array:

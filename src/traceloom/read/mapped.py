@@ -8,18 +8,19 @@ text itself or a prefix and its place in one common buffer), as the Arrow column
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.read.ondisk import OnDisk, rows_of
+from traceloom.read.ondisk import OnDisk, empty, rows_of
 
 Array = NDArray[Any]
 _INLINE = 12  # bytes of a text that fit its view
 _MOST_HEAP = 2**31 - 1
-_ARROW = {
+_ARROW: dict[Any, str] = {
     pl.Int64: "int64", pl.UInt64: "uint64", pl.Int32: "int32", pl.UInt32: "uint32", pl.UInt16: "uint16",
     pl.Float64: "float64",
 }  # fmt: skip
@@ -95,3 +96,44 @@ def _series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
         getattr(nanoarrow, kind)(), length, buffers, null_count=-1, validation_level="none"
     )
     return pl.Series(_Given(array))
+
+
+def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:
+    """A column on disk, from its parts.
+
+    Args:
+        dtype: Of the column; what is neither number nor text comes back in memory.
+        count: Rows of all parts.
+        parts: Gives the parts in order; texts are asked for twice.
+    """
+    if dtype == pl.String:
+        return _texts(count, parts)
+    if type(dtype) not in _ARROW:
+        return pl.concat(list(parts()), rechunk=True)
+    kind = _ARROW[type(dtype)]
+    values, known = empty(count, np.dtype(kind)), np.ones(count, dtype=np.bool_)
+    at = 0
+    for part in parts():
+        here = slice(at, at + part.len())
+        values[here] = part.fill_null(0).to_numpy()
+        known[here] = part.is_not_null().to_numpy()
+        at += part.len()
+    data = values.view(np.ndarray)
+    if known.all():
+        return pl.Series(data)
+    return _series(kind, count, [np.packbits(known, bitorder="little"), data])
+
+
+def _texts(count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:
+    distinct = pl.Series([], dtype=pl.String)
+    for part in parts():
+        distinct = pl.concat([distinct, part.drop_nulls().unique()]).unique(maintain_order=True)
+    table = TextTable(distinct.to_list())
+    codes = empty(count, np.int32)
+    if not table.fits or not isinstance(codes, OnDisk):
+        return pl.concat(list(parts()), rechunk=True)
+    at = 0
+    for part in parts():
+        codes[at : at + part.len()] = part.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+        at += part.len()
+    return table.column(codes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import polars as pl
 
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model.schema import SCHEMAS
+from traceloom.read import mapped, spill
 
 _HEAD = "trace.json"
 _FORMAT = 1
+_PART = 1 << 20  # rows of a very large frame that are read at once
 
 
 def save(trace: Trace, folder: Path, *, compressed: bool = True) -> None:
@@ -40,9 +44,11 @@ def saved(folder: Path) -> Trace:
     head = json.loads((folder / _HEAD).read_text(encoding="utf-8"))
     if head.get("version") != _FORMAT:
         raise ValueError(f"format {head.get('version')} is not {_FORMAT}")
-    frames = {name: _frame(folder, name, head["rows"][name]) for name in SCHEMAS}
+    meta = _meta(head["meta"])
+    read = _frame_on_disk if meta.file_bytes >= spill.SPILL_BYTES else _frame
+    frames = {name: read(folder, name, head["rows"][name]) for name in SCHEMAS}
     notices = tuple(Notice(**notice) for notice in head["notices"])
-    return Trace(meta=_meta(head["meta"]), notices=notices, **frames)
+    return Trace(meta=meta, notices=notices, **frames)
 
 
 def _frame(folder: Path, name: str, rows: int) -> pl.DataFrame:
@@ -52,6 +58,23 @@ def _frame(folder: Path, name: str, rows: int) -> pl.DataFrame:
     if frame.height != rows or frame.schema != SCHEMAS[name]:
         raise ValueError(f"frame {name} is not as its head says")
     return frame
+
+
+def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:
+    """The same, column by column and part by part into files of this process."""
+    if not rows:
+        return pl.DataFrame(schema=SCHEMAS[name])
+    stored = pl.scan_ipc(folder / f"{name}.arrow")
+    schema = stored.collect_schema()
+    if schema != SCHEMAS[name] or stored.select(pl.len()).collect().item() != rows:
+        raise ValueError(f"frame {name} is not as its head says")
+
+    def parts(column: str) -> Iterator[pl.Series]:
+        for low in range(0, rows, _PART):
+            yield stored.select(column).slice(low, _PART).collect()[column]
+
+    columns = [mapped.gathered(schema[column], rows, partial(parts, column)).alias(column) for column in schema]
+    return pl.DataFrame(columns)
 
 
 def _meta(values: dict[str, Any]) -> Meta:
