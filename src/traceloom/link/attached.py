@@ -9,11 +9,18 @@ import polars as pl
 
 from traceloom.link.dataflow import DataFlow
 from traceloom.link.device_work import ORPHANS
+from traceloom.link.full_device import Late
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.model.notice import Notice
 
 if TYPE_CHECKING:
     from traceloom.link.rank import Parts
+
+
+NOTHING_LATE = Late(0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+_MUCH = 0.01  # of the window
+_LONG_NAME = 60
 
 
 class Found(NamedTuple):
@@ -22,13 +29,13 @@ class Found(NamedTuple):
     Attributes:
         overlapping: Neighbours on one stream that overlap.
         queued: Launches that found their queue full.
-        crowded: Work that found its device full.
+        late: Work that started long after it was ready.
         flow: Who reads what whom wrote; None without a host trace.
     """
 
     overlapping: int
     queued: int
-    crowded: int = 0
+    late: Late = NOTHING_LATE
     flow: DataFlow | None = None
 
 
@@ -66,8 +73,11 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
         rows.append(("data", "edges from the last writer of a storage", found.flow.source.size, None))
         rows.append(("data", "reads of what was written before the window, or nowhere", found.flow.unplaced, None))
         rows.append(("data", "reads before their writer had ended: no edge", found.flow.late, None))
-    if found.crowded:
-        rows.append(("streams", "work that waited for room on the device", found.crowded, None))
+    if found.late.crowded:
+        rows.append(("streams", "work that waited for room on the device", found.late.crowded, None))
+    if found.late.unexplained.size:
+        waited = int(found.late.waited_ns.sum())
+        rows.append(("streams", "work that waited for nothing recorded", found.late.unexplained.size, waited))
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
@@ -76,3 +86,24 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
         rows.append(("host-time", "left out: threads that only poll", parts.tree.polling, parts.tree.polling_ns))
     rows += [("edges", f"left out: {kind} against the order of others", count, None) for kind, count in refused.rows()]
     return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")
+
+
+def late_notice(names: pl.Series, late: Late, window_ns: int, rank: int) -> list[Notice]:
+    """Say so where much of the window is spent before GPU work that nothing recorded holds back.
+
+    Args:
+        names: Name of each unexplained work.
+        late: What waited.
+        window_ns: Length of the rank's window.
+        rank: The rank.
+    """
+    total = int(late.waited_ns.sum())
+    if total < _MUCH * max(window_ns, 1):
+        return []
+    worst = int(np.argmax(late.waited_ns))
+    said = (
+        f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
+        f"known to hold them back ({names[worst][:_LONG_NAME]}: {late.waited_ns[worst] / 1e6:.1f} ms); "
+        "re-timing from causes alone misses that time"
+    )
+    return [Notice("unexplained-starts", "warning", said, int(late.unexplained.size), rank)]

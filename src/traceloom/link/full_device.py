@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,21 @@ _TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave r
 _TAIL = 0.03  # or this share of the other's duration
 
 
-def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> int:
+class Late(NamedTuple):
+    """Work that started long after all that is known to hold it back.
+
+    Attributes:
+        crowded: How many found the device full.
+        unexplained: Numbers of the work that nothing recorded explains.
+        waited_ns: How long each of those had been ready.
+    """
+
+    crowded: int
+    unexplained: Ints
+    waited_ns: Ints
+
+
+def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> Late:
     """From the end of long work of one stream to the start of work of another that had been ready for long.
 
     Kernels wait for kernels, copies for copies.
@@ -32,12 +47,12 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
         times: Measured time of each point, ns.
 
     Returns:
-        How many works waited for room.
+        What waited for room, and what waited for nothing that is known.
     """
     lanes, bounds = work.lanes()
-    if lanes.size < 2:
-        return 0
+    begun = times[2 * work_node]
     ready = _ready(edges, times)[2 * work_node]
+    ready += work.start - begun  # on the clock of the trace
     late = np.flatnonzero((work.start - ready >= _LATE_NS) & (work.call >= 0))
     best = np.full(late.size, -1, dtype=np.int64)
     distance = np.full(late.size, np.iinfo(np.int64).max)
@@ -55,7 +70,8 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
         best, distance = np.where(better, other, best), np.where(better, np.abs(before), distance)
     found = best >= 0
     edges.add("occupancy", "inferred", work_node[best[found]], work_node[late[found]], from_end=True, to_end=False)
-    return int(found.sum())
+    rest = late[~found]
+    return Late(int(found.sum()), rest, work.start[rest] - ready[rest])
 
 
 def _ready(edges: Edges, times: Ints) -> Ints:

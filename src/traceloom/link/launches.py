@@ -5,23 +5,41 @@ from __future__ import annotations
 import numpy as np
 
 from traceloom.link.device_work import DeviceWork
-from traceloom.link.edges import Edges, Ints
+from traceloom.link.edges import Bools, Edges, Ints
+from traceloom.link.host_tree import HostTree
+from traceloom.link.segments import Segments
+
+_LONG_NS = 50_000  # a call this long did more than submit: it loaded code, or waited for room in the queue
+_BEFORE_NS = 10_000  # its work can start this long before it returns
 
 
-def launch_edges(edges: Edges, work: DeviceWork, first_node: Ints, work_node: Ints) -> None:
-    """From the start of each launch to the start of each work that it submitted.
+def launch_edges(  # noqa: PLR0917  (both ends of the edges)
+    edges: Edges, tree: HostTree, work: DeviceWork, awaited: Bools, host: Segments, segment_node: Ints, work_node: Ints
+) -> None:
+    """From each launch to the start of each work that it submitted.
 
-    The work can begin before the call returns, so the call's start is what holds it back. One graph launch submits all
-    the kernels of its graph.
+    The work can begin before the call returns, so the call's start is what holds it back; but not where a call was
+    long and its work began when it returned. One graph launch submits all the kernels of its graph.
 
     Args:
         edges: Where to add.
+        tree: Host events.
         work: The GPU work.
-        first_node: Node of the first segment of each host event.
+        awaited: Host events that wait for GPU work; their own starts before they end.
+        host: Segments of the host events.
+        segment_node: Node of each segment.
         work_node: Node of each work.
     """
     known = work.call >= 0
+    call = work.call[known]
+    submits_last = (tree.span()[call] >= _LONG_NS) & (work.start[known] >= tree.end[call] - _BEFORE_NS) & ~awaited[call]
     evidence = np.where(work.correlated[known], "correlated", "measured")
     edges.add(
-        "launch", evidence, first_node[work.call[known]], work_node[known], from_end=False, to_end=False, firm=True
+        "launch",
+        evidence,
+        segment_node[np.where(submits_last, host.last[call], host.first[call])],
+        work_node[known],
+        from_end=submits_last,
+        to_end=False,
+        firm=True,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.link.attached import Found, coverage_rows
+from traceloom.link.attached import Found, coverage_rows, late_notice
 from traceloom.link.autograd import forward_backward_edges
 from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
 from traceloom.link.communication import Communication, communication
@@ -114,7 +114,9 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     )
     edges = Edges()
     _thread_edges(edges, parts)
-    launch_edges(edges, work, parts.segment_node[host.first], parts.work_node)
+    waits = np.zeros(tree.row.size, dtype=np.bool_)
+    waits[waiting.call] = True
+    launch_edges(edges, tree, work, waits, host, parts.segment_node, parts.work_node)
     overlapping = stream_edges(edges, work, parts.work_node)
     last_node = parts.segment_node[host.last]
     edges.add(
@@ -173,8 +175,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
     nodes, lanes = _nodes(trace, parts, matching)
     times = _point_times(nodes)
     on_engines = (nodes["category"].gather(parts.work_node) == COPY).to_numpy()
-    waited = occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times)
-    found = found._replace(crowded=waited)
+    found = found._replace(late=occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times))
     _origin_edges(edges, nodes.height)
     frame, refused = edges.frame(times)
     meta = trace.meta
@@ -195,7 +196,9 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
         schema=GRAPH_SCHEMAS["ranks"],
     )
     coverage = coverage_rows(meta.rank or 0, parts, found, refused)
-    host_ops, notices = empty_frame("host_ops"), trace.notices
+    names = nodes["name"].gather(parts.work_node[found.late.unexplained])
+    late = late_notice(names, found.late, int(times.max() - times[0]), meta.rank or 0)
+    host_ops, notices = empty_frame("host_ops"), (*trace.notices, *late)
     if matching is not None:
         host_ops = _of_rank(matching.host.ops, meta.rank or 0, "host_ops")
         coverage = pl.concat([_of_rank(matching.coverage(), meta.rank or 0, "coverage"), coverage])
