@@ -1,0 +1,255 @@
+"""Where one sequence of names occurs in another, and which elements of two similar sequences are the same.
+
+Sequences are arrays of tokens: uint64, well mixed (see `mixed`), equal where the elements are. Everything is done on
+whole arrays with hashes of stretches, so that the cost grows as n log n however often names repeat.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Tokens = NDArray[np.uint64]
+
+_BASE = 0x9E3779B97F4A7C15 | 1
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_STRETCHES = (64, 16, 4, 1)  # lengths of stretches that must be unique to be trusted, longest first
+_ROUNDS = 8  # of the shortest, at most
+
+
+def mixed(values: NDArray[Any], salt: int = 0) -> Tokens:
+    """Small numbers as tokens: splitmix64, so that hashes of stretches do not collide by their regularity."""
+    out = values.astype(np.uint64) + np.uint64((salt * _BASE + 0x632BE59BD9B4E019) % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        out ^= out >> np.uint64(shift)
+        out *= np.uint64(factor)
+    out ^= out >> np.uint64(31)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """Hashes of all stretches of a sequence, in constant time each.
+
+    Attributes:
+        tokens: The sequence, shape (n,).
+        sums: Sum of the tokens before each place, each times a power of the base, shape (n + 1,), modulo 2^64.
+        inverse: Powers of the base's inverse, shape (n + 1,): they make stretches comparable wherever they begin.
+    """
+
+    tokens: Tokens
+    sums: Tokens
+    inverse: Tokens
+
+    def of(self, start: Ints, length: Ints | int) -> Tokens:
+        """Hash of the stretch of each start; starts and lengths must lie inside."""
+        between: Tokens = self.sums[start + length] - self.sums[start]
+        return between * self.inverse[start]
+
+
+def hashes(tokens: Tokens) -> Hashes:
+    """Prepare a sequence for comparing its stretches."""
+    powers = np.full(tokens.size, _BASE, dtype=np.uint64)
+    powers[:1] = 1
+    inverse = np.full(tokens.size + 1, _INVERSE, dtype=np.uint64)
+    inverse[:1] = 1
+    sums = np.zeros(tokens.size + 1, dtype=np.uint64)
+    np.cumsum(tokens * np.cumprod(powers, dtype=np.uint64), dtype=np.uint64, out=sums[1:])
+    return Hashes(tokens, sums, np.cumprod(inverse, dtype=np.uint64))
+
+
+def occurrences(pattern: Hashes, text: Hashes) -> Ints:
+    """All places where the whole pattern stands in the text, ascending."""
+    length, last = pattern.tokens.size, text.tokens.size - pattern.tokens.size
+    if last < 0 or not length:
+        return np.empty(0, dtype=np.int64)
+    wanted = pattern.of(np.zeros(1, dtype=np.int64), length)[0]
+    places: Ints = np.flatnonzero(text.tokens[: last + 1] == pattern.tokens[0])
+    places = places[text.of(places, length) == wanted]
+    if places.size and not np.array_equal(text.tokens[places[0] : places[0] + length], pattern.tokens):
+        equal = [np.array_equal(text.tokens[at : at + length], pattern.tokens) for at in places]  # pragma: no cover
+        places = places[equal]  # pragma: no cover - hashes that collide
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where something like a pattern stands in a text.
+
+    Attributes:
+        start: About where it begins, ascending; may lie a little outside of the text.
+        votes: How many of its stretches speak for the place.
+        slack: How far off the places may be.
+    """
+
+    start: Ints
+    votes: Ints
+    slack: int
+
+
+def similar(pattern: Hashes, text: Hashes, stretch: int = 8) -> Places:
+    """Places where most stretches of the pattern stand in the text at about the right distance from one another."""
+    slack = max(16, pattern.tokens.size // 8)
+    stretch = max(1, min(stretch, pattern.tokens.size // 4))
+    shift = _shifts(pattern, text, stretch)
+    if not shift.size:
+        return Places(shift, shift, slack)
+    shift.sort()
+    votes = np.searchsorted(shift, shift + slack, side="right") - np.arange(shift.size)
+    good = np.flatnonzero(votes >= 0.8 * votes.max())
+    starts, most = [], []
+    at = 0
+    while at < good.size:
+        near = int(np.searchsorted(shift[good], shift[good[at]] + max(slack, pattern.tokens.size // 2), side="right"))
+        best = good[at:near][int(np.argmax(votes[good[at:near]]))]
+        starts.append(int(shift[best]))
+        most.append(int(votes[best]))
+        at = max(near, at + 1)
+    return Places(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
+
+
+def _shifts(pattern: Hashes, text: Hashes, stretch: int) -> Ints:
+    """How much later in the text than in the pattern stretches stand; the rarest stretches first, bounded in number."""
+    if min(pattern.tokens.size, text.tokens.size) < stretch:
+        return np.empty(0, dtype=np.int64)
+    mine = pattern.of(np.arange(pattern.tokens.size - stretch + 1), stretch)
+    theirs = text.of(np.arange(text.tokens.size - stretch + 1), stretch)
+    order = np.argsort(theirs, kind="stable")
+    theirs = theirs[order]
+    low, high = np.searchsorted(theirs, mine, side="left"), np.searchsorted(theirs, mine, side="right")
+    rare = np.argsort(high - low, kind="stable")
+    rare = rare[(high - low)[rare] > 0]
+    budget = 4 * (pattern.tokens.size + text.tokens.size)
+    rare = rare[np.cumsum((high - low)[rare]) <= budget]
+    place = order[ranges(low[rare], (high - low)[rare])]
+    return place - np.repeat(rare, (high - low)[rare])
+
+
+def ranges(start: Ints, length: Ints) -> Ints:
+    """The numbers start, start + 1, ... of each range, one after the other."""
+    before = np.cumsum(length) - length
+    return np.repeat(start - before, length) + np.arange(int(length.sum()))
+
+
+# -- two similar sequences ------------------------------------------------------------------------------------------
+
+
+def align(one: Hashes, other: Hashes) -> tuple[Ints, Ints]:
+    """Places of equal elements in both, both strictly ascending; nearly as many as there can be.
+
+    Stretches that occur once in both, between what is known already, are anchors; the longest chain of anchors in the
+    same order is kept, and everything equal beside them is added; then shorter stretches between them.
+    """
+    mine = theirs = np.empty(0, dtype=np.int64)
+    # What is equal at the ends by chance must not come before anchors inside.
+    for outer in (False, True):
+        if outer:
+            mine, theirs = _filled(one, other, mine, theirs, outer=True)
+        for stretch in (*_STRETCHES, *([1] * _ROUNDS)):
+            left, right = _anchors(one, other, mine, theirs, stretch)
+            if left.size:
+                mine, theirs = _merged(mine, theirs, left, right)
+                mine, theirs = _filled(one, other, mine, theirs, outer=outer)
+            elif stretch == 1:
+                break
+    return mine, theirs
+
+
+def _merged(mine: Ints, theirs: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints]:
+    mine = np.concatenate([mine, left])
+    order = np.argsort(mine, kind="stable")
+    return mine[order], np.concatenate([theirs, right])[order]
+
+
+def _gaps(known: Ints, size: int) -> tuple[Ints, Ints]:
+    """Start and end of the places between known ones, the outer ones too; empty ones included."""
+    return np.concatenate([[0], known + 1]), np.concatenate([known, [size]])
+
+
+def _anchors(one: Hashes, other: Hashes, mine: Ints, theirs: Ints, stretch: int) -> tuple[Ints, Ints]:
+    left = _free(mine, one.tokens.size, stretch)
+    right = _free(theirs, other.tokens.size, stretch)
+    if not left.size or not right.size:
+        return left[:0], right[:0]
+    # A stretch counts between the same two known pairs only.
+    left_keys = one.of(left, stretch) ^ mixed(np.searchsorted(mine, left), 1)
+    right_keys = other.of(right, stretch) ^ mixed(np.searchsorted(theirs, right), 1)
+    left_keys, left = _once(left_keys, left)
+    right_keys, right = _once(right_keys, right)
+    _, at, to = np.intersect1d(left_keys, right_keys, assume_unique=True, return_indices=True)
+    left, right = left[at], right[to]
+    order = np.argsort(left)
+    chain = _longest_rise(right[order])
+    return left[order][chain], right[order][chain]
+
+
+def _free(known: Ints, size: int, stretch: int) -> Ints:
+    """Places where a stretch begins that touches no known place."""
+    start, end = _gaps(known, size)
+    length = np.maximum(end - start - stretch + 1, 0)
+    return ranges(start, length)
+
+
+def _once(keys: Tokens, places: Ints) -> tuple[Tokens, Ints]:
+    """Keys that occur once."""
+    values, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return values[counts == 1], places[first[counts == 1]]
+
+
+def _longest_rise(values: Ints) -> Ints:
+    """Places of a longest strictly ascending subsequence: patience."""
+    ends: list[int] = []
+    last: list[int] = []
+    before = np.empty(values.size, dtype=np.int64)
+    for at, value in enumerate(values.tolist()):
+        pile = bisect_left(ends, value)
+        if pile == len(ends):
+            ends.append(value)
+            last.append(at)
+        else:
+            ends[pile] = value
+            last[pile] = at
+        before[at] = last[pile - 1] if pile else -1
+    out = np.empty(len(ends), dtype=np.int64)
+    at = last[-1] if last else -1
+    for place in range(len(ends) - 1, -1, -1):
+        out[place] = at
+        at = int(before[at])
+    return out
+
+
+def _filled(one: Hashes, other: Hashes, mine: Ints, theirs: Ints, *, outer: bool) -> tuple[Ints, Ints]:
+    """Add what is equal directly behind and before known pairs; with `outer` also at the ends of both sequences."""
+    for backward in (False, True):
+        left, left_end = _gaps(mine, one.tokens.size)
+        right, right_end = _gaps(theirs, other.tokens.size)
+        room = np.minimum(left_end - left, right_end - right)
+        if not outer:
+            room[-1 if backward else 0] = 0
+        if backward:
+            length = _equal(one, other, left_end, right_end, room, backward=True)
+            more = ranges(left_end - length, length), ranges(right_end - length, length)
+        else:
+            length = _equal(one, other, left, right, room, backward=False)
+            more = ranges(left, length), ranges(right, length)
+        mine, theirs = _merged(mine, theirs, *more)
+    return mine, theirs
+
+
+def _equal(one: Hashes, other: Hashes, left: Ints, right: Ints, room: Ints, *, backward: bool) -> Ints:
+    """How many elements behind (or before) each pair of places are equal, at most `room`."""
+    length = np.zeros(left.size, dtype=np.int64)
+    step = 1 << max(0, int(room.max(initial=0)).bit_length() - 1)
+    while step:
+        longer = length + step
+        may = np.flatnonzero(longer <= room)
+        start = (left[may] - longer[may], right[may] - longer[may]) if backward else (left[may], right[may])
+        same = one.of(start[0], longer[may]) == other.of(start[1], longer[may])
+        length[may[same]] = longer[may[same]]
+        step >>= 1
+    return length
