@@ -173,7 +173,7 @@ def read_graph(
         step: Called with the number of bytes read so far.
 
     Raises:
-        InputError: What `EtReader` raises; `chakra-mixed`: files of several graphs; `chakra-circle`: nodes wait for each
+        InputError: As `EtReader`; `chakra-mixed`: files of several graphs; `chakra-circle`: nodes wait for each
             other; `chakra-times`: times that no clock has; `newer-format`.
     """
     numbers = range(len(paths)) if ranks is None else ranks

@@ -11,8 +11,8 @@ from isal.igzip_lib import IsalError
 
 from traceloom.errors import InputError
 
-PIECE = 1 << 20  # bytes that are looked at together
-_READ = 1 << 18
+PIECE = 1 << 22  # bytes that are looked at together; less makes decoding in columns slower
+_READ = 1 << 20
 _GZIP = b"\x1f\x8b"
 # Deflate can expand 1032 times; made workloads of nearly equal nodes come near 200.
 _MOST_EXPANSION = 500
@@ -50,7 +50,14 @@ class Pieces:
             piece = self._handle.read(_READ)
 
     def _plain(self) -> Iterator[bytes]:
-        yield from self._read()
+        waiting: list[bytes] = []
+        for piece in self._read():
+            waiting.append(piece)
+            if len(waiting) * _READ >= PIECE:
+                yield b"".join(waiting)
+                waiting = []
+        if waiting:
+            yield b"".join(waiting)
 
     def _unpacked(self) -> Iterator[bytes]:
         inflate = isal_zlib.decompressobj(31)

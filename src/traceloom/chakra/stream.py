@@ -86,7 +86,7 @@ class EtReader:
             yield window
 
     def blocks(self) -> Iterator[Block]:
-        """The nodes as undecoded bytes, about 1 MiB at a time, or one large node."""
+        """The nodes as undecoded bytes, about 4 MiB at a time, or one large node."""
         if self._rest is not None:
             yield self._rest
             self._rest = None
