@@ -12,7 +12,7 @@ from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.terminal import tables
-from traceloom.report.terminal.bars import cells
+from traceloom.report.terminal.bars import cells, plain
 from traceloom.report.terminal.columns import Column, lines, with_bars
 from traceloom.report.terminal.look import DIM
 from traceloom.report.terminal.time import heading
@@ -26,12 +26,16 @@ EVIDENCE = (
     ("inferred", "▒", "#e08a00"),
     ("assumed", "·", "bright_black"),
 )
+_PATH_ROWS = 8
+_PARTS = {"delay": "usual {0} of {1}", "residual": "unexplained: {1}", "before": "before this rank began"}
+_STYLES = {"work": "#3b82d6", "delay": "#e08a00", "residual": "#d55e00"}
 _WORDS = {"host-ops": "host ops", "gpu-work": "GPU work"}
 
 
 def render(document: Row, width: int) -> Iterator[Text]:
     """The lines of the summary, none wider than `width`."""
     yield from _head(document, width)
+    yield from _path(document, width)
     yield from _coverage(document, width)
     yield from _edges(document, width)
     yield from _clocks(document, width)
@@ -62,6 +66,36 @@ def _sentence(document: Row) -> str:
     if law is None:
         return "The graph was not re-timed."
     return str(law["sentence"])
+
+
+def _path(document: Row, width: int) -> Iterator[Text]:
+    """What the critical path consists of; the parts add up to the window."""
+    law = document["law"]
+    if not law or not law["path"]:
+        return
+    window = law["window_ns"]
+    note = f"one re-timing pass takes {units.duration(law['pass_ns'])}"
+    yield from heading("Critical path", note, width)
+    shown = law["path"][:_PATH_ROWS]
+    rest = law["path"][_PATH_ROWS:]
+    rows = [
+        (_PARTS.get(row["what"], "{} of {}").format(row["what"], row["kind"]), *_amounts(row["time_ns"], window))
+        for row in shown
+    ]
+    if rest:
+        rows.append((f"{len(rest)} more", *_amounts(sum(row["time_ns"] for row in rest), window)))
+    times = [row["time_ns"] for row in shown] + ([sum(row["time_ns"] for row in rest)] if rest else [])
+    styles = [_STYLES.get(row["what"], DIM) for row in shown] + [DIM]
+
+    def bar(number: int, room: int) -> Text:
+        return plain(max(times[number], 0) / max(window, 1), room, styles[number])
+
+    columns = (Column("", right=False), Column("time"), Column("share"))
+    yield from with_bars(columns, rows, bar, width)
+
+
+def _amounts(time: int, window: int) -> tuple[str, str]:
+    return units.duration(time), units.share(time, window)
 
 
 def _coverage(document: Row, width: int) -> Iterator[Text]:
