@@ -11,7 +11,7 @@ import msgspec
 
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.names import Names
-from traceloom.anonymize.policy import KEEP, Policy
+from traceloom.anonymize.policy import COLLAPSE, KEEP, Policy
 from traceloom.anonymize.public import is_type, sections
 from traceloom.anonymize.shapes import Shapes
 
@@ -51,6 +51,11 @@ SENSITIVE = frozenset(  # known, and left out whatever the policy says
      "Comms Id",
      "Input Tensors start", "Output Tensors start", "cmd_name", "executable_name", "mem size", "row", "column")
 )  # fmt: skip
+OF_STRUCTURE = frozenset(
+    ("External id", "external id", "Record function id", "Ev Idx", "Profiler Event Index", "Sequence number",
+     "Fwd thread id", "Python id", "Python parent id", "Python module id", "Input Dims", "Input dims", "Input Strides",
+     "Input type", "Concrete Inputs")
+)  # fmt: skip
 KEYS = (*PLAIN, *POINTERS, *SIZES, *TOTALS, *OF_SHAPE, "finished", "Is asynchronized op", "Input Dims", "Input dims",
         "In split size", "Out split size", "kind", "copy kind", "src kind", "dst kind", "direction", "Input Strides",
         "Input type", "Concrete Inputs", "grid", "block", "Addr", "Collective name", "dtype", "cuda_sync_kind",
@@ -82,7 +87,7 @@ class Arguments:
             found = self._rules.get(key)
             value = bytes(raw)
             if found is None:
-                self._account.drop(key, value, unknown=key not in SENSITIVE)
+                self._account.drop(key, value, unknown=key not in SENSITIVE and key not in OF_STRUCTURE)
                 continue
             prefix, rule = found
             if rule is None:
@@ -125,6 +130,8 @@ class Arguments:
             "Process Group Description": self._text(self._names.description),
             "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
         }
+        if self._policy.structure == COLLAPSE:  # what leads back to single operators
+            table = {key: rule for key, rule in table.items() if key not in OF_STRUCTURE}
         return table
 
     # -- rules ------------------------------------------------------------------------------------------------

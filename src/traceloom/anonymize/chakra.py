@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.anonymize.account import Account
+from traceloom.anonymize.chains import Chains, find_chains
+from traceloom.anonymize.kernels import FAMILIES
 from traceloom.anonymize.kineto import Rules
 from traceloom.anonymize.leaks import HiddenShapes
 from traceloom.anonymize.metadata import rank_list
-from traceloom.anonymize.policy import KEEP
+from traceloom.anonymize.policy import COLLAPSE, KEEP
 from traceloom.anonymize.public import host_names, is_schema, is_type
+from traceloom.anonymize.structure import FUSED
 from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
 from traceloom.anonymize.writing import opened
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata, IOInfo, Node, NodeType
@@ -41,6 +44,11 @@ _PLAIN = frozenset((
     "comm_root", "local_rank", "global_rank_start", "global_rank_stride",
 ))  # fmt: skip
 _SIZES = frozenset(("comm_size", "tensor_size", "num_ops", "bytes", "in_bytes", "out_bytes"))
+_OF_OPERATORS = frozenset((
+    "op_schema", "rf_id", "seq_id", "scope", "fw_parent", "fw_tid", "op_type", "inputs", "outputs", "op", "host_op",
+    "host_id", "host_parent", "event", "correlation",
+))  # fmt: skip
+_FAMILIES = frozenset(FAMILIES)
 _MOST_TEXTS = 50_000
 
 
@@ -62,6 +70,7 @@ class ChakraRewriter:
         self._hidden = hidden
         self._origin_us = origin_us
         self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
+        self._chains: Chains | None = None
         self._texts: dict[tuple[str, str], str] = {}
         self._rules_of_texts: dict[str, Callable[[str], str | None]] = {
             "pg_name": rules.names.group,
@@ -81,11 +90,16 @@ class ChakraRewriter:
             InputError: It is no Chakra trace, or damaged beyond its end.
             OSError: The new file cannot be written.
         """
+        collapse = self._rules.policy.structure == COLLAPSE
+        self._chains = find_chains(self._path) if collapse else None
         with EtReader(self._path) as reader, opened(target) as out:
             writer = EtWriter(out)
             writer.message(self._metadata(reader.metadata))
             for node in reader:
                 self._account.entries_in += 1
+                if self._chains is not None and node.id in self._chains.head:
+                    self._account.dropped_entries["collapsed"] += 1
+                    continue
                 writer.message(self._node(node))
                 self._account.entries_out += 1
         for notice in reader.notices:
@@ -120,6 +134,8 @@ class ChakraRewriter:
         name = self._name(old.name, old.type, on_host=bool(cpu is not None and _value(cpu)))
         start = max(0, old.start_time_micros - self._origin_us) if old.start_time_micros else 0
         new = Node(id=old.id, name=name, type=old.type, start_time_micros=start, duration_micros=old.duration_micros)
+        if self._chains is not None:
+            return self._joined(old, new, self._chains)
         new.ctrl_deps.extend(old.ctrl_deps)
         new.data_deps.extend(old.data_deps)
         kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
@@ -133,6 +149,25 @@ class ChakraRewriter:
                 self._account.drop(attribute.name, _bytes(_value(attribute)), unknown=True)
             else:
                 new.attr.append(made)
+        return new
+
+    def _joined(self, old: Node, new: Node, chains: Chains) -> Node:
+        """The first node of a chain, or one that stands alone, without what leads back to single operators."""
+        new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
+        new.data_deps.extend(chains.of(list(old.data_deps), old.id))
+        if old.id in chains.duration_us:
+            new.duration_micros = chains.duration_us[old.id]
+        for attribute in old.attr:
+            if old.type == NodeType.COMP_NODE and attribute.name in _OF_OPERATORS:
+                self._account.drop(attribute.name)
+                continue
+            if (old.id, attribute.name) in chains.sums:
+                setattr(attribute, attribute.WhichOneof("value") or "int64_val", chains.sums[old.id, attribute.name])
+            made = self._attribute(attribute)
+            if made is not None:
+                new.attr.append(made)
+        if old.type == NodeType.COMP_NODE and new.name not in _FAMILIES:
+            new.name = FUSED
         return new
 
     def _name(self, name: str, kind: int, *, on_host: bool) -> str:

@@ -7,7 +7,7 @@ import re
 from traceloom.analyze.classify import built_in_rules
 from traceloom.analyze.collective_names import KERNEL_KINDS
 from traceloom.anonymize.names import Names
-from traceloom.anonymize.policy import KEEP, Policy
+from traceloom.anonymize.policy import COLLAPSE, KEEP, Policy
 from traceloom.read.transfers import copy_kind, memory_kinds
 
 # A word by which each rule of kernel_rules.json knows its kernels again; the rest of the name is gone.
@@ -58,6 +58,7 @@ _FAMILIES = tuple(
         ),
     )
 )
+FAMILIES = tuple(family for family, _ in _FAMILIES)
 _KINDS_OF_MEMORY = r"(Pageable|Pinned|Device|Host|Array|Managed|Unknown|Peer)"
 _COPY = re.compile(rf"Mem(cpy|set)( [HDPM]to[HDPM])?( \({_KINDS_OF_MEMORY}( -> {_KINDS_OF_MEMORY})?\))?")
 _MEMORY = frozenset(("pageable", "pinned", "device", "host", "array", "managed", "unknown", "peer"))
@@ -77,14 +78,14 @@ class Kernels:
     def _kernel(self, name: str) -> str:
         if self._policy.kernels == KEEP:
             return self._names.keep(name)
-        letters = self._names.letters(name)
+        letters = "" if self._policy.structure == COLLAPSE else self._names.letters(name)
         rule = next((rule for rule, pattern in _RULES if pattern.search(name)), None)
         if rule in ("rocm-copy", "rocm-fill"):
-            return f"{MARKS[rule]}_{letters}"
+            return _joined(MARKS[rule], "", letters)
         if rule is not None:
             return _joined(MARKS[rule], self._kind(name), letters)
         family = next((family for family, pattern in _FAMILIES if pattern.search(name)), "kernel")
-        return f"{family}_{letters}"
+        return _joined(family, "", letters)
 
     @staticmethod
     def _kind(name: str) -> str:
@@ -112,7 +113,7 @@ class Kernels:
 def _joined(mark: str, kind: str, letters: str) -> str:
     """`nccl_all_reduce_letters`: the mark in front, so that the same rule finds it, then the kind."""
     if mark == "ep::":
-        return f"ep::{kind or 'kernel'}_{letters}"
+        return f"ep::{_joined(kind or 'kernel', '', letters)}"
     if kind == "reduce":
         return f"{mark}kernel_reduce_{letters}"
     return "_".join(part for part in (mark, kind, letters) if part)

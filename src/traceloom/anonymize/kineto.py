@@ -18,6 +18,7 @@ from traceloom.anonymize.metadata import Metadata
 from traceloom.anonymize.names import COMMUNICATION, STEP, Names
 from traceloom.anonymize.policy import COLLAPSE, DROP, KEEP, Policy
 from traceloom.anonymize.shapes import Shapes
+from traceloom.anonymize.structure import Fused, fused_events, microseconds
 from traceloom.anonymize.writing import joined, opened
 from traceloom.model import category as cat
 from traceloom.read.damage import Damage
@@ -55,12 +56,14 @@ class Place:
         origin_ns: Subtracted from all times.
         hosts: (process, thread) of host lanes, as texts; the others are devices and streams.
         base_ns: `baseTimeNanoseconds` of the file.
+        threads: With `collapse`, the fused operators of each thread.
     """
 
     path: Path
     origin_ns: int
     hosts: frozenset[tuple[str, str]] = frozenset()
     base_ns: int = 0
+    threads: tuple[Fused, ...] = ()
 
 
 @dataclass(slots=True)
@@ -104,6 +107,10 @@ class Rewriter:
                 if lines:
                     yield b",\n".join(lines)
             self.metadata = document.metadata
+        places = {key: self._spelled(*key) for key in {(one.process, one.thread) for one in self._place.threads}}
+        for some in fused_events(list(self._place.threads), places, self._place.origin_ns):
+            self._account.entries_out += len(some)
+            yield b",\n".join(some)
 
     # -- one slice --------------------------------------------------------------------------------------------
 
@@ -164,9 +171,9 @@ class Rewriter:
                 b",",
                 self._where(entry, device=plan.device),
                 b',"ts":',
-                _microseconds(start),
+                microseconds(start),
                 b',"dur":',
-                _microseconds(duration),
+                microseconds(duration),
                 b',"args":{' + args + b"}}" if args else b"}",
             )
         )
@@ -236,6 +243,11 @@ class Rewriter:
             found = self._places[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
         return found
 
+    def _spelled(self, process: str, thread: str) -> bytes:
+        """Process and thread of a lane, which the reader gives as texts."""
+        shown = [self._one(_number(text), on_device=False) for text in (process, thread)]
+        return b'"pid":' + shown[0] + b',"tid":' + shown[1]
+
     def _on_device(self, pid: Any, tid: Any) -> bool:
         hosts = self._place.hosts
         return (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
@@ -279,11 +291,11 @@ class Rewriter:
         identity = number(bytes(entry.get("id", _MISSING)))
         if not tail or identity is None or identity == b"null":
             return self._left_out("unknown arrow")
+        if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
+            return self._left_out("collapsed")
         end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
         where = self._where(entry, device=None)
-        return b"".join(
-            (b'{"ph":', phase, b',"id":', identity, b",", where, b',"ts":', _microseconds(start), tail, end)
-        )
+        return b"".join((b'{"ph":', phase, b',"id":', identity, b",", where, b',"ts":', microseconds(start), tail, end))
 
     def _instant(self, entry: dict[str, msgspec.Raw], start: int) -> bytes | None:
         name = self._named(self._marks, entry) or b'""'
@@ -292,7 +304,7 @@ class Rewriter:
         scope = bytes(entry.get("s", _MISSING))
         where = self._where(entry, device=False)
         return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
-            category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, _microseconds(start), args
+            category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, microseconds(start), args
         )  # fmt: skip
 
     def _counter(self, entry: dict[str, msgspec.Raw], start: int) -> bytes | None:
@@ -308,24 +320,20 @@ class Rewriter:
         name = decoded(bytes(entry.get("name", _MISSING)))
         shown = {"name": names.pseudonym("counter", str(name)), "args": values}
         where = self._where(entry, device=None)
-        return b'{"ph":"C",%b,"ts":%b,%b' % (where, _microseconds(start), msgspec.json.encode(shown)[1:])
+        return b'{"ph":"C",%b,"ts":%b,%b' % (where, microseconds(start), msgspec.json.encode(shown)[1:])
 
 
 _SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memset", "Python"))
+
+
+def _number(text: str) -> Any:
+    return int(text) if text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20 else text
 
 
 def _arrow(category: bytes, name: bytes) -> bytes:
     """Category and name of an arrow, as far as they are known; empty where neither is."""
     texts = [(key, decoded(raw)) for key, raw in ((b"cat", category), (b"name", name))]
     return b"".join(b',"%b":"%b"' % (key, text.encode()) for key, text in texts if text in _FLOWS)
-
-
-def _microseconds(time_ns: int) -> bytes:
-    """Exact decimal microseconds."""
-    if time_ns < 0:
-        return b"-" + _microseconds(-time_ns)
-    whole, rest = divmod(time_ns, 1000)
-    return b"%d.%03d" % (whole, rest) if rest else b"%d" % whole
 
 
 def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:

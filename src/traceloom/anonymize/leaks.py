@@ -13,6 +13,7 @@ from typing import Any
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.arguments import KEYS
 from traceloom.anonymize.key import ALPHABET, LETTERS
+from traceloom.anonymize.metadata import KNOWN_KEYS
 from traceloom.anonymize.names import OPERATIONS, Names
 from traceloom.anonymize.policy import BUCKET, KEEP, Policy
 from traceloom.anonymize.public import host_names, is_schema, is_type, sections
@@ -33,7 +34,7 @@ _MOST_SHAPES = 100_000
 # Keys and fixed words of the formats.
 _KEYS = (
     sections()["format"]
-    | frozenset(KEYS)
+    | frozenset((*KEYS, *KNOWN_KEYS))
     | frozenset(FROM_KINETO)
     | frozenset(("Kernel", "Runtime", "Operator", "Trace", "Memcpy", "Memset", "Python"))
 )

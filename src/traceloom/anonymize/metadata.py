@@ -25,6 +25,7 @@ _PROPERTIES = (
     "regsPerBlock", "warpSize", "sharedMemPerBlock", "numSms", "regsPerMultiprocessor", "sharedMemPerBlockOptin",
     "sharedMemPerMultiprocessor", "maxSharedMemoryPerMultiProcessor", "regsPerMultiprocessor",
 )  # fmt: skip
+KNOWN_KEYS = (*_FLAGS, *_VERSIONS, *_JOBS, *_PROPERTIES, "host_name")
 _VERSION = re.compile(r"v?(\d{1,4}(\.\d{1,4}){0,3})(?![\w.])")
 _LONG_VERSION = re.compile(r"\d{1,9}")
 _BACKEND = re.compile(

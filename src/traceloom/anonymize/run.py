@@ -19,9 +19,10 @@ from traceloom.anonymize.key import Key
 from traceloom.anonymize.kineto import Place, Rules, write_kineto
 from traceloom.anonymize.leaks import HiddenShapes, leak_report
 from traceloom.anonymize.names import Names
-from traceloom.anonymize.policy import ZERO, Policy
+from traceloom.anonymize.policy import COLLAPSE, ZERO, Policy
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import Source, Sources
+from traceloom.anonymize.structure import Fused, fused
 from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra
 from traceloom.anonymize.writing import Staging, private
 from traceloom.errors import InputError, UsageError
@@ -61,6 +62,7 @@ class _Seen:
     unix: bool
     measure: Measure
     notices: set[str]
+    threads: tuple[Fused, ...] = ()
 
 
 class Run:
@@ -85,6 +87,7 @@ class Run:
         self.refused: list[InputError] = []
         self._seen: dict[Path, _Seen] = {}
         self._origin_us = 0
+        self._collapsed = policy.structure == COLLAPSE
 
     def write(self, stage: Staging) -> None:
         """Rewrite every file below the stage.
@@ -142,6 +145,7 @@ class Run:
             trace.meta.clock == "unix",
             measure(trace),
             {notice.slug for notice in trace.notices},
+            tuple(fused(trace)) if self.rules.policy.structure == COLLAPSE else (),
         )
 
     def _origin_ns(self, *, unix: bool) -> int:
@@ -158,9 +162,10 @@ class Run:
         target = stage.path(source.name)
         if source.kind == sources.KINETO:
             seen = self._seen[source.path]
-            place = Place(source.path, self._shift_ns(seen), seen.hosts, seen.base_ns)
+            place = Place(source.path, self._shift_ns(seen), seen.hosts, seen.base_ns, seen.threads)
             write_kineto(place, self.rules, account, target, unix=seen.unix)
             self._compare(seen, target)
+            seen.threads = ()
         elif source.kind == sources.HOST:
             write_host_trace(source.path, self.rules, account, self.hidden, target)
         elif source.kind == sources.GROUPS:
@@ -188,7 +193,7 @@ class Run:
             {
                 "file": seen.source.name,
                 "rank": after.rank,
-                "parts": [part.to_dict() for part in parts],
+                "parts": [part.to_dict(collapsed=self._collapsed) for part in parts],
                 "new_notices": fresh,
             }
         )
@@ -197,7 +202,12 @@ class Run:
         """Count both files and compare."""
         parts = list(compare(measure_chakra(source.path), measure_chakra(target)))
         self.utility.append(
-            {"file": source.name, "rank": source.rank, "parts": [part.to_dict() for part in parts], "new_notices": []}
+            {
+                "file": source.name,
+                "rank": source.rank,
+                "parts": [part.to_dict(collapsed=self._collapsed) for part in parts],
+                "new_notices": [],
+            }
         )
 
     def _capture(self, folder: Path, document: dict[str, Any], target: Path) -> None:

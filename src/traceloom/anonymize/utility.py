@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from traceloom import analyze
 from traceloom.chakra.stream import EtReader
 from traceloom.model import Trace
 
-EXACT, ROUNDED, CHANGED = "equal", "rounded", "changed"
+EXACT, ROUNDED, GIVEN_UP, CHANGED = VERDICTS = "equal", "rounded", "given up", "changed"
 _TOLERANCE = 0.42  # a size is at most this much off after rounding to a power of two (sqrt 2 - 1, and a little)
 _NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
                  "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
 # Parts that `collapse` gives up: the host's own structure.
-OF_STRUCTURE = frozenset(("host time", "idle causes", "operators", "modules", "data loading"))
+OF_STRUCTURE = frozenset(
+    ("host time", "operators", "modules", "kernels", "nodes and times", "dependencies", "graph nodes", "graph edges")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,21 @@ class Part:
         """Nothing differs."""
         return self.figures == self.equal and not self.differences
 
-    def to_dict(self) -> dict[str, Any]:
+    def verdict(self, *, collapsed: bool) -> str:
+        """In a word; `collapsed`: the host's structure was given up on purpose."""
+        if self.same:
+            return EXACT
+        if self.sizes and self.off <= _TOLERANCE:
+            return ROUNDED
+        return GIVEN_UP if collapsed and self.name in OF_STRUCTURE else CHANGED
+
+    def to_dict(self, *, collapsed: bool = False) -> dict[str, Any]:
         """As it stands in the report."""
         return {
             "part": self.name,
             "figures": self.figures,
             "equal": self.equal,
-            "verdict": EXACT if self.same else ROUNDED if self.sizes and self.off <= _TOLERANCE else CHANGED,
+            "verdict": self.verdict(collapsed=collapsed),
             "largest_difference": round(self.off, 4),
             "differences": list(self.differences),
         }
@@ -64,16 +75,85 @@ Measure = dict[str, pl.DataFrame]
 
 def measure(trace: Trace) -> Measure:
     """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are left out."""
+    return _analysed(trace) | _retimed(trace)
+
+
+def _retimed(trace: Trace) -> Measure:
+    """The linked graph of one rank, its critical path, and its answer to a question: kernels twice as fast."""
+    from traceloom.link.rank import link_rank
+    from traceloom.retime.calibrate import calibrate
+    from traceloom.retime.law import law
+    from traceloom.retime.plan import Plan
+
+    graph = calibrate(link_rank(trace))
+    told = law(graph)
+    work = graph.nodes["work_ns"].to_numpy()
+    halved = np.where((graph.nodes["kind"] == "kernel").to_numpy(), work // 2, work)
+    times = Plan(graph).evaluate(work_ns=halved)
+    nodes = graph.nodes.group_by("kind").agg(pl.len(), pl.col("work_ns").sum(), pl.col("duration_ns").sum())
+    edges = graph.edges.group_by("kind", "evidence").agg(pl.len(), pl.col("delay_ns").sum())
+    window = {
+        "window_ns": told.window_ns,
+        "error_with_residuals_ns": told.exact_error_ns,
+        "error_without_ns": told.honest_error_ns,
+        "with_kernels_halved_ns": int(times.max() - times.min()) if len(times) else 0,
+    }
+    return {
+        "graph nodes": _numbers(nodes),
+        "graph edges": _numbers(edges),
+        "critical path": _numbers(told.path),
+        "re-timing": _numbers(pl.DataFrame({name: [value] for name, value in window.items()})),
+    }
+
+
+def _analysed(trace: Trace) -> Measure:
     return {name: _numbers(make(trace)) for name, make in _PARTS.items()} | {
         name: _numbers(make(trace)) for name, make in _SIZES.items()
     }
 
 
+class LongestPath:
+    """The longest path through nodes that wait for others."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def add(self, node: int, duration: int, waits: list[int]) -> None:
+        """Take a node; what it waits for may come later."""
+        self._nodes[node] = (duration, tuple(waits))
+
+    def length(self) -> int | None:
+        """Its length; None where nodes wait for each other."""
+        waiting = {node: sum(one in self._nodes for one in set(waits)) for node, (_, waits) in self._nodes.items()}
+        followers: dict[int, list[int]] = {}
+        for node, (_, waits) in self._nodes.items():
+            for one in set(waits):
+                followers.setdefault(one, []).append(node)
+        ready = [node for node, count in waiting.items() if count == 0]
+        ends: dict[int, int] = dict.fromkeys(self._nodes, 0)
+        done = 0
+        while ready:
+            node = ready.pop()
+            done += 1
+            ends[node] += self._nodes[node][0]
+            for follower in followers.get(node, ()):
+                ends[follower] = max(ends[follower], ends[node])
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        return max(ends.values(), default=0) if done == len(self._nodes) else None
+
+
 def measure_chakra(path: Path) -> Measure:
-    """What a simulator takes from a `.et` file: times, dependencies, sizes; a row per type of node."""
+    """What a simulator takes from a `.et` file: times, dependencies, sizes; a row per type of node.
+
+    `ideal time` is that of the longest path through the data dependencies, with nothing to share: what any simulator
+    starts from, and what joining chains must not change.
+    """
     rows: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, str], int] = {}
     checksum = 0
+    path_us = LongestPath()
     with EtReader(path) as reader:
         for node in reader:
             values = {attribute.name: attribute for attribute in node.attr}
@@ -82,6 +162,7 @@ def measure_chakra(path: Path) -> Measure:
             row = rows.setdefault(key, [0, 0, 0, 0])
             for at, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
                 row[at] += amount
+            path_us.add(node.id, node.duration_micros, [*node.data_deps, *node.ctrl_deps])
             checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
             for name in ("comm_size", "tensor_size", "num_ops"):
                 if name in values:
@@ -94,6 +175,8 @@ def measure_chakra(path: Path) -> Measure:
     return {
         "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int64), orient="row"),
         "dependencies": pl.DataFrame({"checksum": [checksum]}),
+        "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
+        "ideal time": pl.DataFrame({"path_us": [path_us.length()]}),
         SIZES_OF_NODES: pl.DataFrame(
             listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int64}, orient="row"
         ),

@@ -129,7 +129,7 @@ def _utility(entries: list[dict[str, Any]]) -> Iterator[str]:
         figures, equal = sum(part["figures"] for part in several), sum(part["equal"] for part in several)
         if not figures:
             continue
-        worst = max((part["verdict"] for part in several), key=("equal", "rounded", "changed").index)
+        worst = max((part["verdict"] for part in several), key=("equal", "rounded", "given up", "changed").index)
         off = max(part["largest_difference"] for part in several)
         said = "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
         yield f"  {worst:<8} {name}: {figures:,} figures{said}"

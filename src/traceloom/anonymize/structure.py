@@ -1,0 +1,85 @@
+"""`--structure collapse` for device traces: what the host does between two launches becomes one operator.
+
+The tree of operators, annotations and Python frames tells how a model is built. What is left is when a thread was in
+any operator at all, so that launches, waits and idle time keep their causes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.analyze.intervals import Spans, difference, union
+from traceloom.anonymize.names import COMMUNICATION
+from traceloom.model import Trace
+from traceloom.model import category as cat
+
+FUSED = "host_work"
+_PIECE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """The fused operators of one thread.
+
+    Attributes:
+        process, thread: As the file writes them.
+        spans: When they ran.
+    """
+
+    process: str
+    thread: str
+    spans: Spans
+
+
+def fused(trace: Trace) -> list[Fused]:
+    """For each host thread the time inside operators, without launches and communication, which stay events."""
+    host = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
+    events = trace.events.select("lane", "name", "category", "start_ns", "nested_end_ns")
+    out = []
+    for lane, process, thread in host.iter_rows():
+        mine = events.filter(pl.col("lane") == lane)
+        kept = pl.col("category").is_in(cat.LAUNCHES) | (
+            pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
+            & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
+        )
+        inside = _spans(mine.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE])))
+        spans = difference(inside, _spans(mine.filter(kept)))
+        if spans.start.size:
+            out.append(Fused(process, thread, spans))
+    return out
+
+
+def _spans(events: pl.DataFrame) -> Spans:
+    return union(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
+
+
+def microseconds(time_ns: int) -> bytes:
+    """Nanoseconds as exact decimal microseconds."""
+    if time_ns < 0:
+        return b"-" + microseconds(-time_ns)
+    whole, rest = divmod(time_ns, 1000)
+    return b"%d.%03d" % (whole, rest) if rest else b"%d" % whole
+
+
+def fused_events(threads: list[Fused], where: dict[tuple[str, str], bytes], origin_ns: int) -> Iterator[list[bytes]]:
+    """The fused operators as events, some thousand at a time.
+
+    Args:
+        threads: From `fused`.
+        where: (process, thread) -> `"pid":1,"tid":2` of the output.
+        origin_ns: Subtracted from the times.
+    """
+    head = b'{"ph":"X","cat":"cpu_op","name":' + json.dumps(FUSED).encode() + b","
+    for one in threads:
+        place = where[one.process, one.thread]
+        starts, ends = one.spans.start - origin_ns, one.spans.end - origin_ns
+        for at in range(0, len(starts), _PIECE):
+            pairs = zip(starts[at : at + _PIECE].tolist(), ends[at : at + _PIECE].tolist(), strict=True)
+            yield [
+                b"".join((head, place, b',"ts":', microseconds(start), b',"dur":', microseconds(end - start), b"}"))
+                for start, end in pairs
+            ]
