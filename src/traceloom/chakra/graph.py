@@ -27,6 +27,7 @@ from traceloom.model.concatenation import concatenated
 from traceloom.model.graph import Graph
 
 GROUPS_FILE = "comm_groups.json"
+FILES_OF_RANKS = ("workload.*.et", "workload.*.et.gz", GROUPS_FILE)
 
 Step = Callable[[int], None]
 
@@ -100,9 +101,7 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False, ste
             done += _write(outgoing, rank, folder / f"workload.{rank}.et", tell)
         files.write(folder / GROUPS_FILE, lambda handle: _write_groups(graph, handle), force=False)
 
-    return files.write_directory(
-        Path(directory), produce, ("workload.*.et", "workload.*.et.gz", GROUPS_FILE), force=force
-    )
+    return files.write_directory(Path(directory), produce, FILES_OF_RANKS, force=force)
 
 
 def _write(outgoing: Outgoing, rank: int, path: Path, step: Step | None, *, force: bool = False) -> int:
