@@ -1,0 +1,182 @@
+"""Calls and threads that wait: synchronisations, blocking copies, full queues, work handed to other threads."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from traceloom.link.rank import link_rank
+from traceloom.model import Graph
+from traceloom.testing.builder import TraceBuilder
+
+
+def edges(graph: Graph, kind: str) -> list[tuple[str, str, bool, bool, str]]:
+    graph.check()
+    name = graph.nodes["name"]
+    found = graph.edges.filter(pl.col("kind") == kind)
+    return [
+        (name[row["source"]], name[row["target"]], row["from_end"], row["to_end"], row["evidence"])
+        for row in found.to_dicts()
+    ]
+
+
+def kernel(built: TraceBuilder, name: str, at: float, start: float, length: float, *, stream: int = 7) -> None:
+    number = round(at * 10) + 1
+    built.launch("cudaLaunchKernel", at, 4, correlation=number)
+    built.kernel(name, start, length, stream=stream, correlation=number)
+
+
+def blocks(graph: Graph) -> list[str]:
+    return graph.nodes.filter(pl.col("kind") == "block")["name"].to_list()
+
+
+@pytest.mark.parametrize("call", ["cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize"])
+def test_a_device_is_awaited_on_all_its_streams(call: str) -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100, stream=7)
+    kernel(built, "b", 5, 10, 200, stream=20)
+    graph = link_rank(built.launch(call, 12, 205, correlation=99, flow=False).build())
+    waits = edges(graph, "synchronize")
+    name = blocks(graph)[0]
+    assert waits == [("a", name, True, True, "inferred"), ("b", name, True, True, "inferred")]
+
+
+def test_a_second_synchronisation_waits_for_nothing_that_the_first_has_seen() -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100)
+    for number, at in enumerate((12, 200)):
+        built.launch("cudaDeviceSynchronize", at, 105 if number == 0 else 3, correlation=90 + number, flow=False)
+    graph = link_rank(built.build())
+    assert len(edges(graph, "synchronize")) == 1
+
+
+def test_a_stream_is_told_by_the_work_that_ends_when_the_call_returns() -> None:
+    built = TraceBuilder()
+    kernel(built, "other stream", 0, 10, 300, stream=20)
+    kernel(built, "own stream", 6, 12, 20, stream=7)
+    built.launch("cudaStreamSynchronize", 12, 303, correlation=99, flow=False)
+    assert edges(link_rank(built.build()), "synchronize") == [
+        ("other stream", "cudaStreamSynchronize", True, True, "inferred")
+    ]
+
+
+def test_a_stream_whose_work_goes_on_after_the_return_was_not_awaited() -> None:
+    built = TraceBuilder()
+    kernel(built, "goes on", 0, 10, 3000, stream=7)
+    built.launch("cudaStreamSynchronize", 12, 3, correlation=99, flow=False)
+    assert edges(link_rank(built.build()), "synchronize") == []
+
+
+def test_records_of_the_device_say_which_event_was_awaited() -> None:
+    built = TraceBuilder(generation="2026")
+    kernel(built, "before the record", 0, 10, 50)
+    built.launch("cudaEventRecord", 6, 1, correlation=70, flow=False)
+    kernel(built, "after the record", 8, 61, 10)
+    built.launch("cudaEventSynchronize", 14, 51, correlation=80, flow=False)
+    built.sync("Event Sync", 14, 51, stream=-1, correlation=80, wait_on_stream=7, wait_on_cuda_event_record_corr_id=70)
+    assert edges(link_rank(built.build()), "synchronize") == [
+        ("before the record", "cudaEventSynchronize", True, True, "measured")
+    ]
+
+
+def test_a_pageable_copy_to_the_host_blocks_and_a_pinned_one_does_not() -> None:
+    built = TraceBuilder()
+    for number, memory in enumerate(("Pageable", "Pinned")):
+        at = 1000 * number
+        built.launch("cudaMemcpyAsync", at, 120 if memory == "Pageable" else 5, correlation=number + 1)
+        name = f"Memcpy DtoH (Device -> {memory})"
+        built.copy(name, at + 10, 100, bytes=64, correlation=number + 1)
+    graph = link_rank(built.build())
+    assert [row[0] for row in edges(graph, "synchronize")] == ["Memcpy DtoH (Device -> Pageable)"]
+    assert len(blocks(graph)) == 1
+
+
+def test_a_call_that_returns_before_what_it_awaited_by_the_clock_keeps_its_edge() -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100)
+    graph = link_rank(built.launch("hipDeviceSynchronize", 12, 90, correlation=99, flow=False).build())
+    assert len(edges(graph, "synchronize")) == 1
+    assert graph.edges.filter(pl.col("kind") == "synchronize")["delay_ns"].to_list() == [-8000]
+
+
+def test_allocations_cost_what_they_cost() -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100)
+    graph = link_rank(built.launch("cudaFree", 12, 99, correlation=99, flow=False).build())
+    assert edges(graph, "synchronize") == []
+    assert blocks(graph) == []
+
+
+def test_launches_that_find_the_queue_full_wait_for_the_work_that_makes_room() -> None:
+    built, room = TraceBuilder(), 1000
+    for number in range(room + 40):
+        held = number >= room
+        at = 5 * number if not held else 5 * room + 100 * (number - room)
+        built.launch("cudaLaunchKernel", at, 99 if held else 4, correlation=number + 1)
+        built.kernel(f"k{number}", 4998 + 100 * number, 100, correlation=number + 1)
+    graph = link_rank(built.build())
+    graph.check()
+    queue = graph.edges.filter(pl.col("kind") == "queue")
+    first = queue.sort("target").to_dicts()[0]
+    assert graph.nodes["name"][first["source"]] == "k0"
+    assert (queue["from_end"] & queue["to_end"]).all()
+    assert graph.coverage.filter(pl.col("outcome") == "held up by a full queue")["count"][0] >= 40
+
+
+def backward(*, inside: bool) -> TraceBuilder:
+    """The main thread starts the backward pass on another thread and waits for it."""
+    built = TraceBuilder().annotation("## start ##", 0, 5)
+    if inside:
+        built.annotation("## backward ##", 6, 2000)
+    built.op("aten::ones_like", 10, 20).op("aten::next", 2100, 50)
+    for number in range(10):
+        name = "autograd::engine::evaluate_function: MmBackward0"
+        built.op(name, 200 + 150 * number, 140, thread=2)
+    return built
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_main_thread_waits_for_the_backward_pass_inside_self_time_too(inside: bool) -> None:
+    graph = link_rank(backward(inside=inside).build())
+    graph.check()
+    wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(200, 1490)]
+    into = graph.edges.filter((pl.col("kind") == "cross-thread") & (pl.col("target") == wait[0]["node"])).to_dicts()
+    assert len(into) == 1
+    assert into[0]["from_end"]
+    assert into[0]["to_end"]
+    assert graph.nodes["start_ns"][into[0]["source"]] == 1550 * 1000
+    out = graph.edges.filter((pl.col("kind") == "cross-thread") & ~pl.col("to_end")).to_dicts()
+    assert graph.nodes["start_ns"][out[0]["target"]] == 200 * 1000
+    assert graph.nodes["lane"][out[0]["source"]] == wait[0]["lane"]
+
+
+def test_a_worker_that_was_idle_is_woken_by_what_ended_last() -> None:
+    built = TraceBuilder().op("aten::a", 0, 100).op("aten::b", 1000, 100)
+    built.op("work", 130, 20, thread=2).op("work", 1110, 20, thread=2)
+    graph = link_rank(built.build())
+    graph.check()
+    waits = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in waits] == [(150, 960)]
+    found = edges(graph, "cross-thread")
+    assert ("aten::a", "work", True, False, "inferred") in found
+    assert ("aten::b", "wait", True, True, "inferred") in found
+
+
+def test_threads_that_work_side_by_side_do_not_wait_for_each_other() -> None:
+    built = TraceBuilder()
+    for number in range(20):
+        built.op("mine", 100 * number, 90).op("theirs", 100 * number + 35, 90, thread=2)
+    graph = link_rank(built.build())
+    graph.check()
+    assert graph.nodes.filter(pl.col("kind") == "wait").height == 0
+
+
+def test_forward_and_backward_are_joined_by_number_or_arrow() -> None:
+    built = TraceBuilder().op("aten::mm", 0, 50, sequence=5)
+    built.op("autograd::engine::evaluate_function: MmBackward0", 100, 50, sequence=5, forward_thread=1, thread=2)
+    built.op("MmBackward0", 110, 30, sequence=5, forward_thread=1, thread=2)
+    found = edges(link_rank(built.build()), "forward-backward")
+    assert found == [("aten::mm", "autograd::engine::evaluate_function: MmBackward0", True, False, "correlated")]
+    arrow = edges(link_rank(built.forward_backward(1, 0, 110, backward_thread=2).build()), "forward-backward")
+    assert arrow == [("aten::mm", "MmBackward0", True, False, "measured")]
