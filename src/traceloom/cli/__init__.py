@@ -25,6 +25,7 @@ VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
     "validate": "say what is wrong with a set of Chakra files",
+    "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
 }
 
@@ -44,6 +45,8 @@ verbs:
              traceloom report trace.json.gz -o report.html
   validate {VERBS["validate"]}
              traceloom validate workload/ --target astra-sim
+  generate {VERBS["generate"]}
+             traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}
              traceloom anonymize run -o shared
 

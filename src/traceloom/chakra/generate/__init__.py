@@ -1,0 +1,41 @@
+"""Small workloads with known answers, for tests, validation and simulation; the same files on every run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from traceloom.chakra.generate.collectives import ALGORITHMS, KINDS, CollectiveOptions, collectives
+from traceloom.chakra.generate.pipeline import SCHEDULES, PipelineOptions, pipeline
+from traceloom.chakra.generate.program import Generated, Program
+from traceloom.chakra.generate.transformer import TransformerOptions, transformer
+from traceloom.chakra.plain import plain_metadata, write_plain
+
+SCHEMA = "traceloom-generated"
+
+__all__ = [
+    "ALGORITHMS",
+    "KINDS",
+    "SCHEDULES",
+    "SCHEMA",
+    "CollectiveOptions",
+    "Generated",
+    "PipelineOptions",
+    "Program",
+    "TransformerOptions",
+    "collectives",
+    "pipeline",
+    "transformer",
+    "write_generated",
+]
+
+
+def write_generated(generated: Generated, directory: str | Path, *, force: bool = False) -> list[Path]:
+    """Write `workload.<rank>.et` and the group file; the metadata of every file say what is known of the whole.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    known = json.dumps(generated.to_dict())
+    ranks = [(plain_metadata(SCHEMA, {"rank": p.rank, "generated": known}), p.plain()) for p in generated.programs]
+    return write_plain(Path(directory), ranks, generated.groups, force=force)

@@ -1,0 +1,199 @@
+"""A training step of a transformer with data, tensor and pipeline parallelism.
+
+Of each layer: attention and MLP, in forward and backward, with the operations of their matrix products, and the
+all-reduces of tensor parallelism behind each; activations between pipeline stages; all-reduces of the gradients over
+data parallel ranks, layer by layer beside the last backward; an optimizer step. Embeddings and the head are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from traceloom.chakra.generate.pipeline import schedule_of
+from traceloom.chakra.generate.program import Generated, Program
+from traceloom.errors import UsageError
+
+_ADAM_OPERATIONS, _ADAM_BYTES = 12, 24  # per parameter: moments and update; read and written in 4 bytes each
+_WEIGHTS = {"attention": 4, "mlp": 8}  # x hidden^2
+
+
+@dataclass(frozen=True)
+class TransformerOptions:
+    """What to generate.
+
+    Attributes:
+        data_parallel: Copies of the model.
+        tensor_parallel: Ranks that share every layer.
+        pipeline_parallel: Stages; divides the layers.
+        layers: Layers of the model.
+        hidden: Width of the model; the MLP is four times as wide.
+        sequence: Tokens of a sample.
+        batch: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step, per copy of the model.
+        schedule: `1f1b` or `gpipe`.
+        element_bytes: Bytes of an activation, weight or gradient.
+        tflops: Operations per second that a rank reaches, in 10^12.
+        memory_gbps: Bytes per second of its memory, in 10^9.
+    """
+
+    data_parallel: int = 2
+    tensor_parallel: int = 2
+    pipeline_parallel: int = 2
+    layers: int = 4
+    hidden: int = 1024
+    sequence: int = 1024
+    batch: int = 1
+    micro_batches: int = 4
+    schedule: str = "1f1b"
+    element_bytes: int = 2
+    tflops: float = 300.0
+    memory_gbps: float = 2000.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank stands: tensor parallel ranks are neighbours, then data parallel ones, then stages."""
+
+    tensor: int
+    data: int
+    stage: int
+
+    def rank(self, options: TransformerOptions) -> int:
+        return (self.stage * options.data_parallel + self.data) * options.tensor_parallel + self.tensor
+
+
+def transformer(options: TransformerOptions) -> Generated:
+    """One training step.
+
+    Known: `operations` and `compute_us` of every rank, `collective_bytes` (sum of comm_size by kind), `sent_bytes`.
+
+    Raises:
+        UsageError: `cannot-generate`: layers or width do not divide.
+    """
+    if options.layers % options.pipeline_parallel or options.hidden % options.tensor_parallel:
+        raise UsageError(
+            f"{options.layers} layers and a width of {options.hidden} cannot be shared by "
+            f"{options.pipeline_parallel} stages and {options.tensor_parallel} tensor parallel ranks",
+            slug="cannot-generate",
+            hint="choose numbers that divide",
+        )
+    places = [
+        _Place(tensor, data, stage)
+        for stage in range(options.pipeline_parallel)
+        for data in range(options.data_parallel)
+        for tensor in range(options.tensor_parallel)
+    ]
+    names, groups = _groups(options, places)
+    programs = [Program(place.rank(options)) for place in places]
+    for program, place in zip(programs, places, strict=True):
+        _Rank(program, place, options, names).write()
+    totals = {
+        "operations": [program.operations() for program in programs],
+        "compute_us": [program.compute_us() for program in programs],
+        "collective_bytes": [program.collective_bytes() for program in programs],
+        "sent_bytes": [program.sent()[1] for program in programs],
+    }
+    return Generated("transformer", asdict(options), programs, groups, totals)
+
+
+def _groups(
+    options: TransformerOptions, places: Sequence[_Place]
+) -> tuple[dict[tuple[int, ...], str | None], dict[str, list[int]]]:
+    """Names by members: None for a group of all ranks; groups of one have no name, as they need no communication."""
+    by_key: dict[tuple[str, int, int], list[int]] = {}
+    for place in places:
+        by_key.setdefault(("tensor", place.data, place.stage), []).append(place.rank(options))
+        by_key.setdefault(("data", place.tensor, place.stage), []).append(place.rank(options))
+    names: dict[tuple[int, ...], str | None] = {}
+    for members in by_key.values():
+        if len(members) > 1 and tuple(members) not in names:
+            names[tuple(members)] = (
+                None if len(members) == len(places) else str(1 + len([n for n in names.values() if n]))
+            )
+    return names, {name: list(members) for members, name in names.items() if name}
+
+
+class _Rank:
+    """Writes the program of one rank."""
+
+    def __init__(
+        self, program: Program, place: _Place, options: TransformerOptions, names: dict[tuple[int, ...], str | None]
+    ) -> None:
+        self.program, self.place, self.options = program, place, options
+        tensor = [_Place(k, place.data, place.stage).rank(options) for k in range(options.tensor_parallel)]
+        data = [_Place(place.tensor, k, place.stage).rank(options) for k in range(options.data_parallel)]
+        self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
+        self.tokens = options.batch * options.sequence
+        self.activation = self.tokens * options.hidden * options.element_bytes
+        self.own_layers = options.layers // options.pipeline_parallel
+        self.last: list[int] = []  # the compute or collective that the next one waits for
+        self.gradients: list[int] = []
+
+    def write(self) -> None:
+        """The whole step."""
+        options, got = self.options, dict[str, list[int]]()
+        steps = list(schedule_of(options.schedule, self.place.stage, options.pipeline_parallel, options.micro_batches))
+        for turn, (direction, number) in enumerate(steps):
+            forward = direction == "forward"
+            tag = 2 * number + (not forward)
+            source, to = self._neighbour(-1 if forward else 1), self._neighbour(1 if forward else -1)
+            if source is not None:
+                got[direction] = [self.program.receive(source, self.activation, got.get(direction, []), tag=tag)]
+                self.last = [*self.last, *got[direction]]
+            self._layers(number, forward=forward, final=turn == len(steps) - 1)
+            if to is not None:
+                self.program.send(to, self.activation, self.last, tag=tag)
+        self._optimizer()
+
+    def _neighbour(self, step: int) -> int | None:
+        stage = self.place.stage + step
+        inside = 0 <= stage < self.options.pipeline_parallel
+        return _Place(self.place.tensor, self.place.data, stage).rank(self.options) if inside else None
+
+    def _layers(self, number: int, *, forward: bool, final: bool) -> None:
+        first = self.place.stage * self.own_layers
+        layers = range(first, first + self.own_layers)
+        for layer in layers if forward else reversed(layers):
+            for part in ("attention", "mlp") if forward else ("mlp", "attention"):
+                self._part(
+                    f"layer {layer} {part} {'forward' if forward else 'backward'} {number}", part, forward=forward
+                )
+            if final and self.options.data_parallel > 1:
+                size = sum(_WEIGHTS.values()) * self.options.hidden**2 // self.options.tensor_parallel
+                self.gradients.append(
+                    self.program.collective(
+                        "ALL_REDUCE",
+                        size * self.options.element_bytes,
+                        [*self.last, *self.gradients[-1:]],
+                        group=self.data_group,
+                        name=f"layer {layer} gradients",
+                    )
+                )
+
+    def _part(self, name: str, part: str, *, forward: bool) -> None:
+        """Matrix products: 2 operations per weight and token, twice that backward; attention also has its scores."""
+        options = self.options
+        weights = _WEIGHTS[part] * options.hidden**2
+        operations = 2 * weights * self.tokens
+        if part == "attention":
+            operations += 4 * options.hidden * options.sequence * self.tokens
+        operations = operations * (1 if forward else 2) // options.tensor_parallel
+        size = weights * options.element_bytes // options.tensor_parallel + 2 * self.activation
+        node = self.program.compute(name, self.last, us=self._us(operations, size), operations=operations, size=size)
+        self.last = [node]
+        if options.tensor_parallel > 1:
+            reduce = self.program.collective(
+                "ALL_REDUCE", self.activation, self.last, group=self.tensor_group, name=f"{name} all-reduce"
+            )
+            self.last = [reduce]
+
+    def _optimizer(self) -> None:
+        weights = sum(_WEIGHTS.values()) * self.options.hidden**2 * self.own_layers // self.options.tensor_parallel
+        operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
+        after = [*self.last, *self.gradients]
+        self.program.compute("optimizer", after, us=self._us(operations, size), operations=operations, size=size)
+
+    def _us(self, operations: int, size: int) -> int:
+        """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""
+        return max(1, round(operations / (self.options.tflops * 1e6)), round(size / (self.options.memory_gbps * 1e3)))

@@ -1,0 +1,159 @@
+"""`traceloom generate`: small workloads with known answers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from traceloom.chakra.generate import Generated
+
+_EXAMPLES = """\
+examples:
+  traceloom generate collective --collective all_gather --size 4MiB --ranks 16 -o gather/
+  traceloom generate collective --algorithm ring --ranks 8 -o ring/
+  traceloom generate pipeline --ranks 4 --micro-batches 16 --schedule gpipe -o pipe/
+  traceloom generate transformer --tensor-parallel 4 --layers 8 --hidden 4096 -o step/
+"""
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<binary>i?)[bB]?")
+_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_KINDS = ("collective", "pipeline", "transformer")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "generate",
+        help="make a small workload with known answers",
+        description="Make a small workload with known answers, one Chakra file per rank.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write")
+    number, size, real = _count, _bytes, _positive
+    some = parser.add_argument_group("collective and pipeline")
+    some.add_argument("--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)")
+    some.add_argument(
+        "--size", type=size, metavar="BYTES", help="bytes of a collective or of activations, as 1MiB or 64kB (1MiB)"
+    )
+    one = parser.add_argument_group("collective")
+    one.add_argument("--collective", metavar="NAME", help="all_reduce, all_gather, reduce_scatter, ... (all_reduce)")
+    one.add_argument("--algorithm", metavar="NAME", help="one-node, or the messages of ring, tree, direct (one-node)")
+    one.add_argument("--count", type=number, metavar="N", help="how many, one after the other (1)")
+    one.add_argument("--compute-us", type=int, metavar="US", help="computation before each, and per reduction (0)")
+    pipe = parser.add_argument_group("pipeline")
+    pipe.add_argument("--forward-us", type=number, metavar="US", help="forward of a micro-batch on a stage (100)")
+    pipe.add_argument("--backward-us", type=number, metavar="US", help="backward of a micro-batch on a stage (200)")
+    both = parser.add_argument_group("pipeline and transformer")
+    both.add_argument("--micro-batches", type=number, metavar="N", help="micro-batches of a step (8; transformer: 4)")
+    both.add_argument("--schedule", metavar="NAME", help="1f1b or gpipe (1f1b)")
+    model = parser.add_argument_group("transformer")
+    for name, meaning in (
+        ("data-parallel", "copies of the model (2)"),
+        ("tensor-parallel", "ranks that share every layer (2)"),
+        ("pipeline-parallel", "stages (2)"),
+        ("layers", "layers (4)"),
+        ("hidden", "width (1024)"),
+        ("sequence", "tokens of a sample (1024)"),
+        ("batch", "samples of a micro-batch (1)"),
+        ("element-bytes", "bytes of an activation or weight (2)"),
+    ):
+        model.add_argument(f"--{name}", type=number, metavar="N", help=meaning)
+    model.add_argument("--tflops", type=real, metavar="X", help="operations per second of a rank, in 10^12 (300)")
+    model.add_argument("--memory-gbps", type=real, metavar="X", help="bytes per second of its memory, in 10^9 (2000)")
+    more = parser.add_argument_group("more")
+    more.add_argument("--json", action="store_true", help="print what is known of the workload as JSON")
+    more.add_argument("--force", action="store_true", help="overwrite")
+    more.add_argument("--quiet", action="store_true", help="no closing line")
+    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+    return number
+
+
+def _bytes(text: str) -> int:
+    """`64kB` are 64 000 bytes, `1MiB` are 1 048 576."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match["binary"] and not match["unit"]):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a size, as 1MiB or 64kB")
+    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _POWER[match["unit"]])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and write; returns the exit code."""
+    from traceloom.chakra.generate import write_generated
+
+    generated = _generated(args)
+    files = write_generated(generated, args.output, force=args.force)
+    if args.json:
+        import msgspec
+
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(generated.to_dict()), indent=1) + b"\n")
+    elif not args.quiet:
+        for name, value in generated.totals.items():
+            print(f"{name:>18}  {_shown(value)}")
+    if not args.quiet:
+        nodes = sum(len(program) for program in generated.programs)
+        said = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes); next: traceloom validate {args.output}"
+        print(said, file=sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _generated(args: argparse.Namespace) -> Generated:
+    from traceloom.chakra import generate
+
+    kinds: dict[str, tuple[Any, Any]] = {
+        "collective": (generate.CollectiveOptions, generate.collectives),
+        "pipeline": (generate.PipelineOptions, generate.pipeline),
+        "transformer": (generate.TransformerOptions, generate.transformer),
+    }
+    options, make = kinds[args.kind]
+    mine = {field.name for field in fields(options)}
+    every = {field.name for kind, _ in kinds.values() for field in fields(kind)}
+    given = {name: getattr(args, name) for name in every if getattr(args, name) is not None}
+    if strange := sorted(given.keys() - mine):
+        option = "--" + strange[0].replace("_", "-")
+        raise UsageError(f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away")
+    _check(given, "collective", generate.KINDS)
+    _check(given, "algorithm", generate.ALGORITHMS)
+    _check(given, "schedule", generate.SCHEDULES)
+    if given.get("ranks", 2) < 2:
+        raise UsageError("one rank has nobody to talk to", slug="wrong-usage", hint="give --ranks 2 or more")
+    made: Generated = make(options(**given))
+    return made
+
+
+def _check(given: dict[str, Any], name: str, known: tuple[str, ...]) -> None:
+    if name in given and given[name] not in known:
+        raise UsageError(f"`{given[name]}` is no {name}", slug="wrong-usage", hint=f"there are {', '.join(known)}")
+
+
+def _shown(value: Any) -> str:
+    """Equal values of all ranks once."""
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        return f"{_shown(value[0])} on each of {len(value)} ranks"
+    if isinstance(value, list):
+        more = f" and {len(value) - 8} more" if len(value) > 8 else ""
+        return ", ".join(_shown(each) for each in value[:8]) + more
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items()) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
