@@ -37,6 +37,7 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
     Returns:
         The uncalibrated graph of the job.
     """
+    parts = [_ranked(part, rank) for part, rank in zip(parts, _ranks(parts), strict=True)]
     first_epoch = min(part.epoch_ns for part in parts)
     communication = _communication(parts, first_epoch)
     joined = join_parts(communication)
@@ -45,6 +46,33 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
     together, doubts = _met(merged, joined)
     notices = (*merged.notices, *joined.notices, *doubts, *_clock_notices(parts, clocks))
     return replace(together, notices=notices)
+
+
+def _ranks(parts: Sequence[Graph]) -> list[int]:
+    """The rank of each part; one that does not say it gets the lowest that is free."""
+    known = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
+    free = iter(number for number in range(2 * len(parts)) if number not in known)
+    return [next(free) if rank is None else rank for rank in known]
+
+
+def _ranked(part: Graph, rank: int) -> Graph:
+    if part.ranks.height and part.ranks["rank"][0] is not None:
+        return part
+    named = pl.lit(rank, dtype=pl.Int32).alias("rank")
+    ranks = part.ranks if part.ranks.height else _one_rank(part)
+    said = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
+    return replace(
+        part,
+        ranks=ranks.with_columns(named),
+        notices=(*part.notices, said),
+        **{name: getattr(part, name).with_columns(named) for name in ("nodes", "lanes", "host_ops", "coverage")},
+    )
+
+
+def _one_rank(part: Graph) -> pl.DataFrame:
+    values = {"window_start_ns": 0, "window_end_ns": part.end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
+    schema = GRAPH_SCHEMAS["ranks"]
+    return pl.DataFrame([{column: values.get(column) for column in schema}], schema=schema)
 
 
 def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:

@@ -81,7 +81,7 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
             "kind": NodeKind,
             "name": pl.String,
             "category": CategoryType,  # of the event it is from; null for think, wait, origin, rendezvous, arrival
-            "rank": pl.Int32,
+            "rank": pl.Int32,  # of a rendezvous or an arrival: one of the ranks that meet there
             "lane": pl.UInt32,  # row of `lanes`; null for origin, rendezvous, arrival
             "start_ns": pl.Int64,
             "duration_ns": pl.Int64,  # as measured, >= 0
