@@ -130,6 +130,7 @@ def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFr
         frame.select(
             pl.col(number).alias("node"),
             pl.lit(kind).alias("kind"),
+            "rank",
             (pl.col("kind").fill_null("communication") + pl.lit(" ") + pl.col("group").fill_null(""))
             .str.strip_chars()
             .alias("name"),
