@@ -1,0 +1,180 @@
+"""What the threads of a made job do, instruction by instruction; all times are nanoseconds.
+
+Every duration stands in its instruction, so that a job that is run again with a change meets the same chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DEVICE = "device"
+STREAM = "stream"
+EVENT = "event"
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """An op or annotation begins; what follows until its `End` is inside."""
+
+    name: str
+    annotation: bool = False
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The innermost op or annotation ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The thread works: self time of what it is in, think time outside everything.
+
+    Attributes:
+        duration: Of the work.
+        label: A run can leave out what bears a label.
+    """
+
+    duration: int
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One rank's part of a communication.
+
+    Attributes:
+        kind: `allreduce`, `_allgather_base`, ..., `send`, `recv`.
+        group: Name of the group.
+        members: Ranks that meet.
+        sequence: Number within the group.
+        elements: Elements of 4 bytes.
+        transfer: From the moment when all have come to the end of this part.
+    """
+
+    kind: str
+    group: str
+    members: tuple[int, ...]
+    sequence: int
+    elements: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A call that submits GPU work.
+
+    Attributes:
+        name: Of the work.
+        kind: kernel, copy or fill.
+        stream: Where it is submitted.
+        duration: Of the work; 0 for communication.
+        cost: What the call takes where it needs not wait.
+        latency: From the start of the call until the work can start.
+        gap: From the end of the work before it on its stream until it can start.
+        back: From the end of what the call waits for (room in the queue, the copy itself) to its return.
+        blocking: Whether the call returns only when the work is done.
+        meeting: The communication that this is a part of.
+        size: Bytes of copies.
+    """
+
+    name: str
+    kind: str
+    stream: int
+    duration: int
+    cost: int
+    latency: int
+    gap: int
+    back: int
+    blocking: bool = False
+    meeting: Meeting | None = None
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`cudaEventRecord`: the event is reached when everything submitted to the stream so far is done."""
+
+    event: str
+    stream: int
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """`cudaStreamWaitEvent`: what is submitted to the stream from now on waits for the event's last record."""
+
+    event: str
+    stream: int
+    cost: int
+    delay: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronize:
+    """A call that waits for the device, a stream or an event.
+
+    Attributes:
+        what: DEVICE, STREAM or EVENT.
+        cost: What it takes where nothing is to be awaited.
+        back: From the end of what it awaits to its return.
+        stream: For STREAM.
+        event: For EVENT.
+        label: A run can let the call return without waiting.
+    """
+
+    what: str
+    cost: int
+    back: int
+    stream: int = 7
+    event: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Something is handed to whoever awaits the flag."""
+
+    flag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """The thread sleeps until the flag is posted, and `delay` longer."""
+
+    flag: str
+    delay: int
+
+
+Instruction = Begin | End | Work | Submit | Record | StreamWait | Synchronize | Post | Await
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How a host's clock goes: it shows `time + offset_ns + drift * time`."""
+
+    host: str = "host0"
+    offset_ns: int = 0
+    drift: float = 0.0
+
+    def shows(self, time: int) -> int:
+        """What it shows at a time of the job."""
+        return time + self.offset_ns + round(self.drift * time)
+
+
+@dataclass(slots=True)
+class Rank:
+    """One process.
+
+    Attributes:
+        rank: Its rank.
+        threads: The instructions of each thread; 0 is the main thread.
+        clock: Its host's clock.
+        queue_limit: How much work a stream holds that was submitted and is not done.
+    """
+
+    rank: int
+    threads: list[list[Instruction]]
+    clock: Clock = field(default_factory=Clock)
+    queue_limit: int = 1022

@@ -1,0 +1,275 @@
+"""Programs of made training jobs: forward, backward, reduction of gradients, optimizer, step after step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from traceloom.testing.jobs import program as do
+
+COMPUTE = 7
+SIDE = 13
+NETWORK = 20
+SYNC = "step-sync"  # label of the synchronisation of every step
+DELAY = "delay"  # label of what makes a rank late
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What kind of job; times in microseconds are medians of what is drawn.
+
+    Attributes:
+        steps: Training steps.
+        layers: Layers of the model: each has a few kernels forward and backward.
+        kernel_us: Duration of a kernel.
+        op_us: Own time of an op around its launch, half before and half after.
+        call_us: What a launch takes.
+        latency_us: From a launch to its kernel.
+        gap_us: Between kernels of one stream.
+        back_us: From the end of awaited work to the return of the call.
+        think_us: Between steps.
+        item: Whether each step reads the loss: a pageable copy, whose call waits, then a synchronisation of the stream.
+        sync: What each step waits for at its end: nothing (""), `device`, `stream` or `event`. Its label is SYNC.
+        pageable_input: Whether each step begins with copies of its batch from the device's to pageable memory and back.
+        side_stream: Whether a part of each layer runs on a stream of its own, between events.
+        autograd: Whether backward runs in a thread of its own, which the main thread awaits.
+        ranks: Processes; the gradients of each layer are reduced over all of them.
+        transfer_us: From the meeting of all ranks to the end of the reduction.
+        pipeline: Whether each rank hands on to the next what it has computed (send and receive).
+        delay_us: Per rank, what it is late by in each step. Its label is DELAY.
+        clocks: Per rank, its host and clock.
+        queue_limit: How much submitted work a stream holds.
+        spread: Width of the distribution that durations are drawn from (of the logarithm).
+        seed: Of chance.
+    """
+
+    steps: int = 3
+    layers: int = 8
+    kernel_us: float = 60
+    op_us: float = 8
+    call_us: float = 4.5
+    latency_us: float = 6.5
+    gap_us: float = 1.2
+    back_us: float = 7
+    think_us: float = 60
+    item: bool = False
+    sync: str = ""
+    pageable_input: bool = False
+    side_stream: bool = False
+    autograd: bool = False
+    ranks: int = 1
+    transfer_us: float = 150
+    pipeline: bool = False
+    delay_us: Mapping[int, float] = field(default_factory=dict)
+    clocks: Mapping[int, do.Clock] = field(default_factory=dict)
+    queue_limit: int = 1022
+    spread: float = 0.15
+    seed: int = 0
+
+
+def programs(recipe: Recipe) -> list[do.Rank]:
+    """The processes of the job."""
+    # What all ranks must agree about is drawn from one source, the rest from one per rank.
+    common = _Chance(recipe, 10_000)
+    transfers = [
+        [common.draw(recipe.transfer_us * (1 + 0.3 * (layer % 3))) for layer in range(recipe.layers)]
+        for _ in range(recipe.steps)
+    ]
+    return [
+        do.Rank(
+            rank,
+            _Writer(recipe, rank, transfers).threads(),
+            recipe.clocks.get(rank, do.Clock()),
+            recipe.queue_limit,
+        )
+        for rank in range(recipe.ranks)
+    ]
+
+
+class _Chance:
+    def __init__(self, recipe: Recipe, number: int) -> None:
+        self._random = random.Random(recipe.seed * 100_003 + number)  # noqa: S311  (made-up durations)
+        self._spread = recipe.spread
+
+    def draw(self, us: float, spread: float | None = None) -> int:
+        """Nanoseconds around a median of microseconds."""
+        return round(us * 1000 * self._random.lognormvariate(0, self._spread if spread is None else spread))
+
+
+class _Writer:
+    """Writes the instructions of one rank's threads."""
+
+    def __init__(self, recipe: Recipe, rank: int, transfers: list[list[int]]) -> None:
+        self.recipe = recipe
+        self.rank = rank
+        self.transfers = transfers
+        self.chance = _Chance(recipe, rank)
+        self.main: list[do.Instruction] = []
+        self.autograd: list[do.Instruction] = []
+        self.out = self.main
+        self.sequence = 0
+
+    def threads(self) -> list[list[do.Instruction]]:
+        for step in range(self.recipe.steps):
+            self._step(step)
+        self.out.append(do.Synchronize(do.DEVICE, self._call(), self.chance.draw(self.recipe.back_us)))
+        return [self.main, self.autograd] if self.recipe.autograd else [self.main]
+
+    def _step(self, step: int) -> None:
+        recipe = self.recipe
+        self.out.append(do.Begin(f"ProfilerStep#{step}", annotation=True))
+        self._think(recipe.think_us / 2)
+        if recipe.delay_us.get(self.rank):
+            self.out += [
+                do.Begin("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", annotation=True),
+                do.Work(self.chance.draw(recipe.delay_us[self.rank], 0.05), DELAY),
+                do.End(),
+            ]
+        if recipe.pageable_input:
+            self._pageable()
+        if recipe.pipeline and self.rank:
+            self._pair(step, "recv", (self.rank - 1, self.rank))
+        for layer in range(recipe.layers):
+            self._forward(layer)
+        if recipe.pipeline and self.rank + 1 < recipe.ranks:
+            self._pair(step, "send", (self.rank, self.rank + 1))
+        self._backward(step)
+        self.out.append(do.Begin("Optimizer.step#SGD.step", annotation=True))
+        for _ in range(max(recipe.layers // 2, 1)):
+            self._op("aten::_foreach_add_", "multi_tensor_apply_kernel", 0.7)
+        self.out.append(do.End())
+        if recipe.item:
+            self._item()
+        if recipe.sync:
+            self._wait(step)
+        self._think(recipe.think_us / 2)
+        self.out.append(do.End())
+
+    def _forward(self, layer: int) -> None:
+        self._op("aten::addmm", "sm90_xmma_gemm_f32f32", 1.0, outer="aten::linear")
+        if self.recipe.side_stream and layer % 2:
+            self._beside()
+        self._op("aten::relu", "vectorized_elementwise_kernel", 0.4)
+
+    def _beside(self) -> None:
+        """Work on the side stream, after what the compute stream had been given, and before what it is given next."""
+        self._event("fork", COMPUTE, SIDE)
+        self._op("aten::mm", "sm90_xmma_gemm_f32f32", 1.3, stream=SIDE)
+        self._op("aten::mul", "vectorized_elementwise_kernel", 0.8)
+        self._event("join", SIDE, COMPUTE)
+
+    def _event(self, name: str, recorded: int, waits: int) -> None:
+        delay = self.chance.draw(1.5)
+        self.out += [do.Record(name, recorded, self._call(0.4)), do.StreamWait(name, waits, self._call(0.3), delay)]
+
+    def _backward(self, step: int) -> None:
+        recipe = self.recipe
+        if recipe.autograd:
+            self._think(6)
+            self.main.append(do.Post(f"backward {step}"))
+            self.autograd.append(do.Await(f"backward {step}", self.chance.draw(12)))
+            self.out = self.autograd
+        for layer in reversed(range(recipe.layers)):
+            self.out.append(do.Begin("autograd::engine::evaluate_function: AddmmBackward0"))
+            self._op("aten::mm", "sm90_xmma_gemm_f32f32", 1.1, outer="AddmmBackward0")
+            self._op("aten::mm", "sm90_xmma_gemm_f32f32", 0.9)
+            if recipe.ranks > 1:
+                self._reduce(step, layer)
+            self.out.append(do.End())
+        if recipe.autograd:
+            self.autograd.append(do.Post(f"done {step}"))
+            self.main.append(do.Await(f"done {step}", self.chance.draw(14)))
+            self.out = self.main
+            self._think(6)
+        if recipe.ranks > 1:
+            self._event("reduced", NETWORK, COMPUTE)
+
+    def _reduce(self, step: int, layer: int) -> None:
+        self._event("gradient", COMPUTE, NETWORK)
+        transfer = self.transfers[step][layer] + self.chance.draw(0.3)
+        elements = 1 << (16 + layer % 3)
+        meeting = do.Meeting("allreduce", "0", tuple(range(self.recipe.ranks)), self.sequence, elements, transfer)
+        self.sequence += 1
+        self._op(
+            "c10d::allreduce_", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0,
+            stream=NETWORK, meeting=meeting,
+        )  # fmt: skip
+
+    def _pair(self, step: int, kind: str, members: tuple[int, int]) -> None:
+        self._event("handed on", COMPUTE, NETWORK)
+        group = f"pipe {members[0]}"
+        meeting = do.Meeting(kind, group, members, step, 1 << 20, self.chance.draw(80))
+        self._op("c10d::" + kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, NETWORK, meeting)
+        if kind == "recv":
+            self._event("received", NETWORK, COMPUTE)
+
+    def _pageable(self) -> None:
+        for name, blocking in (("DtoH (Device -> Pageable)", True), ("HtoD (Pinned -> Device)", False)):
+            self.out.append(do.Begin("aten::copy_"))
+            self._think(self.recipe.op_us / 2)
+            self._copy(name, 90, blocking=blocking, size=1 << 20)
+            self.out.append(do.End())
+
+    def _item(self) -> None:
+        self.out += [do.Begin("aten::item"), do.Begin("aten::_local_scalar_dense")]
+        self._think(self.recipe.op_us / 2)
+        self._copy("DtoH (Device -> Pageable)", 1.2, blocking=True, size=4)
+        self.out.append(do.Synchronize(do.STREAM, self._call(0.5), self.chance.draw(self.recipe.back_us), COMPUTE))
+        self._think(self.recipe.op_us / 4)
+        self.out += [do.End(), do.End()]
+
+    def _wait(self, step: int) -> None:
+        if self.recipe.sync == do.EVENT:
+            self.out.append(do.Record(f"end {step}", COMPUTE, self._call(0.4)))
+        back = self.chance.draw(self.recipe.back_us)
+        self.out.append(
+            do.Synchronize(self.recipe.sync, self._call(0.5), back, COMPUTE, f"end {step}", label=SYNC)
+        )  # fmt: skip
+
+    def _op(  # noqa: PLR0917  (a table reads best without names)
+        self, name: str, kernel: str, share: float, stream: int = COMPUTE, meeting: do.Meeting | None = None,
+        outer: str = "",
+    ) -> None:  # fmt: skip
+        own = self.recipe.op_us
+        self.out += [do.Begin(outer)] if outer else []
+        self.out.append(do.Begin(name))
+        self._think(own / 2)
+        self.out.append(
+            do.Submit(
+                kernel,
+                "kernel",
+                stream,
+                0 if meeting else self.chance.draw(self.recipe.kernel_us * share),
+                *self._of_launch(),
+                meeting=meeting,
+            )
+        )
+        self._think(own / 4)
+        self.out.append(do.End())
+        self.out += [do.Work(self.chance.draw(own / 4)), do.End()] if outer else []
+
+    def _copy(self, name: str, us: float, *, blocking: bool, size: int) -> None:
+        self.out.append(
+            do.Submit(
+                f"Memcpy {name}",
+                "copy",
+                COMPUTE,
+                self.chance.draw(us),
+                *self._of_launch(),
+                blocking=blocking,
+                size=size,
+            )
+        )
+
+    def _of_launch(self) -> tuple[int, int, int, int]:
+        """Cost, latency, gap and return."""
+        recipe = self.recipe
+        draw = self.chance.draw
+        return self._call(), draw(recipe.latency_us), draw(recipe.gap_us), draw(recipe.back_us)
+
+    def _call(self, share: float = 1.0) -> int:
+        return self.chance.draw(self.recipe.call_us * share)
+
+    def _think(self, us: float) -> None:
+        self.out.append(do.Work(self.chance.draw(us)))
