@@ -1,16 +1,4 @@
-"""How long each kind of edge usually takes, what a waiting node takes itself, and what neither explains.
-
-Definitions:
-- *slack* of an edge: measured time of its target point less that of its source point.
-- An edge *binds* where its source was reached last of all that its target waited for.
-- The *class delay* is the median slack of the binding edges of a class (kind of edge, and what tells places apart).
-  An order without a mechanism that takes time (the next thing on a thread, data, forward before backward) has delay 0.
-- The *delay* of an edge is its class delay, at most its slack. Where a time is given from outside (origin of a lane,
-  what we waited for peers that were not recorded) it is the whole slack: the assumption is that it stays.
-- A node that waits (an edge holds back its end) has the *work* that the same call takes where it does not wait.
-- The *residual* is what is left between the latest source plus its delay and the measured time; it belongs to that
-  source's edge, or to the node itself where its own work ended last.
-"""
+"""Calibrate a graph: how long each kind of edge takes, what waiting calls cost themselves, and what is left over."""
 
 from __future__ import annotations
 
@@ -22,230 +10,201 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, spread
+from traceloom.retime.medians import medians
 
 Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+Bools = NDArray[np.bool_]
 
-_ORDERS = ("call", "thread", "data", "forward-backward", "simulation")
-_ROUNDS = 3  # which edges bind depends on the delays, which depend on which edges bind; this settles at once
+_ROUNDS = 4  # which edge was the last depends on the delays, which depend on which edge was the last
+_CALLS = (gs.BLOCK, gs.LAUNCH)
+_EARLIEST = np.iinfo(np.int64).min // 2
 
 
-@dataclass(frozen=True)
-class Classes:
-    """Edges and nodes by class.
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A graph's edges by the point they hold back, with measured times.
 
     Attributes:
-        edge: Class of each edge.
-        kind, place: Of each class.
-        timed: Whether edges of a class take time of their own; per edge.
-        given: Whether the time of an edge is given from outside; per edge.
+        source: Time of each edge's source point.
+        target: Time of each edge's target point.
+        point: Target point of each edge.
+        order: Edges by target point.
+        first: First of them for each point that is held back.
+        held: These points.
+        start: Start of each node.
+        duration: Duration of each node.
+        waits: Nodes whose ends are held back.
     """
 
-    edge: Ints
-    kind: list[str]
-    place: list[str]
-    timed: Flags
-    given: Flags
+    source: Ints
+    target: Ints
+    point: Ints
+    order: Ints
+    first: Ints
+    held: Ints
+    start: Ints
+    duration: Ints
+    waits: Bools
+
+    def latest(self, values: Ints) -> Ints:
+        """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
+        highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64)
+        if self.order.size:
+            highest[self.held] = np.maximum.reduceat(values[self.order], self.first)
+        return highest
 
 
 def calibrate(graph: Graph) -> Graph:
-    """The graph with delays, works of waiting nodes, residuals and the table of delays filled in.
+    """Fill in delays, the own work of waiting nodes, and residuals.
 
-    Evaluating it with residuals gives back the measured times to the nanosecond.
+    The delay of a class of edges is the median over those of its edges that held something back: the last satisfied
+    of those into their point. Of an edge it is at most its observed slack. A node whose end waits for something costs
+    as much as calls of its name cost that had nothing to wait for. What is left over is the residual of the edge that
+    was satisfied last, or of the node where that is its own work.
+
+    Args:
+        graph: A linked graph; what an earlier calibration found is replaced.
+
+    Returns:
+        The graph with `work_ns`, `residual_ns`, `delay_ns` and `delays` filled in. `Plan(graph).evaluate()` gives its
+        measured times to the nanosecond.
     """
-    if not graph.nodes.height:
-        return graph
-    times = graph.point_times()
+    measured = _measured(graph)
+    found = classes(graph)
+    own = own_times(graph, found)
+    cost = _own_cost(graph, measured)
+    median, count = _class_medians(graph, measured, found, own, cost)
+    constant = spread(found, median, own)
+    slack = measured.target - measured.source
+    blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
+    work = np.where(measured.waits & (blocked | _is_communication(graph)), cost, measured.duration)
+    delay = np.minimum(constant, slack)
+    edge_residual, node_residual = _residuals(measured, delay, work)
+    nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
+    edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
+    return replace(graph, nodes=nodes, edges=edges, delays=_delays(found, median, count, own))
+
+
+def _measured(graph: Graph) -> _Measured:
     source, target = graph.points()
-    slack = times[target] - times[source]
-    classes = _classes(graph)
-    measured_work = graph.nodes["duration_ns"].to_numpy()
-    work = _own_work(graph, source, target, times)
-    constant = np.zeros(len(classes.kind), dtype=np.int64)
-    counts = np.zeros(len(classes.kind), dtype=np.int64)
-    for _ in range(_ROUNDS):
-        delay = _delays(classes, constant, slack)
-        binding = _binding(source, target, times, delay, work)
-        before = constant
-        constant, counts = _medians(classes, slack, binding)
-        if np.array_equal(before, constant):
-            break
-    delay = _delays(classes, constant, slack)
-    node_residual, edge_residual = _residuals(source, target, times, delay, work)
-    work = np.minimum(work, measured_work)
-    table = pl.DataFrame(
-        {"kind": classes.kind, "place": classes.place, "count": counts, "median_ns": constant},
-        schema=gs.GRAPH_SCHEMAS["delays"],
-    )
-    return replace(
-        graph,
-        nodes=graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual)),
-        edges=graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual)),
-        delays=table.filter(pl.col("count") > 0).sort("kind", "place"),
+    times = graph.point_times()
+    order = np.argsort(target, kind="stable")
+    ordered = target[order]
+    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if ordered.size else ordered
+    waits = np.zeros(graph.nodes.height, dtype=np.bool_)
+    waits[target[target % 2 == 1] // 2] = True
+    return _Measured(
+        source=times[source],
+        target=times[target],
+        point=target,
+        order=order,
+        first=first,
+        held=ordered[first],
+        start=times[0::2],
+        duration=times[1::2] - times[0::2],
+        waits=waits,
     )
 
 
-def class_delays(graph: Graph) -> Ints:
-    """Of every edge of a calibrated graph: the delay of its class alone, whatever was measured at this edge."""
-    classes = _classes(graph)
-    known = {(row["kind"], row["place"]): row["median_ns"] for row in graph.delays.to_dicts()}
-    constant = np.array([known.get(key, 0) for key in zip(classes.kind, classes.place, strict=True)], dtype=np.int64)
-    delay = graph.edges["delay_ns"].to_numpy()
-    return np.where(classes.timed, constant[classes.edge] if len(constant) else 0, delay)
+def _is_communication(graph: Graph) -> Bools:
+    kinds = [gs.NODE_KINDS.index(kind) for kind in gs.COMMUNICATION]
+    found: Bools = np.isin(graph.nodes["kind"].to_physical().to_numpy(), kinds)
+    return found
 
 
-def _classes(graph: Graph) -> Classes:
-    """What tells edges of a kind apart: the call that launches or waits, the device, the operation and its size."""
-    source, target = graph.edges["source"], graph.edges["target"]
-    nodes = graph.nodes.with_columns(
-        pl.col("lane")
-        .replace_strict(graph.lanes["lane"], graph.lanes["device"], default=None, return_dtype=pl.Int32)
-        .alias("device")
-    )
-    at_source = nodes.select("name", "kind", "device")[source.to_numpy()]
-    at_target = nodes.select("name", "kind", "device", "bytes")[target.to_numpy()]
-    frame = pl.DataFrame(
-        {
-            "kind": graph.edges["kind"].cast(pl.String),
-            "source_name": at_source["name"],
-            "target_name": at_target["name"],
-            "source_kind": at_source["kind"].cast(pl.String),
-            "target_kind": at_target["kind"].cast(pl.String),
-            "device": at_target["device"],
-            "bytes": at_target["bytes"],
-            "to_end": graph.edges["to_end"],
-        }
-    )
-    device = pl.format("device {}", pl.col("device").fill_null(-1))
-    size = pl.format("{} of {} B", "target_name", pl.col("bytes").fill_null(-1))
-    place = (
-        pl.when(pl.col("kind") == "launch")
-        .then(pl.format("{} on {}", "source_name", device))
-        .when(pl.col("kind").is_in(["stream", "wait"]))
-        .then(device)
-        .when(pl.col("kind").is_in(["synchronize", "queue"]))
-        .then("target_name")
-        .when((pl.col("kind") == "rendezvous") & pl.col("to_end"))
-        .then(size)
-        .when(pl.col("kind") == "cross-thread")
-        .then(pl.format("{} to {}", "source_kind", "target_kind"))
-        .otherwise(pl.lit(""))
-    )
-    keyed = frame.select("kind", place.alias("place"), "to_end")
-    numbered = keyed.with_columns(pl.struct("kind", "place").rank("dense").cast(pl.Int64).alias("class") - 1)
-    table = numbered.unique("class").sort("class")
-    kind = pl.col("kind")
-    meets = (kind == "rendezvous") & ~pl.col("to_end")
-    given = (kind == "origin") | (frame["target_kind"] == gs.ARRIVAL)
-    flags = numbered.select((~kind.is_in(list(_ORDERS)) & ~given & ~meets).alias("timed"), given.alias("given"))
-    return Classes(
-        numbered["class"].to_numpy(),
-        table["kind"].to_list(),
-        table["place"].to_list(),
-        flags["timed"].to_numpy(),
-        flags["given"].to_numpy(),
-    )
+def _own_cost(graph: Graph, measured: _Measured) -> Ints:
+    """What each waiting node takes when it has nothing to wait for: shape (nodes,), ns, at most its duration.
 
-
-def _own_work(graph: Graph, source: Ints, target: Ints, times: Ints) -> Ints:
-    """Work of every node: its duration, or for a waiting one what the same call takes where nothing held it back."""
-    duration = graph.nodes["duration_ns"].to_numpy()
-    waits = np.zeros(len(duration), dtype=np.bool_)
-    into_end = target & 1 == 1
-    waits[target[into_end] >> 1] = True
-    if not waits.any():
-        return duration
-    latest = np.full(len(duration), np.iinfo(np.int64).min)
-    np.maximum.at(latest, target[into_end] >> 1, times[source[into_end]])
-    held = waits & (latest > times[0::2])
-    frame = graph.nodes.select("name", "kind").with_columns(
-        pl.Series("duration", duration), pl.Series("held", held), pl.Series("waits", waits)
-    )
-    # Communication and threads that wait have no work but that: what they take is the transfer, the edge's delay.
-    frame = frame.with_columns(
-        pl.col("duration").filter(~pl.col("held")).median().over("name", "kind").alias("free"),
-        pl.col("duration").filter(~pl.col("held")).median().over("kind").alias("usual"),
-        pl.col("kind").is_in([*gs.COMMUNICATION, gs.WAIT]).alias("idle"),
-    )
-    own = frame.select(
-        pl.when(~pl.col("waits"))
-        .then("duration")
-        .when(pl.col("idle"))
-        .then(0)
-        .otherwise(pl.min_horizontal(pl.coalesce("free", "usual", pl.lit(0)), "duration"))
-        .cast(pl.Int64)
-        .alias("work")
-    )
-    return own["work"].to_numpy()
-
-
-def _delays(classes: Classes, constant: Ints, slack: Ints) -> Ints:
-    delay = np.where(classes.timed, constant[classes.edge], 0)
-    return np.where(classes.given, slack, np.minimum(delay, slack))
-
-
-def _arrivals(source: Ints, target: Ints, times: Ints, delay: Ints, work: Ints) -> tuple[Ints, Ints, Ints]:
-    """When each point could have been reached at the latest source; that of the node itself counts for ends."""
-    by_edge = times[source] + delay
-    latest = np.full(len(times), np.iinfo(np.int64).min)
-    np.maximum.at(latest, target, by_edge)
-    own = np.full(len(times), np.iinfo(np.int64).min)
-    own[1::2] = times[0::2] + work
-    return by_edge, latest, own
-
-
-def _binding(source: Ints, target: Ints, times: Ints, delay: Ints, work: Ints) -> Flags:
-    """Edges whose source, without the delay, came after everything else that the target waited for (with delays)."""
-    by_edge, latest, own = _arrivals(source, target, times, delay, work)
-    order = np.lexsort((by_edge, target))
-    sorted_target = target[order]
-    last = np.append(sorted_target[1:] != sorted_target[:-1], True)
-    # The best of the others: for the winner the runner-up, for all others the winner.
-    runner_up = np.full(len(times), np.iinfo(np.int64).min)
-    second = np.flatnonzero(~last & np.append(last[1:], False))
-    runner_up[sorted_target[second]] = by_edge[order][second]
-    wins = np.zeros(len(source), dtype=np.bool_)
-    wins[order[last]] = True
-    others = np.where(wins, runner_up[target], latest[target])
-    return times[source] >= np.maximum(others, own[target])
-
-
-def _medians(classes: Classes, slack: Ints, binding: Flags) -> tuple[Ints, Ints]:
-    """Median slack of the binding edges of each class, and their number.
-
-    A class of which no edge binds takes the median of its kind, as far as its own slacks allow it.
+    The median over calls of its name that waited for nothing, or for what was done when they began; where there are
+    none, over all launches that did not wait. Communication and waiting for other threads cost nothing themselves.
     """
-    kinds = pl.Series(classes.kind).rank("dense").to_numpy()
-    frame = pl.DataFrame(
-        {"class": classes.edge, "kind": kinds[classes.edge], "slack": slack, "binding": binding & classes.timed}
-    )
-    bound = pl.col("slack").filter("binding")
-    of_kind = frame.group_by("kind").agg(bound.median().alias("usual"))
-    found = (
-        frame.group_by("class")
-        .agg(
-            pl.col("kind").first(),
-            bound.median().alias("median"),
-            pl.col("slack").min().alias("least"),
-            pl.col("binding").sum().alias("count"),
-        )
-        .join(of_kind, on="kind", how="left")
-    )
-    value = pl.coalesce("median", pl.min_horizontal("usual", "least")).round().cast(pl.Int64)
-    constant = np.zeros(len(classes.kind), dtype=np.int64)
-    counts = np.zeros(len(classes.kind), dtype=np.int64)
-    constant[found["class"].to_numpy()] = found.select(value.alias("value"))["value"].to_numpy()
-    counts[found["class"].to_numpy()] = found["count"].to_numpy()
-    return constant, counts
+    cost = np.zeros(measured.start.size, dtype=np.int64)
+    kind = graph.nodes["kind"].to_physical().to_numpy()
+    call = np.isin(kind, [gs.NODE_KINDS.index(name) for name in _CALLS])
+    at = np.flatnonzero(call & measured.waits)
+    if not at.size:
+        return cost
+    free = call & (measured.latest(measured.source)[1::2] <= measured.start)
+    names, code = np.unique(graph.nodes["name"].rank("dense").to_numpy()[call], return_inverse=True)
+    of = np.full(kind.size, -1, dtype=np.int64)
+    of[call] = code
+    median, count = medians(of[free], measured.duration[free], names.size)
+    launches = free & (kind == gs.NODE_KINDS.index(gs.LAUNCH))
+    usual = int(np.median(measured.duration[launches])) if launches.any() else 0
+    cost[at] = np.minimum(np.where(count > 0, median, usual)[of[at]], measured.duration[at])
+    return cost
 
 
-def _residuals(source: Ints, target: Ints, times: Ints, delay: Ints, work: Ints) -> tuple[Ints, Ints]:
-    by_edge, latest, own = _arrivals(source, target, times, delay, work)
-    left = times - np.maximum(latest, own)
-    node_residual = np.where(own[1::2] >= latest[1::2], left[1::2], 0)
-    edge_residual = np.zeros(len(source), dtype=np.int64)
-    order = np.lexsort((by_edge, target))
-    last = order[np.append(target[order][1:] != target[order][:-1], True)] if len(order) else order
-    carries = by_edge[last] > own[target[last]]
-    edge_residual[last[carries]] = left[target[last[carries]]]
-    return node_residual, edge_residual
+def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints, cost: Ints) -> tuple[Ints, Ints]:
+    """The median delay of each class, and over how many edges; of classes without any, that of their kind.
+
+    Launches count only where their stream had done something before: the first work of a stream may wait for what was
+    submitted before the window.
+    """
+    slack = measured.target - measured.source
+    size = found.table.height
+    of_kind = found.table["kind"].to_physical().to_numpy().astype(np.int64)
+    usable = (found.of >= 0) & _behind_work(graph, measured)
+    own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64)
+    own_end[1::2] = measured.start + cost
+    median = np.zeros(size, dtype=np.int64)
+    count = median
+    for _ in range(_ROUNDS):
+        arrival = measured.source + spread(found, median, own)
+        last = np.maximum(measured.latest(arrival), own_end)[measured.point]
+        held = usable & (arrival == last)
+        before = median
+        median, count = medians(found.of[held], slack[held], size)
+        kinds, _ = medians(of_kind[found.of[held]], slack[held], len(gs.EDGE_KINDS))
+        median = np.where(count > 0, median, kinds[of_kind])
+        if (median == before).all():
+            break
+    return median, count
+
+
+def _behind_work(graph: Graph, measured: _Measured) -> Bools:
+    """Edges other than launches, and launches of work that came after other work of its stream."""
+    kind = graph.edges["kind"].to_physical().to_numpy()
+    follows = np.zeros(2 * measured.start.size, dtype=np.bool_)
+    follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
+    usable: Bools = (kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point]
+    return usable
+
+
+def _residuals(measured: _Measured, delay: Ints, work: Ints) -> tuple[Ints, Ints]:
+    """What is left over, on the last satisfied edge into each point or on the node whose work ends last."""
+    arrival = measured.source + delay
+    latest = measured.latest(arrival)
+    edge_residual = np.zeros(delay.size, dtype=np.int64)
+    node_residual = np.zeros(work.size, dtype=np.int64)
+    # Of several that are satisfied last one bears the residual: the first in the order of edges.
+    ordered = measured.order
+    is_last = arrival[ordered] == latest[measured.point[ordered]]
+    points, where = np.unique(measured.point[ordered[is_last]], return_index=True)
+    chosen = ordered[is_last][where]
+    own_end = measured.start + work
+    node_last = own_end >= latest[1::2]
+    node_residual[node_last] = (measured.start + measured.duration - own_end)[node_last]
+    of_edge = np.ones(points.size, dtype=np.bool_)
+    ends = points % 2 == 1
+    of_edge[ends] = ~node_last[points[ends] // 2]
+    chosen = chosen[of_edge]
+    edge_residual[chosen] = measured.target[chosen] - arrival[chosen]
+    return edge_residual, node_residual
+
+
+def _delays(found: Classes, median: Ints, count: Ints, own: Ints) -> pl.DataFrame:
+    """The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers."""
+    table = found.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
+    transfers = own[found.transfer]
+    more = []
+    if transfers.size:
+        more.append(("rendezvous", TRANSFER, transfers.size, int(np.median(transfers))))
+    for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
+        # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
+        most = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
+        more.append((str(kind), ANY, int(rows["count"].sum()), most["median_ns"]))
+    schema = gs.GRAPH_SCHEMAS["delays"]
+    whole = pl.DataFrame(more, schema=schema, orient="row")
+    return pl.concat([table.cast(schema), whole]).sort("kind", "place", maintain_order=True)

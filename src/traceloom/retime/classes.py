@@ -1,0 +1,140 @@
+"""Classes of edges: which edges should take equally long, and the constant of each class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Kinds whose edges take time of their own; all others only order. `place` of each: which ends are named, and how.
+_CALL_FIRST = ("launch",)  # call > kind of work
+_CALL_LAST = ("synchronize", "queue")  # kind of work > call
+_KINDS = ("stream", "wait", "occupancy", "cross-thread")  # kind > kind
+TIMED = (*_CALL_FIRST, *_CALL_LAST, *_KINDS)
+ANY = ""  # place of the row that stands for all of a kind
+TRANSFER = "transfer"  # place of what leads out of a meeting: takes what this one communication took
+_START = " start"  # of a work that overlaps the next
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Which edge is of which class.
+
+    Attributes:
+        of: Number of each edge's class; -1 where the edge only orders, or its time is its own.
+        table: `kind` and `place` of each class.
+        transfer: Edges from a rendezvous to the end of a part.
+        given: Edges whose time is given from outside: from the origin, and into an assumed arrival.
+    """
+
+    of: Ints
+    table: pl.DataFrame
+    transfer: Bools
+    given: Bools
+
+
+def classes(graph: Graph) -> Classes:
+    """Sort the edges of a graph into classes.
+
+    A class is the kind of edge and its place: for launches the call and the kind of work, for what a call waits for
+    the kind of work and the call, else the kinds of both nodes.
+    """
+    nodes, edges = graph.nodes, graph.edges
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    kind = edges["kind"].to_physical().to_numpy()
+    node_kind = nodes["kind"].to_physical().to_numpy()
+    from_kind, to_kind = node_kind[source], node_kind[target]
+    transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
+    given = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
+    timed = np.isin(kind, _codes(TIMED)) & ~transfer & ~given
+    at = np.flatnonzero(timed)
+    kind, source, target = kind[at], source[at], target[at]
+    first, last = np.isin(kind, _codes(_CALL_FIRST)), np.isin(kind, _codes(_CALL_LAST))
+    called = np.where(first, source, target)[first | last]
+    names, name_of = np.unique(called, return_inverse=True)
+    calls = nodes["name"].gather(names)
+    code = calls.rank("dense").to_numpy() if calls.len() else np.zeros(0, dtype=np.int64)
+    name = np.zeros(at.size, dtype=np.int64)
+    name[first | last] = code[name_of]
+    overlapping = ~edges["from_end"].to_numpy()[at] & ~first & ~last
+    kinds = len(gs.NODE_KINDS)
+    ends = np.where(first, 0, from_kind[at]) * kinds + np.where(last, 0, to_kind[at])
+    key = ((kind.astype(np.int64) * kinds * kinds + ends) * 2 + overlapping) * (calls.len() + 1) + name
+    _, example, number = np.unique(key, return_index=True, return_inverse=True)
+    of = np.full(edges.height, -1, dtype=np.int64)
+    of[at] = number
+    return Classes(of, _table(graph, at[example]), transfer, given)
+
+
+def _codes(kinds: tuple[str, ...]) -> list[int]:
+    return [gs.EDGE_KINDS.index(kind) for kind in kinds if kind in gs.EDGE_KINDS]
+
+
+def _table(graph: Graph, example: Ints) -> pl.DataFrame:
+    """Kind and place of the class of each of these edges."""
+    edges = graph.edges[example]
+    ends = {}
+    for end, calls in (("source", _CALL_FIRST), ("target", _CALL_LAST)):
+        nodes = graph.nodes.select("name", pl.col("kind").cast(pl.String))[edges[end]]
+        called = edges["kind"].cast(pl.String).is_in(calls)
+        ends[end] = pl.select(pl.when(called).then(nodes["name"]).otherwise(nodes["kind"])).to_series()
+    starts = ~edges["from_end"] & ~edges["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
+    return pl.select(
+        edges["kind"],
+        pl.concat_str(
+            ends["source"].alias("source"),
+            pl.when(starts).then(pl.lit(_START)).otherwise(pl.lit("")),
+            pl.lit(" > "),
+            ends["target"].alias("target"),
+        ).alias("place"),
+    )
+
+
+def class_delays(graph: Graph) -> Ints:
+    """The delay of each edge by calibration alone: its class's, nothing that only this edge showed.
+
+    Of edges with a time of their own (transfers, times given from outside) see `own_times`. Shape (edges,), ns; 0 for
+    edges that only order, and for classes that the graph's `delays` do not know.
+    """
+    found = classes(graph)
+    table = found.table.join(graph.delays, on=["kind", "place"], how="left", maintain_order="left")
+    whole = graph.delays.filter(pl.col("place") == ANY).select("kind", pl.col("median_ns").alias("of_kind"))
+    table = table.join(whole, on="kind", how="left", maintain_order="left")
+    median = table.select(pl.coalesce("median_ns", "of_kind").fill_null(0)).to_series().to_numpy()
+    return spread(found, median, own_times(graph, found))
+
+
+def spread(found: Classes, median: Ints, own: Ints) -> Ints:
+    """The constant of each edge from that of its class; `own` where it has no class."""
+    constant: Ints = np.where(found.of >= 0, np.append(median, 0)[found.of], own)
+    return constant
+
+
+def own_times(graph: Graph, found: Classes) -> Ints:
+    """Times of edges that stand for work of their own, as measured; 0 for all others. Shape (edges,), ns.
+
+    A transfer takes the median over the parts of its communication: it is work of that communication, as the duration
+    of a kernel is work of that kernel. What is given from outside (when a lane that nothing else explains begins, how
+    long peers that were not recorded kept us waiting) stays as it was.
+    """
+    own = np.zeros(found.of.size, dtype=np.int64)
+    source, target = graph.points()
+    times = graph.point_times()
+    slack = times[target] - times[source]
+    own[found.given] = slack[found.given]
+    at = np.flatnonzero(found.transfer)
+    meeting = source[at]
+    order = np.lexsort((slack[at], meeting))
+    opens = np.flatnonzero(np.append(True, np.diff(meeting[order]) != 0)) if at.size else at
+    size = np.diff(np.append(opens, at.size))
+    middle = slack[at][order][opens + (size - 1) // 2] if at.size else slack[at]
+    own[at[order]] = np.repeat(middle, size)
+    return own
