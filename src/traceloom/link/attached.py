@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from traceloom.link.rank import Parts
 
 
-NOTHING_LATE = Late(0, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NOTHING_LATE = Late(0, *(np.zeros(0, dtype=np.int64) for _ in range(4)))
 _MUCH = 0.01  # of the window
 _LONG_NAME = 60
 
@@ -75,6 +75,9 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
         rows.append(("data", "reads before their writer had ended: no edge", found.flow.late, None))
     if found.late.crowded:
         rows.append(("streams", "work that waited for room on the device", found.late.crowded, None))
+    if found.late.before.size:
+        waited = int(found.late.before_ns.sum())
+        rows.append(("streams", "work behind what was launched before the window", found.late.before.size, waited))
     if found.late.unexplained.size:
         waited = int(found.late.waited_ns.sum())
         rows.append(("streams", "work that waited for nothing recorded", found.late.unexplained.size, waited))
@@ -88,22 +91,33 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
     return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")
 
 
-def late_notice(names: pl.Series, late: Late, window_ns: int, rank: int) -> list[Notice]:
+def late_notices(names: pl.Series, late: Late, window_ns: int, rank: int) -> list[Notice]:
     """Say so where much of the window is spent before GPU work that nothing recorded holds back.
 
     Args:
-        names: Name of each unexplained work.
+        names: Name of each work.
         late: What waited.
         window_ns: Length of the rank's window.
         rank: The rank.
     """
+    much = _MUCH * max(window_ns, 1)
+    said_all = []
+    longest = int(late.before_ns.max(initial=0))
+    if longest >= much:
+        said = (
+            f"for {longest / 1e6:.1f} ms ({100 * longest / window_ns:.0f} % of the window) the device did nothing that "
+            "is recorded, though work had been launched: it was behind what lies before the window; "
+            "that time is taken as given"
+        )
+        said_all.append(Notice("busy-before-window", "warning", said, int(late.before.size), rank))
     total = int(late.waited_ns.sum())
-    if total < _MUCH * max(window_ns, 1):
-        return []
+    if total < much:
+        return said_all
     worst = int(np.argmax(late.waited_ns))
+    name, waited = names[int(late.unexplained[worst])][:_LONG_NAME], late.waited_ns[worst] / 1e6
     said = (
         f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
-        f"known to hold them back ({names[worst][:_LONG_NAME]}: {late.waited_ns[worst] / 1e6:.1f} ms); "
+        f"known to hold them back ({name}: {waited:.1f} ms); "
         "re-timing from causes alone misses that time"
     )
-    return [Notice("unexplained-starts", "warning", said, int(late.unexplained.size), rank)]
+    return [*said_all, Notice("unexplained-starts", "warning", said, int(late.unexplained.size), rank)]

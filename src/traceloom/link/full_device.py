@@ -17,6 +17,7 @@ Bools = NDArray[np.bool_]
 _LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
 _AFTER_NS = 10_000  # it starts this soon after room was made
 _TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
+_BEGINNING = 0.05  # of the window: who was launched so early can be behind what was launched before
 _TAIL = 0.03  # or this share of the other's duration
 
 
@@ -27,11 +28,15 @@ class Late(NamedTuple):
         crowded: How many found the device full.
         unexplained: Numbers of the work that nothing recorded explains.
         waited_ns: How long each of those had been ready.
+        before: Numbers of the first work of streams that what lies before the window must have held back.
+        before_ns: How long each of those had been ready.
     """
 
     crowded: int
     unexplained: Ints
     waited_ns: Ints
+    before: Ints
+    before_ns: Ints
 
 
 def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> Late:
@@ -71,7 +76,34 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
     found = best >= 0
     edges.add("occupancy", "inferred", work_node[best[found]], work_node[late[found]], from_end=True, to_end=False)
     rest = late[~found]
-    return Late(int(found.sum()), rest, work.start[rest] - ready[rest])
+    early = _held_from_before(work, rest, ready, int(times.min(initial=0)), int(times.max(initial=0)), begun)
+    before, rest = rest[early], rest[~early]
+    nothing = np.zeros(before.size, dtype=np.int64)
+    edges.add("origin", "assumed", nothing, work_node[before], from_end=True, to_end=False, firm=True)
+    waited = work.start - ready
+    return Late(int(found.sum()), rest, waited[rest], before, waited[before])
+
+
+def _held_from_before(  # noqa: PLR0917  (times of the work and of the window)
+    work: DeviceWork, rest: Ints, ready: Ints, low: int, high: int, begun: Ints
+) -> Bools:
+    """Which work is the first of its stream, launched at the window's beginning, and ran after nothing recorded.
+
+    While it was ready its device did nothing that is recorded: it was busy with what had been launched before.
+    """
+    _, bounds = work.lanes()
+    asked = work.asked[rest] - work.start[rest] + begun[rest]
+    early = np.isin(rest, bounds[:-1]) & (asked - low <= _BEGINNING * (high - low))
+    for device in np.unique(work.device).tolist():
+        mine = np.flatnonzero(work.device == device)
+        ends = np.sort(work.end[mine])
+        here = work.device[rest] == device
+        ended = np.searchsorted(ends, work.start[rest], side="right") - np.searchsorted(ends, ready[rest], side="right")
+        running = np.searchsorted(np.sort(work.start[mine]), work.start[rest]) - np.searchsorted(
+            ends, work.start[rest], side="right"
+        )
+        early &= ~here | ((ended == 0) & (running == 0))
+    return early
 
 
 def _ready(edges: Edges, times: Ints) -> Ints:

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.link.attached import Found, coverage_rows, late_notice
+from traceloom.link.attached import Found, coverage_rows, late_notices
 from traceloom.link.autograd import forward_backward_edges
 from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
 from traceloom.link.communication import Communication, communication
@@ -196,8 +196,8 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
         schema=GRAPH_SCHEMAS["ranks"],
     )
     coverage = coverage_rows(meta.rank or 0, parts, found, refused)
-    names = nodes["name"].gather(parts.work_node[found.late.unexplained])
-    late = late_notice(names, found.late, int(times.max() - times[0]), meta.rank or 0)
+    names = nodes["name"].gather(parts.work_node)
+    late = late_notices(names, found.late, int(times.max() - times[0]), meta.rank or 0)
     host_ops, notices = empty_frame("host_ops"), (*trace.notices, *late)
     if matching is not None:
         host_ops = _of_rank(matching.host.ops, meta.rank or 0, "host_ops")

@@ -111,11 +111,22 @@ def test_ready_work_that_starts_when_a_long_kernel_leaves_waited_for_room() -> N
 
 def test_work_that_waits_for_nothing_recorded_is_told() -> None:
     built = TraceBuilder()
-    launched(built, "first", 0, 900, 10)
+    launched(built, "first", 0, 10, 10)
+    launched(built, "second", 300, 900, 10)
     graph = link_rank(built.op("aten::rest", 910, 90).build())
     assert edges(graph, "occupancy") == []
     assert graph.coverage.filter(pl.col("outcome").str.contains("nothing recorded"))["count"].to_list() == [1]
     assert "unexplained-starts" in [notice.slug for notice in graph.notices]
+
+
+def test_a_device_that_begins_late_was_behind_what_lies_before_the_window() -> None:
+    built = TraceBuilder()
+    launched(built, "first", 0, 900, 10)
+    launched(built, "second", 10, 911, 10)
+    graph = link_rank(built.op("aten::rest", 921, 79).build())
+    assert edges(graph, "origin")[-1] == ("origin", "first", True, False, "assumed")
+    assert "busy-before-window" in [notice.slug for notice in graph.notices]
+    assert graph.coverage.filter(pl.col("outcome").str.contains("behind what"))["time_ns"].to_list() == [900_000]
 
 
 def test_copies_and_fills_are_nodes_with_kind_and_bytes() -> None:
