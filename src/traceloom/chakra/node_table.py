@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.chakra.schema import AttributeProto, GlobalMetadata, Node
+from traceloom.chakra.columns import Decoder, Lists, NodeColumns
+from traceloom.chakra.framing import Block
+from traceloom.chakra.schema import AttributeProto, GlobalMetadata
 from traceloom.chakra.stream import EtReader
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
@@ -33,15 +33,12 @@ EXPECTED = {
     "pg_name": "string_val",
     "involved_dim": "bool_list",
 }
+ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
 NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
-KINDS = tuple(field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields)
-_CODE = {name: code for code, name in enumerate(EXPECTED)}
-_KIND = {name: code for code, name in enumerate(KINDS)}
-_WHOLE = frozenset(
-    kind for kind in KINDS if kind.endswith("_val") and ("int" in kind or "fixed" in kind or "bool" in kind)
-)
-_ABSENT_KIND = len(KINDS)  # an attribute without any value
-_LARGEST = 2**63 - 1
+KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
+_NO_VALUE = "no value"
+_Attribute = pl.Enum(list(EXPECTED))
+_Kind = pl.Enum([*KINDS.values(), _NO_VALUE])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,8 @@ class NodeTable:
             order of the file.
         data: Data dependencies.
         control: Control dependencies.
-        metadata: The first message; None where the file has none.
+        added: Those of the data dependencies that were only added for a target.
+        metadata: The first message; empty where the file has none.
         notices: What the stream says of the file: damage.
     """
 
@@ -78,7 +76,8 @@ class NodeTable:
     attributes: pl.DataFrame
     data: Dependencies
     control: Dependencies
-    metadata: GlobalMetadata | None = None
+    added: Dependencies
+    metadata: GlobalMetadata
     notices: tuple[Notice, ...] = ()
 
     def __len__(self) -> int:
@@ -92,107 +91,107 @@ def read_table(path: str | Path) -> NodeTable:
         InputError: Not even its beginning is a Chakra trace, or it cannot be read.
     """
     with EtReader(path) as reader:
-        columns = _Columns()
         damage: list[Notice] = []
-        try:
-            for node in reader:
-                columns.add(node)
-        except InputError as error:
-            said = f"{error.message}; what comes before it is read, what comes after it is not"
-            damage.append(Notice(error.slug, "error", said, where=str(path)))  # already said where it stands
-        table = columns.table(str(path), reader.metadata)
-        return replace(table, notices=(*reader.notices, *damage))
-
-
-def tabulate(path: str, nodes: Iterable[Node], metadata: GlobalMetadata | None = None) -> NodeTable:
-    """The table of the nodes of a file. Takes one node at a time: memory grows by about 100 bytes per node."""
-    columns = _Columns()
-    for node in nodes:
-        columns.add(node)
-    return columns.table(path, metadata)
-
-
-class _Columns:
-    """Arrays that grow node by node."""
-
-    def __init__(self) -> None:
-        self.id, self.start, self.duration = array("Q"), array("Q"), array("Q")
-        self.type, self.name = array("i"), array("I")
-        self.names: dict[str, int] = {}
-        self.data, self.control = (array("q"), array("Q")), (array("q"), array("Q"))
-        # of each known attribute that is there: row, which one, kind, value (a number, or a code of `texts`)
-        self.at, self.which, self.kind, self.value = array("q"), array("b"), array("b"), array("q")
-        self.known = array("b")  # whether the value could be taken as a whole number or a text
-        self.texts: dict[str, int] = {}
-
-    def add(self, node: Node) -> None:
-        row = len(self.id)
-        self.id.append(node.id)
-        self.type.append(node.type)
-        self.name.append(self.names.setdefault(node.name, len(self.names)))
-        self.start.append(node.start_time_micros)
-        self.duration.append(node.duration_micros)
-        for (rows, ids), deps in ((self.data, node.data_deps), (self.control, node.ctrl_deps)):
-            if deps:
-                ids.extend(deps)
-                rows.extend([row] * (len(ids) - len(rows)))
-        for attribute in node.attr:
-            which = _CODE.get(attribute.name)
-            if which is not None:
-                self._add_attribute(row, which, attribute)
-
-    def _add_attribute(self, row: int, which: int, attribute: AttributeProto) -> None:
-        kind = attribute.WhichOneof("value")
-        number = None
-        if kind in _WHOLE:
-            number = int(getattr(attribute, kind))
-        elif kind == "string_val":
-            number = self.texts.setdefault(attribute.string_val, len(self.texts))
-        self.at.append(row)
-        self.which.append(which)
-        self.kind.append(_KIND[kind] if kind else _ABSENT_KIND)
-        self.value.append(number if number is not None and number <= _LARGEST else 0)
-        self.known.append(number is not None and number <= _LARGEST)
-
-    def table(self, path: str, metadata: GlobalMetadata | None) -> NodeTable:
-        names = pl.Series("name", list(self.names), dtype=pl.String)
-        nodes = pl.DataFrame(
-            {
-                "id": _array(self.id, np.uint64),
-                "name": names.gather(pl.Series(_array(self.name, np.uint32))),
-                "type": _array(self.type, np.int32),
-                "start_us": _array(self.start, np.uint64),
-                "duration_us": _array(self.duration, np.uint64),
-            }
-        )
-        at, which = _array(self.at, np.int64), _array(self.which, np.int8)
-        kind, known = _array(self.kind, np.int8), _array(self.known, np.int8).astype(bool)
-        value = _array(self.value, np.int64)
-        texts = pl.Series("pg_name", list(self.texts), dtype=pl.String)
-        is_text = kind == _KIND["string_val"]
-        columns = []
-        for name in (*NUMBERS, "pg_name"):
-            mine = (which == _CODE[name]) & known & (is_text == (name == "pg_name"))
-            column = np.zeros(len(nodes), dtype=np.int64)
-            there = np.zeros(len(nodes), dtype=bool)
-            column[at[mine]], there[at[mine]] = value[mine], True
-            numbers = pl.Series(name, column).set(pl.Series(~there), None)
-            columns.append(texts.gather(numbers).alias(name) if name == "pg_name" else numbers)
+        parts = list(_columns(reader, Decoder([*EXPECTED, ADDED], str(path)), damage))
+        first = np.cumsum([0, *(len(part.nodes) for part in parts)]).tolist()
+        data, control, added = (_joined([part.dependencies[kind] for part in parts], first) for kind in range(3))
         return NodeTable(
-            path,
-            nodes.with_columns(columns).with_columns(pl.col("is_cpu_op").cast(pl.Boolean)),
-            _attributes(at, which, kind),
-            Dependencies(_array(self.data[0], np.int64), _array(self.data[1], np.uint64)),
-            Dependencies(_array(self.control[0], np.int64), _array(self.control[1], np.uint64)),
-            metadata,
+            str(path),
+            pl.concat([_NO_NODES, *(part.nodes for part in parts)], rechunk=True),
+            pl.concat(
+                [
+                    _NO_ATTRIBUTES,
+                    *(p.attributes.with_columns(pl.col("row") + at) for p, at in zip(parts, first, strict=False)),
+                ]
+            ),
+            data,
+            control,
+            added,
+            metadata=reader.metadata,
+            notices=(*reader.notices, *damage),
         )
 
 
-def _attributes(at: Ints, which: NDArray[np.int8], kind: NDArray[np.int8]) -> pl.DataFrame:
-    names = pl.Series(list(EXPECTED), dtype=pl.Enum(list(EXPECTED)))
-    kinds = pl.Series([*KINDS, "no value"], dtype=pl.Enum([*KINDS, "no value"]))
-    return pl.DataFrame({"row": at, "attribute": names.gather(pl.Series(which)), "kind": kinds.gather(pl.Series(kind))})
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block of the file; rows count from its beginning."""
+
+    nodes: pl.DataFrame
+    attributes: pl.DataFrame
+    dependencies: tuple[Dependencies, Dependencies, Dependencies]  # data, control, added
 
 
-def _array(values: array[Any], kind: Any) -> NDArray[Any]:
-    return np.frombuffer(values, dtype=kind) if len(values) else np.empty(0, dtype=kind)
+def _columns(reader: EtReader, decoder: Decoder, damage: list[Notice]) -> Iterator[_Part]:
+    """The blocks of a file up to its end or its damage, which is noted."""
+    blocks, block = reader.blocks(), None
+    try:
+        while (block := next(blocks, None)) is not None:
+            yield _part(next(decoder.columns([block])))
+    except InputError as error:
+        whole = _before_damage(reader, block) if block is not None else None
+        if whole is not None and whole.starts:
+            yield _part(next(decoder.columns([whole])))
+        said = f"{error.message}; what comes before it is read, what comes after it is not"
+        damage.append(Notice(error.slug, "error", said, where=str(reader.path)))
+
+
+def _before_damage(reader: EtReader, block: Block) -> Block:
+    """The nodes of a damaged block before the first that is none."""
+    count = 0
+    try:
+        for _ in reader.decoded(block):
+            count += 1
+    except InputError:
+        pass  # this is where the damage is
+    return Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
+
+
+def _part(columns: NodeColumns) -> _Part:
+    nodes = pl.DataFrame(
+        {
+            "id": columns.id.view(np.uint64),
+            "name": columns.names,
+            "type": columns.type.astype(np.int32),
+            "start_us": columns.start_us.view(np.uint64),
+            "duration_us": columns.duration_us.view(np.uint64),
+            **{name: columns.numbers(name) for name in NUMBERS},
+            "pg_name": columns.strings("pg_name"),
+        },
+        schema_overrides={"name": pl.String},
+    ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
+    found = [
+        pl.DataFrame({"row": held.row, "attribute": [name] * len(held.row), "kind": _kinds(held.member)})
+        for name, held in columns.attributes.items()
+        if name in EXPECTED
+    ]
+    attributes = pl.concat([_NO_ATTRIBUTES, *(part.cast(_NO_ATTRIBUTES.schema) for part in found)])
+    added = columns.lists(ADDED, "uint64_list")
+    return _Part(nodes, attributes, (_pairs(columns.data), _pairs(columns.control), _pairs(added)))
+
+
+def _kinds(members: Ints) -> pl.Series:
+    return pl.Series("kind", members).replace_strict(KINDS, default=_NO_VALUE, return_dtype=_Kind)
+
+
+def _pairs(lists: Lists) -> Dependencies:
+    return Dependencies(np.repeat(lists.row, lists.count), lists.values.view(np.uint64))
+
+
+def _joined(parts: Sequence[Dependencies], first: Sequence[int]) -> Dependencies:
+    rows = [part.row + at for part, at in zip(parts, first, strict=False)]
+    ids = [part.id for part in parts]
+    return Dependencies(np.concatenate([np.zeros(0, np.int64), *rows]), np.concatenate([np.zeros(0, np.uint64), *ids]))
+
+
+_NO_NODES = pl.DataFrame(
+    schema={
+        "id": pl.UInt64,
+        "name": pl.String,
+        "type": pl.Int32,
+        "start_us": pl.UInt64,
+        "duration_us": pl.UInt64,
+        **{name: pl.Boolean if name == "is_cpu_op" else pl.Int64 for name in NUMBERS},
+        "pg_name": pl.String,
+    }
+)
+_NO_ATTRIBUTES = pl.DataFrame(schema={"row": pl.Int64, "attribute": _Attribute, "kind": _Kind})

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from traceloom import __version__, files
 from traceloom.chakra import wire
+from traceloom.chakra.group_file import GROUP_FILES, group_text
+from traceloom.chakra.node_table import ADDED
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.chakra.stream import EtWriter, write_with
-from traceloom.chakra.workload import GROUP_FILES, group_text
 
 Ints = NDArray[np.int64]
 WINDOW = 1 << 16
-ADDED = "simulation_deps"  # attribute: those of the data dependencies that were only added for the target
 
 PLAIN = pl.Schema(
     {

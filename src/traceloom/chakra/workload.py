@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from traceloom.chakra.group_file import GROUP_FILES, Groups, read_groups
 from traceloom.chakra.node_table import NodeTable, read_table
 from traceloom.errors import InputError, UsageError
 
-GROUP_FILES = ("comm_groups.json", "comm_group.json")
 _NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d+)\.et(?:\.gz)?$", re.IGNORECASE)
 _ENDINGS = (".et", ".et.gz")
-_MOST_GROUP_BYTES = 1 << 28
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The group file of a set.
-
-    Attributes:
-        path: Where it was read from; empty where there is none.
-        members: Ranks of each group, by name.
-        faults: What is wrong with it, in words.
-    """
-
-    path: str = ""
-    members: dict[str, tuple[int, ...]] | None = None
-    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,40 +96,3 @@ def read_workload(place: Place, step: Callable[[Path], None] | None = None) -> W
         tables.append(read_table(path))
     ranks = tuple(rank for rank, _ in place.files)
     return Workload(place, ranks, tuple(tables), read_groups(place.groups) if place.groups else Groups())
-
-
-def read_groups(path: Path) -> Groups:
-    """A group file: a JSON object with the name of each group and the list of its ranks.
-
-    Raises:
-        InputError: `not-a-group-file`: it cannot be read at all.
-    """
-    try:
-        if path.stat().st_size > _MOST_GROUP_BYTES:
-            raise InputError("the group file is larger than 256 MiB", slug="not-a-group-file", where=str(path))
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"no group file: {error}", slug="not-a-group-file", where=str(path)) from error
-    if not isinstance(document, dict):
-        raise InputError("a group file is a JSON object", slug="not-a-group-file", where=str(path))
-    members: dict[str, tuple[int, ...]] = {}
-    faults: list[str] = []
-    for name, ranks in document.items():
-        if _ranks(ranks):
-            members[name] = tuple(ranks)
-            if len(set(ranks)) < len(ranks):
-                faults.append(f"group `{name}` names a rank twice")
-        else:
-            faults.append(f"group `{name}` is not a list of ranks")
-    return Groups(str(path), members, tuple(faults))
-
-
-def group_text(groups: dict[str, Iterable[int]]) -> str:
-    """A group file's text, as simulators read it."""
-    return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"
-
-
-def _ranks(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in value
-    )
