@@ -146,6 +146,7 @@ def _by_record_id(both: _Both) -> Matching | None:
     if row.size < _LEAST_BY_ID * both.ops or same.sum() < LEAST * row.size:
         return None
     outcome = _outcomes(both, ms.NO_ID)
+    outcome[_outside(both, "record_function_id")] = ms.OUTCOMES.index(ms.OUTSIDE)
     outcome[row] = ms.OUTCOMES.index(ms.BY_RECORD_ID)
     outcome[row[~same]] = ms.OUTCOMES.index(ms.BY_RECORD_ID_RENAMED)
     found = _matching(both, row, event, outcome, exact=True)
@@ -163,6 +164,7 @@ def _by_external_id(both: _Both) -> Matching | None:
         return None
     row, event = row[same], event[same]
     outcome = _outcomes(both, ms.NO_ID)
+    outcome[_outside(both, "external_id")] = ms.OUTCOMES.index(ms.OUTSIDE)
     outcome[row] = ms.OUTCOMES.index(ms.BY_EXTERNAL_ID)
     return _matching(both, row, event, outcome, exact=True)
 
@@ -182,6 +184,14 @@ def _equal_ids(both: _Both, column: str) -> tuple[Ints, Ints]:
     at = np.minimum(np.searchsorted(keys, wanted), keys.size - 1)
     hit = keys[at] == wanted
     return row[hit], event[at[hit]]
+
+
+def _outside(both: _Both, column: str) -> Bools:
+    """Host ops with ids before the first or after the last of the device trace: the profiler begins a little later."""
+    ids = both.trace.events[column].filter(pl.Series(both.event))
+    own = both.host.ops["record_function_id"]
+    outside = (own < ids.min()) | (own > ids.max())
+    return outside.fill_null(value=False).to_numpy() & both.op
 
 
 # -- by names ----------------------------------------------------------------------------------------------------------

@@ -20,10 +20,22 @@ BY_EXTERNAL_ID = "matched: External id, names equal"
 BY_NAMES = "matched: names in order"
 NO_NAME = "unmatched: no event of this name"
 NO_ID = "unmatched: no event with its id"
+OUTSIDE = "unmatched: before or after the device trace"
 NO_PLACE = "unmatched: not in this order on its thread"
 ROOT = "no op: process or thread"
 GROUPS = "no op: list of process groups"
-OUTCOMES = (BY_RECORD_ID, BY_RECORD_ID_RENAMED, BY_EXTERNAL_ID, BY_NAMES, NO_NAME, NO_ID, NO_PLACE, ROOT, GROUPS)
+OUTCOMES = (
+    BY_RECORD_ID,
+    BY_RECORD_ID_RENAMED,
+    BY_EXTERNAL_ID,
+    BY_NAMES,
+    NO_NAME,
+    NO_ID,
+    OUTSIDE,
+    NO_PLACE,
+    ROOT,
+    GROUPS,
+)
 Outcome = pl.Enum(list(OUTCOMES))
 THREADS = pl.Schema({"thread": pl.Int64, "lane": pl.UInt32, "ops": pl.Int64, "matched": pl.Int64})
 

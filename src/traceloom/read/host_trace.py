@@ -37,7 +37,7 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
         text = HostText(text_pieces(stream, damage, step), damage, str(path))
         ops = joined(list(text.frames()))
     _check_nodes(ops, text.envelope, str(path), damage)
-    rank, _, said = find_rank({}, None, str(path), capture)
+    rank, _, _ = find_rank({}, None, str(path), capture)
     groups, more = group_frame(ops, str(path))
     schema = text.envelope.get("schema")
     recorded = text.envelope.get("time")
@@ -51,7 +51,7 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
         start_ms=whole(text.envelope.get("start_ts")),
         finish_ms=whole(text.envelope.get("finish_ts")),
         groups=groups,
-        notices=(*damage.notices(), *said, *more, *_doubtful(ops, str(path))),
+        notices=(*damage.notices(), *more, *_doubtful(ops, str(path))),
     )
 
 

@@ -1,0 +1,109 @@
+"""Reads what the user gave and joins each rank's host trace to its device trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from traceloom.errors import InputError
+from traceloom.link.carried import carry
+from traceloom.link.host_device import match
+from traceloom.link.inputs import AnyPath, RankInput, Window, find_inputs
+from traceloom.link.matching import Matching
+from traceloom.model import Trace
+from traceloom.model.notice import Notice
+from traceloom.read.cache import Cache
+from traceloom.read.host_trace import read_host_trace
+from traceloom.read.kineto import read_kineto
+from traceloom.read.ranks import Report, read_all
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """One rank, read and matched.
+
+    Attributes:
+        rank: The rank.
+        trace: The device trace.
+        matching: Its host trace joined to it; None without one.
+    """
+
+    rank: int
+    trace: Trace
+    matching: Matching | None
+
+
+@dataclass(slots=True)
+class LoadedRanks:
+    """All ranks.
+
+    Attributes:
+        name: What the user gave.
+        ranks: Ascending.
+        notices: What is missing or left out.
+        refused: Files that could not be used.
+    """
+
+    name: str
+    ranks: list[LoadedRank] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    refused: list[InputError] = field(default_factory=list)
+
+
+def load_ranks(
+    *paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Report | None = None
+) -> LoadedRanks:
+    """Read the traces of one run and join host and device traces.
+
+    Args:
+        paths: As for `traceloom.link.inputs.find_inputs`.
+        window: Of a capture, what to link.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told how far the reading is.
+
+    Raises:
+        UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given belongs to another
+            process; the refusal of the only device trace.
+    """
+    found = find_inputs(*paths, window=window)
+    out = LoadedRanks(found.name, notices=list(found.notices), refused=list(found.refused))
+    devices = read_all([one.device for one in found.ranks], cache=_cache(cache), report=progress)
+    for one, trace in zip(found.ranks, devices, strict=True):
+        if isinstance(trace, InputError):
+            out.refused.append(trace)
+            continue
+        matching = match_rank(one, trace, out.notices)
+        out.ranks.append(LoadedRank(one.rank, trace, matching))
+    if not out.ranks:
+        raise out.refused[0]
+    return out
+
+
+def _cache(wanted: bool) -> Cache | None:
+    return Cache() if wanted else None
+
+
+def match_rank(one: RankInput, trace: Trace, notices: list[Notice]) -> Matching | None:
+    """Join the host trace of a rank to its device trace; over the graph step where a capture has one.
+
+    Args:
+        one: The files.
+        trace: The device trace, read.
+        notices: Told why a capture's host trace is left out.
+
+    Raises:
+        InputError: A host trace that the user gave cannot be read, or is of another process.
+    """
+    if one.host is None:
+        return None
+    try:
+        host = read_host_trace(one.host.path, capture=one.host.entry)
+        if one.graph_step is None:
+            return match(trace, host)
+        step = read_kineto(one.graph_step.path, capture=one.graph_step.entry)
+        return carry(trace, step, match(step, host))
+    except InputError as error:
+        if one.host.capture is None:
+            raise
+        said = f"the host trace of rank {one.rank} is left out: {error}"
+        notices.append(Notice("host-trace-unused", "warning", said, rank=one.rank, where=str(one.host.path)))
+        return None
