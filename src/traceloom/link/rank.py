@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -20,6 +19,7 @@ from traceloom.link.full_device import occupancy_edges
 from traceloom.link.full_queue import queue_edges
 from traceloom.link.host_tree import HostTree, host_tree
 from traceloom.link.launches import launch_edges
+from traceloom.link.matching import Matching
 from traceloom.link.order_of_work import WorkByTime
 from traceloom.link.segments import Segments, segments
 from traceloom.link.streams import stream_edges
@@ -32,33 +32,8 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
-from traceloom.model.host_trace import HostTrace
-from traceloom.model.notice import Notice
 
 Ints = NDArray[np.int64]
-
-
-class Matching(Protocol):
-    """What of `traceloom.link.host_device.Matching` is needed here."""
-
-    @property
-    def host_op(self) -> Ints:
-        """Id in the host trace of each event of the trace; -1 where it has none."""
-
-    @property
-    def host(self) -> HostTrace:
-        """The host trace."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether ids join them; else names and their order do."""
-
-    @property
-    def notices(self) -> tuple[Notice, ...]:
-        """What must be known about the host trace."""
-
-    def coverage(self) -> pl.DataFrame:
-        """How many host ops were joined how: columns as `coverage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +111,7 @@ def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
     tree = parts.tree
     ids = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
     flow = data_flow(tree, parts.host, parts.work, parts.segment_node, parts.work_node, ids, matching.host.ops)
-    data_edges(edges, flow, "correlated" if matching.exact else "inferred")
+    data_edges(edges, flow, matching.evidence)
     return flow
 
 
