@@ -14,8 +14,9 @@ from traceloom.link.host_tree import HostTree
 Ints = NDArray[np.int64]
 
 _DEEP = 900  # launches that are pending when a queue is full (about 1,022 on CUDA)
-_LONG_NS = 50_000  # a launch this long, and this many times longer than others of its name, was held up
-_TIMES = 5
+_LONGER_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+_TIMES = 2.5
+_CERTAIN = 0.95  # of the launches into a deep queue must keep to what it is said to hold
 _AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
 _CLOCK_NS = 2_000
 
@@ -24,7 +25,8 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
     """From the end of the work that makes room to the end of the launch that needs it.
 
     How much a queue holds is taken from the launches that were held up. Where none was, it is not known, and there
-    are no edges. Launches that found room wait for the work which, by that count, made it.
+    are no edges. Launches that found room wait for the work which, by that count, made it, as long as the launches
+    keep to that count.
 
     Args:
         edges: Where to add.
@@ -37,7 +39,6 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         How many launches were held up.
     """
     alone = _single(work)
-    usual = _usual_ns(tree, work.call[alone])
     held_up = 0
     _, bounds = work.lanes()
     for low, high in pairwise(bounds.tolist()):
@@ -51,14 +52,20 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
         pending = number + 1 - done
         freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
-        held = (pending >= _DEEP) & (span >= np.maximum(_LONG_NS, _TIMES * usual[launch]))
+        deep = pending >= _DEEP
+        if not deep.any():
+            continue
+        usual = _usual_ns(tree, launch, launch if deep.all() else launch[~deep])
+        held = deep & (span >= np.maximum(usual + _LONGER_NS, _TIMES * usual))
         held &= (returned - freed <= _AT_ONCE_NS) & (freed > tree.start[launch])
         if not held.any():
             continue
         held_up += int(held.sum())
-        holds = int(pending[held].max())
+        counts, often = np.unique(pending[held], return_counts=True)
+        holds = int(counts[::-1][often[::-1].argmax()])
+        keeps = (pending[deep] <= holds + 1).mean() >= _CERTAIN
         maker = np.where(held, done - 1, number - holds)
-        there = maker >= 0
+        there = (maker >= 0) & (held | keeps)
         maker = np.where(there, by_end[np.maximum(maker, 0)], 0)
         there &= work.end[maker] <= returned + _CLOCK_NS
         edges.add("queue", "inferred", work_node[maker[there]], last_node[launch[there]], from_end=True, to_end=True)
@@ -74,15 +81,15 @@ def _single(work: DeviceWork) -> NDArray[np.bool_]:
     return single
 
 
-def _usual_ns(tree: HostTree, launch: Ints) -> Ints:
-    """Median duration of the launches of the same name, for each host event; 0 for what is no launch."""
-    usual = np.zeros(tree.row.size, dtype=np.int64)
-    if not launch.size:
-        return usual
-    codes = tree.name.gather(launch).rank("dense").to_numpy()
-    spans = tree.span()[launch]
-    order = np.lexsort((spans, codes))
-    bounds = np.flatnonzero(np.diff(codes[order], prepend=0, append=0))
+def _usual_ns(tree: HostTree, launch: Ints, sample: Ints) -> Ints:
+    """For each launch the median duration of the launches of its name in a sample; 0 for names without any."""
+    codes = tree.name.gather(np.concatenate([launch, sample])).rank("dense").to_numpy()
+    spans = tree.span()[sample]
+    sampled = codes[launch.size :]
+    order = np.lexsort((spans, sampled))
+    usual = np.zeros(int(codes.max(initial=0)) + 1, dtype=np.int64)
+    bounds = np.flatnonzero(np.diff(sampled[order], prepend=0, append=0))
     for low, high in pairwise(bounds.tolist()):
-        usual[launch[order[low:high]]] = spans[order[(low + high) // 2]]
-    return usual
+        usual[sampled[order[low]]] = spans[order[(low + high) // 2]]
+    found: Ints = usual[codes[: launch.size]]
+    return found
