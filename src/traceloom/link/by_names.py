@@ -113,20 +113,22 @@ def _add(here: Fit, thread: Line, places: dict[int, Places], lanes: list[Line], 
 def _in_iteration(first: Placed, thread: Line, lane: Line, found: Places) -> tuple[Bools, Ints]:
     """For each iteration of the first thread: does the other have a place in it, and which."""
     before = int(np.searchsorted(first.line.order, thread.order[0])) - 1
-    low = _times(first.lane, first.start + before - first.slack) - _RACE_NS
-    high = _times(first.lane, first.start + before + 1 + first.slack) + _RACE_NS
+    low = _times(first.lane, first.start + before - first.slack)
+    high = _times(first.lane, first.start + before + 1 + first.slack)
     early = _times(lane, found.start - found.slack)
     late = _times(lane, found.start + found.slack)
+    last = found.start.size - 1
     if before < 0:
         which = np.searchsorted(early, high, side="right") - 1
-        good = which >= 0
-    elif before + 1 >= first.line.size:
-        which = np.searchsorted(late, low)
-        good = which < found.start.size
+        good = (which >= 0) | (early[0] <= high + _RACE_NS)
     else:
         which = np.searchsorted(late, low)
-        good = which < found.start.size
-        good[good] = early[which[good]] <= high[good]
+        bounded = before + 1 < first.line.size
+        good = (which <= last) & ((early[np.minimum(which, last)] <= high + _RACE_NS) | (not bounded))
+        # Only where none comes after, one that came a little before.
+        near = ~good & (which > 0) & (late[np.maximum(which - 1, 0)] >= low - _RACE_NS)
+        which = np.where(near, which - 1, which)
+        good |= near
     which = np.clip(which, 0, found.start.size - 1)
     again = np.flatnonzero(which[1:] == which[:-1])  # one place cannot belong to two iterations
     good[again if before >= 0 else again + 1] = False
