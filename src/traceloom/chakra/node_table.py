@@ -37,8 +37,7 @@ ADDED = "simulation_deps"  # those of a node's data dependencies that were only 
 NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
 KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
 _NO_VALUE = "no value"
-_Attribute = pl.Enum(list(EXPECTED))
-_Kind = pl.Enum([*KINDS.values(), _NO_VALUE])
+_NUMBER = {name: number for number, name in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ class NodeTable:
         path: Where it was read from.
         nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
             attribute of `NUMBERS` and `pg_name`: its value, null where it is absent or no whole number (no text).
-        attributes: One row per known attribute of each node: `row`, `attribute` and `kind` (names as String), in the
-            order of the file.
+        odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
+            holds it), `again` (whether the node has had it before).
         data: Data dependencies.
         control: Control dependencies.
         added: Those of the data dependencies that were only added for a target.
@@ -73,7 +72,7 @@ class NodeTable:
 
     path: str
     nodes: pl.DataFrame
-    attributes: pl.DataFrame
+    odd: pl.DataFrame
     data: Dependencies
     control: Dependencies
     added: Dependencies
@@ -100,8 +99,8 @@ def read_table(path: str | Path) -> NodeTable:
             pl.concat([_NO_NODES, *(part.nodes for part in parts)], rechunk=True),
             pl.concat(
                 [
-                    _NO_ATTRIBUTES,
-                    *(p.attributes.with_columns(pl.col("row") + at) for p, at in zip(parts, first, strict=False)),
+                    _NOTHING_ODD,
+                    *(p.odd.with_columns(pl.col("row") + at) for p, at in zip(parts, first, strict=False)),
                 ]
             ),
             data,
@@ -117,7 +116,7 @@ class _Part:
     """A block of the file; rows count from its beginning."""
 
     nodes: pl.DataFrame
-    attributes: pl.DataFrame
+    odd: pl.DataFrame
     dependencies: tuple[Dependencies, Dependencies, Dependencies]  # data, control, added
 
 
@@ -159,18 +158,19 @@ def _part(columns: NodeColumns) -> _Part:
         },
         schema_overrides={"name": pl.String},
     ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
-    found = [
-        pl.DataFrame({"row": held.row, "attribute": [name] * len(held.row), "kind": _kinds(held.member)})
-        for name, held in columns.attributes.items()
-        if name in EXPECTED
-    ]
-    attributes = pl.concat([_NO_ATTRIBUTES, *(part.cast(_NO_ATTRIBUTES.schema) for part in found)])
+    odd = [_odd(name, held.row, held.member) for name, held in columns.attributes.items() if name in EXPECTED]
     added = columns.lists(ADDED, "uint64_list")
-    return _Part(nodes, attributes, (_pairs(columns.data), _pairs(columns.control), _pairs(added)))
+    return _Part(nodes, pl.concat([_NOTHING_ODD, *odd]), (_pairs(columns.data), _pairs(columns.control), _pairs(added)))
 
 
-def _kinds(members: Ints) -> pl.Series:
-    return pl.Series("kind", members).replace_strict(KINDS, default=_NO_VALUE, return_dtype=_Kind)
+def _odd(name: str, row: Ints, member: Ints) -> pl.DataFrame:
+    """Where an attribute is not of the expected kind, or stands a second time."""
+    again = np.zeros(len(row), np.bool_)
+    again[1:] = row[1:] == row[:-1]
+    odd = np.flatnonzero((member != _NUMBER[EXPECTED[name]]) | again)
+    kinds = [KINDS.get(number, _NO_VALUE) for number in member[odd].tolist()]
+    frame = pl.DataFrame({"row": row[odd], "attribute": [name] * len(odd), "kind": kinds, "again": again[odd]})
+    return frame.cast(_NOTHING_ODD.schema)
 
 
 def _pairs(lists: Lists) -> Dependencies:
@@ -194,4 +194,6 @@ _NO_NODES = pl.DataFrame(
         "pg_name": pl.String,
     }
 )
-_NO_ATTRIBUTES = pl.DataFrame(schema={"row": pl.Int64, "attribute": _Attribute, "kind": _Kind})
+_NOTHING_ODD = pl.DataFrame(
+    schema={"row": pl.Int64, "attribute": pl.Enum(list(EXPECTED)), "kind": pl.String, "again": pl.Boolean}
+)

@@ -67,7 +67,7 @@ def _check_missing(table: NodeTable, place: Place, findings: Findings) -> None:
             missing = part[name].is_null()
             if name == "comm_size" and kind == COLLECTIVE:
                 missing &= ~barrier
-            has = table.attributes.filter(pl.col("attribute") == name)["row"].unique().to_numpy()
+            has = table.odd.filter(pl.col("attribute") == name)["row"].unique().to_numpy()
             for row in np.setdiff1d(rows[missing.to_numpy()], has).tolist():
                 lacks.setdefault(row, []).append(name)
     if lacks:

@@ -68,16 +68,16 @@ def _check_nodes(table: NodeTable, place: Place, findings: Findings) -> None:
 
 def _check_attributes(table: NodeTable, place: Place, findings: Findings) -> None:
     wanted = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
-    wrong = table.attributes.filter(pl.col("kind").cast(pl.String) != wanted)
+    wrong = table.odd.filter(pl.col("kind") != wanted)
     for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
         at = rows["row"].to_numpy()
         said = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
         findings.add("attribute-type", place, each(table, at, said), ids(table, np.unique(at)))
-    twice = table.attributes.group_by("row", "attribute").len().filter(pl.col("len") > 1).sort("row")
+    twice = table.odd.filter("again").sort("row")
     if twice.height:
         examples = (
-            (table.nodes["id"][row], f"{label(table, row)} has {name} {times} times")
-            for row, name, times in twice.iter_rows()
+            (table.nodes["id"][row], f"{label(table, row)} has {name} more than once")
+            for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
         )
         findings.add("repeated-attribute", place, examples, ids(table, twice["row"].unique().sort().to_numpy()))
 
