@@ -24,6 +24,7 @@ NOBODY_READS = 141
 VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
+    "link": "link host and device traces of all ranks into one graph",
     "validate": "say what is wrong with a set of Chakra files",
     "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
@@ -43,6 +44,8 @@ verbs:
   report   {VERBS["report"]}
              traceloom report run
              traceloom report trace.json.gz -o report.html
+  link     {VERBS["link"]}
+             traceloom link run -o run.graph
   validate {VERBS["validate"]}
              traceloom validate workload/ --target astra-sim
   generate {VERBS["generate"]}

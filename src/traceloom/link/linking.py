@@ -1,0 +1,79 @@
+"""From what the user gave to one calibrated graph of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from traceloom.errors import InputError
+from traceloom.link.inputs import AnyPath, Window
+from traceloom.link.job import join
+from traceloom.link.loading import load_ranks
+from traceloom.link.rank import link_rank
+from traceloom.model import Graph, Notice
+from traceloom.read.ranks import Progress
+from traceloom.retime import calibrate
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """What linking gave.
+
+    Attributes:
+        graph: All ranks, calibrated.
+        refused: One notice (`refused-input`) per file that could not be used; the command exits with 4 then.
+    """
+
+    graph: Graph
+    refused: tuple[Notice, ...] = ()
+
+
+def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Say | None = None) -> Linked:
+    """Link host and device traces of the ranks of one run into one graph.
+
+    Args:
+        paths: A capture, directories, or files in any order; what each is, is told by its content. Device traces alone
+            are enough, but say less.
+        window: Of a capture: the `timed` steps, with details of the host trace carried over by the order of ops; or
+            the `graph` step, in which every op is known by its id, but which was slowed down by observing it.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told in words what is being done.
+
+    Returns:
+        The graph, with delays calibrated, and the files that were refused.
+
+    Raises:
+        UsageError: `several-runs`, `no-inputs`.
+        InputError: Nothing given is a device trace; `host-mismatch`: a host trace is of another run.
+
+    Example:
+        >>> import traceloom
+        >>> graph = traceloom.link.link("run").graph  # doctest: +SKIP
+    """
+    say = progress or _silent
+
+    def tell(reading: Progress) -> None:
+        part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        say(f"reading{part}")
+
+    say("reading")
+    loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
+    parts = []
+    for number, one in enumerate(loaded.ranks, 1):
+        say(f"linking rank {one.rank} ({number} of {len(loaded.ranks)})")
+        parts.append(link_rank(one.trace, one.matching))
+    say("joining ranks and calibrating")
+    graph = calibrate(join(parts, loaded.name))
+    refused = tuple(_refusal(error) for error in loaded.refused)
+    notices = (*loaded.notices, *refused, *graph.notices)
+    return Linked(replace(graph, notices=notices), refused)
+
+
+def _refusal(error: InputError) -> Notice:
+    return Notice("refused-input", "error", f"refused: {error}", where=error.where)
+
+
+def _silent(_: str) -> None:
+    """Nobody wants to know."""
