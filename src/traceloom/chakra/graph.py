@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import BinaryIO
 
 import polars as pl
 
@@ -99,7 +98,7 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False, ste
 
         for rank in outgoing.ranks:
             done += _write(outgoing, rank, folder / f"workload.{rank}.et", tell)
-        files.write(folder / GROUPS_FILE, lambda handle: _write_groups(graph, handle), force=False)
+        (folder / GROUPS_FILE).write_bytes(group_file(graph))
 
     return files.write_directory(Path(directory), produce, FILES_OF_RANKS, force=force)
 
@@ -128,8 +127,9 @@ def groups(graph: Graph) -> dict[str, list[int]]:
     return dict(zip(first["group"].to_list(), first["ranks"].to_list(), strict=True))
 
 
-def _write_groups(graph: Graph, handle: BinaryIO) -> None:
-    handle.write(json.dumps(groups(graph), indent=1, ensure_ascii=False).encode())
+def group_file(graph: Graph) -> bytes:
+    """The group file: `groups` as JSON."""
+    return json.dumps(groups(graph), indent=1, ensure_ascii=False).encode()
 
 
 def from_messages(
@@ -147,7 +147,7 @@ def from_messages(
     """
     numbers = range(len(files_of_ranks)) if ranks is None else ranks
     sources = [
-        _Source(metadata, _blocks_of(nodes), rank, where)
+        _Source(metadata, blocks_of(nodes), rank, where)
         for (metadata, nodes), rank in zip(files_of_ranks, numbers, strict=True)
     ]
     return _graph(sources, where)
@@ -231,7 +231,7 @@ def _ours(sources: Sequence[_Source], where: str) -> Graph:
     return graph
 
 
-def _blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:
+def blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:
     """Blocks of messages that are objects."""
     first = 0
     everything = iter(nodes)

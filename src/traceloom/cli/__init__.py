@@ -25,6 +25,7 @@ VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
     "link": "link host and device traces of all ranks into one graph",
+    "convert": "turn graphs and Chakra files into another form",
     "validate": "say what is wrong with a set of Chakra files",
     "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
@@ -46,6 +47,8 @@ verbs:
              traceloom report trace.json.gz -o report.html
   link     {VERBS["link"]}
              traceloom link run -o run.graph
+  convert  {VERBS["convert"]}
+             traceloom convert job.graph job.perfetto.json.gz
   validate {VERBS["validate"]}
              traceloom validate workload/ --target astra-sim
   generate {VERBS["generate"]}

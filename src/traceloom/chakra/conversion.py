@@ -1,0 +1,176 @@
+"""What can be converted: Chakra files of one rank, directories of ranks, saved graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from traceloom import files
+from traceloom.chakra.formats import Form, form_of, open_messages, rank_files, write_messages
+from traceloom.chakra.framing import Block
+from traceloom.chakra.graph import GROUPS_FILE, blocks_of, from_messages, group_file, groups, read_graph, to_messages
+from traceloom.chakra.isolation import Side, isolate, metadata_of_side, remaining, shape
+from traceloom.chakra.json_stream import JsonReader
+from traceloom.chakra.schema import GlobalMetadata, Node
+from traceloom.chakra.stream import EtReader
+from traceloom.errors import UsageError
+from traceloom.model import graph_store
+from traceloom.model.graph import Graph
+from traceloom.model.notice import Notice
+
+_GROUP_FILES = (GROUPS_FILE, "comm_group.json")
+_RANK = re.compile(r"\.(\d+)\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)
+Messages = tuple[GlobalMetadata, Iterator[Node]]
+# What a directory may hold that is replaced.
+DIRECTORY_FILES: Sequence[str] = ("*.et", "*.et.gz", *_GROUP_FILES)
+Say = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    """Say nothing."""
+
+
+@dataclass
+class Source:
+    """Something to convert.
+
+    Attributes:
+        path: What the user named.
+        strict: Refuse files that are cut.
+        say: Told what is being done.
+        notices: What was found wrong on the way.
+        nodes: How many nodes were written.
+    """
+
+    path: Path
+    strict: bool = False
+    say: Say = _silent
+    notices: list[Notice] = field(default_factory=list)
+    nodes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            raise UsageError(f"there is no `{self.path}`", slug="no-file", hint="check the path")
+        self._graph: Graph | None = None
+        self._files: list[tuple[int, Path]] = []
+        if self.path.is_dir():
+            self._files = rank_files(self.path)
+        elif self.path.name.endswith(graph_store.ENDING) or graph_store.is_graph(self.path):
+            self._graph = self._loaded()
+        else:
+            number = _RANK.search(self.path.name)
+            self._files = [(int(number[1]) if number else 0, self.path)]
+
+    def _loaded(self) -> Graph:
+        self.say(f"reading {self.path}")
+        return graph_store.load(self.path)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that there are."""
+        if self._graph is None:
+            return [rank for rank, _ in self._files]
+        return sorted({*self._graph.nodes["rank"].unique().to_list(), *self._graph.ranks["rank"].to_list()})
+
+    def graph(self) -> Graph:
+        """All of it as a graph.
+
+        Raises:
+            InputError: As `traceloom.chakra.graph.read_graph`.
+        """
+        if self._graph is not None:
+            return self._graph
+        ranks, paths = self.ranks, [path for _, path in self._files]
+        self.say(f"reading {self.path}")
+        if all(form_of(path) in {"et", None} for path in paths):
+            graph = read_graph(paths, ranks=ranks, strict=self.strict)
+        else:
+            graph = from_messages([self.messages(rank) for rank in ranks], ranks, str(self.path))
+        self.notices.extend(graph.notices)
+        return graph
+
+    def messages(self, rank: int) -> Messages:
+        """The messages of one rank."""
+        if self._graph is not None:
+            return to_messages(self._graph, rank)
+        path = dict(self._files)[rank]
+        self.say(f"reading {path}")
+        reader = open_messages(path, strict=self.strict)
+        return reader.metadata, self._told(reader, path)
+
+    def _told(self, reader: EtReader | JsonReader, path: Path) -> Iterator[Node]:
+        with reader:
+            for number, node in enumerate(reader, 1):
+                if not number % 65536:
+                    self.say(f"{path}: {number:,} nodes")
+                yield node
+        self.notices.extend(reader.notices)
+
+    def one_side(self, rank: int, side: Side) -> Messages:
+        """The messages of one rank that are left of it with only one side."""
+        before = list(self.notices)
+        metadata, nodes = self.messages(rank)
+        where = str(self.path)
+        blocks: Iterator[Block] = blocks_of(nodes)
+        result = isolate(shape(blocks, where), side, where)
+        self.notices = [*before, *result.notices]  # what is wrong with the file is found again by the second pass
+        metadata, nodes = self.messages(rank)
+        return metadata_of_side(metadata, side), remaining(nodes, result)
+
+    def group_file(self) -> bytes | None:
+        """The members of groups, as a file beside the ranks' files has them."""
+        if self._graph is not None:
+            return group_file(self._graph) if groups(self._graph) else None
+        if not self.path.is_dir():
+            return None
+        found = next((self.path / name for name in _GROUP_FILES if (self.path / name).is_file()), None)
+        return found.read_bytes() if found else None
+
+    def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
+        """Write the only rank as one file; returns its size in bytes.
+
+        Raises:
+            UsageError: `several-ranks`.
+            OutputError: `file-exists`, `cannot-write`.
+            InputError: As the readers; nothing is left behind.
+        """
+        if len(self.ranks) != 1:
+            raise UsageError(
+                f"one file holds one rank, and `{self.path}` has {len(self.ranks)}",
+                slug="several-ranks",
+                hint="give a directory, which gets one file per rank",
+            )
+        return self._write(self.ranks[0], path, side, force=force)
+
+    def write_directory(self, path: Path, side: Side | None, *, force: bool) -> list[Path]:
+        """Write `workload.<rank>.et` for all ranks, and the group file; returns the files."""
+
+        def produce(folder: Path) -> None:
+            for rank in self.ranks:
+                self._write(rank, folder / f"workload.{rank}.et", side, force=False)
+            if (members := self.group_file()) is not None:
+                (folder / GROUPS_FILE).write_bytes(members)
+
+        return files.write_directory(path, produce, DIRECTORY_FILES, force=force)
+
+    def _write(self, rank: int, path: Path, side: Side | None, *, force: bool) -> int:
+        metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)
+        form: Form | None = form_of(path)
+        return write_messages(path, metadata, self._counted(nodes), form=form, force=force)
+
+    def _counted(self, nodes: Iterator[Node]) -> Iterator[Node]:
+        for node in nodes:
+            self.nodes += 1
+            yield node
+
+
+def refuse_same(source: Path, target: Path) -> None:
+    """Refuse to write over what is read.
+
+    Raises:
+        UsageError: `wrong-usage`.
+    """
+    if source.resolve() == target.resolve():
+        raise UsageError(f"`{target}` is the input", slug="wrong-usage", hint="write to another place")

@@ -1,0 +1,129 @@
+"""Files of Chakra messages in any form: `.et`, JSON and JSON lines, each plain or gzip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from traceloom import files
+from traceloom.chakra.json_stream import JsonReader, write_json, write_lines
+from traceloom.chakra.packed import Pieces, Step, open_file, packing
+from traceloom.chakra.schema import GlobalMetadata, Node
+from traceloom.chakra.stream import EtReader, EtWriter
+from traceloom.errors import InputError
+
+Form = Literal["et", "json", "jsonl"]
+FORMS: dict[str, Form] = {".et": "et", ".json": "json", ".jsonl": "jsonl"}
+ENDINGS = tuple(ending + packed for ending in FORMS for packed in ("", ".gz"))
+
+
+def form_of(path: Path) -> Form | None:
+    """The form that a file's name tells; None for another kind of file."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((form for ending, form in FORMS.items() if name.endswith(ending)), None)
+
+
+def open_messages(path: str | Path, *, strict: bool = False, step: Step | None = None) -> EtReader | JsonReader:
+    """A reader of Chakra messages: of `.et` where the file is named so, else told by content.
+
+    Raises:
+        InputError: As the readers.
+    """
+    path = Path(path)
+    form = form_of(path)
+    if form == "et" or (form is None and not _looks_like_json(path)):
+        return EtReader(path, strict=strict, step=step)
+    return JsonReader(path, strict=strict, step=step)
+
+
+def _looks_like_json(path: Path) -> bool:
+    with open_file(path) as handle:
+        head = next(iter(Pieces(handle)), b"")[:64]
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"["))
+
+
+def write_messages(
+    path: str | Path,
+    metadata: GlobalMetadata,
+    nodes: Iterable[Node],
+    *,
+    form: Form | None = None,
+    force: bool = False,
+) -> int:
+    """Write messages in the form that the name tells, whole or not at all; returns the size of the file in bytes.
+
+    Args:
+        path: The file; gzip where the name ends in `.gz`.
+        metadata: The first message.
+        nodes: The others, in order.
+        form: The form, where the name does not tell it; `.et` otherwise.
+        force: Overwrite an existing file.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    path = Path(path)
+    produce = _WRITERS[form or form_of(path) or "et"]
+
+    def into(handle: BinaryIO) -> None:
+        if not path.name.lower().endswith(".gz"):
+            produce(handle, metadata, nodes)
+            return
+        with packing(handle) as packed:
+            produce(packed, metadata, nodes)
+
+    return files.write(path, into, force=force)
+
+
+def _write_et(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
+    writer = EtWriter(handle)
+    writer.message(metadata)
+    for node in nodes:
+        writer.message(node)
+
+
+_WRITERS: dict[Form, Callable[[BinaryIO, GlobalMetadata, Iterable[Node]], None]] = {
+    "et": _write_et,
+    "json": write_json,
+    "jsonl": write_lines,
+}
+
+
+def rank_files(directory: Path) -> list[tuple[int, Path]]:
+    """The files of the ranks in a directory (`PREFIX.RANK.et`, also as JSON or gzip), by rank.
+
+    Raises:
+        InputError: `no-traces`: there is none; `chakra-mixed`: a rank has several.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(directory.iterdir()):
+        stem = path.name.removesuffix(".gz")
+        if form_of(path) is None or not path.is_file():
+            continue
+        number = stem[: stem.rindex(".")].rpartition(".")[2]
+        if not number.isdecimal():
+            continue
+        rank = int(number)
+        if rank in found:
+            raise InputError(
+                f"rank {rank} has several files, {found[rank].name} and {path.name}",
+                slug="chakra-mixed",
+                where=str(directory),
+                hint="name the files of one job",
+            )
+        found[rank] = path
+    if not found:
+        raise InputError(
+            "the directory holds no files like PREFIX.RANK.et",
+            slug="no-traces",
+            where=str(directory),
+            hint="name a file",
+        )
+    return sorted(found.items())
+
+
+def iterate(reader: EtReader | JsonReader) -> Iterator[Node]:
+    """The nodes of a reader, which is closed behind the last one."""
+    with reader:
+        yield from reader

@@ -1,0 +1,359 @@
+"""Messages as JSON objects and back, without loss.
+
+Fields have the names of the schema. Absent fields are absent. Whole numbers beyond 2**53, which many readers of JSON
+would round, are texts; so are NaN and the infinities; bytes are base64; types are named, unknown ones are numbers.
+Fields that the schema does not have stand as wire bytes, in base64, under `unknown_fields`. Reading also takes the
+camelCase of protobuf's own JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from traceloom.chakra.framing import length_prefix
+from traceloom.chakra.schema import AttributeProto, CollectiveCommType, GlobalMetadata, IOInfo, Node, NodeType
+from traceloom.chakra.wire import DELIMITED, FIXED32, FIXED64, VARINT
+from traceloom.errors import InputError
+
+UNKNOWN = "unknown_fields"
+_EXACT = 2**53
+_Message = TypeVar("_Message", GlobalMetadata, Node)
+_TYPES = {number: name for name, number in NodeType.items()}
+_NUMBERS = dict(NodeType.items())
+_VALUES = {member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
+_WIDE = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64}
+_WIDE |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
+_REAL = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
+_ODD = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(part.capitalize() for part in rest)
+
+
+def _spellings(*names: str) -> dict[str, str]:
+    return {spelling: name for name in (*names, UNKNOWN) for spelling in (name, _camel(name))}
+
+
+_OF_METADATA = _spellings("version", "attr")
+_OF_NODE = _spellings(*(field.name for field in Node.DESCRIPTOR.fields))
+_OF_TENSORS = _spellings("values", "shapes", "types")
+_OF_ATTRIBUTE = _spellings(*(field.name for field in AttributeProto.DESCRIPTOR.fields))
+
+
+def to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
+    """A message as a JSON object."""
+    out: dict[str, Any] = {}
+    if isinstance(message, Node):
+        out = _node(message)
+    elif message.version:
+        out["version"] = message.version
+    plain = type(message)()
+    plain.MergeFromString(message.SerializeToString())
+    plain.DiscardUnknownFields()
+    exact = plain.ByteSize() == message.ByteSize()
+    if message.attr:
+        out["attr"] = [_attribute(attribute, exact) for attribute in message.attr]
+    if not exact:
+        _add_unknown(out, message)
+    return out
+
+
+def _node(node: Node) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    if node.id:
+        out["id"] = _whole(node.id)
+    if node.name:
+        out["name"] = node.name
+    if node.type:
+        out["type"] = _TYPES.get(node.type, node.type)
+    if node.ctrl_deps:
+        out["ctrl_deps"] = list(map(_whole, node.ctrl_deps))
+    if node.data_deps:
+        out["data_deps"] = list(map(_whole, node.data_deps))
+    if node.start_time_micros:
+        out["start_time_micros"] = _whole(node.start_time_micros)
+    if node.duration_micros:
+        out["duration_micros"] = _whole(node.duration_micros)
+    for name in ("inputs", "outputs"):
+        if node.HasField(name):
+            out[name] = _tensors(getattr(node, name))
+    return out
+
+
+def _tensors(info: IOInfo) -> dict[str, Any]:
+    out = {name: text for name in ("values", "shapes", "types") if (text := getattr(info, name))}
+    _add_unknown(out, info)
+    return out
+
+
+def _attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    if attribute.name:
+        out["name"] = attribute.name
+    if attribute.doc_string:
+        out["doc_string"] = attribute.doc_string
+    kind = attribute.WhichOneof("value")
+    if kind is not None:
+        value = getattr(attribute, kind)
+        one = _TO_JSON[kind]
+        if kind.endswith("_list"):
+            out[kind] = [one(item) for item in value.values]
+            if not exact and len(UnknownFieldSet(value)):
+                out[UNKNOWN + "_of_value"] = _unknown(value)
+        else:
+            out[kind] = one(value)
+    if not exact:
+        _add_unknown(out, attribute)
+    return out
+
+
+def _whole(number: int) -> int | str:
+    return number if -_EXACT <= number <= _EXACT else str(number)
+
+
+def _real(number: float) -> float | str:
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _element(name: str) -> FieldDescriptor:
+    """The field that holds the value, or each of its elements."""
+    member: Any = _VALUES[name]
+    found: FieldDescriptor = member.message_type.fields_by_name["values"] if name.endswith("_list") else member
+    return found
+
+
+def _to_json(name: str) -> Callable[[Any], Any]:
+    kind = _element(name).type
+    if kind in _WIDE:
+        return _whole
+    if kind in _REAL:
+        return _real
+    return _base64 if kind == FieldDescriptor.TYPE_BYTES else _same
+
+
+_TO_JSON = {name: _to_json(name) for name in _VALUES}
+
+
+def _add_unknown(out: dict[str, Any], message: Message) -> None:
+    if data := _unknown(message):
+        out[UNKNOWN] = data
+
+
+def _unknown(message: Message) -> str:
+    """The wire bytes of the fields that the schema does not have, in base64."""
+    found: Any = UnknownFieldSet(message)
+    return _base64(b"".join(map(_unknown_field, found)))
+
+
+def _unknown_field(field: Any) -> bytes:
+    key = length_prefix(field.field_number << 3 | field.wire_type)
+    if field.wire_type == VARINT:
+        return key + length_prefix(field.data)
+    if field.wire_type == DELIMITED:
+        return key + length_prefix(len(field.data)) + bytes(field.data)
+    if field.wire_type in {FIXED64, FIXED32}:
+        return key + int(field.data).to_bytes(8 if field.wire_type == FIXED64 else 4, "little")
+    inner = b"".join(_unknown_field(part) for part in field.data)  # a group, which ends with its own mark
+    return key + inner + length_prefix(field.field_number << 3 | 4)
+
+
+class _OddError(Exception):
+    """What is wrong with a value, in words."""
+
+
+def from_object(value: Any, kind: type[_Message], where: str) -> _Message:
+    """The message of a JSON object.
+
+    Args:
+        value: What JSON holds.
+        kind: `Node` or `GlobalMetadata`.
+        where: The place, for the error.
+
+    Raises:
+        InputError: `chakra-json`: it is no such message.
+    """
+    try:
+        fields = _fields(value, _OF_NODE if kind is Node else _OF_METADATA)
+        message = kind()
+        for name, given in fields.items():
+            _set(message, name, given)
+    except _OddError as error:
+        raise InputError(str(error), slug="chakra-json", where=where) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        said = f"a value does not fit the schema: {str(error).splitlines()[0]}"
+        raise InputError(said, slug="chakra-json", where=where) from error
+    return message
+
+
+def _fields(value: Any, spellings: dict[str, str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _OddError(f"expected an object, got {type(value).__name__}")
+    out: dict[str, Any] = {}
+    for key, given in value.items():
+        name = spellings.get(key)
+        if name is None:
+            raise _OddError(f"`{key}` is no field of the schema")
+        if name in out:
+            raise _OddError(f"`{key}` is there twice")
+        out[name] = given
+    return out
+
+
+def _set(message: Any, name: str, given: Any) -> None:
+    if name == "attr":
+        for item in _list(given, name):
+            _read_attribute(item, message.attr.add())
+    elif name in {"ctrl_deps", "data_deps"}:
+        getattr(message, name).extend(_number(item) for item in _list(given, name))
+    elif name in {"inputs", "outputs"}:
+        info = getattr(message, name)
+        info.SetInParent()
+        for key, text in _fields(given, _OF_TENSORS).items():
+            _set(info, key, text)
+    elif name == UNKNOWN:
+        message.MergeFromString(_bytes(given))
+    elif name == "type":
+        message.type = _NUMBERS[given] if given in _NUMBERS else _number(given)
+    elif name in {"version", "name", "values", "shapes", "types"}:
+        setattr(message, name, _text(given))
+    else:
+        setattr(message, name, _number(given))
+
+
+def _read_attribute(given: Any, attribute: AttributeProto) -> None:
+    extra = given.pop(UNKNOWN + "_of_value", None) if isinstance(given, dict) else None
+    fields = _fields(given, _OF_ATTRIBUTE)
+    for name, value in fields.items():
+        if name in {"name", "doc_string"}:
+            setattr(attribute, name, _text(value))
+        elif name == UNKNOWN:
+            attribute.MergeFromString(_bytes(value))
+        elif name.endswith("_list"):
+            held = getattr(attribute, name)
+            held.SetInParent()
+            inner = value["values"] if isinstance(value, dict) and "values" in value else value
+            held.values.extend(_FROM_JSON[name](item) for item in _list([] if inner == {} else inner, name))
+            if extra is not None:
+                held.MergeFromString(_bytes(extra))
+        else:
+            setattr(attribute, name, _FROM_JSON[name](value))
+
+
+def _list(given: Any, name: str) -> list[Any]:
+    if not isinstance(given, list):
+        raise _OddError(f"`{name}` is no list")
+    return given
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise _OddError(f"expected a text, got {_shown(given)}")
+    return given
+
+
+def _number(given: Any) -> int:
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given
+    if isinstance(given, str) and given.removeprefix("-").isdecimal() and given.isascii():
+        return int(given)
+    raise _OddError(f"expected a whole number, got {_shown(given)}")
+
+
+def _float(given: Any) -> float:
+    if isinstance(given, str) and given in _ODD:
+        return _ODD[given]
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return float(given)
+    raise _OddError(f"expected a number, got {_shown(given)}")
+
+
+def _flag(given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise _OddError(f"expected true or false, got {_shown(given)}")
+    return given
+
+
+def _bytes(given: Any) -> bytes:
+    try:
+        return base64.b64decode(_text(given), validate=True)
+    except ValueError as error:
+        raise _OddError(f"expected base64, got {_shown(given)}") from error
+
+
+def _shown(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) < 40 else text[:37] + "..."
+
+
+def _from_json(name: str) -> Callable[[Any], Any]:
+    kind = _element(name).type
+    if kind in _REAL:
+        return _float
+    by_type = {
+        FieldDescriptor.TYPE_BYTES: _bytes,
+        FieldDescriptor.TYPE_STRING: _text,
+        FieldDescriptor.TYPE_BOOL: _flag,
+    }
+    return by_type.get(kind, _number)
+
+
+_FROM_JSON = {name: _from_json(name) for name in _VALUES}
+
+
+def _fed(key: str, given: Any) -> Any:
+    if key == "is_cpu_op" and isinstance(given, int):
+        return bool(given)
+    return _FED_TYPES.get(given, given) if key == "comm_type" and isinstance(given, str) else given
+
+
+# Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
+_FED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_priority": "int32_val", "tensor_size": "uint64_val"}
+_FED |= {"comm_src": "int32_val", "comm_dst": "int32_val", "comm_tag": "int32_val", "is_cpu_op": "bool_val"}
+_FED_TYPES = dict(CollectiveCommType.items())
+
+
+def from_feeder(value: Any, where: str) -> Node:
+    """A node of a feeder's `workload_graph`; keys that it does not know become text attributes.
+
+    Raises:
+        InputError: `chakra-json`.
+    """
+    if not isinstance(value, dict):
+        raise InputError(f"expected an object, got {type(value).__name__}", slug="chakra-json", where=where)
+    node: dict[str, Any] = {}
+    attributes: list[dict[str, Any]] = []
+    renamed: dict[str, str] = {
+        "Id": "id",
+        "Name": "name",
+        "NodeType": "type",
+        "runtime": "duration_micros",
+        "ctrlDeps": "ctrl_deps",
+    }
+    for key, given in value.items():
+        name = "data_deps" if key == "data_deps" else renamed.get(key)
+        if name is not None:
+            node[name] = given
+        elif key in _FED:
+            attributes.append({"name": key, _FED[key]: _fed(key, given)})
+        else:
+            attributes.append({"name": key, "string_val": given if isinstance(given, str) else repr(given)})
+    return from_object({**node, "attr": attributes}, Node, where)
