@@ -29,7 +29,8 @@ EVIDENCE = (
 _PATH_ROWS = 8
 _PARTS = {"delay": "usual {0} of {1}", "residual": "unexplained: {1}", "before": "before this rank began"}
 _STYLES = {"work": "#3b82d6", "delay": "#e08a00", "residual": "#d55e00"}
-_WORDS = {"host-ops": "host ops", "gpu-work": "GPU work"}
+_WORDS = {"host-ops": "host ops", "timed-ops": "timed ops", "gpu-work": "GPU work", "host-time": "host time"}
+_LEAST_BAR, _MOST_BAR = 8, 64
 
 
 def render(document: Row, width: int) -> Iterator[Text]:
@@ -102,6 +103,8 @@ def _coverage(document: Row, width: int) -> Iterator[Text]:
     """One line per outcome: how much of its subject, and on which ranks."""
     outcomes: dict[tuple[str, str], list[Row]] = {}
     for row in document["coverage"]:
+        if not row["count"]:
+            continue
         outcomes.setdefault((row["subject"], row["outcome"]), []).append(row)
     if not outcomes:
         return
@@ -163,7 +166,10 @@ def _edges(document: Row, width: int) -> Iterator[Text]:
             drawn.append(fill * count, color)
         return drawn
 
-    yield from with_bars(columns, rows, bar, width)
+    def fitting(number: int, left: int) -> Text:
+        return bar(number, min(left, _MOST_BAR)) if left >= _LEAST_BAR else Text()
+
+    yield from lines(columns, rows, ("", fitting), width)
 
 
 def _clocks(document: Row, width: int) -> Iterator[Text]:
