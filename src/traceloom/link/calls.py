@@ -21,6 +21,8 @@ BLOCKING_COPIES = (
 )
 RECORDS = r"(?i)event_?record"
 STREAM_EVENT_WAITS = r"(?i)stream_?wait_?event"
+# Not a call: an annotation of a back end that communicates from the host itself.
+HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
 POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.link.calls import named
+from traceloom.link.calls import HOST_BACKENDS, named
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
@@ -37,7 +37,6 @@ _KERNEL_KINDS = (
     ("send_receive", r"send_?recv"),
 )
 _NOT_THE_OPERATION = ("wait", "init", "unknown")  # calls about communication that move nothing
-_HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
 _PAIRS = {"send": "send", "recv": "receive"}
 _FIELDS = (
     "kind", "group", "group_size", "ranks", "element_type", "in_bytes", "out_bytes", "sequence", "peer", "tag",
@@ -168,7 +167,7 @@ def _of_kernels(trace: Trace, tree: HostTree, work: DeviceWork, chosen: Ints, de
 
 def _host_events(tree: HostTree, work: DeviceWork) -> Ints:
     """Outermost calls of back ends that communicate from the host, without GPU work of their own."""
-    wanted = named(tree.name, _HOST_BACKENDS).to_numpy() & ~tree.call
+    wanted = named(tree.name, HOST_BACKENDS).to_numpy() & ~tree.call
     wanted &= nearest(tree.parent, wanted) < 0
     submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
     np.add.at(submitted, work.call[work.call >= 0] + 1, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.link.calls import named
+from traceloom.link.calls import HOST_BACKENDS, named
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
@@ -22,7 +22,7 @@ _GIVEN_NS = 1_000_000  # by what ended no longer ago than this
 _SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
 _BUSY = 0.3  # of that work's span in which something is recorded
 _AUTOGRAD = r"^autograd::engine::evaluate_function"
-_PLAIN_OP = r"^aten::"  # does its work itself
+_PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,18 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     if lanes.size < 2:
         return HandOffs(host, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
     quiet = _quiet(trace, tree, host)
+    gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
     autograd = np.unique(tree.lane[named(tree.name, _AUTOGRAD).to_numpy()])
     spells = {
-        lane: _roots(tree, host, lane) if lane in autograd else _runs(host, quiet, lane)
+        lane: _roots(tree, host, lane) if lane in autograd else _runs(host, gap, lane)
         for lane in lanes.tolist()
         if lane != main
     }
+    talk = np.flatnonzero(named(tree.name, HOST_BACKENDS).to_numpy() & ~tree.call & (tree.lane != main))
+    spells = {lane: spell for lane, spell in spells.items() if lane not in tree.lane[talk]}
     mine = np.flatnonzero(quiet & (host.lane == main))
     begin, done, head, tail = _filled(host, mine, spells, set(autograd.tolist()))
+    _communicated(tree, host, mine, talk, (begin, done, head, tail))
     found = done >= 0
     mine, begin, done, head, tail = (column[found] for column in (mine, begin, done, head, tail))
     cut, number = host.cut(np.repeat(mine, 2), np.stack([begin, done], axis=1).ravel())
@@ -122,7 +126,8 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
     category = trace.events["category"].gather(tree.row)
-    works = tree.call | ((category == "op").to_numpy() & named(tree.name, _PLAIN_OP).to_numpy())
+    plain = (category == "op").to_numpy() & named(tree.name, _PLAIN_OP).to_numpy()
+    works = tree.call | plain | named(tree.name, HOST_BACKENDS).to_numpy()
     found: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
     return found
 
@@ -132,9 +137,9 @@ def _roots(tree: HostTree, host: Segments, lane: int) -> _Spells:
     return _Spells(tree.start[root], tree.end[root], host.first[root], host.last[root])
 
 
-def _runs(host: Segments, quiet: Bools, lane: int) -> _Spells:
-    """Segments that follow each other without a quiet one."""
-    at = np.flatnonzero((host.lane == lane) & ~quiet)
+def _runs(host: Segments, gap: Bools, lane: int) -> _Spells:
+    """Segments that follow each other without a gap."""
+    at = np.flatnonzero((host.lane == lane) & ~gap)
     opens = np.append(True, np.diff(at) > 1) if at.size else np.zeros(0, dtype=np.bool_)
     first, last = at[opens], at[np.append(opens[1:], True)] if at.size else at
     return _Spells(host.start[first], host.end[last], first, last)
@@ -170,6 +175,30 @@ def _filled(
         head = np.where(better, np.where(running, -1, spell.first[first]), head)
         tail = np.where(better, spell.last[last], tail)
     return begin, done, head, tail
+
+
+def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found: tuple[Ints, Ints, Ints, Ints]) -> None:
+    """Quiet times in which another thread communicates, in place.
+
+    Of all quiet times that a communication shares, the one that shares most of it waited for it. It may end before:
+    the thread that communicates wakes the waiting one, and ends its own event when it is its turn again.
+    """
+    begin, done, head, tail = found
+    low, high = host.start[mine], host.end[mine]
+    first = np.searchsorted(high, tree.start[talk], side="right")
+    count = np.maximum(np.searchsorted(low, tree.end[talk], side="left") - first, 0)
+    event = np.repeat(talk, count)
+    quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    since, until = np.maximum(tree.start[event], low[quiet]), np.minimum(tree.end[event], high[quiet])
+    order = np.lexsort((since - until, event))
+    order = order[np.append(True, event[order[1:]] != event[order[:-1]])[: order.size]]
+    order = order[np.argsort(until[order], kind="stable")]  # of several in one quiet time the last
+    event, quiet, since, until = event[order], quiet[order], since[order], until[order]
+    fits = until - since >= np.maximum(_QUIET_NS, _SHARE * (high[quiet] - low[quiet]))
+    event, quiet = event[fits], quiet[fits]
+    begin[quiet], done[quiet] = since[fits], until[fits]
+    head[quiet] = np.where(tree.start[event] >= low[quiet], host.first[event], -1)
+    tail[quiet] = host.last[event]
 
 
 def _woken(host: Segments, tree: HostTree, heads: Ints, main: int) -> tuple[Ints, Ints]:

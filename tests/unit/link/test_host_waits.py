@@ -180,3 +180,15 @@ def test_forward_and_backward_are_joined_by_number_or_arrow() -> None:
     assert found == [("aten::mm", "autograd::engine::evaluate_function: MmBackward0", True, False, "correlated")]
     arrow = edges(link_rank(built.forward_backward(1, 0, 110, backward_thread=2).build()), "forward-backward")
     assert arrow == [("aten::mm", "MmBackward0", True, False, "measured")]
+
+
+def test_the_main_thread_waits_for_gloo_which_ends_its_own_event_later() -> None:
+    built = TraceBuilder().op("c10d::allreduce_", 0, 100).op("aten::next", 5000, 100)
+    built.annotation("gloo:all_reduce", 90, 5200, thread=5)
+    graph = link_rank(built.build())
+    graph.check()
+    wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(100, 4900)]
+    into = graph.edges.filter(pl.col("target") == wait[0]["node"], pl.col("to_end")).to_dicts()
+    assert [graph.nodes["name"][edge["source"]] for edge in into] == ["gloo:all_reduce"]
+    assert into[0]["delay_ns"] == -290_000
