@@ -13,7 +13,8 @@ from traceloom.model.points import cycle, layers
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-_PIECES = 256  # pieces of chains in one slice at most; see `Slice`
+_PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
+_FEW = 24  # with fewer links than this a slice takes longer in array operations than link by link
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +36,33 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Places that are evaluated together: pieces of chains, which wait for earlier slices only.
+    """Entries that are evaluated together: those of some pieces of chains, which wait for earlier slices only.
 
     Attributes:
-        low: First place.
-        high: Place after the last.
+        low: First entry.
+        high: Entry after the last.
         first: First link from outside.
         last: Link after the last.
-        held: First of the places that links from outside hold back, as position in `Layout.held`.
-        held_last: Position after the last of them.
+        source: Entry that each link comes from.
+        offset: First link of each entry, counted from `first`.
+        few: Whether the slice, or each of the slices that it stands for, has few links.
     """
 
     low: int
     high: int
     first: int
     last: int
-    held: int
-    held_last: int
+    source: Ints
+    offset: Ints
+    few: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The places of a graph (starts of nodes, and ends that wait for something) in the order of evaluation.
 
-    An end that waits for nothing but its node's work is no place: it follows from the start.
+    An end that waits for nothing but its node's work is no place: it follows from the start. An entry is a place that
+    begins a chain, or waits for something outside it; all other places follow from the entry before them.
 
     Attributes:
         nodes: Number of nodes.
@@ -66,13 +70,18 @@ class Layout:
         end: Place of each node's end; that of its start where the end is no place.
         derived: Whether the end is no place.
         chain: Terms of the link from the place before, per place; none where a piece begins.
-        piece: Number of each place's piece within its slice.
-        source: Place of each link from outside.
+        entry: Place of each entry; first those that wait for nothing, then by slices.
+        entry_of: The entry at or before each place.
+        roots: How many entries wait for nothing.
+        piece: Number of each entry's piece within its slice.
+        begins: Whether a piece begins with the entry.
+        source: Place of each link from outside, by the entry that it holds back.
+        source_entry: The entry at or before it.
+        target_entry: The entry that it holds back.
         link: Terms of these links.
-        held: Places that links from outside hold back, ascending.
-        offset: First link of each such place.
-        roots: Places that nothing holds back.
+        offset: First link of each entry, and the number of links.
         slices: In the order of evaluation.
+        stretches: The same with neighbours that have few links joined, for going link by link.
     """
 
     nodes: int
@@ -80,13 +89,18 @@ class Layout:
     end: Ints
     derived: Bools
     chain: Terms
+    entry: Ints
+    entry_of: Ints
+    roots: int
     piece: Ints
+    begins: Bools
     source: Ints
+    source_entry: Ints
+    target_entry: Ints
     link: Terms
-    held: Ints
     offset: Ints
-    roots: Ints
     slices: list[Slice]
+    stretches: list[Slice]
 
 
 def layout(graph: Graph) -> Layout:
@@ -129,12 +143,17 @@ def layout(graph: Graph) -> Layout:
     outside = np.concatenate([crossing, chain[cut]])
     chain[cut] = -1
     outside = outside[np.argsort(place[link_target[outside]], kind="stable")]
-    held, offset = np.unique(place[link_target[outside]], return_index=True)
     chain = chain[order]
-    begins = chain < 0
-    piece, slices = _slices(layer[order], begins, held, offset, outside.size)
-    rooted = begins.copy()
-    rooted[held] = False
+    is_entry = chain < 0
+    is_entry[place[link_target[outside]]] = True
+    entry, entry_of = np.flatnonzero(is_entry), np.cumsum(is_entry) - 1
+    source_entry = entry_of[place[link_source[outside]]]
+    target_entry = entry_of[place[link_target[outside]]]
+    begins = chain[entry] < 0
+    # What waits for nothing is all that layer 0 has of entries.
+    roots = int((layer[order][entry] == 0).sum())
+    offset = np.searchsorted(target_entry, np.arange(entry.size + 1))
+    piece, slices = _slices(layer[order][entry], begins, roots, source_entry, offset)
     none = np.append(terms.edge, edges), np.append(terms.node, nodes)
     return Layout(
         nodes=nodes,
@@ -142,13 +161,18 @@ def layout(graph: Graph) -> Layout:
         end=place[end],
         derived=~waits,
         chain=Terms(none[0][chain], none[1][chain]),
+        entry=entry,
+        entry_of=entry_of,
+        roots=roots,
         piece=piece,
+        begins=begins,
         source=place[link_source[outside]],
+        source_entry=source_entry,
+        target_entry=target_entry,
         link=terms.at(outside),
-        held=held,
         offset=offset,
-        roots=np.flatnonzero(rooted),
         slices=slices,
+        stretches=_stretches(slices),
     )
 
 
@@ -166,20 +190,32 @@ def _items(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
     return items, items + waits
 
 
-def _slices(layer: Ints, begins: Bools, held: Ints, offset: Ints, links: int) -> tuple[Ints, list[Slice]]:
-    """Cut the places into slices of one layer and few pieces; and the number of each place's piece in its slice."""
-    if not layer.size:
-        return layer, []
+def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) -> tuple[Ints, list[Slice]]:
+    """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece in its slice."""
+    piece = np.zeros(layer.size, dtype=np.int64)
+    if roots == layer.size:
+        return piece, []
     opens = np.append(True, layer[1:] != layer[:-1])
     number = np.cumsum(begins) - 1
-    piece = number - np.maximum.accumulate(np.where(opens, number, 0))
-    opens |= begins & (piece % _PIECES == 0)
-    low = np.flatnonzero(opens)
-    bounds = np.append(low, layer.size)
-    at = np.searchsorted(held, bounds)
-    link = np.append(offset, links)[at]
-    rows = zip(
-        bounds[:-1].tolist(), bounds[1:].tolist(), link[:-1].tolist(), link[1:].tolist(), at[:-1].tolist(),
-        at[1:].tolist(), strict=True,
-    )  # fmt: skip
-    return piece % _PIECES, [Slice(*row) for row in rows]
+    within = number - np.maximum.accumulate(np.where(opens, number, 0))
+    opens |= begins & (within % _PIECES == 0)
+    piece[roots:] = within[roots:] % _PIECES
+    bounds = np.append(np.flatnonzero(opens[roots:]) + roots, layer.size)
+    links = offset[bounds].tolist()
+    places = bounds.tolist()
+    return piece, [
+        Slice(low, high, first, last, source[first:last], offset[low:high] - first, last - first < _FEW)
+        for low, high, first, last in zip(places[:-1], places[1:], links[:-1], links[1:], strict=True)
+    ]
+
+
+def _stretches(slices: list[Slice]) -> list[Slice]:
+    """The slices with neighbours that have few links joined; only their bounds mean anything then."""
+    joined: list[Slice] = []
+    for part in slices:
+        if part.few and joined and joined[-1].few:
+            before = joined[-1]
+            joined[-1] = Slice(before.low, part.high, before.first, part.last, before.source, before.offset, few=True)
+        else:
+            joined.append(part)
+    return joined

@@ -10,12 +10,15 @@ from numpy.typing import ArrayLike, NDArray
 from traceloom.errors import UsageError
 from traceloom.model.graph import Graph
 from traceloom.retime.classes import class_delays
-from traceloom.retime.layout import Layout, Terms, layout
+from traceloom.retime.layout import Layout, Slice, Terms, layout
 
 Ints = NDArray[np.int64]
 
-_NEVER = np.iinfo(np.int64).min
+_NEVER = int(np.iinfo(np.int64).min)
 ABSENT = -(2**61)  # as delay of an edge: it holds nothing back
+_TOGETHER = 8  # scenarios that go through the slices together
+_SMALL = 50_000  # where there are fewer nodes than this
+_OFTEN = 200  # or than this in a slice
 _LIMIT = 2**53  # ns; 256 pieces of a slice this far apart are within int64
 
 
@@ -37,6 +40,11 @@ class Plan:
         self._layout: Layout = layout(graph)
         self._roots = self._root_times()
         self._constants: Ints | None = None
+
+    @property
+    def slices(self) -> int:
+        """How many times a pass stops to see what other chains have come to."""
+        return len(self._layout.slices)
 
     @property
     def constants(self) -> Ints:
@@ -75,72 +83,103 @@ class Plan:
         if residuals:
             work = work + nodes["residual_ns"].to_numpy()
             delay = delay + edges["residual_ns"].to_numpy()
-        if work.ndim == delay.ndim == 1:
-            return self._pass(work, delay)
-        scenarios = max(part.shape[0] for part in (work, delay) if part.ndim == 2)
-        work, delay = (np.broadcast_to(part, (scenarios, part.shape[-1])) for part in (work, delay))
+        alone = work.ndim == delay.ndim == 1
+        work, delay = np.atleast_2d(work), np.atleast_2d(delay)
+        scenarios = max(work.shape[0], delay.shape[0])
         times = np.empty((scenarios, 2 * nodes.height), dtype=np.int64)
-        for row in range(scenarios):
-            times[row] = self._pass(work[row], delay[row])
-        return times
+        # Together they share what each slice costs; apart they stay within the caches.
+        together = _TOGETHER if nodes.height < max(_SMALL, _OFTEN * self.slices) else 1
+        for low in range(0, scenarios, together):
+            rows = slice(low, low + together)
+            some_work, some_delay = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
+            self._pass(some_work, some_delay, times[rows])
+        return times[0] if alone else times
 
     def _root_times(self) -> Ints:
         plan = self._layout
-        times = np.zeros(plan.chain.edge.size, dtype=np.int64)
+        times = np.zeros(plan.entry_of.size, dtype=np.int64)
         times[plan.start] = self.graph.nodes["start_ns"].to_numpy()
-        return times[plan.roots]
+        return times[plan.entry[: plan.roots]]
 
-    def _pass(self, work: Ints, delay: Ints) -> Ints:
+    def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
+        """Fill in the times of all points; all arguments have a row per scenario, or one for all."""
         plan = self._layout
-        work, delay = np.append(work, 0), np.append(delay, 0)
+        work, delay = _padded(work), _padded(delay)
         absent = delay < ABSENT // 2
-        if absent.any():
-            delay[absent] = 0
-            delay[absent] = -self._bound(work, delay) - 1
-        along, across = _weights(plan.chain, work, delay), _weights(plan.link, work, delay)
-        # Along a piece: time = highest of (what holds a place back - sum of links so far) + sum of links so far. The
-        # pieces of a slice are gone through as one, each lifted so far that none reaches into the next.
-        lift = 2 * self._bound(work, delay) + 1
+        delay[absent] = 0
+        far = self._bound(work, delay)
+        delay[absent] = -far - 1
+        # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
+        # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
+        # the one before.
+        lift = 2 * (self._bound(work, delay) if absent.any() else far) + 1
         if lift > _LIMIT:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
-        sums = np.cumsum(along)
-        sums -= plan.piece * lift
-        level = np.full(sums.size, _NEVER, dtype=np.int64)
-        level[plan.roots] = self._roots - sums[plan.roots]
-        times = np.empty(sums.size, dtype=np.int64)
-        sums_held, offset, held, source = sums[plan.held], plan.offset, plan.held, plan.source
-        for part in plan.slices:
-            low, high = part.low, part.high
-            if part.last > part.first:
-                arrived = times[source[part.first : part.last]]
-                arrived += across[part.first : part.last]
-                latest = np.maximum.reduceat(arrived, offset[part.held : part.held_last] - part.first)
-                latest -= sums_held[part.held : part.held_last]
-                level[held[part.held : part.held_last]] = latest
-            reached = level[low:high]
-            np.maximum.accumulate(reached, out=reached)
-            np.add(reached, sums[low:high], out=times[low:high])
+        sums = _weights(plan.chain, work, delay)
+        np.cumsum(sums, axis=1, out=sums)
+        lifted = plan.piece * lift
+        before = sums.take(plan.entry, axis=1)
+        before -= lifted
+        ahead = _weights(plan.link, work, delay)
+        ahead += sums.take(plan.source, axis=1)
+        ahead -= before.take(plan.target_entry, axis=1)
+        ahead -= lifted[plan.source_entry]
+        level = np.empty((points.shape[0], plan.entry.size), dtype=np.int64)
+        level[:, : plan.roots] = self._roots - before[:, : plan.roots]
+        self._climb(level, np.broadcast_to(ahead, (points.shape[0], ahead.shape[1])))
+        level -= lifted
+        times = level.take(plan.entry_of, axis=1)
+        times += sums
         if absent.any():
             np.maximum(times, self._roots.min(), out=times)
-        return self._points(times, work)
+        points[:, 0::2] = times.take(plan.start, axis=1)
+        points[:, 1::2] = times.take(plan.end, axis=1)
+        points[:, 1::2] += work[:, :-1] * plan.derived
 
-    def _points(self, times: Ints, work: Ints) -> Ints:
+    def _climb(self, level: Ints, ahead: Ints) -> None:
+        """The levels of all entries, slice by slice."""
+        alone = len(level) == 1
+        for part in self._layout.stretches if alone else self._layout.slices:
+            if alone and part.few:
+                self._link_by_link(part, level[0], ahead[0])
+                continue
+            arrived = level.take(part.source, axis=1)
+            arrived += ahead[:, part.first : part.last]
+            if part.high - part.low < part.last - part.first:
+                arrived = np.maximum.reduceat(arrived, part.offset, axis=1)
+            np.maximum.accumulate(arrived, axis=1, out=level[:, part.low : part.high])
+
+    def _link_by_link(self, part: Slice, level: Ints, ahead: Ints) -> None:
         plan = self._layout
-        points = np.empty(2 * plan.nodes, dtype=np.int64)
-        points[0::2] = times[plan.start]
-        points[1::2] = times[plan.end] + work[:-1] * plan.derived
-        return points
+        reached, gained, source = level.data, ahead.data, plan.source_entry.data
+        offset = plan.offset[part.low : part.high + 1].tolist()
+        begins = plan.begins[part.low : part.high].tolist()
+        at = offset[0]
+        for entry, begin, last in zip(range(part.low, part.high), begins, offset[1:], strict=True):
+            best = _NEVER if begin else reached[entry - 1]
+            for link in range(at, last):
+                found = reached[source[link]] + gained[link]
+                if found > best:  # noqa: PLR1730  (max() takes three times as long)
+                    best = found
+            reached[entry] = best
+            at = last
 
     def _bound(self, work: Ints, delay: Ints) -> int:
         """No two times, and no sums along pieces, are further apart than this."""
-        far = int(np.abs(work).sum()) + int(np.abs(delay).sum())
-        return far + int(np.ptp(self._roots)) if self._roots.size else far
+        far = int(np.abs(work).sum(axis=1).max() + np.abs(delay).sum(axis=1).max())
+        return far + (int(np.ptp(self._roots)) if self._roots.size else 0)
 
 
 def _weights(terms: Terms, work: Ints, delay: Ints) -> Ints:
-    weights: Ints = delay[terms.edge]
-    weights += work[terms.node]
-    return weights
+    of_edge, of_node = delay.take(terms.edge, axis=1), work.take(terms.node, axis=1)
+    return of_edge + of_node
+
+
+def _padded(values: Ints) -> Ints:
+    """With a last column of zeros, for links that have no such term."""
+    padded = np.zeros((values.shape[0], values.shape[1] + 1), dtype=np.int64)
+    padded[:, :-1] = values
+    return padded
 
 
 def _whole(values: ArrayLike, count: int, name: str) -> NDArray[Any]:
