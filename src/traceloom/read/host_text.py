@@ -23,6 +23,7 @@ _NODES = re.compile(rb'"nodes"\s*:\s*\[')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[|^\s*\[\s*\{[^{}]{0,300}"ph"\s*:')
 _BLANK = re.compile(rb"[\s,]*")
 _ENTRY = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)')
+_ENVELOPE = frozenset({"schema", "pid", "time", "start_ts", "finish_ts"})  # no node has such a key
 _TRIED_ENDS = 64  # brackets looked at for the one that closes the list
 
 
@@ -176,18 +177,18 @@ class HostText:
             tail = _parsed(b'{"":0' + self._text[at + 1 :].rstrip(b" \t\r\n\0"))
             if tail is None:
                 continue
-            if len(tail) > 1:
+            if tail.keys() & _ENVELOPE or self._decodes(self._text[:at]):
                 return at
-            body = self._text[:at].strip(b" \t\r\n,")
-            try:
-                decode(body, nested=self._nested)
-            except MALFORMED:
-                # A cut behind the attributes of a node leaves the same signs as the end of the list.
-                if self._text[at + 1 :].strip(b" \t\r\n\0") == b"}" and body.endswith(b"]}"):
-                    fallback = at if body.endswith((b"}]}", b'"]}', b"[]}")) and not self._nested else fallback
-                continue
-            return at
+            # A cut behind the last list of a node looks like the end of the nodes.
+            fallback = at if fallback is None and "finish_ts" in self.envelope else fallback
         return fallback
+
+    def _decodes(self, text: bytes) -> bool:
+        try:
+            decode(text.strip(b" \t\r\n,"), nested=self._nested)
+        except MALFORMED:
+            return False
+        return True
 
     # -- around them --------------------------------------------------------------------------------------------
 
