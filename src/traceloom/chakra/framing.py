@@ -80,10 +80,12 @@ def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
             continue
         data = b"".join([rest, *waiting])
         waiting = []
-        starts, stops, end, missing = _messages(data, at, first)
+        starts, stops, end, missing, damage = _messages(data, at, first)
         if starts:
             yield Block(data, starts, stops, at, first)
             first += len(starts)
+        if damage is not None:
+            raise damage
         rest = data[end:]
         at += end
     rest = b"".join([rest, *waiting])
@@ -96,29 +98,32 @@ def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
             cut.there = max(1, len(rest) - head)
 
 
-def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], int, int]:
-    """Starts and stops of the whole messages in `data`, where the rest begins, and how much the next one lacks."""
+def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], int, int, InputError | None]:
+    """Starts and stops of the whole messages, where the rest begins, how much the next one lacks, and what is wrong."""
     starts: list[int] = []
     stops: list[int] = []
-    place, size = 0, len(data)
+    place, size, missing = 0, len(data), 0
     while place < size:
         length = data[place]
         start = place + 1
         if length > 127:
             start, length = _length(data, place)
-            if start < 0:
-                if size - place >= _LENGTH_BYTES:
-                    raise _damaged(first + len(starts), at + place, "no length that a message can have")
-                return starts, stops, place, 1
-            if length > MOST_BYTES:
-                raise _damaged(first + len(starts), at + place, f"{length:,} bytes, more than any message has")
+            if start < 0 and size - place < _LENGTH_BYTES:
+                missing = 1
+                break
+            if start < 0 or length > MOST_BYTES:
+                claims = (
+                    "no length that a message can have" if start < 0 else f"{length:,} bytes, more than any message has"
+                )
+                return starts, stops, place, 0, _damaged(first + len(starts), at + place, claims)
         stop = start + length
         if stop > size:
-            return starts, stops, place, stop - size
+            missing = stop - size
+            break
         starts.append(start)
         stops.append(stop)
         place = stop
-    return starts, stops, place, 0
+    return starts, stops, place, missing, None
 
 
 def _length(data: bytes, place: int) -> tuple[int, int]:

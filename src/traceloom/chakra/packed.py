@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ from traceloom.errors import InputError
 
 PIECE = 1 << 22  # bytes that are looked at together; less makes decoding in columns slower
 _READ = 1 << 20
+_SLOW = 1 << 16
 _GZIP = b"\x1f\x8b"
 # Deflate can expand 1032 times; made workloads of nearly equal nodes come near 200.
 _MOST_EXPANSION = 500
@@ -62,6 +64,7 @@ class Pieces:
     def _unpacked(self) -> Iterator[bytes]:
         inflate = isal_zlib.decompressobj(31)
         read = text = 0
+        member = before = 0  # where in the file the current member begins, and how much text came before it
         for packed in self._read():
             read += len(packed)
             rest = packed
@@ -71,10 +74,12 @@ class Pieces:
                     if not rest:
                         break
                     inflate = isal_zlib.decompressobj(31)
+                    member, before = read - len(rest), text
                 try:
                     out = inflate.decompress(rest, PIECE)
                 except _FAULT:
                     self.fault = f"the gzip data is corrupt near byte {read - len(rest)} of the compressed file"
+                    yield from self._slowly(member, read, text - before)
                     return
                 text += len(out)
                 if text > _BOMB_BYTES and text > read * _MOST_EXPANSION:
@@ -83,6 +88,28 @@ class Pieces:
                 rest = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
         if not inflate.eof:
             self.fault = f"the gzip data ends at byte {read} of the compressed file, before its end mark"
+
+    def _slowly(self, member: int, until: int, known: int) -> Iterator[bytes]:
+        """The text of a corrupt member beyond what is known, up to the fault.
+
+        The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives all before that.
+        """
+        if not self._handle.seekable():
+            return
+        self._handle.seek(member)
+        inflate = zlib.decompressobj(31)
+        got = 0
+        for at in range(member, until, _SLOW):
+            packed = self._handle.read(min(_SLOW, until - at))
+            size = 1 if at + _READ + _SLOW >= until else _SLOW
+            for start in range(0, len(packed), size):
+                try:
+                    out = inflate.decompress(packed[start : start + size])
+                except zlib.error:
+                    return
+                got += len(out)
+                if got > known and out:
+                    yield out[max(0, len(out) - (got - known)) :]
 
 
 def _bomb() -> InputError:
