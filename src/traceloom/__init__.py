@@ -20,7 +20,10 @@ _HOME = {
     "analyze": "traceloom.analyze",
     "load": "traceloom.read",
     "load_runs": "traceloom.read",
+    "link": "traceloom.link",
+    "retime": "traceloom.retime",
     "show": "traceloom.report.notebook",
+    "Graph": "traceloom.model",
     "Session": "traceloom.model",
     "Trace": "traceloom.model",
     "Notice": "traceloom.model",
@@ -39,6 +42,8 @@ __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604  (the names are the k
 
 if TYPE_CHECKING:
     from traceloom import analyze as analyze
+    from traceloom import link as link
+    from traceloom import retime as retime
     from traceloom.capture import record as record
     from traceloom.capture import step as step
     from traceloom.capture.scope import scope as scope
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from traceloom.errors import PartialError as PartialError
     from traceloom.errors import TraceloomError as TraceloomError
     from traceloom.errors import UsageError as UsageError
+    from traceloom.model import Graph as Graph
     from traceloom.model import Notice as Notice
     from traceloom.model import Session as Session
     from traceloom.model import Trace as Trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -65,6 +66,19 @@ class Graph:
         """End of the last node; 0 for a graph without nodes."""
         ends = self.nodes["start_ns"] + self.nodes["duration_ns"]
         return int(ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
+
+    def save(self, path: str | Path, *, force: bool = False) -> int:
+        """Write the graph as `NAME.graph`; returns the size of the file in bytes. See `traceloom.model.graph_store`."""
+        from traceloom.model import graph_store
+
+        return graph_store.save(self, path, force=force)
+
+    @staticmethod
+    def load(path: str | Path) -> Graph:
+        """Read a graph that was saved. See `traceloom.model.graph_store`."""
+        from traceloom.model import graph_store
+
+        return graph_store.load(path)
 
     def __repr__(self) -> str:
         ranks = self.ranks.height or self.nodes["rank"].n_unique()
