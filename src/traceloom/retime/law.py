@@ -111,18 +111,25 @@ def _ranks(graph: Graph, measured: Ints, honest: Ints) -> pl.DataFrame:
     )
 
 
-def binding_edges(graph: Graph, times: Ints | None = None) -> Ints:
-    """For each point the row of the edge that was reached last; -1: the node's own work; -2: nothing leads there.
+def binding_edges(
+    graph: Graph, times: Ints | None = None, *, work_ns: Ints | None = None, delay_ns: Ints | None = None
+) -> Ints:
+    """For each point the row of the edge that was satisfied last; -1: the node's own work; -2: nothing leads there.
 
     Args:
         graph: A calibrated graph.
         times: Times of its points; the measured ones where None.
+        work_ns: Work of each node, with residuals; the graph's where None.
+        delay_ns: Delay of each edge, with residuals; the graph's where None.
     """
     times = graph.point_times() if times is None else times
+    nodes, edges = graph.nodes, graph.edges
+    work = (nodes["work_ns"] + nodes["residual_ns"]).to_numpy() if work_ns is None else work_ns
+    delay = (edges["delay_ns"] + edges["residual_ns"]).to_numpy() if delay_ns is None else delay_ns
     source, target = graph.points()
-    reached = times[source] + graph.edges["delay_ns"].to_numpy() + graph.edges["residual_ns"].to_numpy()
+    reached = times[source] + delay
     own = np.full(len(times), np.iinfo(np.int64).min)
-    own[1::2] = times[0::2] + graph.nodes["work_ns"].to_numpy() + graph.nodes["residual_ns"].to_numpy()
+    own[1::2] = times[0::2] + work
     bound = np.where(np.arange(len(times)) & 1 == 1, -1, -2)
     order = np.lexsort((reached, target))
     last = order[np.append(target[order][1:] != target[order][:-1], True)] if len(order) else order

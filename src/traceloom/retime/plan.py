@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ Ints = NDArray[np.int64]
 
 _NEVER = int(np.iinfo(np.int64).min)
 ABSENT = -(2**61)  # as delay of an edge: it holds nothing back
+_GONE = ABSENT // 2  # residuals have been added
 _TOGETHER = 8  # scenarios that go through the slices together
 _SMALL = 50_000  # where there are fewer nodes than this
 _OFTEN = 200  # or than this in a slice
@@ -62,8 +64,9 @@ class Plan:
 
         Args:
             work_ns: Work of each node, (N,) or (S, N); as in the graph where not given.
-            delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge that shall not hold.
-                Where not given: with residuals those of the graph, without residuals the constants of the classes.
+            delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge that shall not hold,
+                as if it were not in the graph. Where not given: with residuals the graph's delays, without residuals
+                the constants of the edges' classes.
             residuals: Whether what no known cause explains takes as long as it took. With residuals the times of a
                 calibrated graph are the measured ones to the nanosecond.
 
@@ -93,6 +96,9 @@ class Plan:
             rows = slice(low, low + together)
             some_work, some_delay = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
             self._pass(some_work, some_delay, times[rows])
+        if delay.size and delay.min() < _GONE:
+            for row in range(scenarios):
+                self._let_go(work[row % len(work)], delay[row % len(delay)], times[row])
         return times[0] if alone else times
 
     def _root_times(self) -> Ints:
@@ -105,14 +111,16 @@ class Plan:
         """Fill in the times of all points; all arguments have a row per scenario, or one for all."""
         plan = self._layout
         work, delay = _padded(work), _padded(delay)
-        absent = delay < ABSENT // 2
+        absent = delay < _GONE
         delay[absent] = 0
         far = self._bound(work, delay)
-        delay[absent] = -far - 1
+        if absent.any():
+            delay[absent] = -4 * far - 1  # never the last, as long as something else holds that point
+            far = self._bound(work, delay)
         # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
         # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
         # the one before.
-        lift = 2 * (self._bound(work, delay) if absent.any() else far) + 1
+        lift = 2 * far + 1
         if lift > _LIMIT:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
         sums = _weights(plan.chain, work, delay)
@@ -130,8 +138,6 @@ class Plan:
         level -= lifted
         times = level.take(plan.entry_of, axis=1)
         times += sums
-        if absent.any():
-            np.maximum(times, self._roots.min(), out=times)
         points[:, 0::2] = times.take(plan.start, axis=1)
         points[:, 1::2] = times.take(plan.end, axis=1)
         points[:, 1::2] += work[:, :-1] * plan.derived
@@ -163,6 +169,16 @@ class Plan:
                     best = found
             reached[entry] = best
             at = last
+
+    def _let_go(self, work: Ints, delay: Ints, times: Ints) -> None:
+        """Evaluate anew where an absent edge was all that held a point: that waits for nothing now."""
+        absent = delay < _GONE
+        _, target = self.graph.points()
+        left = np.bincount(target[~absent], minlength=times.size)
+        if (left[target[absent & (target % 2 == 0)]] == 0).any():
+            kept = np.flatnonzero(~absent)
+            rest = Plan(replace(self.graph, edges=self.graph.edges[kept]))
+            times[:] = rest.evaluate(work, delay[kept], residuals=False)
 
     def _bound(self, work: Ints, delay: Ints) -> int:
         """No two times, and no sums along pieces, are further apart than this."""
