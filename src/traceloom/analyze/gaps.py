@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import Bools, Ints
@@ -44,20 +43,19 @@ class Gaps:
 
 def gaps(trace: Trace) -> Gaps:
     """Find the gaps. Work without duration (or with a negative one, in a damaged file) bounds them like any other."""
-    events = trace.events
-    duration = events["duration_ns"].to_numpy()
+    duration = column(trace, "duration_ns")
     row = gpu_rows(trace)
-    device = events["device"].gather(row).cast(pl.Int64).fill_null(-1).to_numpy()
+    device = column(trace, "device", -1)[row]
     order = np.argsort(device, kind="stable")
     row, device = row[order], device[order]
-    start = events["start_ns"].to_numpy()[row]
+    start = column(trace, "start_ns")[row]
     end = start + np.maximum(duration[row], 0)
     after, before = _bounds(device, start, end)
-    launch = events["launch"].gather(row).cast(pl.Int64).fill_null(-1).to_numpy()
-    first = np.zeros(row.size, dtype=np.bool_)
+    launch = column(trace, "launch", -1)[row]
+    first = np.zeros(row.size, dtype=np.bool_, like=row)
     pair = (launch + 1) * (int(device.max(initial=0)) + 2) + device + 1
     first[np.unique(pair, return_index=True)[1]] = True
-    stream = events["stream"].gather(row).fill_null(-1).to_numpy()
+    stream = column(trace, "stream", -1)[row]
     return Gaps(
         device[after],
         end[before],
@@ -75,12 +73,12 @@ def _bounds(device: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
     if not start.size:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     same = device[1:] == device[:-1]
-    latest = np.zeros(start.size, dtype=np.int64)
-    reach = np.zeros(start.size, dtype=np.int64)
+    latest = np.zeros(start.size, dtype=np.int64, like=start)
+    reach = np.zeros(start.size, dtype=np.int64, like=start)
     bounds = np.concatenate(([0], 1 + np.flatnonzero(~same), [start.size]))
     for low, high in pairwise(bounds):  # devices
         reach[low:high] = np.maximum.accumulate(end[low:high])
-        raised = np.where(end[low:high] == reach[low:high], np.arange(low, high), low)
+        raised = np.where(end[low:high] == reach[low:high], np.arange(low, high, like=start), low)
         latest[low:high] = np.maximum.accumulate(raised)
     after = 1 + np.flatnonzero(same & (start[1:] > reach[:-1]))
     return after, latest[after - 1]

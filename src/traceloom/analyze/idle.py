@@ -19,6 +19,8 @@ from traceloom.analyze.steps import Tiles, tiles
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
 from traceloom.model.result import Result
+from traceloom.read.large import column, on_disk
+from traceloom.read.ondisk import lookup
 
 LAUNCH_LATENCY = "launch_latency"
 DEPENDENCY = "dependency"
@@ -91,12 +93,12 @@ def idle(trace: Trace) -> Idle:
     called, taken = _calls(trace, found)
     cut = tiles(trace)
     waiting = _cut(cut, found.low, called)
-    frames = [
+    parts = [
         _host_part(trace, found, waiting),
-        _part(_cut(cut, called, taken), *_constant(LAUNCH_LATENCY, "correlated", found.low.size)),
+        _part(_cut(cut, called, taken), *_constant(LAUNCH_LATENCY, "correlated", found.low)),
         _part(_cut(cut, taken, found.high), *_queued(trace, found)),
     ]
-    rows = _rows(trace, found, pl.concat(frames))
+    rows = on_disk(trace, _rows(trace, found, parts))
     return Idle(rows, _added(rows, ["device", "step", "cause"]), _added(rows, ["device", "cause"]))
 
 
@@ -106,7 +108,7 @@ def _calls(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
     Without a launch of its own (not recorded, or inner work of a graph) all of the gap is the third part.
     """
     low, high = found.low, found.high
-    start, duration = (trace.events[name].to_numpy() for name in ("start_ns", "duration_ns"))
+    start, duration = (column(trace, name) for name in ("start_ns", "duration_ns"))
     caused = (found.launch >= 0) & found.first
     call = np.where(caused, start[found.launch], low) if start.size else low
     back = np.where(caused, call + np.maximum(duration[found.launch], 0), low) if start.size else low
@@ -135,7 +137,7 @@ def _queued(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
     )
     which = np.select([choice[0] for choice in choices], range(len(choices)))
     return (
-        np.array([_CODES[choice[1]] for choice in choices])[which],
+        lookup(np.array([_CODES[choice[1]] for choice in choices]), which),
         np.array([_NONE if choice[2] is None else EVIDENCE.index(choice[2]) for choice in choices])[which],
     )
 
@@ -148,14 +150,14 @@ def _something_ended(trace: Trace, found: Gaps) -> Bools:
     return np.searchsorted(ends, found.high, side="right") > first
 
 
-def _constant(cause: str, evidence: str, size: int) -> tuple[Ints, Ints]:
-    return np.full(size, _CODES[cause]), np.full(size, EVIDENCE.index(evidence))
+def _constant(cause: str, evidence: str, like: Ints) -> tuple[Ints, Ints]:
+    return np.full(like.size, _CODES[cause], like=like), np.full(like.size, EVIDENCE.index(evidence), like=like)
 
 
 def _cut(cut: Tiles, start: Ints, end: Ints) -> Stretches:
     """Cut one stretch per gap at the bounds of steps."""
     shared = overlaps(start, end, cut.spans)
-    return Stretches(shared.left, cut.row[shared.right], shared.start, shared.end)
+    return Stretches(shared.left, lookup(cut.row, shared.right), shared.start, shared.end)
 
 
 def _part(cut: Stretches, cause: Ints, evidence: Ints) -> pl.DataFrame:
@@ -167,13 +169,13 @@ def _part(cut: Stretches, cause: Ints, evidence: Ints) -> pl.DataFrame:
             "duration_ns": cut.end - cut.start,
             "cause": cause[cut.gap],
             "evidence": evidence[cut.gap],
-            "activity": np.full(cut.gap.size, _NONE),
+            "activity": np.full(cut.gap.size, _NONE, like=cut.gap),
         }
     )
 
 
 def _host_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
-    lane = trace.events["lane"].to_numpy()[found.launch[cut.gap]].astype(np.int64)
+    lane = column(trace, "lane")[found.launch[cut.gap]].astype(np.int64)
     return split_by_activity(trace, cut, lane, found.device[cut.gap]).select(
         "gap",
         "step_row",
@@ -186,9 +188,10 @@ def _host_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _rows(trace: Trace, found: Gaps, parts: pl.DataFrame) -> pl.DataFrame:
-    """The parts with names for numbers, by device and start."""
-    parts = parts.sort("gap", "start_ns", "cause")
+def _rows(trace: Trace, found: Gaps, some: list[pl.DataFrame]) -> pl.DataFrame:
+    """The parts with names for numbers, by device and start; the list is emptied."""
+    parts = pl.concat(some).sort("gap", "start_ns", "cause")
+    some.clear()
     gap = parts["gap"].to_numpy()
     device = pl.Series(found.device[gap])
     return pl.DataFrame(

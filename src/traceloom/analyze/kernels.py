@@ -11,6 +11,7 @@ from traceloom.analyze.classify import CATEGORIES, CategoryType, KindType, Rule,
 from traceloom.analyze.intervals import union
 from traceloom.model import Trace
 from traceloom.model.result import Result
+from traceloom.read.large import engine
 
 KERNEL_SCHEMA = pl.Schema(
     {
@@ -52,7 +53,8 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
     work = gpu_work(trace, rules).with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
     duration = pl.col("duration_ns")
     by_name = (
-        work.group_by("name", "kind")
+        work.lazy()
+        .group_by("name", "kind")
         .agg(
             pl.col("category", "rule").first(),
             pl.len().alias("count"),
@@ -65,6 +67,7 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         .sort("total_ns", "name", "kind", descending=[True, False, False])
         .select(list(KERNEL_SCHEMA))
         .cast(KERNEL_SCHEMA)
+        .collect(engine=engine(trace))
     )
     return Kernels(by_name, _categories(work))
 

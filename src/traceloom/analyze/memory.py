@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -108,13 +111,16 @@ def _shared(allocations: pl.DataFrame) -> pl.Series:
     other allocator of the CPU does; its free shows both as 0, so that it is known by the block's address. A free of a
     block from before the window is reported by this allocator alone.
     """
-    cpu = allocations.filter(pl.col("device_type") == "cpu")
+    told = ("row", "device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
+    cpu = allocations.select(told).filter(pl.col("device_type") == "cpu")
     made = (
         pl.when(pl.col("bytes") > 0)
         .then((pl.col("reserved_bytes") == pl.col("bytes")) & (pl.col("allocated_bytes") == 0))
         .fill_null(pl.when(pl.col("bytes") > 0).then(pl.lit(False)))
     )
     nothing = (pl.col("reserved_bytes") == 0) & (pl.col("allocated_bytes") == 0)
+    if not cpu.select((made | nothing).any()).item():
+        return pl.repeat(False, allocations.height, eager=True)
     rows = cpu.with_columns(made.alias("shared")).with_columns(
         pl.col("shared").forward_fill().over("process", "address").fill_null(nothing)
     )
@@ -124,23 +130,18 @@ def _shared(allocations: pl.DataFrame) -> pl.Series:
 
 def _curve(events: pl.DataFrame) -> pl.DataFrame:
     """At most POINTS events per device, with every extreme of the parts the rest falls into."""
-    index, count = pl.int_range(pl.len()).over(_KEY), pl.len().over(_KEY)
-    parts = POINTS // 4
-    part = pl.when(count <= POINTS).then(index).otherwise(index * parts // count)
-    placed = events.with_columns(part.alias("part"))
-    keys = [*_KEY, "part"]
-    level = pl.col("level")
-    chosen = (
-        placed.group_by(keys)
-        .agg(
-            pl.col("row").first().alias("first"),
-            pl.col("row").last().alias("last"),
-            pl.col("row").gather(level.arg_min()).first().alias("lowest"),
-            pl.col("row").gather(level.arg_max()).first().alias("highest"),
-        )
-        .select(pl.concat_list("first", "last", "lowest", "highest").alias("row"))
-        .explode("row")
-        .unique()
-    )
-    kept = events.join(chosen, on="row", how="semi").sort(*_KEY, "row").rename({"level": "curve"})
+    chosen = [np.zeros(0, dtype=np.int64)]
+    for part in events.select("row", "level", *_KEY).partition_by(_KEY, include_key=False):
+        row, level = part["row"].to_numpy(), part["level"].to_numpy()
+        chosen.append(row if row.size <= POINTS else row[_extremes(level, POINTS // 4)])
+    kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row").rename({"level": "curve"})
     return kept.select(*_KEY, "time_ns", pl.col("curve").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)
+
+
+def _extremes(level: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """First, last, lowest and highest place of each of so many equal parts; a place may come several times."""
+    bounds = -(-np.arange(parts + 1) * level.size // parts)
+    inside = [level[low:high] for low, high in pairwise(bounds)]
+    lowest = bounds[:-1] + [int(part.argmin()) for part in inside]
+    highest = bounds[:-1] + [int(part.argmax()) for part in inside]
+    return np.concatenate([bounds[:-1], bounds[1:] - 1, lowest, highest])

@@ -106,6 +106,8 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
         count: Rows of all parts.
         parts: Gives the parts in order; texts are asked for twice.
     """
+    if not count:
+        return pl.Series([], dtype=dtype)
     if dtype == pl.String:
         return _texts(count, parts)
     if type(dtype) not in _ARROW:

@@ -47,7 +47,7 @@ class Scratch:
             InputError: `no-space`: the disk is full.
         """
         dtype = np.dtype(dtype)
-        size = _rounded(count * dtype.itemsize)
+        size = _rounded(int(count) * dtype.itemsize)
         waiting = self._idle.get(size)
         if waiting:
             block = waiting.pop()
@@ -56,7 +56,7 @@ class Scratch:
             block = _new_block(folder(), size)
         self._used[id(block)] = block
         self._give_back_pages(size)
-        owner = OnDisk((count,), dtype, buffer=block)
+        owner = OnDisk((int(count),), dtype, buffer=block)
         # not at the end of the process, when all files vanish by themselves
         weakref.finalize(owner, self._free, block).atexit = False
         return owner
@@ -351,7 +351,10 @@ def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
 def _cumsum(values: Any, *_: Any, **__: Any) -> Array:
     values = _plain(values)
     result = empty(len(values), np.cumsum(values[:1]).dtype)
-    np.cumsum(values, out=_plain(result))
+    before = np.zeros((), dtype=result.dtype)
+    for piece in pieces(len(values)):  # NumPy would convert all of it first
+        result[piece] = np.cumsum(values[piece]) + before
+        before = result[piece.stop - 1]
     return result
 
 
@@ -391,7 +394,7 @@ def _full(shape: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Array:
 
 
 def _arange(start: int, stop: int | None = None, *, dtype: Any = np.int64, **_: Any) -> Array:
-    low, high = (0, start) if stop is None else (start, stop)
+    low, high = (0, int(start)) if stop is None else (int(start), int(stop))
     result = empty(max(high - low, 0), dtype)
     for piece in pieces(len(result)):
         result[piece] = np.arange(low + piece.start, low + piece.stop, dtype=dtype)

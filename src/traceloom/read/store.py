@@ -17,7 +17,7 @@ from traceloom.read import mapped, spill
 
 _HEAD = "trace.json"
 _FORMAT = 1
-_PART = 1 << 20  # rows of a very large frame that are read at once
+PART = 1 << 20  # rows of a very large frame that are read at once
 
 
 def save(trace: Trace, folder: Path, *, compressed: bool = True) -> None:
@@ -70,8 +70,8 @@ def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:
         raise ValueError(f"frame {name} is not as its head says")
 
     def parts(column: str) -> Iterator[pl.Series]:
-        for low in range(0, rows, _PART):
-            yield stored.select(column).slice(low, _PART).collect()[column]
+        for low in range(0, rows, PART):
+            yield stored.select(column).slice(low, PART).collect()[column]
 
     columns = [mapped.gathered(schema[column], rows, partial(parts, column)).alias(column) for column in schema]
     return pl.DataFrame(columns)
