@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from traceloom.testing.strategies import builders
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")
+_GOLDEN = DATA / "golden" / "gpu_time.json"
+GOLDEN = json.loads(_GOLDEN.read_text()) if _GOLDEN.exists() else {}
 FILES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.json.gz") if ".host." not in p.name)
 
 
@@ -59,4 +62,7 @@ def test_public_traces_make_graphs_that_keep_the_law(path):
     rows = graph.nodes.filter(pl.col("category").cast(pl.String).is_in(["kernel", "copy", "fill"]))
     assert np.array_equal(np.sort(rows["event"].to_numpy()), work["event"].to_numpy())
     assert (rows.sort("event")["duration_ns"] == work["duration_ns"].clip(lower_bound=0)).all()
-    assert graph.coverage.filter(pl.col("subject") == "gpu-work")["count"].sum() == work.height
+    attached = graph.coverage.filter(pl.col("subject") == "gpu-work")
+    assert attached["count"].sum() == work.height
+    orphans = attached.filter(pl.col("outcome").str.starts_with("orphan"))["count"].sum()
+    assert orphans == GOLDEN[str(path.relative_to(DATA))]["orphan_gpu_work"]

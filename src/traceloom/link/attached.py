@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from traceloom.link.dataflow import DataFlow
 from traceloom.link.device_work import ORPHANS
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from traceloom.link.rank import Parts
 
 
+Ints = NDArray[np.int64]
+
 NOTHING_LATE = Late(0, *(np.zeros(0, dtype=np.int64) for _ in range(4)))
 _MUCH = 0.01  # of the window
 _LONG_NAME = 60
@@ -29,12 +32,14 @@ class Found(NamedTuple):
     Attributes:
         overlapping: Neighbours on one stream that overlap.
         queued: Launches that found their queue full.
+        held: Numbers of commands that hold their stream until another's event.
         late: Work that started long after it was ready.
         flow: Who reads what whom wrote; None without a host trace.
     """
 
     overlapping: int
     queued: int
+    held: Ints
     late: Late = NOTHING_LATE
     flow: DataFlow | None = None
 
@@ -52,13 +57,16 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
     span = work.end - work.start
     rows: list[tuple[str, str, int, int | None]] = []
     known = work.call >= 0
-    for said, chosen in (
+    outcomes = (
         ("attached by correlation", known & work.correlated),
         ("attached by arrow", known & ~work.correlated),
         *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
-    ):
-        if chosen.any():
-            rows.append(("gpu-work", said, int(chosen.sum()), int(span[chosen].sum())))
+    )
+    for subject, mine in (("gpu-work", ~work.command), ("device-commands", work.command)):
+        for said, chosen in outcomes:
+            here = chosen & mine
+            if here.any():
+                rows.append((subject, said, int(here.sum()), int(span[here].sum())))
     submitted = np.unique(work.call[known]).size
     is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
     rows.append(("launches", "with GPU work", submitted, None))

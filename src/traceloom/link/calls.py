@@ -11,16 +11,16 @@ LAUNCHES = (
 )
 NO_LAUNCH = r"(?i)configure|callconfiguration|hostfunc|getlast|attribute|occupancy|launchbounds|symboladdress"
 # The call returns when the device, the stream or the event has been reached.
-DEVICE_WAITS = r"(?i)(cuda|hip|mu|ct)device_?synchronize|cuctxsynchronize|hipctxsynchronize|^deviceSynchronize"
-STREAM_WAITS = r"(?i)stream_?synchronize|queue_?(finish|synchronize)|commandlisthostsynchronize"
-EVENT_WAITS = r"(?i)event_?(host)?_?synchronize|events_?wait$|urEventWait$|fencehostsynchronize"
+DEVICE_WAITS = r"(?i)(device|ctx|thread)_?synchronize|^synchronize$"
+STREAM_WAITS = r"(?i)stream_?synchronize|synchronize_?stream|queue_?(finish|synchronize)|commandlisthostsynchronize"
+EVENT_WAITS = r"(?i)event_?(host)?_?synchronize|^(ur|pi|ze|sycl)events?wait|fencehostsynchronize"
 # Copies that return when they are done, whatever kind of memory.
 BLOCKING_COPIES = (
     r"(?i)^(cuda|hip|mu)memcpy(2d|3d|peer|(to|from)(symbol|array))?(_ptsz?|_ptds)?$"
     r"|^cuMemcpy(htod|dtoh|dtod|htoa|atoh|2d|3d|peer)?(_v2)?(_ptds)?$|memcpywithstream"
 )
-RECORDS = r"(?i)event_?record"
-STREAM_EVENT_WAITS = r"(?i)stream_?wait_?event"
+RECORDS = r"(?i)event_?record|^record_?event"
+STREAM_EVENT_WAITS = r"(?i)stream_?wait_?event|wait_?on_?event"
 # Not a call: an annotation of a back end that communicates from the host itself.
 HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
 POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"

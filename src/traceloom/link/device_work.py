@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
+from traceloom.model.category import COMMAND, GPU_WORK, LAUNCHES
+from traceloom.read.fields import NULL
+from traceloom.read.links import first_by_key
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -32,6 +35,7 @@ class DeviceWork:
         asked: Start of that call, ns; BEFORE where none is recorded.
         correlated: Whether the call is known by a shared number; else by an arrow.
         orphans: Why each work without a call has none: number in ORPHANS; -1 for the others.
+        command: Whether it is a command of an accelerator's command processor.
     """
 
     row: Ints
@@ -43,6 +47,7 @@ class DeviceWork:
     asked: Ints
     correlated: Bools
     orphans: Ints
+    command: Bools
 
     def lanes(self) -> tuple[Ints, Ints]:
         """The lanes that hold work, and where each begins (with the size at the end)."""
@@ -60,11 +65,15 @@ ORPHANS = (
 
 def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     """The GPU work of a trace with its launches: by correlation, else by arrow."""
-    work = trace.gpu_work().select("event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation")
+    columns = ("event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation", "category")
+    work = trace.events.filter(pl.col("category").is_in([*GPU_WORK, COMMAND])).select(columns)
     row = work["event"].to_numpy().astype(np.int64)
     start = work["start_ns"].to_numpy()
     end = start + np.maximum(work["duration_ns"].to_numpy(), 0)
+    command = (work["category"] == COMMAND).to_numpy()
     launch = work["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+    if command.any():
+        launch = np.where(command, _by_correlation(trace, work), launch)
     correlated = launch >= 0
     launch = np.where(correlated, launch, _by_arrow(trace, row))
     call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
@@ -89,7 +98,15 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         asked=called[order],
         correlated=correlated[order],
         orphans=orphans[order],
+        command=command[order],
     )
+
+
+def _by_correlation(trace: Trace, work: pl.DataFrame) -> Ints:
+    """The call that has the number of each work; -1 where none has."""
+    calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+    wanted = work["correlation"].fill_null(NULL).to_numpy()
+    return first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), wanted)
 
 
 def _by_arrow(trace: Trace, row: Ints) -> Ints:

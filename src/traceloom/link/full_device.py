@@ -58,7 +58,7 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
     begun = times[2 * work_node]
     ready = _ready(edges, times)[2 * work_node]
     ready += work.start - begun  # on the clock of the trace
-    late = np.flatnonzero((work.start - ready >= _LATE_NS) & (work.call >= 0))
+    late = np.flatnonzero((work.start - ready >= _LATE_NS) & (work.call >= 0) & ~work.command)
     best = np.full(late.size, -1, dtype=np.int64)
     distance = np.full(late.size, np.iinfo(np.int64).max)
     start = work.start[late]

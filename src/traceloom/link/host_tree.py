@@ -27,7 +27,7 @@ class HostTree:
 
     Attributes:
         row: Row in `trace.events`.
-        position: For every row of `trace.events` its position here; what a runtime call holds inside has the position
+        position: For every row of `trace.events` its position here; a driver call inside another call has the position
             of that call; -1 for what is not here.
         lane: Lane of the trace.
         start: Starts, ns.
@@ -62,8 +62,8 @@ class HostTree:
 def host_tree(trace: Trace) -> HostTree:
     """The host events of a trace that make nodes.
 
-    Python frames are left out (they name what others measure), so is what happens inside a runtime or driver call, and
-    so are threads that only poll.
+    Python frames are left out (they name what others measure), so are driver calls inside other calls, and so are
+    threads that only poll.
     """
     events = trace.events
     category = events["category"]
@@ -71,7 +71,7 @@ def host_tree(trace: Trace) -> HostTree:
     lane_of = events["lane"].to_numpy().astype(np.int64)
     call = category.is_in([cat.RUNTIME, cat.DRIVER]).to_numpy()
     kept = category.is_in(list(_KEPT)).to_numpy() & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
-    outer = nearest(parent, call)
+    outer = np.where((category == cat.DRIVER).to_numpy(), nearest(parent, call), -1)
     kept &= outer < 0
     polls = _polling_lanes(trace, kept, call)
     left_out = kept & polls[lane_of]

@@ -26,7 +26,7 @@ from traceloom.link.streams import stream_edges
 from traceloom.link.sync_records import sync_records
 from traceloom.link.syncs import Awaited, awaited
 from traceloom.link.threads import HandOffs, hand_off_edges, hand_offs
-from traceloom.link.waits import wait_edges
+from traceloom.link.waits import command_waits, wait_edges
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.category import COPY
@@ -99,11 +99,12 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         from_end=True, to_end=True,
     )  # fmt: skip
     wait_edges(edges, tree, times, parts.work_node, records)
+    held = command_waits(edges, trace, work, parts.work_node)
     queued = queue_edges(edges, tree, work, last_node, parts.work_node)
     hand_off_edges(edges, given, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
     flow = None if matching is None else _data(parts, edges, matching)
-    return _assembled(trace, parts, edges, Found(overlapping, queued, flow=flow), matching)
+    return _assembled(trace, parts, edges, Found(overlapping, queued, held, flow=flow), matching)
 
 
 def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
@@ -147,7 +148,7 @@ def _thread_edges(edges: Edges, parts: Parts) -> None:
 
 
 def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching: Matching | None) -> Graph:
-    nodes, lanes = _nodes(trace, parts, matching)
+    nodes, lanes = _nodes(trace, parts, found.held, matching)
     times = _point_times(nodes)
     on_engines = (nodes["category"].gather(parts.work_node) == COPY).to_numpy()
     found = found._replace(late=occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times))
@@ -210,7 +211,7 @@ def _origin_edges(edges: Edges, nodes: int) -> None:
     edges.add("origin", "assumed", np.zeros(free.size, dtype=np.int64), free, from_end=True, to_end=False, firm=True)
 
 
-def _nodes(trace: Trace, parts: Parts, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:
     host, work, tree = parts.host, parts.work, parts.tree
     owned = host.owner >= 0
     row = np.full(host.owner.size, -1, dtype=np.int64)
@@ -220,7 +221,7 @@ def _nodes(trace: Trace, parts: Parts, matching: Matching | None) -> tuple[pl.Da
     end = np.concatenate([host.end, work.end])
     first = int(start.min()) if start.size else trace.start_ns
     start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
-    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, _work_kinds(trace, parts)])
+    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, _work_kinds(trace, parts, held)])
     lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
     events = trace.events.select("name", "category", "op", "step", "correlation")
     about = events[np.maximum(event, 0)] if events.height else events.clear()
@@ -274,14 +275,17 @@ def _step_at(trace: Trace, start: Ints) -> Ints:
     return np.where(inside, steps["step"].to_numpy()[at], -1)
 
 
-def _work_kinds(trace: Trace, parts: Parts) -> Ints:
-    """Number of the kind of each work."""
+def _work_kinds(trace: Trace, parts: Parts, held: Ints) -> Ints:
+    """Number of the kind of each work; commands that hold their stream wait."""
     of = {"kernel": gs.KERNEL, "copy": gs.COPY, "fill": gs.FILL}
     category = trace.events["category"].gather(parts.work.row)
     kinds = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
     for name, kind in of.items():
         kinds[(category == name).to_numpy()] = gs.NODE_KINDS.index(kind)
     kinds[parts.talk.work] = parts.talk.work_kind
+    moves = parts.work.command & trace.events["name"].gather(parts.work.row).str.starts_with("dma").to_numpy()
+    kinds[moves] = gs.NODE_KINDS.index(gs.COPY)
+    kinds[held] = gs.NODE_KINDS.index(gs.WAIT)
     return kinds
 
 

@@ -7,11 +7,13 @@ from numpy.typing import NDArray
 
 from traceloom.link import calls
 from traceloom.link.calls import named
+from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
 from traceloom.link.sync_records import UNKNOWN, SyncRecords
 from traceloom.link.syncs import last_of_thread
+from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
 
@@ -39,6 +41,30 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkByTime, work_node: Ints,
 
 def _add(edges: Edges, work_node: Ints, source: Ints, target: Ints, evidence: str) -> None:
     edges.add("wait", evidence, work_node[source], work_node[target], from_end=True, to_end=False)
+
+
+def command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> Ints:
+    """Commands that hold their stream until an event of another stream: from the last event recorded before they end.
+
+    Returns:
+        Numbers of the commands that wait.
+    """
+    row = np.flatnonzero(work.command)
+    if not row.size:
+        return row
+    names = trace.events["name"].gather(work.row[row])
+    waits, records = row[(names == "event_wait").to_numpy()], row[(names == "event_record").to_numpy()]
+    records = records[np.argsort(work.end[records], kind="stable")]
+    best = np.full(waits.size, -1, dtype=np.int64)
+    for lane in np.unique(work.lane[records]).tolist():
+        mine = records[work.lane[records] == lane]
+        at = np.searchsorted(work.end[mine], work.end[waits] + _CLOCK_NS, side="right") - 1
+        of = np.where((at >= 0) & (work.lane[waits] != lane), mine[np.maximum(at, 0)], -1)
+        best = np.where((of >= 0) & ((best < 0) | (work.end[of] > work.end[best])), of, best)
+    found = (best >= 0) & (work.end[best] > work.start[waits])
+    edges.add("wait", "inferred", work_node[best[found]], work_node[waits[found]], from_end=True, to_end=True)
+    holds: Ints = waits[found]
+    return holds
 
 
 def _told(tree: HostTree, times: WorkByTime, told: SyncRecords) -> tuple[Ints, Ints]:

@@ -136,3 +136,20 @@ def test_copies_and_fills_are_nodes_with_kind_and_bytes() -> None:
     work = graph.nodes.filter(pl.col("kind").is_in(["copy", "fill"]))
     assert work.select("kind", "bytes").rows() == [("copy", 4096), ("fill", 64)]
     assert graph.transfers.select("kind", "source_memory", "target_memory").rows()[0] == ("HtoD", "pinned", "device")
+
+
+def test_commands_of_an_accelerator_are_work_and_those_that_wait_end_with_the_event() -> None:
+    built = TraceBuilder().op("run", 0, 500)
+    built.launch("enqueueCommand memcpyHtoDAsync", 10, 2, correlation=1)
+    built.launch("enqueueCommand waitOnEvent", 20, 2, correlation=2)
+    for name, start, length, stream, correlation in (
+        ("event_record", 100, 5, 101, 1),
+        ("event_wait", 40, 66, 102, 2),
+    ):
+        args = {"device": 0, "stream": stream, "correlation": correlation}
+        built._add("X", "mtia_ccp_events", name, start, length, 0, stream, args)  # the builder has no method for these
+    graph = link_rank(built.build())
+    assert edges(graph, "wait") == [("event_record", "event_wait", True, True, "inferred")]
+    assert len(edges(graph, "launch")) == 2
+    rows = graph.coverage.filter(pl.col("subject") == "device-commands").select("outcome", "count").rows()
+    assert rows == [("attached by correlation", 2)]
