@@ -9,7 +9,7 @@ from typing import Any
 
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.metadata import BASE_NS, Metadata, rank_list
-from traceloom.anonymize.names import OPERATIONS, Names
+from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import KEEP, Policy
 from traceloom.anonymize.public import is_type
 from traceloom.anonymize.shapes import Shapes
@@ -18,6 +18,7 @@ Rule = Callable[[Any], Any]
 _STATES = frozenset(("recorded", "graph", "early", "disturbed", "unrecorded"))
 _KINDS = frozenset(("steps", "early", "time", "block"))
 _SOURCES = frozenset(("optimizer", "profiler", "call", "none", "mark"))
+_DEVICES = frozenset(("cuda", "xpu", "cpu", "mps"))
 _ENDS = frozenset(("exit", "os._exit", "SIGTERM", "block", "running"))
 _VERSION_KEYS = ("python", "torch", "cuda", "hip", "xpu", "nccl")
 _SETTINGS = (
@@ -27,7 +28,6 @@ _OVERHEAD = (
     "unrecorded_steps", "unrecorded_median_ns", "recorded_steps", "recorded_median_ns", "ratio", "graph_step_ns",
     "graph_step_ratio",
 )  # fmt: skip
-_SLUG = re.compile(r"[a-z]+(-[a-z]+){0,5}")
 
 
 class Captures:
@@ -105,7 +105,7 @@ class Captures:
             "window": self._window,
             "windows": lambda value: [self._window(one) for one in _listed(value)],
             "graph_step": self._graph_step,
-            "step_source": lambda value: value if value in _SOURCES else None,
+            "step_source": _word_of(_SOURCES),
             "steps": self._steps,
             "collectives": self._collectives,
             "live_bytes_at_start": self._live,
@@ -142,7 +142,7 @@ class Captures:
     def _device(self, value: Any) -> dict[str, Any]:
         rules: dict[str, Rule] = {
             "device": _whole, "memory_bytes": _whole, "multiprocessors": _whole, "name": self._metadata.device_name,
-            "kind": lambda item: item if item in ("cuda", "xpu", "cpu", "mps") else None,
+            "kind": _word_of(_DEVICES),
             "current": lambda item: item if isinstance(item, bool) else None,
         }  # fmt: skip
         return self._by(value, rules, "devices")
@@ -160,7 +160,7 @@ class Captures:
 
     def _window(self, value: Any) -> dict[str, Any]:
         rules: dict[str, Rule] = {
-            "file": self._file, "kind": lambda item: item if item in _KINDS else None, "first_step": _whole,
+            "file": self._file, "kind": _word_of(_KINDS), "first_step": _whole,
             "step_count": _whole, "start_ns": self._time, "end_ns": self._time,
         }  # fmt: skip
         return self._by(value, rules, "window")
@@ -175,7 +175,7 @@ class Captures:
         rules: dict[str, Rule] = {
             "start_ns": lambda items: _each(items, self._time),
             "duration_ns": lambda items: _each(items, _whole),
-            "state": lambda items: _each(items, lambda item: item if item in _STATES else None),
+            "state": lambda items: _each(items, _word_of(_STATES)),
         }
         return self._by(value, rules, "steps")
 
@@ -195,7 +195,7 @@ class Captures:
         return self._by(value, rules, "collectives")
 
     def _kind(self, item: Any) -> str:
-        return item if item in OPERATIONS else self._names.pseudonym("collective", str(item))
+        return self._names.operation(str(item))
 
     def _live(self, value: Any) -> dict[str, Any]:
         known = value if isinstance(value, dict) else {}
@@ -208,7 +208,7 @@ class Captures:
     def _notice(self, value: Any) -> dict[str, Any]:
         """The slug alone: messages hold paths."""
         rules: dict[str, Rule] = {
-            "slug": lambda item: item if isinstance(item, str) and _SLUG.fullmatch(item) and item in _NOTICES else None,
+            "slug": _word_of(_NOTICES),
         }  # fmt: skip
         out = self._by(value, rules, "notices")
         return out | {"message": ""} if out else {}
@@ -219,7 +219,11 @@ _NOTICES = frozenset(("no-early-stacks", "disk-full", "capture-moved", "no-memor
 
 def _ended(value: Any) -> str | None:
     """How a process ended; of an exception not even the name, which may be the user's."""
-    return value if value in _ENDS else "exception" if str(value).startswith("exception") else None
+    return "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value)
+
+
+def _word_of(words: frozenset[str]) -> Rule:
+    return lambda value: value if isinstance(value, str) and value in words else None
 
 
 def _listed(value: Any) -> list[Any]:

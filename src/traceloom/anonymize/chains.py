@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from traceloom.chakra.schema import Node, NodeType
+from traceloom.chakra.schema import AttributeProto, Node, NodeType
 from traceloom.chakra.stream import EtReader
 
 SUMMED = ("num_ops", "tensor_size")
@@ -107,5 +107,10 @@ def _add_up(path: Path, chains: Chains) -> None:
             chains.duration_us[first] += node.duration_micros
             for attribute in node.attr:
                 if attribute.name in SUMMED:
-                    value = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
-                    chains.sums[first, attribute.name] += int(value) if isinstance(value, (int, float)) else 0
+                    chains.sums[first, attribute.name] += int(number_of(attribute))
+
+
+def number_of(attribute: AttributeProto) -> float:
+    """The number that an attribute holds; 0 where it holds none."""
+    value = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
+    return value if isinstance(value, (int, float)) and abs(value) < 2**64 else 0

@@ -161,7 +161,7 @@ class ChakraRewriter:
             if old.type == NodeType.COMP_NODE and attribute.name in _OF_OPERATORS:
                 self._account.drop(attribute.name)
                 continue
-            if (old.id, attribute.name) in chains.sums:
+            if (old.id, attribute.name) in chains.sums and attribute.WhichOneof("value") in _SCALARS:
                 setattr(attribute, attribute.WhichOneof("value") or "int64_val", chains.sums[old.id, attribute.name])
             made = self._attribute(attribute)
             if made is not None:

@@ -333,7 +333,9 @@ def _number(text: str) -> Any:
 def _arrow(category: bytes, name: bytes) -> bytes:
     """Category and name of an arrow, as far as they are known; empty where neither is."""
     texts = [(key, decoded(raw)) for key, raw in ((b"cat", category), (b"name", name))]
-    return b"".join(b',"%b":"%b"' % (key, text.encode()) for key, text in texts if text in _FLOWS)
+    return b"".join(
+        b',"%b":"%b"' % (key, text.encode()) for key, text in texts if isinstance(text, str) and text in _FLOWS
+    )
 
 
 def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:

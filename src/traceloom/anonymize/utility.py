@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
+from traceloom.anonymize.chains import number_of
 from traceloom.chakra.stream import EtReader
 from traceloom.model import Trace
 
@@ -158,7 +159,7 @@ def measure_chakra(path: Path) -> Measure:
         for node in reader:
             values = {attribute.name: attribute for attribute in node.attr}
             comm = values.get("comm_type")
-            key = (node.type, -1 if comm is None else comm.int64_val or comm.int32_val or comm.uint64_val)
+            key = (node.type, -1 if comm is None else int(number_of(comm)))
             row = rows.setdefault(key, [0, 0, 0, 0])
             for at, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
                 row[at] += amount
@@ -166,8 +167,7 @@ def measure_chakra(path: Path) -> Measure:
             checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
             for name in ("comm_size", "tensor_size", "num_ops"):
                 if name in values:
-                    one = values[name]
-                    size = int(getattr(one, one.WhichOneof("value") or "int64_val"))
+                    size = int(number_of(values[name]))
                     sizes[node.type, name] = sizes.get((node.type, name), 0) + size
     counted = [(*key, *row) for key, row in sorted(rows.items())]
     columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
