@@ -75,8 +75,11 @@ def part(header: Header, blocks: Iterable[Block], where: str) -> Part:
 
 def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
     real = columns.id < header.node_count
+    nodes = _nodes(columns, header.rank).filter(pl.Series(real))
+    if missing := next((name for name in ("kind", "start_ns", "duration_ns") if nodes[name].null_count()), None):
+        raise ValueError(f"one has no `{missing}`")
     return {
-        "nodes": _nodes(columns, header.rank).filter(pl.Series(real)),
+        "nodes": nodes,
         "carried": _carried(columns),
         "edges": _edges(columns),
         "communication": _communication(columns),
