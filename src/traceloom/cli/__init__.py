@@ -27,6 +27,7 @@ VERBS = {
     "link": "link host and device traces of all ranks into one graph",
     "convert": "turn graphs and Chakra files into another form",
     "validate": "say what is wrong with a set of Chakra files",
+    "show": "show what a graph or a Chakra workload is made of",
     "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
 }
@@ -51,6 +52,8 @@ verbs:
              traceloom convert job.graph job.perfetto.json.gz
   validate {VERBS["validate"]}
              traceloom validate workload/ --target astra-sim
+  show     {VERBS["show"]}
+             traceloom show job.graph -o job.html
   generate {VERBS["generate"]}
              traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}

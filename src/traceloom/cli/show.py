@@ -1,0 +1,176 @@
+"""`traceloom show`: what a graph or a set of Chakra files is made of."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from traceloom.report.workload.network import Network
+
+_EXAMPLES = """\
+examples:
+  traceloom show workload/                    nodes, communication and dependencies of all ranks
+  traceloom show job.graph --node 4209        one node, what it waits for, what waits for it
+  traceloom show job.graph -o job.html        a drawing of all of it, nodes of one name as one box
+  traceloom show workload/ --node 12 --rank 1 -o node.html
+"""
+_ENDINGS = (".html", ".htm")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "show",
+        help="show what a graph or a Chakra workload is made of",
+        description="Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="a .graph file, or .et and .et.gz files, or a directory of them"
+    )
+    parser.add_argument("--node", type=_whole, metavar="ID", help="one node and its neighbours")
+    parser.add_argument("--rank", type=_whole, metavar="N", help="the rank of the node")
+    parser.add_argument(
+        "--depth", type=_whole, default=2, metavar="N", help="how far neighbours are drawn (default: 2)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary, or the node, as JSON")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a drawing: .html")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    parser.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"`{text}` is below 0")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read and show; returns the exit code."""
+    from traceloom import files
+
+    if args.output is not None:
+        if not args.output.name.lower().endswith(_ENDINGS):
+            raise UsageError(
+                f"`{args.output}` does not tell which format to write", slug="unknown-format", hint="drawings are .html"
+            )
+        files.check_free(args.output, force=args.force)
+    with Progress(shown=not args.quiet) as progress:
+        progress.say("reading")
+        network = _network(args.inputs, progress)
+        row = None if args.node is None else _row(network, args.node, args.rank)
+        progress.say("counting")
+        said = _document(network, row)
+        if args.output is not None:
+            progress.say(f"drawing {args.output}")
+            size = _draw(args, network, row)
+    if args.json:
+        from traceloom.report.jsonfile import encode
+
+        sys.stdout.buffer.write(encode(said))
+    elif args.output is None:
+        _print(said)
+    if args.output is not None and not args.quiet:
+        from traceloom.model import units
+
+        print(f"Wrote {args.output} ({units.size(size)}); open it in a browser.", file=_beside_json(args))
+    elif not args.json and not args.quiet and row is None:
+        print(f"\nNext: traceloom show {args.inputs[0]} -o drawing.html")
+    return 0
+
+
+def _beside_json(args: argparse.Namespace) -> Any:
+    return sys.stderr if args.json else sys.stdout
+
+
+def _network(inputs: list[str], progress: Progress) -> Network:
+    from traceloom.report.workload.network import of_graph, of_workload
+
+    graphs = [path for path in inputs if Path(path).name.lower().endswith(".graph")]
+    if graphs and len(inputs) > 1:
+        raise UsageError("a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {graphs[0]}")
+    if graphs:
+        from traceloom.model.graph_store import load
+
+        return of_graph(load(graphs[0]))
+    from traceloom.chakra.workload import places, read_workload
+
+    found = places(inputs)
+    if len(found) > 1:
+        names = ", ".join(place.name for place in found[:4])
+        raise UsageError(
+            f"there are {len(found)} sets of files: {names}", slug="several-sets", hint="name the files of one of them"
+        )
+    return of_workload(read_workload(found[0], lambda path: progress.say(f"reading {path}")))
+
+
+def _row(network: Network, identity: int, rank: int | None) -> int:
+    from traceloom.report.workload.network import row_of
+
+    rows = row_of(network, identity, rank)
+    if not rows:
+        of_rank = "" if rank is None else f" on rank {rank}"
+        raise InputError(
+            f"there is no node {identity}{of_rank}",
+            slug="no-such-node",
+            where=network.name,
+            hint="traceloom validate and drawings name the ids of nodes",
+        )
+    ranks = sorted({network.nodes["rank"][row] for row in rows})
+    if len(ranks) > 1:
+        raise UsageError(
+            f"node {identity} is on {len(ranks)} ranks", slug="several-ranks", hint=f"add --rank {ranks[0]}"
+        )
+    return rows[0]
+
+
+def _document(network: Network, row: int | None) -> dict[str, Any]:
+    from traceloom.report.workload.summary import neighbours, summarise
+
+    return (
+        summarise(network)
+        if row is None
+        else {**neighbours(network, row), "attributes": dict(_attributes(network, row))}
+    )
+
+
+def _attributes(network: Network, row: int) -> list[tuple[str, str]]:
+    """What else the file says of a Chakra node, looked up in it."""
+    from traceloom.report.workload.attributes import attributes_of
+
+    node = network.nodes.row(row, named=True)
+    path = network.details.get(node["rank"])
+    return attributes_of(path, node["id"]) if path is not None else []
+
+
+def _draw(args: argparse.Namespace, network: Network, row: int | None) -> int:
+    from traceloom import files
+    from traceloom.report.workload.drawing import render
+    from traceloom.report.workload.picture import collapsed, neighbourhood
+    from traceloom.report.workload.summary import summarise
+
+    picture = collapsed(network) if row is None else neighbourhood(network, row, args.depth)
+    page = render(picture, summarise(network)).encode()
+
+    def fill(handle: Any) -> None:
+        handle.write(page)
+
+    return files.write(args.output, fill, force=args.force)
+
+
+def _print(said: dict[str, Any]) -> None:
+    from traceloom.report.terminal import put
+    from traceloom.report.workload import terminal
+
+    put(partial(terminal.render_node if "node" in said else terminal.render, said), sys.stdout)

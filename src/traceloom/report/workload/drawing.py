@@ -1,0 +1,178 @@
+"""A picture as one HTML page that needs nothing but itself: boxes and lines, details, a table."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from traceloom import __version__
+from traceloom.model import units
+from traceloom.report.html.cells import text
+from traceloom.report.names import short
+from traceloom.report.workload.picture import Box, Link, Picture
+from traceloom.report.workload.places import HEIGHT, WIDTH, Places, arrange
+
+_MOST_LINKS = 400
+_LETTERS, _SMALL_LETTERS = 27, 42  # that fit into a box
+_GROUPS = {
+    "kernel": "compute", "compute": "compute", "collective": "communication", "send": "communication",
+    "receive": "communication", "rendezvous": "communication", "arrival": "communication", "copy": "memory",
+    "fill": "memory", "load": "memory", "store": "memory", "host": "op", "launch": "launch", "block": "blocking",
+    "wait": "idle", "think": "python",
+}  # fmt: skip
+
+
+def render(picture: Picture, summary: dict[str, Any]) -> str:
+    """The page.
+
+    Args:
+        picture: What is drawn.
+        summary: Of the whole workload, for the head.
+    """
+    style = "\n".join(
+        [*(_report_asset(name) for name in ("colours.css", "page.css", "views.css")), _asset("drawing.css")]
+    )
+    theme, script = _report_asset("theme.js"), _asset("drawing.js")
+    shown = Picture(picture.title, picture.boxes, picture.links[:_MOST_LINKS], picture.left_out)
+    page = Template(_asset("drawing.html")).substitute(
+        policy=_policy([theme, script], style),
+        title=text(f"{picture.title} – {summary['name']}"),
+        style=style,
+        theme=theme,
+        script=script,
+        name=text(summary["name"]),
+        heading=text(picture.title),
+        facts=text(_facts(summary)),
+        drawing=_svg(shown, arrange(shown)),
+        legend=_legend(picture),
+        left_out=text(_left_out(picture)),
+        rows="".join(_row(number, box) for number, box in enumerate(picture.boxes)),
+        version=text(__version__),
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from files may hold halves of surrogate pairs
+
+
+def _report_asset(name: str) -> str:
+    return files("traceloom.report.html").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _asset(name: str) -> str:
+    return files("traceloom.report.workload").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str], style: str) -> str:
+    """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
+
+    def allowed(body: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {' '.join(allowed(s) for s in scripts)}; style-src {allowed(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _facts(summary: dict[str, Any]) -> str:
+    ranks = len(summary["ranks"])
+    parts = [
+        f"{ranks} rank{'' if ranks == 1 else 's'}",
+        f"{units.count(summary['nodes'])} nodes",
+        f"{units.count(summary['edges'])} dependencies",
+    ]
+    return " · ".join(parts + ([units.duration(summary["window_ns"])] if summary["window_ns"] is not None else []))
+
+
+def _left_out(picture: Picture) -> str:
+    said = [picture.left_out] if picture.left_out else []
+    if len(picture.links) > _MOST_LINKS:
+        said.append(f"{units.count(len(picture.links) - _MOST_LINKS)} lines of the fewest dependencies are not drawn")
+    return f"Not shown: {'; '.join(said)}." if said else ""
+
+
+def _group(kind: str) -> str:
+    return _GROUPS.get(kind, "other")
+
+
+def _svg(picture: Picture, places: Places) -> str:
+    most = max((link.count for link in picture.links), default=1)
+    lines = "".join(_line(link, places, most) for link in reversed(picture.links))
+    boxes = "".join(_box(number, box, places) for number, box in enumerate(picture.boxes))
+    view = f"-20 -20 {places.width + 40} {places.height + 40}"
+    return (
+        f'<svg id="drawing" viewBox="{view}" data-view="{view}" role="group" aria-label="{text(picture.title)}">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>'
+        f'<g class="lines">{lines}</g><g class="boxes">{boxes}</g></svg>'
+    )
+
+
+def _line(link: Link, places: Places, most: int) -> str:
+    """From the right side of a box to the left side of the next; backwards and sideways lines go round."""
+    if link.source == link.target:
+        return ""
+    from_x, from_y = places.x[link.source] + WIDTH, places.y[link.source] + HEIGHT // 2
+    to_x, to_y = places.x[link.target], places.y[link.target] + HEIGHT // 2
+    if to_x > from_x:
+        bend = (to_x - from_x) // 2
+        path = f"M{from_x} {from_y}C{from_x + bend} {from_y} {to_x - bend} {to_y} {to_x} {to_y}"
+        back = ""
+    else:
+        reach = 60 + (from_x - to_x) // 6
+        path = f"M{from_x} {from_y}C{from_x + reach} {from_y} {to_x - reach} {to_y} {to_x} {to_y}"
+        back = " back"
+    width = round(1 + 3 * (link.count / most) ** 0.4, 1)
+    said = f"{units.count(link.count)} × {link.kind}" if link.count > 1 else link.kind
+    return (
+        f'<path class="line{back}" data-from="{link.source}" data-to="{link.target}" d="{path}" stroke-width="{width}" '
+        f'marker-end="url(#tip)"><title>{text(said)}</title></path>'
+    )
+
+
+def _box(number: int, box: Box, places: Places) -> str:
+    x, y = places.x[number], places.y[number]
+    chosen = " chosen" if box.chosen else ""
+    title = short(box.title or "(no name)", _LETTERS)
+    return (
+        f'<g class="box{chosen}" data-box="{number}" data-name="{text(box.title.lower())}" tabindex="0" role="button" '
+        f'aria-label="{text(f"{box.title}, {_said(box)}")}" transform="translate({x} {y})">'
+        f"<title>{text(box.title)}\n{text(_said(box))}</title>"
+        f'<rect class="frame" width="{WIDTH}" height="{HEIGHT}" rx="7"/>'
+        f'<rect class="f-{_group(box.kind)}" width="6" height="{HEIGHT}" rx="3"/>'
+        f'<text x="16" y="21">{text(title)}</text>'
+        f'<text class="small" x="16" y="39">{text(_said(box, brief=True))}</text></g>'
+    )
+
+
+def _said(box: Box, *, brief: bool = False) -> str:
+    parts = [box.kind, *([box.note] if box.note else [])]
+    parts += [f"{units.count(box.count)} ×"] if box.count > 1 else []
+    parts += [units.duration(box.time_ns)] if box.time_ns or not brief else []
+    parts += [units.size(box.bytes)] if box.bytes is not None and not brief else []
+    said = " · ".join(parts)
+    return short(said, _SMALL_LETTERS) if brief else said
+
+
+def _legend(picture: Picture) -> str:
+    kinds: dict[str, list[str]] = {}
+    for box in picture.boxes:
+        names = kinds.setdefault(_group(box.kind), [])
+        if box.kind not in names:
+            names.append(box.kind)
+    return "".join(
+        f'<li><span class="swatch b-{group}"></span>{text(", ".join(names))}</li>' for group, names in kinds.items()
+    )
+
+
+def _row(number: int, box: Box) -> str:
+    size = "–" if box.bytes is None else units.size(box.bytes)
+    where = f"{text(box.note)}" if box.note else units.count(box.count)
+    return (
+        f'<tr data-row="{number}"><td class="s"><span class="swatch b-{_group(box.kind)}"></span>{text(box.kind)}</td>'
+        f'<td class="name"><button type="button" class="plain" data-goto="{number}">{text(box.title or "(no name)")}'
+        "</button></td>"
+        f'<td class="n">{where}</td><td class="n" title="{box.time_ns} ns">{units.duration(box.time_ns)}</td>'
+        f'<td class="n">{size}</td></tr>'
+    )

@@ -1,0 +1,72 @@
+"""Where boxes stand: columns from left to right as things follow each other, few crossings between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from traceloom.report.workload.picture import Picture
+
+WIDTH, HEIGHT = 232, 50
+_ACROSS, _DOWN = 96, 22
+_SWEEPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Left upper corner of every box, and the size of the whole."""
+
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+    width: int
+    height: int
+
+
+def arrange(picture: Picture) -> Places:
+    """Give every box its place; the same picture always looks the same."""
+    columns = _columns(picture)
+    _order(columns, picture)
+    tallest = max((len(column) for column in columns), default=0)
+    height = tallest * (HEIGHT + _DOWN) - _DOWN if tallest else 0
+    x, y = [0] * len(picture.boxes), [0] * len(picture.boxes)
+    for number, column in enumerate(columns):
+        top = (height - len(column) * (HEIGHT + _DOWN) + _DOWN) // 2
+        for place, box in enumerate(column):
+            x[box], y[box] = number * (WIDTH + _ACROSS), top + place * (HEIGHT + _DOWN)
+    width = len(columns) * (WIDTH + _ACROSS) - _ACROSS if columns else 0
+    return Places(tuple(x), tuple(y), max(width, 1), max(height, 1))
+
+
+def _columns(picture: Picture) -> list[list[int]]:
+    """A box stands one column right of the box that it depends on most, among those before it in the order."""
+    order = sorted(range(len(picture.boxes)), key=lambda box: (picture.boxes[box].place, box))
+    rank = {box: number for number, box in enumerate(order)}
+    strongest: dict[int, tuple[int, int]] = {}
+    for link in picture.links:
+        if rank[link.source] < rank[link.target]:
+            key = (link.count, rank[link.source])
+            if key > strongest.get(link.target, (0, -1)):
+                strongest[link.target] = key
+    column: dict[int, int] = {}
+    for box in order:
+        before = strongest.get(box)
+        column[box] = column[order[before[1]]] + 1 if before else 0
+    count = max(column.values(), default=-1) + 1
+    return [[box for box in order if column[box] == number] for number in range(count)]
+
+
+def _order(columns: list[list[int]], picture: Picture) -> None:
+    """Sort every column by the mean place of the neighbours, left and right in turn."""
+    beside: dict[int, list[int]] = {}
+    for link in picture.links:
+        if link.source != link.target:
+            beside.setdefault(link.source, []).append(link.target)
+            beside.setdefault(link.target, []).append(link.source)
+    place = {box: number / max(len(column), 1) for column in columns for number, box in enumerate(column)}
+    for sweep in range(_SWEEPS):
+        for column in columns if sweep % 2 == 0 else reversed(columns):
+            mean = {
+                box: sum(place[other] for other in beside[box]) / len(beside[box]) if beside.get(box) else place[box]
+                for box in column
+            }
+            column.sort(key=lambda box: (mean[box], box))
+            place.update({box: (number + 0.5) / len(column) for number, box in enumerate(column)})

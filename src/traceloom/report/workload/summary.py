@@ -1,0 +1,123 @@
+"""The summary of a workload, and of one node with its neighbours, as JSON objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from traceloom.report.workload.network import Network
+
+Row = dict[str, Any]
+_NAMES = 12
+
+
+def summarise(network: Network) -> Row:
+    """What `traceloom show --json` prints.
+
+    Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where there are no times.
+    """
+    nodes, edges = network.nodes, network.edges
+    waits = nodes.height - edges["target"].n_unique()
+    held = nodes.height - edges["source"].n_unique()
+    return {
+        "format": "traceloom-workload-summary",
+        "version": 1,
+        "name": network.name,
+        "form": network.form,
+        "facts": list(network.facts),
+        "nodes": nodes.height,
+        "edges": edges.height,
+        "dangling": network.dangling,
+        "first_nodes": waits,
+        "last_nodes": held,
+        "window_ns": _window(nodes),
+        "ranks": _ranks(network),
+        "kinds": _totals(nodes, ["kind"]).to_dicts(),
+        "communication": _communication(network),
+        "dependencies": edges.group_by("kind", "evidence")
+        .agg(pl.len().alias("count"))
+        .sort("count", "kind", "evidence", descending=[True, False, False])
+        .to_dicts(),
+        "names": _totals(nodes, ["kind", "name"]).head(_NAMES).to_dicts(),
+        "notices": [notice.to_dict() for notice in network.notices],
+    }
+
+
+def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    some = pl.col("bytes").count() > 0
+    return (
+        nodes.group_by(by)
+        .agg(
+            pl.len().alias("count"),
+            pl.col("time_ns").sum(),
+            pl.col("time_ns").max().alias("longest_ns"),
+            pl.when(some).then(pl.col("bytes").sum()).alias("bytes"),
+        )
+        .sort("time_ns", "count", *by, descending=[True, True, *(False for _ in by)])
+    )
+
+
+def _window(nodes: pl.DataFrame) -> int | None:
+    timed = nodes.filter(pl.col("start_ns").is_not_null())
+    if not timed.height:
+        return None
+    ends = (timed["start_ns"] + timed["time_ns"]).max()
+    return int(ends) - int(timed["start_ns"].min())  # type: ignore[arg-type]
+
+
+def _ranks(network: Network) -> list[Row]:
+    waiting = network.edges.group_by(pl.col("target").alias("row")).agg(pl.len().alias("waits"))
+    nodes = network.nodes.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    return (
+        nodes.filter(pl.col("rank").is_not_null())
+        .join(waiting, on="row", how="left")
+        .group_by("rank")
+        .agg(
+            pl.len().alias("nodes"),
+            pl.col("waits").sum().alias("edges"),
+            pl.col("time_ns").filter(pl.col("kind").is_in(["compute", "kernel"])).sum().alias("compute_ns"),
+            pl.col("bytes").filter(pl.col("kind").is_in(["collective", "send"])).sum().alias("sent_bytes"),
+            pl.col("start_ns").min(),
+            (pl.col("start_ns") + pl.col("time_ns")).max().alias("end_ns"),
+        )
+        .sort("rank")
+        .to_dicts()
+    )
+
+
+def _communication(network: Network) -> list[Row]:
+    return (
+        network.communication.join(network.nodes.with_row_index("node").cast({"node": pl.Int64}), on="node")
+        .group_by("what", "group")
+        .agg(
+            pl.len().alias("count"),
+            pl.col("rank").n_unique().alias("ranks"),
+            pl.col("bytes").sum(),
+            pl.col("time_ns").sum(),
+        )
+        .sort("bytes", "count", "what", "group", descending=[True, True, False, False])
+        .to_dicts()
+    )
+
+
+def neighbours(network: Network, row: int) -> Row:
+    """One node, what it waits for, and what waits for it."""
+    return {
+        "format": "traceloom-node",
+        "version": 1,
+        "node": _node(network, row),
+        "before": _beside(network, row, "target", "source"),
+        "after": _beside(network, row, "source", "target"),
+    }
+
+
+def _node(network: Network, row: int) -> Row:
+    said = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
+    return {**network.nodes.row(row, named=True), **(said[0] if said else {})}
+
+
+def _beside(network: Network, row: int, own: str, other: str) -> list[Row]:
+    edges = network.edges.filter(pl.col(own) == row)
+    nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
+    return nodes.sort("rank", "id").to_dicts()
