@@ -20,6 +20,7 @@ _BASE = 0x9E3779B97F4A7C15 | 1
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _STRETCHES = (64, 16, 4, 1)  # lengths of stretches that must be unique to be trusted, longest first
 _ROUNDS = 8  # of the shortest, at most
+_MOST_CELLS = 1 << 22  # of the tables for gaps in which everything repeats; larger gaps stay open
 
 
 def mixed(values: NDArray[Any], salt: int = 0) -> Tokens:
@@ -92,11 +93,10 @@ class Places:
     slack: int
 
 
-def similar(pattern: Hashes, text: Hashes, stretch: int = 8) -> Places:
+def similar(pattern: Hashes, text: Hashes) -> Places:
     """Places where most stretches of the pattern stand in the text at about the right distance from one another."""
-    slack = max(16, pattern.tokens.size // 8)
-    stretch = max(1, min(stretch, pattern.tokens.size // 4))
-    shift = _shifts(pattern, text, stretch)
+    slack = max(4, pattern.tokens.size // 8)
+    shift = _shifts(pattern, text, stretch_of(pattern.tokens.size))
     if not shift.size:
         return Places(shift, shift, slack)
     shift.sort()
@@ -107,7 +107,8 @@ def similar(pattern: Hashes, text: Hashes, stretch: int = 8) -> Places:
     while at < good.size:
         near = int(np.searchsorted(shift[good], shift[good[at]] + max(slack, pattern.tokens.size // 2), side="right"))
         best = good[at:near][int(np.argmax(votes[good[at:near]]))]
-        starts.append(int(shift[best]))
+        values, counts = np.unique(shift[best : best + votes[best]], return_counts=True)
+        starts.append(int(values[np.argmax(counts)]))
         most.append(int(votes[best]))
         at = max(near, at + 1)
     return Places(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
@@ -139,13 +140,22 @@ def ranges(start: Ints, length: Ints) -> Ints:
 # -- two similar sequences ------------------------------------------------------------------------------------------
 
 
-def align(one: Hashes, other: Hashes) -> tuple[Ints, Ints]:
+def align(one: Hashes, other: Hashes, shift: int | None = None) -> tuple[Ints, Ints]:
     """Places of equal elements in both, both strictly ascending; nearly as many as there can be.
 
     Stretches that occur once in both, between what is known already, are anchors; the longest chain of anchors in the
     same order is kept, and everything equal beside them is added; then shorter stretches between them.
+
+    Args:
+        one: The first sequence.
+        other: The second.
+        shift: How much later most of the first stands in the second, where that is known; among repetitions only this
+            tells the right ones.
     """
     mine = theirs = np.empty(0, dtype=np.int64)
+    if shift is not None:
+        mine = _along(one, other, shift)
+        theirs = mine + shift
     # What is equal at the ends by chance must not come before anchors inside.
     for outer in (False, True):
         if outer:
@@ -157,7 +167,24 @@ def align(one: Hashes, other: Hashes) -> tuple[Ints, Ints]:
                 mine, theirs = _filled(one, other, mine, theirs, outer=outer)
             elif stretch == 1:
                 break
-    return mine, theirs
+    return _merged(mine, theirs, *_repetitions(one, other, mine, theirs))
+
+
+def _along(one: Hashes, other: Hashes, shift: int) -> Ints:
+    """Places of the first sequence where stretches of both are equal with just this shift."""
+    low, high = max(0, -shift), min(one.tokens.size, other.tokens.size - shift)
+    if high <= low:
+        return np.empty(0, dtype=np.int64)
+    equal = np.concatenate([[False], one.tokens[low:high] == other.tokens[low + shift : high + shift], [False]])
+    turns = np.flatnonzero(np.diff(equal))
+    start, length = turns[::2], turns[1::2] - turns[::2]
+    long = length >= stretch_of(one.tokens.size)
+    return low + ranges(start[long], length[long])
+
+
+def stretch_of(size: int) -> int:
+    """Length of the stretches of a sequence that say where it stands."""
+    return max(1, min(8, size // 4))
 
 
 def _merged(mine: Ints, theirs: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints]:
@@ -221,6 +248,42 @@ def _longest_rise(values: Ints) -> Ints:
         out[place] = at
         at = int(before[at])
     return out
+
+
+def _repetitions(one: Hashes, other: Hashes, mine: Ints, theirs: Ints) -> tuple[Ints, Ints]:
+    """What can still be paired in the gaps, where everything repeats: a longest common subsequence of each."""
+    left, left_end = _gaps(mine, one.tokens.size)
+    right, right_end = _gaps(theirs, other.tokens.size)
+    cells = (left_end - left) * (right_end - right)
+    order = np.argsort(cells, kind="stable")
+    order = order[(cells[order] > 0) & (np.cumsum(cells[order]) <= _MOST_CELLS)]
+    more: list[tuple[Ints, Ints]] = []
+    for gap in order.tolist():
+        a, b = one.tokens[left[gap] : left_end[gap]], other.tokens[right[gap] : right_end[gap]]
+        at, to = _common(a, b)
+        more.append((at + left[gap], to + right[gap]))
+    nothing = np.empty(0, dtype=np.int64)
+    return tuple(np.concatenate([nothing, *(pair[side] for pair in more)]) for side in (0, 1))  # type: ignore[return-value]
+
+
+def _common(one: Tokens, other: Tokens) -> tuple[Ints, Ints]:
+    """A longest common subsequence, as early in both as it can be."""
+    best = np.zeros((one.size + 1, other.size + 1), dtype=np.int32)
+    for row in range(one.size - 1, -1, -1):
+        here = np.where(other == one[row], best[row + 1, 1:] + 1, best[row + 1, :-1])
+        best[row, :-1] = np.maximum.accumulate(here[::-1])[::-1]
+    at, to = [], []
+    row = column = 0
+    while row < one.size and column < other.size and best[row, column]:
+        if one[row] == other[column]:
+            at.append(row)
+            to.append(column)
+            row, column = row + 1, column + 1
+        elif best[row + 1, column] > best[row, column + 1]:
+            row += 1
+        else:
+            column += 1
+    return np.array(at, dtype=np.int64), np.array(to, dtype=np.int64)
 
 
 def _filled(one: Hashes, other: Hashes, mine: Ints, theirs: Ints, *, outer: bool) -> tuple[Ints, Ints]:

@@ -149,7 +149,7 @@ def pairs(fitted: Fit, iteration: int = 0) -> tuple[Ints, Ints]:
         else:
             low = max(0, start - one.slack)
             high = min(one.lane.size, start + one.line.size + 2 * one.slack)
-            left, right = align(one.line.names, hashes(one.lane.names.tokens[low:high]))
+            left, right = align(one.line.names, hashes(one.lane.names.tokens[low:high]), start - low)
             right = right + low
         mine.append(one.line.row[left])
         theirs.append(one.lane.row[right])
