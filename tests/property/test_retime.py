@@ -21,7 +21,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.points import topological
 from traceloom.read import load
 from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.retime.law import binding_edges
+from traceloom.retime.critical_path import binding_edges
 from traceloom.testing.strategies import builders
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

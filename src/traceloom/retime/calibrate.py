@@ -54,14 +54,30 @@ class _Measured:
             highest[self.held] = np.maximum.reduceat(values[self.order], self.first)
         return highest
 
+    def winners(self, values: Ints) -> Ints:
+        """For each held point the edge with the highest value; of equals the first in the order of edges."""
+        highest = np.flatnonzero((values == self.latest(values)[self.point])[self.order])
+        points = self.point[self.order[highest]]
+        first = np.flatnonzero(np.append(True, points[1:] != points[:-1])) if highest.size else highest
+        return self.order[highest[first]]
+
+    def others(self, values: Ints) -> Ints:
+        """For each edge the highest value over the other edges into its point; a very low one where there are none."""
+        highest = self.latest(values)[self.point]
+        winners = self.winners(values)
+        rest = values.copy()
+        rest[winners] = _EARLIEST
+        highest[winners] = self.latest(rest)[self.point[winners]]
+        return highest
+
 
 def calibrate(graph: Graph) -> Graph:
     """Fill in delays, the own work of waiting nodes, and residuals.
 
-    The delay of a class of edges is the median over those of its edges that held something back: the last satisfied
-    of those into their point. Of an edge it is at most its observed slack. A node whose end waits for something costs
-    as much as calls of its name cost that had nothing to wait for. What is left over is the residual of the edge that
-    was satisfied last, or of the node where that is its own work.
+    The delay of a class of edges is the median over those of its edges that held something back: whose source came
+    after all else that the point waited for, with the delays of that. Of an edge it is at most its observed slack. A
+    node whose end waits for something costs as much as calls of its name cost that had nothing to wait for. What is
+    left over is the residual of the edge that was satisfied last, or of the node where that is its own work.
 
     Args:
         graph: A linked graph; what an earlier calibration found is replaced.
@@ -152,8 +168,9 @@ def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints,
     count = median
     for _ in range(_ROUNDS):
         arrival = measured.source + spread(found, median, own)
-        last = np.maximum(measured.latest(arrival), own_end)[measured.point]
-        held = usable & (arrival == last)
+        # The source came after all else with its delay: an edge that is last only by its own class's delay would
+        # confirm that.
+        held = usable & (measured.source >= np.maximum(measured.others(arrival), own_end[measured.point]))
         before = median
         median, count = medians(found.of[held], slack[held], size)
         kinds, _ = medians(of_kind[found.of[held]], slack[held], len(gs.EDGE_KINDS))
@@ -178,18 +195,12 @@ def _residuals(measured: _Measured, delay: Ints, work: Ints) -> tuple[Ints, Ints
     latest = measured.latest(arrival)
     edge_residual = np.zeros(delay.size, dtype=np.int64)
     node_residual = np.zeros(work.size, dtype=np.int64)
-    # Of several that are satisfied last one bears the residual: the first in the order of edges.
-    ordered = measured.order
-    is_last = arrival[ordered] == latest[measured.point[ordered]]
-    points, where = np.unique(measured.point[ordered[is_last]], return_index=True)
-    chosen = ordered[is_last][where]
     own_end = measured.start + work
     node_last = own_end >= latest[1::2]
     node_residual[node_last] = (measured.start + measured.duration - own_end)[node_last]
-    of_edge = np.ones(points.size, dtype=np.bool_)
-    ends = points % 2 == 1
-    of_edge[ends] = ~node_last[points[ends] // 2]
-    chosen = chosen[of_edge]
+    chosen = measured.winners(arrival)
+    point = measured.point[chosen]
+    chosen = chosen[(point % 2 == 0) | ~node_last[point // 2]]
     edge_residual[chosen] = measured.target[chosen] - arrival[chosen]
     return edge_residual, node_residual
 

@@ -1,0 +1,133 @@
+"""The critical path: from the last point back over what each point waited for last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+
+_OWN = -1
+_NOTHING = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way through the graph on which each point waits for the one before, the last first.
+
+    Attributes:
+        edges: Rows of the edges on it.
+        nodes: Rows of the nodes whose work is on it.
+        first: The point it begins with.
+        last: The point it ends with.
+    """
+
+    edges: Ints
+    nodes: Ints
+    first: int
+    last: int
+
+
+def binding_edges(
+    graph: Graph, times: Ints | None = None, *, work_ns: Ints | None = None, delay_ns: Ints | None = None
+) -> Ints:
+    """For each point the row of the edge that was satisfied last; -1: the node's own work; -2: nothing leads there.
+
+    Args:
+        graph: A calibrated graph.
+        times: Times of its points; the measured ones where None.
+        work_ns: Work of each node, with residuals; the graph's where None.
+        delay_ns: Delay of each edge, with residuals; the graph's where None.
+    """
+    times = graph.point_times() if times is None else times
+    nodes, edges = graph.nodes, graph.edges
+    work = (nodes["work_ns"] + nodes["residual_ns"]).to_numpy() if work_ns is None else work_ns
+    delay = (edges["delay_ns"] + edges["residual_ns"]).to_numpy() if delay_ns is None else delay_ns
+    source, target = graph.points()
+    reached = times[source] + delay
+    own = np.full(len(times), np.iinfo(np.int64).min)
+    own[1::2] = times[0::2] + work
+    bound = np.where(np.arange(len(times)) & 1 == 1, _OWN, _NOTHING)
+    order = np.lexsort((reached, target))
+    last = order[np.append(target[order][1:] != target[order][:-1], True)] if len(order) else order
+    wins = reached[last] > own[target[last]]
+    bound[target[last[wins]]] = last[wins]
+    return bound
+
+
+def critical_path(graph: Graph, times: Ints | None = None) -> Path:
+    """Walk back from the point that is reached last.
+
+    Args:
+        graph: A calibrated graph with at least one node.
+        times: Times of its points; the measured ones where None.
+    """
+    times = graph.point_times() if times is None else times
+    bound = binding_edges(graph, times).tolist()
+    source = graph.points()[0].tolist()
+    last = point = int(np.flatnonzero(times == times.max())[-1])
+    edges: list[int] = []
+    nodes: list[int] = []
+    while True:
+        edge = bound[point]
+        if edge >= 0:
+            edges.append(edge)
+            point = source[edge]
+        elif edge == _OWN:
+            nodes.append(point >> 1)
+            point -= 1
+        else:
+            return Path(np.array(edges, dtype=np.int64), np.array(nodes, dtype=np.int64), point, last)
+
+
+def parts(graph: Graph, path: Path) -> pl.DataFrame:
+    """What a path consists of; the times add up to the time from the first point of the graph to the path's last.
+
+    Returns:
+        `what` (work, delay, residual, before the path begins), `kind` (of the node or edge), `count`, `time_ns`.
+    """
+    times = graph.point_times()
+    nodes, edges = graph.nodes[path.nodes], graph.edges[path.edges]
+    rows = pl.concat(
+        [
+            _column(nodes, "work", "work_ns"),
+            _column(nodes, "residual", "residual_ns"),
+            _column(edges, "delay", "delay_ns"),
+            _column(edges, "residual", "residual_ns"),
+            pl.DataFrame({"what": ["before"], "kind": ["origin"], "time": [int(times[path.first] - times.min())]}),
+        ]
+    )
+    summed = (
+        rows.filter(pl.col("time") != 0)
+        .group_by("what", "kind", maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("count"), pl.col("time").sum().alias("time_ns"))
+    )
+    return summed.sort("time_ns", descending=True, maintain_order=True)
+
+
+def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
+    """The largest residuals on a path.
+
+    Returns:
+        `time_ns`, `kind` (of the edge or node that bears it), `node`, `name`, `rank` and `start_ns` of the node that
+        came so much later than its causes say.
+    """
+    on_edges = graph.edges[path.edges].select("kind", pl.col("target").alias("node"), "residual_ns")
+    on_nodes = graph.nodes[path.nodes].select("kind", "node", "residual_ns")
+    found = pl.concat([frame.with_columns(pl.col("kind").cast(pl.String)) for frame in (on_edges, on_nodes)])
+    largest = found.filter(pl.col("residual_ns") > 0).sort("residual_ns", descending=True, maintain_order=True)
+    of = graph.nodes.select("node", "name", "rank", "start_ns")
+    return (
+        largest.head(most)
+        .join(of, on="node", how="left", maintain_order="left")
+        .select(pl.col("residual_ns").alias("time_ns"), "kind", "node", "name", "rank", "start_ns")
+    )
+
+
+def _column(frame: pl.DataFrame, what: str, column: str) -> pl.DataFrame:
+    return frame.select(pl.lit(what).alias("what"), pl.col("kind").cast(pl.String), pl.col(column).alias("time"))
