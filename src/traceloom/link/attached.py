@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.link.dataflow import DataFlow
-from traceloom.link.device_work import ORPHANS
+from traceloom.link.device_work import BY_OP, ORPHANS
 from traceloom.link.full_device import Late
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
@@ -60,6 +60,7 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
     outcomes = (
         ("attached by correlation", known & work.correlated),
         ("attached by arrow", known & ~work.correlated),
+        ("attached to its op by External id", work.orphans == BY_OP),
         *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
     )
     for subject, mine in (("gpu-work", ~work.command), ("device-commands", work.command)):

@@ -35,6 +35,7 @@ class DeviceWork:
         asked: Start of that call, ns; BEFORE where none is recorded.
         correlated: Whether the call is known by a shared number; else by an arrow.
         orphans: Why each work without a call has none: number in ORPHANS; -1 for the others.
+        op: Position of the op that submitted it, where no call is recorded but the file names the op; else -1.
         command: Whether it is a command of an accelerator's command processor.
     """
 
@@ -47,6 +48,7 @@ class DeviceWork:
     asked: Ints
     correlated: Bools
     orphans: Ints
+    op: Ints
     command: Bools
 
     def lanes(self) -> tuple[Ints, Ints]:
@@ -61,6 +63,7 @@ ORPHANS = (
     "orphan: no recorded call has its correlation",
     "orphan: it starts long before the call of its correlation",
 )
+BY_OP = len(ORPHANS)
 
 
 def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
@@ -87,6 +90,8 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     orphans[lost] = np.where(work["correlation"].is_null().to_numpy()[lost], 1, 2)
     orphans[lost & _first_of_stream(work["lane"].to_numpy(), start, lost)] = 0
     orphans[wrong] = 3
+    op = _named_op(trace, tree, row, start, lost)
+    orphans[op >= 0] = BY_OP
     order = np.lexsort((row, end, called, start, work["lane"].to_numpy()))
     return DeviceWork(
         row=row[order],
@@ -98,8 +103,18 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         asked=called[order],
         correlated=correlated[order],
         orphans=orphans[order],
+        op=op[order],
         command=command[order],
     )
+
+
+def _named_op(trace: Trace, tree: HostTree, row: Ints, start: Ints, lost: Bools) -> Ints:
+    """Position of the op that the file names for each work without a call, where it began before the work; else -1."""
+    named = trace.events["op"].cast(pl.Int64).fill_null(-1).to_numpy()[row] if row.size else row
+    at = np.where(lost & (named >= 0), tree.position[named], -1) if tree.position.size else np.full(row.size, -1)
+    earlier = at >= 0
+    earlier[earlier] = tree.start[at[earlier]] <= start[earlier]
+    return np.where(earlier, at, -1)
 
 
 def _by_correlation(trace: Trace, work: pl.DataFrame) -> Ints:

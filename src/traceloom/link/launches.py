@@ -19,7 +19,8 @@ def launch_edges(  # noqa: PLR0917  (both ends of the edges)
     """From each launch to the start of each work that it submitted.
 
     The work can begin before the call returns, so the call's start is what holds it back; but not where a call was
-    long and its work began when it returned. One graph launch submits all the kernels of its graph.
+    long and its work began when it returned. One graph launch submits all the kernels of its graph. Where calls are not
+    recorded, the op that the file names stands for them.
 
     Args:
         edges: Where to add.
@@ -40,6 +41,16 @@ def launch_edges(  # noqa: PLR0917  (both ends of the edges)
         segment_node[np.where(submits_last, host.last[call], host.first[call])],
         work_node[known],
         from_end=submits_last,
+        to_end=False,
+        firm=True,
+    )
+    named = work.op >= 0
+    edges.add(
+        "launch",
+        "correlated",
+        segment_node[host.first[work.op[named]]],
+        work_node[named],
+        from_end=False,
         to_end=False,
         firm=True,
     )

@@ -214,12 +214,13 @@ def _woken(host: Segments, tree: HostTree, heads: Ints, main: int) -> tuple[Ints
     head = head[host.lane[head] != main]
     ends = np.argsort(tree.end, kind="stable")
     lane, times = tree.lane[ends], tree.end[ends]
-    best = np.full(head.size, -1, dtype=np.int64)
-    for number in np.unique(host.lane[head]).tolist():
-        here = np.flatnonzero(host.lane[head] == number)
-        others = ends[lane != number]
-        at = np.searchsorted(times[lane != number], host.start[head[here]], side="right") - 1
-        best[here] = np.where(at >= 0, others[at] if others.size else -1, -1)
+    # the last event of another thread than the one that ended last: before the run of that thread's events
+    opens = np.append(True, lane[1:] != lane[:-1])[: lane.size]
+    before_run = np.maximum.accumulate(np.where(opens, np.arange(lane.size), 0)) - 1
+    at = np.searchsorted(times, host.start[head], side="right") - 1
+    own = (at >= 0) & (lane[at] == host.lane[head])
+    at = np.where(own, before_run[at], at)
+    best = np.where(at >= 0, ends[at], -1)
     recent = best >= 0
     recent[recent] = host.start[head[recent]] - tree.end[best[recent]] <= _GIVEN_NS
     return host.last[best[recent]], head[recent]

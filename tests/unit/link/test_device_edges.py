@@ -71,6 +71,15 @@ def test_work_from_before_the_window_is_counted_and_ordered_by_its_stream_alone(
     assert dict(rows) == {"attached by correlation": 1, "orphan: its launch lies before the window": 2}
 
 
+def test_where_no_calls_are_recorded_the_op_that_the_file_names_submitted_the_work() -> None:
+    built = TraceBuilder(generation="2024").op("aten::mm", 0, 20, external_id=77)
+    built.kernel("gemm", 30, 10, correlation=5, **{"External id": 77})
+    graph = link_rank(built.build())
+    assert edges(graph, "launch") == [("aten::mm", "gemm", False, False, "correlated")]
+    rows = graph.coverage.filter(pl.col("subject") == "gpu-work").select("outcome", "count").rows()
+    assert rows == [("attached to its op by External id", 1)]
+
+
 def test_kernels_of_one_stream_that_overlap_wait_for_the_start_and_for_the_last_that_ended() -> None:
     built = TraceBuilder()
     for name, at, start, length in (("a", 0, 10, 10), ("b", 1, 25, 20), ("c", 2, 40, 20)):
