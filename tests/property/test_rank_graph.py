@@ -10,10 +10,12 @@ import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from traceloom.link.rank import link_rank
 from traceloom.model.graph import Graph
 from traceloom.read import read_kineto
+from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.strategies import builders
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -38,7 +40,7 @@ def tiled(graph: Graph) -> None:
         assert (start[1:] == start[:-1] + length[:-1]).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(builder=builders(most_events=25))
 def test_random_traces_make_graphs_that_keep_the_law(builder):
     graph, trace = linked(builder)
@@ -48,6 +50,57 @@ def test_random_traces_make_graphs_that_keep_the_law(builder):
     assert sorted(graph.nodes.filter(pl.col("event").is_in(work["event"].implode()))["event"]) == list(work["event"])
     counted = graph.coverage.filter(pl.col("subject") == "gpu-work")["count"].sum()
     assert counted == work.height
+
+
+_CALLS = (
+    "cudaLaunchKernel", "cudaMemcpyAsync", "cudaMemcpy", "hipMemcpyWithStream", "cudaGraphLaunch", "cudaEventRecord",
+    "cudaStreamWaitEvent", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventQuery",
+)  # fmt: skip
+_OPS = ("aten::mm", "autograd::engine::evaluate_function: MmBackward0", "c10d::allreduce_", "record_param_comms")
+_SPANS = ("## backward ##", "gloo:all_reduce", "nccl:all_reduce", "ProfilerStep#3")
+_WORK = ("gemm", "ncclDevKernel_AllReduce_Sum_f32", "Memcpy DtoH (Device -> Pageable)", "void ep::dispatch<8>()")
+_SYNCS = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event")
+
+
+@st.composite
+def busy(draw: st.DrawFn) -> TraceBuilder:
+    """Traces full of what waits and what is waited for, at times that contradict each other."""
+    builder = TraceBuilder(generation=draw(st.sampled_from(["2023", "2024", "2026", "rocm"])))
+    scale = draw(st.sampled_from([1, 10, 300]))
+    times = st.integers(0, 60).map(lambda at: at * scale)
+    small = st.integers(1, 12)
+    for _ in range(draw(st.integers(5, 40))):
+        at, length, thread, number = draw(times), draw(times), draw(st.integers(1, 3)), draw(small)
+        stream = draw(st.sampled_from([7, 20, 24]))
+        match draw(st.integers(0, 5)):
+            case 0:
+                name = draw(st.sampled_from(_OPS))
+                back = {"sequence": number, "forward_thread": draw(st.integers(0, 1))}
+                builder.op(name, at, length, thread=thread, **back)
+            case 1:
+                builder.annotation(draw(st.sampled_from(_SPANS)), at, length, thread=thread)
+            case 2 | 3:
+                name, driver = draw(st.sampled_from(_CALLS)), draw(st.booleans())
+                builder.launch(name, at, length, correlation=number, thread=thread, driver=driver)
+            case 4:
+                builder.kernel(draw(st.sampled_from(_WORK)), at, length, stream=stream, correlation=number)
+            case _:
+                known = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": draw(small)}
+                builder.sync(draw(st.sampled_from(_SYNCS)), at, length, stream=stream, correlation=number, **known)
+    return builder
+
+
+@settings(max_examples=100)
+@given(builder=busy())
+def test_whatever_waits_for_whatever_there_is_no_circle_and_nothing_before_its_cause(builder):
+    graph, trace = linked(builder)
+    graph.check()
+    tiled(graph)
+    work = trace.gpu_work()
+    assert graph.coverage.filter(pl.col("subject") == "gpu-work")["count"].sum() == work.height
+    # everything is held back by something: nothing but the origin stands where it stands without a cause
+    held = set(graph.edges.filter(~pl.col("to_end"))["target"])
+    assert set(graph.nodes["node"]) - held == {0}
 
 
 @pytest.mark.data
