@@ -212,8 +212,9 @@ class _Text:
             except RecursionError as error:
                 raise self._wrong("a value is nested too deeply") from error
             except ValueError as error:
+                place = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
                 if not self._more():
-                    raise self._broken(error) from error
+                    raise self._broken(error, place) from error
                 continue
             # A number at the end of the piece may go on in the next one.
             if end == len(self._text) and self._text[end - 1] not in '}]"' and self._more():
@@ -272,12 +273,10 @@ class _Text:
     def _cut(self) -> _CutError:
         return _CutError(self._pieces.fault or "the JSON text ends inside a value")
 
-    def _broken(self, error: ValueError) -> Exception:
-        """The text is at its end, and no value could be read: it is cut there, or no JSON."""
-        at = error.pos if isinstance(error, json.JSONDecodeError) else 0
-        unfinished = isinstance(error, json.JSONDecodeError) and (
-            at >= len(self._text.rstrip()) or error.msg.startswith("Unterminated string")
-        )
+    def _broken(self, error: ValueError, place: int) -> Exception:
+        """The text is at its end, and no value could be read: it is cut there, or no JSON (`place` into the value)."""
+        at_end = self._at + place >= len(self._text.rstrip())
+        unfinished = isinstance(error, json.JSONDecodeError) and (at_end or error.msg.startswith("Unterminated string"))
         return self._cut() if unfinished else self._wrong(f"the text is no JSON: {error}")
 
     def _wrong(self, said: str) -> InputError:
