@@ -22,6 +22,8 @@ from traceloom.model.notice import Notice
 
 _MOST_TEXT = 1 << 28  # characters of one value
 _BLANK = " \t\r\n"
+_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+_ESCAPE = len("\\uD834\\uDD1E")
 _FEEDER = "workload_graph"
 
 
@@ -275,8 +277,11 @@ class _Text:
 
     def _broken(self, error: ValueError, place: int) -> Exception:
         """The text is at its end, and no value could be read: it is cut there, or no JSON (`place` into the value)."""
-        at_end = self._at + place >= len(self._text.rstrip())
-        unfinished = isinstance(error, json.JSONDecodeError) and (at_end or error.msg.startswith("Unterminated string"))
+        rest = self._text[self._at + place :].rstrip()
+        in_text = isinstance(error, json.JSONDecodeError) and (
+            error.msg.startswith("Unterminated string") or (error.msg.startswith("Invalid") and len(rest) < _ESCAPE)
+        )
+        unfinished = in_text or any(word.startswith(rest) for word in _WORDS)  # an empty rest begins each of them
         return self._cut() if unfinished else self._wrong(f"the text is no JSON: {error}")
 
     def _wrong(self, said: str) -> InputError:

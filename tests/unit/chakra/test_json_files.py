@@ -140,10 +140,11 @@ def test_lines_without_metadata_lose_no_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".json", ".jsonl"])
-def test_cut_text_gives_the_whole_nodes_and_a_notice(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("cut", [*range(5, 90, 3)])
+def test_cut_text_gives_the_whole_nodes_and_a_notice(tmp_path: Path, ending: str, cut: int) -> None:
     path = tmp_path / f"a{ending}"
     write_messages(path, METADATA, some_nodes(30))
-    path.write_bytes(path.read_bytes()[:-40])
+    path.write_bytes(path.read_bytes()[:-cut])
     _, found, notices = read(path)
     assert found == some_nodes(29)
     assert notices == ["chakra-cut"]
