@@ -33,6 +33,7 @@ class Found(NamedTuple):
         overlapping: Neighbours on one stream that overlap.
         queued: Launches that found their queue full.
         held: Numbers of commands that hold their stream until another's event.
+        unknown: Positions of synchronising calls that took long although nothing is known that they waited for.
         late: Work that started long after it was ready.
         flow: Who reads what whom wrote; None without a host trace.
     """
@@ -40,6 +41,7 @@ class Found(NamedTuple):
     overlapping: int
     queued: int
     held: Ints
+    unknown: Ints
     late: Late = NOTHING_LATE
     flow: DataFlow | None = None
 
@@ -90,6 +92,9 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
     if found.late.unexplained.size:
         waited = int(found.late.waited_ns.sum())
         rows.append(("streams", "work that waited for nothing recorded", found.late.unexplained.size, waited))
+    if found.unknown.size:
+        took = int(parts.tree.span()[found.unknown].sum())
+        rows.append(("synchronisations", "long, and not known what was awaited", found.unknown.size, took))
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))

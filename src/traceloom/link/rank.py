@@ -104,7 +104,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     hand_off_edges(edges, given, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
     flow = None if matching is None else _data(parts, edges, matching)
-    return _assembled(trace, parts, edges, Found(overlapping, queued, held, flow=flow), matching)
+    return _assembled(trace, parts, edges, Found(overlapping, queued, held, waiting.unknown, flow=flow), matching)
 
 
 def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
@@ -128,6 +128,7 @@ def _segment_kinds(tree: HostTree, given: HandOffs, work: DeviceWork, waiting: A
     kinds[given.waits] = gs.NODE_KINDS.index(gs.WAIT)
     kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
     kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
     return kinds
 

@@ -32,11 +32,15 @@ class Awaited:
         call: Position (in the tree) of the waiting call, one per pair.
         work: Number of the work that it waits for.
         evidence: One word per pair.
+        calls: Positions of all calls that synchronise, also of those that found everything done.
+        unknown: Those of them that took long although nothing is known that they waited for.
     """
 
     call: Ints
     work: Ints
     evidence: NDArray[np.str_]
+    calls: Ints
+    unknown: Ints
 
 
 def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, records: SyncRecords) -> Awaited:
@@ -46,15 +50,15 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     which stream or event was meant is inferred from the work that ends when the call returns, or, where the call did
     not wait, from the last launch of its thread.
     """
-    if not work.row.size:
-        nothing = np.zeros(0, dtype=np.int64)
-        return _pairs(nothing, nothing, "inferred")
     position = np.flatnonzero(tree.call)
     names = tree.name.gather(position)
     device, stream, event = (
         position[named(names, pattern).to_numpy()]
         for pattern in (calls.DEVICE_WAITS, calls.STREAM_WAITS, calls.EVENT_WAITS)
     )
+    synchronising = np.unique(np.concatenate([device, stream, event]))
+    if not work.row.size:
+        return _Pairs.none().awaited(tree, synchronising)
     told = _told(tree, times, records, np.concatenate([device, stream, event]))
     stream, event = (part[~np.isin(part, told.call)] for part in (stream, event))
     known = np.isin(device, records.of("Context Sync").call)
@@ -73,15 +77,35 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     possible = work.end[of] <= tree.end[call] + _EARLY_NS
     call, of, evidence = call[possible], of[possible], evidence[possible]
     _, first = np.unique(call * (work.row.size + 1) + of, return_index=True)
-    return Awaited(call[first], of[first], evidence[first])
+    return _Pairs(call[first], of[first], evidence[first]).awaited(tree, synchronising)
 
 
-def _pairs(call: Ints, work: Ints, evidence: str) -> Awaited:
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Calls and work that they wait for."""
+
+    call: Ints
+    work: Ints
+    evidence: NDArray[np.str_]
+
+    @classmethod
+    def none(cls) -> _Pairs:
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, np.zeros(0, dtype=np.str_))
+
+    def awaited(self, tree: HostTree, calls: Ints) -> Awaited:
+        """The pairs, with all calls that synchronise."""
+        without = calls[~np.isin(calls, self.call)]
+        unknown = without[tree.span()[without] >= _LONG_NS]
+        return Awaited(self.call, self.work, self.evidence, calls, unknown)
+
+
+def _pairs(call: Ints, work: Ints, evidence: str) -> _Pairs:
     there = work >= 0
-    return Awaited(call[there], work[there], np.full(int(there.sum()), evidence))
+    return _Pairs(call[there], work[there], np.full(int(there.sum()), evidence))
 
 
-def _told(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> Awaited:
+def _told(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> _Pairs:
     """From records of stream and event synchronisation; questions that do not wait have such records, too."""
     stream, event = records.of("Stream Sync"), records.of("Event Sync")
     call = np.concatenate([stream.call, event.call])
@@ -92,7 +116,7 @@ def _told(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints
     return _pairs(call, times.launched_before(lane, until), "measured")
 
 
-def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRecords | None) -> Awaited:
+def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRecords | None) -> _Pairs:
     """The last work of every stream; of one thread's calls the first after a work waits for it, later ones need not."""
     call = np.repeat(call, times.lanes.size)
     lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
@@ -111,7 +135,7 @@ def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRe
     return _pairs(call[~again], of[~again], "inferred" if records is None else "measured")
 
 
-def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> Awaited:
+def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
     start, end = tree.start[call], tree.end[call]
     explains = _explaining(times, call, tree, ended_by=False)
     usual = times.thread_launched_before(tree.lane[call], start)
@@ -122,7 +146,7 @@ def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> Awaited:
     return _pairs(call, np.where(own | (explains < 0), last, explains), "inferred")
 
 
-def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> Awaited:
+def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
     """An event's record may lie far back; where the call waited, the work that ended then is the one it meant."""
     start = tree.start[call]
     explains = _explaining(times, call, tree, ended_by=True)
@@ -164,7 +188,7 @@ def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool
     return best
 
 
-def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> Awaited:
+def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
     """Copies whose calls return when they are done: of pageable memory to the host, and calls that never return early.
 
     Copies from pageable memory to the device are staged: the call returns when the last piece stands in the buffer.

@@ -21,6 +21,8 @@ _GAP_NS = 100_000  # a worker that has had nothing to do for this long was given
 _GIVEN_NS = 1_000_000  # by what ended no longer ago than this
 _SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
 _BUSY = 0.3  # of that work's span in which something is recorded
+_AWAKE_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
+_ALONE = 0.15  # or after this share of its quiet time
 _AUTOGRAD = r"^autograd::engine::evaluate_function"
 _PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 
@@ -170,6 +172,7 @@ def _filled(
         fits = there & (end - start >= _SHARE * (high - low))
         if lane not in autograd:
             fits &= ~goes_on & (busy >= _BUSY * (end - start))
+            fits &= high - end <= np.maximum(_AWAKE_NS, _ALONE * (high - low))
         better = fits & (end - start > done - begin)
         begin, done = np.where(better, start, begin), np.where(better, end, done)
         head = np.where(better, np.where(running, -1, spell.first[first]), head)
