@@ -36,7 +36,7 @@ def trace_of(rank: do.Rank, spans: list[Span], world_size: int, *, sync_records:
         else:
             _device(builder, span, at, took, world_size)
     for number in range(len(rank.threads)):
-        builder.thread_name(process + number, "python" if not number else f"pt_autograd_{number - 1}")
+        builder.thread_name(process + number, f"thread {number}" if number else "python")
     return builder
 
 

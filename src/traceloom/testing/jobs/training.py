@@ -12,6 +12,7 @@ COMPUTE = 7
 SIDE = 13
 NETWORK = 20
 SYNC = "step-sync"  # label of the synchronisation of every step
+_NCCL = "ncclDevKernelArgsStorage<4096ul>"
 DELAY = "delay"  # label of what makes a rank late
 
 
@@ -36,7 +37,10 @@ class Recipe:
         autograd: Whether backward runs in a thread of its own, which the main thread awaits.
         ranks: Processes; the gradients of each layer are reduced over all of them.
         transfer_us: From the meeting of all ranks to the end of the reduction.
-        pipeline: Whether each rank hands on to the next what it has computed (send and receive).
+        sharded: Whether the weights of each layer are gathered before it is used, and its gradients scattered.
+        pipeline: Whether each rank hands on to the next what it has computed (send and receive); not with `sharded`,
+            where each would wait for the other.
+        loader_us: What a thread of its own takes to prepare the batch of a step while the step before runs; 0 for none.
         delay_us: Per rank, what it is late by in each step. Its label is DELAY.
         clocks: Per rank, its host and clock.
         queue_limit: How much submitted work a stream holds.
@@ -60,7 +64,9 @@ class Recipe:
     autograd: bool = False
     ranks: int = 1
     transfer_us: float = 150
+    sharded: bool = False
     pipeline: bool = False
+    loader_us: float = 0
     delay_us: Mapping[int, float] = field(default_factory=dict)
     clocks: Mapping[int, do.Clock] = field(default_factory=dict)
     queue_limit: int = 1022
@@ -70,16 +76,11 @@ class Recipe:
 
 def programs(recipe: Recipe) -> list[do.Rank]:
     """The processes of the job."""
-    # What all ranks must agree about is drawn from one source, the rest from one per rank.
-    common = _Chance(recipe, 10_000)
-    transfers = [
-        [common.draw(recipe.transfer_us * (1 + 0.3 * (layer % 3))) for layer in range(recipe.layers)]
-        for _ in range(recipe.steps)
-    ]
+    shared = _Shared(recipe)
     return [
         do.Rank(
             rank,
-            _Writer(recipe, rank, transfers).threads(),
+            _Writer(recipe, rank, shared).threads(),
             recipe.clocks.get(rank, do.Clock()),
             recipe.queue_limit,
         )
@@ -97,16 +98,31 @@ class _Chance:
         return round(us * 1000 * self._random.lognormvariate(0, self._spread if spread is None else spread))
 
 
+class _Shared:
+    """What all ranks must agree about: how long each communication takes."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._chance = _Chance(recipe, 10_000)
+        self._drawn: dict[tuple[str, int], int] = {}
+
+    def transfer(self, group: str, sequence: int, us: float) -> int:
+        """Of one communication, drawn when the first rank asks."""
+        if (group, sequence) not in self._drawn:
+            self._drawn[group, sequence] = self._chance.draw(us)
+        return self._drawn[group, sequence]
+
+
 class _Writer:
     """Writes the instructions of one rank's threads."""
 
-    def __init__(self, recipe: Recipe, rank: int, transfers: list[list[int]]) -> None:
+    def __init__(self, recipe: Recipe, rank: int, shared: _Shared) -> None:
         self.recipe = recipe
         self.rank = rank
-        self.transfers = transfers
+        self.shared = shared
         self.chance = _Chance(recipe, rank)
         self.main: list[do.Instruction] = []
         self.autograd: list[do.Instruction] = []
+        self.loader: list[do.Instruction] = []
         self.out = self.main
         self.sequence = 0
 
@@ -114,7 +130,7 @@ class _Writer:
         for step in range(self.recipe.steps):
             self._step(step)
         self.out.append(do.Synchronize(do.DEVICE, self._call(), self.chance.draw(self.recipe.back_us)))
-        return [self.main, self.autograd] if self.recipe.autograd else [self.main]
+        return [self.main, *(thread for thread in (self.autograd, self.loader) if thread)]
 
     def _step(self, step: int) -> None:
         recipe = self.recipe
@@ -126,11 +142,16 @@ class _Writer:
                 do.Work(self.chance.draw(recipe.delay_us[self.rank], 0.05), DELAY),
                 do.End(),
             ]
+        if recipe.loader_us:
+            self._load(step)
         if recipe.pageable_input:
             self._pageable()
         if recipe.pipeline and self.rank:
             self._pair(step, "recv", (self.rank - 1, self.rank))
         for layer in range(recipe.layers):
+            if recipe.sharded:
+                self._together("_allgather_base", layer)
+                self._event("gathered", NETWORK, COMPUTE)
             self._forward(layer)
         if recipe.pipeline and self.rank + 1 < recipe.ranks:
             self._pair(step, "send", (self.rank, self.rank + 1))
@@ -145,6 +166,22 @@ class _Writer:
             self._wait(step)
         self._think(recipe.think_us / 2)
         self.out.append(do.End())
+
+    def _load(self, step: int) -> None:
+        """The batch of this step, which another thread has prepared; it goes on with the next."""
+        self.loader += [do.Await(f"load {step - 1}", self.chance.draw(15))] if step else []
+        self.loader += [
+            do.Begin("aten::stack"),
+            do.Work(self.chance.draw(self.recipe.loader_us)),
+            do.End(),
+            do.Post(f"batch {step}"),
+        ]
+        self.main += [
+            do.Begin("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", annotation=True),
+            do.Await(f"batch {step}", self.chance.draw(15)),
+            do.Post(f"load {step}"),
+            do.End(),
+        ]
 
     def _forward(self, layer: int) -> None:
         self._op("aten::addmm", "sm90_xmma_gemm_f32f32", 1.0, outer="aten::linear")
@@ -175,7 +212,7 @@ class _Writer:
             self._op("aten::mm", "sm90_xmma_gemm_f32f32", 1.1, outer="AddmmBackward0")
             self._op("aten::mm", "sm90_xmma_gemm_f32f32", 0.9)
             if recipe.ranks > 1:
-                self._reduce(step, layer)
+                self._together("_reduce_scatter_base" if recipe.sharded else "allreduce", layer)
             self.out.append(do.End())
         if recipe.autograd:
             self.autograd.append(do.Post(f"done {step}"))
@@ -185,22 +222,24 @@ class _Writer:
         if recipe.ranks > 1:
             self._event("reduced", NETWORK, COMPUTE)
 
-    def _reduce(self, step: int, layer: int) -> None:
+    def _together(self, kind: str, layer: int) -> None:
+        """A collective of all ranks on the network's stream, after what the compute stream has been given."""
         self._event("gradient", COMPUTE, NETWORK)
-        transfer = self.transfers[step][layer] + self.chance.draw(0.3)
-        elements = 1 << (16 + layer % 3)
-        meeting = do.Meeting("allreduce", "0", tuple(range(self.recipe.ranks)), self.sequence, elements, transfer)
-        self.sequence += 1
-        self._op(
-            "c10d::allreduce_", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0,
-            stream=NETWORK, meeting=meeting,
+        transfer = self.shared.transfer("0", self.sequence, self.recipe.transfer_us * (1 + 0.3 * (layer % 3)))
+        members = tuple(range(self.recipe.ranks))
+        meeting = do.Meeting(
+            kind, "0", members, self.sequence, 1 << (16 + layer % 3), transfer + self.chance.draw(0.3)
         )  # fmt: skip
+        self.sequence += 1
+        name = {"allreduce": "AllReduce_Sum", "_allgather_base": "AllGather"}.get(kind, "ReduceScatter_Sum")
+        self._op("c10d::" + kind, f"ncclDevKernel_{name}_f32_RING_LL({_NCCL})", 0, NETWORK, meeting)
 
     def _pair(self, step: int, kind: str, members: tuple[int, int]) -> None:
         self._event("handed on", COMPUTE, NETWORK)
         group = f"pipe {members[0]}"
-        meeting = do.Meeting(kind, group, members, step, 1 << 20, self.chance.draw(80))
-        self._op("c10d::" + kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, NETWORK, meeting)
+        transfer = self.shared.transfer(group, step, 80) + self.chance.draw(0.3)
+        meeting = do.Meeting(kind, group, members, step, 1 << 20, transfer)
+        self._op("c10d::" + kind, f"ncclDevKernel_SendRecv({_NCCL})", 0, NETWORK, meeting)
         if kind == "recv":
             self._event("received", NETWORK, COMPUTE)
 
