@@ -17,6 +17,7 @@ import polars as pl
 from traceloom.chakra.columns import Decoder, Lists, NodeColumns
 from traceloom.chakra.et_pb2 import CollectiveCommType, NodeType
 from traceloom.chakra.framing import Block
+from traceloom.chakra.node_table import ADDED
 from traceloom.chakra.wire import Ints
 from traceloom.errors import InputError, InvariantError
 from traceloom.model.graph import Graph
@@ -46,7 +47,7 @@ _NUMBERS = (
     "stream",
     "tid",
 )
-ATTRIBUTES = (*_NUMBERS, "pg_name")
+ATTRIBUTES = (*_NUMBERS, "pg_name", ADDED)
 _COLUMNS = pl.Schema(
     {name: pl.Int64() for name in ("id", "type", "start_us", "duration_us")}
     | {"name": pl.String()}
@@ -74,6 +75,7 @@ class _Found:
     nodes: list[pl.DataFrame] = field(default_factory=list)
     control: list[tuple[Ints, Ints]] = field(default_factory=list)
     data: list[tuple[Ints, Ints]] = field(default_factory=list)
+    added: list[tuple[Ints, Ints]] = field(default_factory=list)  # those of the data that a target needed
     count: int = 0
 
     def add(self, columns: NodeColumns) -> None:
@@ -84,6 +86,7 @@ class _Found:
         self.nodes.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
         self.control.append(self._pairs(columns.control))
         self.data.append(self._pairs(columns.data))
+        self.added.append(self._pairs(columns.lists(ADDED, "uint64_list")))
         self.count += len(columns)
 
     def _pairs(self, lists: Lists) -> tuple[Ints, Ints]:
@@ -111,6 +114,7 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     notices: list[Notice] = []
     edges = _edges(nodes["id"], found, notices, rank, where)
     edges, start = _laid_out(nodes, edges, notices, rank, where)
+    edges = _marked(edges, nodes["id"], found.added)
     return replace(_graph(nodes, edges, start, rank), name=where, notices=tuple(notices))
 
 
@@ -139,6 +143,18 @@ def _edges(ids: pl.Series, found: _Found, notices: list[Notice], rank: int, wher
         said = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
         notices.append(Notice("chakra-dangling", "warning", said, dangling, rank, where))
     return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True)
+
+
+def _marked(edges: pl.DataFrame, ids: pl.Series, added: list[tuple[Ints, Ints]]) -> pl.DataFrame:
+    """The edges, of kind `simulation` where the file says that only a target needed them."""
+    nothing = np.zeros(0, np.int64)
+    rows = np.concatenate([nothing, *(rows for rows, _ in added)])
+    awaited = np.concatenate([nothing, *(ids for _, ids in added)])
+    known = pl.DataFrame({"id": ids, "source": np.arange(len(ids))}).unique("id", keep="first", maintain_order=True)
+    pairs = pl.DataFrame({"target": rows, "id": awaited}).join(known, on="id").select("source", "target", only=True)
+    marked = edges.join(pairs.unique(), on=["source", "target"], how="left", maintain_order="left")
+    simulated = pl.col("only") & (pl.col("kind") == "data")
+    return marked.with_columns(kind=pl.when(simulated).then(pl.lit("simulation")).otherwise("kind")).drop("only")
 
 
 def _laid_out(

@@ -301,6 +301,17 @@ class TestOrder:
             every = set(zip(file.dependencies.row.tolist(), file.dependencies.id.tolist(), strict=True))
             assert set(zip(file.added.row.tolist(), file.added.id.tolist(), strict=True)) <= every
 
+    def test_added_order_is_told_apart_when_the_files_are_read_back(self, tmp_path: Path) -> None:
+        from traceloom.chakra.graph import read_graph
+
+        made = Made()
+        parts = [made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank) for rank in range(2)]
+        made.meet(parts, "all_reduce", 0)
+        converted = to_astra_sim(made.graph())
+        converted.write(tmp_path / "set")
+        kinds = read_graph(sorted((tmp_path / "set").glob("*.et"))).edges["kind"].value_counts()
+        assert dict(kinds.iter_rows())["simulation"] == said(converted)["target-added-order"] == 1
+
 
 class TestCommunication:
     @pytest.mark.parametrize(
