@@ -184,7 +184,11 @@ def test_launches_that_find_their_queue_full_wait_for_the_kernels_that_make_room
 
 
 def test_a_thread_that_ends_while_the_main_thread_thinks_is_not_what_that_waits_for() -> None:
-    job = training_job(Recipe(steps=4, layers=4, sync="device", think_us=300, loader_us=500, op_us=20, spread=0.3))
+    job = training_job(
+        Recipe(
+            layers=4, steps=4, kernel_us=25, op_us=20, sync="device", think_us=300, loader_us=500, spread=0.3, seed=115
+        )
+    )
     graph = link_rank(job.run().traces()[0].build())
     main = graph.lanes.filter(pl.col("name") == "main thread")["lane"][0]
     waits = graph.nodes.filter((pl.col("kind") == "wait") & (pl.col("lane") == main))
