@@ -21,7 +21,7 @@ _EVALUATE = "autograd::engine::evaluate_function: "
 STEP = re.compile(r"(ProfilerStep#\s*|traceloom\.step#\s*)(\d{1,9})")
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#(\w+)\.(step|zero_grad)")
 _LOADER = re.compile(r"enumerate\(DataLoader\)#_(Single|Multi)Process(ing)?DataLoaderIter\.__next__")
-_BACKEND = re.compile(r"(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):\s*(.+)", re.DOTALL)
+_BACKEND = re.compile(r"(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):\s*(.*)", re.DOTALL)
 _PEER = re.compile(r"(->|<-)\s*(\d{1,6})")
 _MODULE = re.compile(r"nn\.Module: (.*?)(_\d+)?", re.DOTALL)
 _DIGITS = re.compile(r"\d+")
@@ -30,7 +30,8 @@ _KNOWN_KINDS = sections()["kinds"]
 # What PyTorch itself calls the operations, beside the kinds.
 OPERATIONS = sections()["operations"]
 _NAMED = (  # a mark at the front of a name, and what it becomes; the first that fits
-    (re.compile(SPAN), "enumerate(DataLoader)#{}"),
+    (re.compile(r"^enumerate\(DataLoader\)#"), "enumerate(DataLoader)#{}"),
+    (re.compile(SPAN), "enumerate(SomeDataLoader)#{}"),
     (re.compile(r"_BaseDataLoaderIter"), "_BaseDataLoaderIter {}"),
     (re.compile(r"^autograd::engine::"), "autograd::engine::{}"),
     (re.compile(r"^Optimizer\.step#"), "Optimizer.step#{}"),
@@ -151,7 +152,7 @@ class Names:
             return _EVALUATE + self.host(name[len(_EVALUATE) :])
         if name.startswith(phases.SCOPE_PREFIX):
             parts = name[len(phases.SCOPE_PREFIX) :].split(".")
-            return phases.SCOPE_PREFIX + ".".join(self._numbered("scope", part) for part in parts)
+            return phases.SCOPE_PREFIX + ".".join(self._scope(part) for part in parts)
         if name.startswith("nn.Module: "):
             return self._module(name)
         if _LOADER.fullmatch(name):
@@ -168,16 +169,21 @@ class Names:
         shown = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
         template = next((template for mark, template in _NAMED if mark.search(name)), "{}")
         shown = template.format(shown)
-        words = [word for pattern, word in _WORDS if pattern.search(name)]
-        return f"{shown} ({words[0]})" if len(words) == 1 else shown
+        return shown + "".join(
+            f" ({word})" for pattern, word in _WORDS if pattern.search(name) and not pattern.search(shown)
+        )
+
+    def _scope(self, part: str) -> str:
+        """A part of a scope's name; all words of phases stay in their part, so that scopes stay within each other."""
+        words = [f" ({word})" for pattern, word in _WORDS if pattern.search(part)]
+        return self._numbered("scope", part) + "".join(words)
 
     def _communication(self, backend: str, operation: str) -> str:
         """`nccl:all_reduce`, `gloo:send 0->1`: kind and peer stay."""
         peer = _PEER.search(operation)
         told = f" {peer[1]}{peer[2]}" if peer else ""
-        plain = operation.split(" ", 1)[0]
-        if plain not in OPERATIONS:
-            kind = kind_of(operation)
+        plain, kind = operation.split(" ", 1)[0], kind_of(operation)
+        if plain not in OPERATIONS or kind_of(plain) != kind:
             plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
         return f"{backend}:{plain}{told}"
 

@@ -1,0 +1,76 @@
+"""The policy file and the key: refused with a sentence where they cannot be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from traceloom.anonymize import Policy, read_key, read_policy
+from traceloom.anonymize.policy import CHOICES
+from traceloom.errors import InputError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "anonymize.md"
+
+
+def test_without_a_file_the_defaults_protect() -> None:
+    policy = read_policy(None)
+    assert policy == Policy()
+    assert {key: getattr(policy, key) for key in CHOICES} == {key: choices[0] for key, choices in CHOICES.items()}
+    assert (policy.names, policy.shapes, policy.scalars) == ("pseudonym", "bucket", "drop")
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('version = 1\nshapes = "drop"\nkeep_names = ["a.*"]\n')
+    assert read_policy(path) == Policy(shapes="drop", keep_names=("a.*",))
+    assert read_policy(path).with_structure("collapse").structure == "collapse"
+    assert read_policy(path).with_structure(None).structure == "keep"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('shapes = "round"', 'expected `shapes` to be one of "bucket", "keep", "drop", got \'round\''),
+        ("shape = 1", "`shape` is no part of a policy"),
+        ("keep_names = [1]", "expected `keep_names` to be a list of texts"),
+        ('keep_names = ["("]', "is no regular expression"),
+        ("version = 2", "expected version 1, got 2"),
+        ('format = "other"', "expected the format `traceloom-anonymize-policy`"),
+        ("= =", "the policy cannot be read"),
+        ("shapes = []", "expected `shapes` to be one of"),
+    ],
+)
+def test_a_policy_that_cannot_be_right_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r".") as caught:
+        read_policy(path)
+    assert said in caught.value.message
+    assert caught.value.slug == "bad-policy"
+
+
+def test_every_choice_is_documented() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for key, choices in CHOICES.items():
+        assert f"| `{key}` | {', '.join(f'`{choice}`' for choice in choices)} |" in page
+
+
+def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "secret.key"
+    key, fresh = read_key(path)
+    again, known = read_key(path)
+    assert (fresh, known) == (True, False)
+    assert key.letters("x") == again.letters("x")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"short")
+    with pytest.raises(InputError, match="expected a key of 16"):
+        read_key(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_key(tmp_path)
+    with pytest.raises(InputError, match="not a directory"):
+        read_key(path / "below")

@@ -1,0 +1,66 @@
+"""Sizes: rounding is one function, so that what was equal stays equal; what is left out is left out."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceloom.anonymize.policy import Policy
+from traceloom.anonymize.shapes import Shapes, bucket, coarse
+
+
+@given(st.integers(-(2**62), 2**62))
+def test_a_bucket_is_a_power_of_two_within_a_factor_of_root_two(number: int) -> None:
+    rounded = bucket(number)
+    assert abs(rounded).bit_count() <= 1
+    assert (rounded > 0) == (number > 0)
+    if number:
+        assert abs(math.log2(abs(rounded)) - math.log2(abs(number))) <= 0.5 + 1e-9
+
+
+@given(st.integers(1, 2**40), st.integers(0, 20))
+def test_powers_of_two_pass_through_rounding(number: int, power: int) -> None:
+    assert bucket(number << power) == bucket(number) << power or number < 3
+
+
+@given(st.integers(-(2**62), 2**62))
+def test_a_coarse_total_is_at_most_three_percent_off(number: int) -> None:
+    assert abs(coarse(number) - number) <= 0.032 * abs(number)
+
+
+def test_each_choice_does_what_it_says() -> None:
+    raw = b"[[768, 50257], []]"
+    assert Shapes(Policy(shapes="keep")).dims(raw) == b"[[768,50257],[]]"
+    assert Shapes(Policy()).dims(raw) == b"[[1024,65536],[]]"
+    assert Shapes(Policy(shapes="drop")).dims(raw) is None
+    assert Shapes(Policy(shapes="drop")).size(1000) == 1000
+    assert Shapes(Policy()).size(1000) == 1024
+
+
+@pytest.mark.parametrize(
+    "raw", [b'["x"]', b'{"a":1}', b"[1.5]", b"[true]", b"nonsense", b'"[1]"', b"[null]", b"[" * 200]
+)
+def test_what_is_no_shape_is_left_out(raw: bytes) -> None:
+    for mode in ("keep", "bucket", "drop"):
+        assert Shapes(Policy(shapes=mode)).dims(raw) is None
+
+
+@given(st.permutations([0, 1, 2]), st.lists(st.integers(2, 300), min_size=3, max_size=3))
+def test_strides_of_permuted_tensors_stay_in_their_order(order: list[int], shape: list[int]) -> None:
+    strides, step = [0, 0, 0], 1
+    for at in order:
+        strides[at], step = step, step * shape[at]
+    made = json.loads(Shapes(Policy()).strides(json.dumps([strides]).encode(), json.dumps([shape]).encode()) or b"")
+    rounded = [bucket(size) for size in shape]
+    expected, step = [0, 0, 0], 1
+    for at in order:
+        expected[at], step = step, step * rounded[at]
+    assert made == [expected]
+
+
+def test_strides_with_gaps_are_left_out() -> None:
+    assert Shapes(Policy()).strides(b"[[700, 1]]", b"[[5, 77]]") == b"[[]]"
