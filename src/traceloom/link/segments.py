@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,8 +85,3 @@ def segments(tree: HostTree) -> Segments:
         first=number[begins],
         last=number[ends - 1] if size else begins,
     )
-
-
-def with_ends(found: Segments, end: Ints) -> Segments:
-    """The segments with other ends."""
-    return replace(found, end=end)
