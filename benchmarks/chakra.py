@@ -3,9 +3,9 @@
     python benchmarks/chakra.py [--nodes 10000 100000 1000000]
 
 A made graph of one rank with the attributes of a real one (an op, its launch, its kernel, a gap; every 50th a copy,
-every 200th a collective; the host's ops with their tensors) goes out as `.et`, comes back as a graph, is read and written
-as messages, and becomes JSON lines. Each step is a process of its own with one thread, so that its peak memory is its
-own; `streamed` reads message by message and keeps none.
+every 200th a collective; the host's ops with their tensors) goes out as `.et`, comes back as a graph, is read and
+written as messages, and becomes JSON lines. Each step is a process of its own with one thread, so that its peak memory
+is its own; `streamed` reads message by message and keeps none.
 """
 
 from __future__ import annotations
