@@ -164,7 +164,8 @@ class OnDisk(np.ndarray[Any, Any]):
             return out[0] if len(out) == 1 else out
         run = getattr(ufunc, method)
         count = max((len(value) for value in plain if getattr(value, "ndim", 0) == 1), default=0)
-        if ufunc.nout != 1 or method not in {"__call__", "accumulate"}:
+        flat = count and all(getattr(value, "ndim", 0) < 2 for value in plain)
+        if ufunc.nout != 1 or method not in {"__call__", "accumulate"} or not flat:
             return run(*plain, **kwargs)
         first = run(*(_start(value, count) for value in plain), **kwargs)
         result = empty(count, first.dtype)

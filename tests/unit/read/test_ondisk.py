@@ -145,6 +145,12 @@ def test_one_number_is_a_number():
     assert int(values[3]) == VALUES[3]
 
 
+def test_tables_and_empty_arrays_are_left_to_numpy():
+    values = ondisk.stored(VALUES)
+    assert np.array_equal(values.reshape(10, 100) + 1, VALUES.reshape(10, 100) + 1)
+    assert (values[:0] + 1).size == 0
+
+
 def test_columns_share_the_data_of_arrays_and_outlive_them():
     values = ondisk.stored(VALUES)
     column = numbers(values, pl.Int64)
