@@ -382,8 +382,8 @@ def write_kineto(place: Place, rules: Rules, account: Account, target: Path, *, 
             first = False
         out.write(b"\n]}\n")
     metadata = Metadata(rules.names, rules.policy, account).rewrite(rewriter.metadata, unix=unix)
-    text = json.dumps(metadata, ensure_ascii=False).encode()
+    text = json.dumps(metadata, ensure_ascii=False).encode()[:-1] + b',"traceEvents":[\n'
     account.scan(text)
     with opened(head) as out:
-        out.write(text[:-1] + b',"traceEvents":[\n')
+        out.write(text)
     joined([head, body], target)

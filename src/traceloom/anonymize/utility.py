@@ -16,12 +16,21 @@ from traceloom.chakra.stream import EtReader
 from traceloom.model import Trace
 
 EXACT, ROUNDED, GIVEN_UP, CHANGED = VERDICTS = "equal", "rounded", "given up", "changed"
-_TOLERANCE = 0.42  # a size is at most this much off after rounding to a power of two (sqrt 2 - 1, and a little)
 _NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
                  "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
 # Parts that `collapse` gives up: the host's own structure.
 OF_STRUCTURE = frozenset(
-    ("host time", "operators", "modules", "kernels", "nodes and times", "dependencies", "graph nodes", "graph edges")
+    (
+        "host time",
+        "operators",
+        "modules",
+        "kernels",
+        "nodes and times",
+        "dependencies",
+        "graph nodes",
+        "graph edges",
+        "critical path",
+    )
 )
 
 
@@ -34,7 +43,8 @@ class Part:
         figures: How many figures it has before.
         equal: How many of them are the same after.
         sizes: It is about bytes, which are rounded where shapes are.
-        off: Largest relative difference of its sums, for sizes.
+        off: Largest relative difference of a sum.
+        counted: Figures other than sizes differ.
         differences: The first figures that differ, as texts.
     """
 
@@ -43,6 +53,7 @@ class Part:
     equal: int
     sizes: bool = False
     off: float = 0.0
+    counted: bool = False
     differences: tuple[str, ...] = ()
 
     @property
@@ -54,7 +65,7 @@ class Part:
         """In a word; `collapsed`: the host's structure was given up on purpose."""
         if self.same:
             return EXACT
-        if self.sizes and self.off <= _TOLERANCE:
+        if self.sizes and not self.counted:
             return ROUNDED
         return GIVEN_UP if collapsed and self.name in OF_STRUCTURE else CHANGED
 
@@ -198,18 +209,19 @@ def _differing(name: str, one: pl.DataFrame, other: pl.DataFrame, *, sizes: bool
     said: list[str] = []
     if one.height != other.height:
         said.append(f"{one.height} rows before, {other.height} after")
-    equal, off = 0, 0.0
+    equal, off, counted = 0, 0.0, one.height != other.height
     for column in one.columns:
         least = min(one.height, other.height)
         same = one[column].head(least).eq_missing(other[column].head(least))
         equal += int(same.sum())
         if same.all() and one.height == other.height:
             continue
+        counted |= "bytes" not in column
         if one[column].dtype.is_numeric():
             first, second = int(one[column].sum() or 0), int(other[column].sum() or 0)
             off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
             said.append(f"sum of {column}: {first} before, {second} after")
-    return Part(name, one.height * one.width, equal, sizes, off, tuple(said[:6]))
+    return Part(name, one.height * one.width, equal, sizes, off, counted, tuple(said[:6]))
 
 
 def _numbers(frame: pl.DataFrame) -> pl.DataFrame:
