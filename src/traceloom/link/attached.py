@@ -34,6 +34,7 @@ class Found(NamedTuple):
         queued: Launches that found their queue full.
         held: Numbers of commands that hold their stream until another's event.
         unknown: Positions of synchronising calls that took long although nothing is known that they waited for.
+        spins: Segments in which the host looks at memory until GPU work is done.
         late: Work that started long after it was ready.
         flow: Who reads what whom wrote; None without a host trace.
     """
@@ -42,6 +43,7 @@ class Found(NamedTuple):
     queued: int
     held: Ints
     unknown: Ints
+    spins: Ints
     late: Late = NOTHING_LATE
     flow: DataFlow | None = None
 
@@ -95,6 +97,11 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
     if found.unknown.size:
         took = int(parts.tree.span()[found.unknown].sum())
         rows.append(("synchronisations", "long, and not known what was awaited", found.unknown.size, took))
+    if found.spins.size:
+        took = int((host.end - host.start)[found.spins].sum())
+        rows.append(
+            ("synchronisations", "self time that ends with the work launched before it", found.spins.size, took)
+        )
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))

@@ -22,6 +22,7 @@ from traceloom.link.launches import launch_edges
 from traceloom.link.matching import Matching
 from traceloom.link.order_of_work import WorkByTime
 from traceloom.link.segments import Segments, segments
+from traceloom.link.spins import Spins, spins
 from traceloom.link.streams import stream_edges
 from traceloom.link.sync_records import sync_records
 from traceloom.link.syncs import Awaited, awaited
@@ -77,11 +78,12 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     times = WorkByTime(work, tree)
     records = sync_records(trace, tree)
     waiting = awaited(trace, tree, work, times, records)
+    looks = spins(trace, tree, host, times, given.waits)
     talk = communication(trace, tree, work)
     parts = Parts(
         tree=tree,
         host=host,
-        kinds=_segment_kinds(tree, given, work, waiting, talk),
+        kinds=_segment_kinds(tree, given, work, waiting, looks, talk),
         work=work,
         talk=talk,
         segment_node=np.arange(1, host.owner.size + 1),
@@ -99,12 +101,18 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         from_end=True, to_end=True,
     )  # fmt: skip
     wait_edges(edges, tree, times, parts.work_node, records)
+    edges.add(
+        "synchronize", "inferred", parts.work_node[looks.work], parts.segment_node[looks.segment],
+        from_end=True, to_end=True,
+    )  # fmt: skip
     held = command_waits(edges, trace, work, parts.work_node)
     queued = queue_edges(edges, tree, work, last_node, parts.work_node)
     hand_off_edges(edges, given, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
     flow = None if matching is None else _data(parts, edges, matching)
-    return _assembled(trace, parts, edges, Found(overlapping, queued, held, waiting.unknown, flow=flow), matching)
+    return _assembled(
+        trace, parts, edges, Found(overlapping, queued, held, waiting.unknown, looks.segment, flow=flow), matching
+    )
 
 
 def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
@@ -116,7 +124,9 @@ def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
     return flow
 
 
-def _segment_kinds(tree: HostTree, given: HandOffs, work: DeviceWork, waiting: Awaited, talk: Communication) -> Ints:
+def _segment_kinds(  # noqa: PLR0917  (what was found about the segments)
+    tree: HostTree, given: HandOffs, work: DeviceWork, waiting: Awaited, looks: Spins, talk: Communication
+) -> Ints:
     """Number of the kind of each segment: gaps think, calls launch or block, the rest is the host's own work."""
     host = given.host
     kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
@@ -129,6 +139,7 @@ def _segment_kinds(tree: HostTree, given: HandOffs, work: DeviceWork, waiting: A
     kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
     kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[looks.segment] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
     return kinds
 

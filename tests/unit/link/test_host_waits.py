@@ -192,3 +192,19 @@ def test_the_main_thread_waits_for_gloo_which_ends_its_own_event_later() -> None
     into = graph.edges.filter(pl.col("target") == wait[0]["node"], pl.col("to_end")).to_dicts()
     assert [graph.nodes["name"][edge["source"]] for edge in into] == ["gloo:all_reduce"]
     assert into[0]["delay_ns"] == -290_000
+
+
+@pytest.mark.parametrize(("name", "waits"), [("dispatch", True), ("aten::nonzero", False)])
+def test_self_time_after_a_launch_that_ends_with_its_work_looked_at_memory(name: str, waits: bool) -> None:
+    built = TraceBuilder().op(name, 0, 5000).op("after", 5000, 10)
+    kernel(built, "notify_dispatch", 10, 20, 5010)
+    graph = link_rank(built.build())
+    found = [("notify_dispatch", name, True, True, "inferred")] if waits else []
+    assert edges(graph, "synchronize") == found
+    assert blocks(graph) == ([name] if waits else [])
+
+
+def test_self_time_that_ends_at_another_time_is_work() -> None:
+    built = TraceBuilder().op("dispatch", 0, 5000)
+    kernel(built, "notify_dispatch", 10, 20, 4000)
+    assert edges(link_rank(built.build()), "synchronize") == []
