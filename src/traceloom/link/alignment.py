@@ -108,7 +108,11 @@ def similar(pattern: Hashes, text: Hashes) -> Places:
         near = int(np.searchsorted(shift[good], shift[good[at]] + max(slack, pattern.tokens.size // 2), side="right"))
         best = good[at:near][int(np.argmax(votes[good[at:near]]))]
         values, counts = np.unique(shift[best : best + votes[best]], return_counts=True)
-        starts.append(int(values[np.argmax(counts)]))
+        # Of places that as many speak for the one that leaves least of the pattern outside.
+        room = text.tokens.size - pattern.tokens.size
+        outside = np.maximum(-values, 0) + np.maximum(values - max(room, 0), 0)
+        outside[counts < 0.9 * counts.max()] = pattern.tokens.size + text.tokens.size
+        starts.append(int(values[np.argmin(outside)]))
         most.append(int(votes[best]))
         at = max(near, at + 1)
     return Places(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
@@ -123,9 +127,10 @@ def _shifts(pattern: Hashes, text: Hashes, stretch: int) -> Ints:
     order = np.argsort(theirs, kind="stable")
     theirs = theirs[order]
     low, high = np.searchsorted(theirs, mine, side="left"), np.searchsorted(theirs, mine, side="right")
-    rare = np.argsort(high - low, kind="stable")
+    # Of equally rare ones a random choice, which is no part of the pattern more than another.
+    rare = np.lexsort((mixed(np.arange(mine.size)), high - low))
     rare = rare[(high - low)[rare] > 0]
-    budget = 4 * (pattern.tokens.size + text.tokens.size)
+    budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
     rare = rare[np.cumsum((high - low)[rare]) <= budget]
     place = order[ranges(low[rare], (high - low)[rare])]
     return place - np.repeat(rare, (high - low)[rare])

@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 LEAST = 0.9  # of the host ops must be found, or the two traces are not of one run
+_TRIED = 4  # places, where the ops fit only nearly
 _LEAST_BY_ID = 0.5  # where ids and names agree, one of the traces may be cut
 
 
@@ -204,6 +205,10 @@ def _by_names(both: _Both) -> Matching:
     lanes = device_lines(both.trace, both.event_code, both.event & asked)
     fitted = by_names.fit(threads, lanes)
     row, event = by_names.pairs(fitted)
+    for iteration in range(1, min(fitted.iterations, _TRIED)):
+        if row.size >= LEAST * both.ops:
+            break
+        row, event = max((row, event), by_names.pairs(fitted, iteration), key=lambda found: found[0].size)
     if row.size < LEAST * both.ops:
         raise _mismatch(both, row.size, "are found in the same order")
     outcome = _outcomes(both, ms.NO_PLACE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -237,7 +238,7 @@ def _row(node: dict[str, Any]) -> dict[str, Any] | None:
     if row["scope"] is not None and not -(2**31) <= row["scope"] < 2**31:
         row["scope"], odd = None, True
     schema = values.pop("op_schema", None)
-    row["schema"] = schema if isinstance(schema, str) else None
+    row["schema"] = _name(schema) if isinstance(schema, str) else None
     for key in _LISTS:
         if values.get(key) is not None:
             row[key] = _text(values.pop(key))
@@ -276,11 +277,15 @@ def _number(value: Any) -> int | None:
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
+    text = value if isinstance(value, str) else "" if value is None else str(value)
+    return text.encode("utf-8", "replace").decode()  # half of a surrogate pair cannot stand in UTF-8
 
 
 def _text(value: Any) -> str:
-    return _encode(value).decode("utf-8", "replace")
+    try:
+        return _encode(value).decode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
 
 
 def joined(frames: list[pl.DataFrame]) -> pl.DataFrame:
