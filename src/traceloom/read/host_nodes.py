@@ -136,13 +136,13 @@ def _group_frame(names: tuple[str, ...], nodes: list[Nested]) -> pl.DataFrame:
         columns[types] = _texts([one.types for one in sides])
     others: dict[str, list[bytes]] = {}
     for at, name in enumerate(names):
-        values = [node.attrs[at].value for node in nodes]
+        given = [node.attrs[at].value for node in nodes]
         if name in _ATTRIBUTES:
-            columns[_ATTRIBUTES[name]] = values
+            columns[_ATTRIBUTES[name]] = given
         elif name == "op_schema":
-            columns["schema"] = values
+            columns["schema"] = given
         else:
-            others[name] = [_encode(value) for value in values]
+            others[name] = [_encode(value) for value in given]
     for side in _SIDES:
         strides = [bytes(getattr(node, side).strides) for node in nodes]
         if any(strides):
