@@ -366,6 +366,28 @@ class TestCommunication:
         files = tables(converted, tmp_path)
         assert [f.nodes["pg_name"].to_list() for f in files] == [[None, "1", "1"], [None], [None, "1", "1"]]
 
+    def test_collectives_that_nobody_joined_are_joined_by_their_order(self, tmp_path: Path) -> None:
+        from traceloom.chakra.generate import TransformerOptions, transformer, write_generated
+        from traceloom.chakra.graph import read_graph
+
+        files = write_generated(transformer(TransformerOptions(hidden=64, sequence=32)), tmp_path / "made")
+        converted = to_astra_sim(read_graph([path for path in files if path.suffix == ".et"]))
+        before, after = (
+            pl.concat([read_table(path).nodes for path in files if path.suffix == ".et"]).filter(pl.col("type") == 7)
+            for files in (files, converted.write(tmp_path / "set"))
+        )
+        assert validate(tmp_path / "set", target="astra-sim").errors == 0
+        assert after["comm_size"].sum() == before["comm_size"].sum()
+        assert after["comm_type"].unique().to_list() == [CollectiveCommType.ALL_REDUCE]
+        assert len(converted.groups) == 8
+        assert said(converted)["target-joined-by-order"] == before.height // 2
+
+    def test_collectives_of_different_kinds_are_not_joined_by_their_order(self) -> None:
+        made = Made()
+        for rank, kind in enumerate(("all_reduce", "all_gather")):
+            made.says(made.node("collective", made.lane(rank, "device"), 0, 30), kind, in_bytes=64)
+        assert said(to_astra_sim(made.graph()))["target-lone-communication"] == 2
+
     def test_members_that_were_not_recorded_are_missed(self) -> None:
         assert said(to_astra_sim(two_ranks(group_size=8).graph()))["target-missing-members"] == 2
 

@@ -1,7 +1,8 @@
-"""What a unit waits for when some units are left out: of every lane, the last kept unit that must have ended.
+"""What a unit waits for when some units are left out: of every chain, the last kept unit that must have ended.
 
-A lane is a queue: who waits for its k-th unit waits for all before it. So the units that must have ended before a point
-are one position per lane, and a point with one predecessor shares what that one knows.
+Threads and streams are queues: who waits for the k-th unit waits for all before it. Elsewhere units that wait for each
+other one after the other make chains, with the same property. So the units that must have ended before a point are one
+per chain, and a point with one predecessor shares what that one knows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from traceloom.model.points import topological
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-_Known = dict[int, int]  # lane -> last unit of it that must have ended
+_Known = dict[int, int]  # chain -> place in the order, of its last unit that must have ended
 _NOTHING: _Known = {}
 
 
@@ -46,19 +47,63 @@ def awaited(units: Units, kept: Flags) -> Awaited:
         kept: Which of them become nodes.
     """
     count = units.frame.height
-    lane = units.frame["lane"].fill_null(2**31).cast(int).to_numpy()
-    same = np.flatnonzero(lane[1:] == lane[:-1])
+    lane = units.frame["lane"].fill_null(-1).cast(int).to_numpy()
+    same = np.flatnonzero((lane[1:] == lane[:-1]) & np.isin(lane[1:], units.queues))
     source = np.concatenate([units.source * 2 + units.from_end, same * 2 + 1])
     target = np.concatenate([units.target * 2 + units.to_end, same * 2 + 2])
     queue = np.concatenate([np.zeros(len(units.source), np.bool_), np.ones(len(same), np.bool_)])
     source, target, queue = _forward(count, source, target, queue)
     order = topological(count, source, target)
-    found = _walk(order, source, target, lane.tolist(), kept.tolist())
+    place = np.empty(2 * count, np.int64)
+    place[order] = np.arange(2 * count)
+    place = place[0::2]  # of the starts: later in a chain is later in the order
+    queue_of = np.where(np.isin(lane, units.queues), lane, -1)
+    chain = _chains(order, source, target, kept, queue_of)
+    found = _walk(order, source, target, _Chained(chain, place.tolist(), kept.tolist()))
+    unit_at = np.empty(2 * count, np.int64)
+    unit_at[place] = np.arange(count)
     pairs_target = np.repeat(np.arange(count), [len(known) for known in found])
-    pairs_source = np.fromiter((unit for known in found for unit in known.values()), np.int64, len(pairs_target))
+    pairs_source = unit_at[np.fromiter((at for known in found for at in known.values()), np.int64, len(pairs_target))]
     overlap = units.frame["end_ns"].to_numpy()[pairs_source] > units.frame["start_ns"].to_numpy()[pairs_target]
-    queued = overlap & (lane[pairs_source] == lane[pairs_target])
+    queued = overlap & (lane[pairs_source] == lane[pairs_target]) & np.isin(lane[pairs_target], units.queues)
     return Awaited(pairs_target, pairs_source, queued, order[order % 2 == 0] // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chained:
+    """Of each unit: its chain, its place in the order, whether it is kept."""
+
+    chain: list[int]
+    place: list[int]
+    kept: list[bool]
+
+
+def _chains(order: Ints, source: Ints, target: Ints, kept: Flags, queue_of: Ints) -> list[int]:
+    """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if that is its end.
+
+    Args:
+        order: All points in topological order.
+        source: Point that is waited for, per edge.
+        target: Point that waits.
+        kept: Which units are kept.
+        queue_of: The lane of units on queues, -1 elsewhere.
+    """
+    direct = (source & 1).astype(bool) & ~(target & 1).astype(bool) & kept[source >> 1] & kept[target >> 1]
+    direct &= (queue_of[source >> 1] < 0) & (queue_of[target >> 1] < 0)
+    by_target = np.flatnonzero(direct)[np.argsort(target[direct], kind="stable")]
+    before = (source[by_target] >> 1).tolist()
+    first = np.searchsorted(target[by_target] >> 1, np.arange(len(kept) + 1)).tolist()
+    own = np.arange(len(kept)) + queue_of.max(initial=-1) + 1
+    chain: list[int] = np.where(queue_of >= 0, queue_of, own).tolist()
+    goes_on = [False] * len(kept)
+    for point in order[order % 2 == 0].tolist() if len(before) else []:
+        unit = point >> 1
+        for other in before[first[unit] : first[unit + 1]]:
+            if not goes_on[other]:
+                goes_on[other] = True
+                chain[unit] = chain[other]
+                break
+    return chain
 
 
 def _forward(count: int, source: Ints, target: Ints, queue: Flags) -> tuple[Ints, Ints, Flags]:
@@ -70,33 +115,34 @@ def _forward(count: int, source: Ints, target: Ints, queue: Flags) -> tuple[Ints
     return source, target, queue
 
 
-def _walk(order: Ints, source: Ints, target: Ints, lane: list[int], kept: list[bool]) -> list[_Known]:
-    """For every unit: of each lane, the last kept unit that must have ended before it starts."""
+def _walk(order: Ints, source: Ints, target: Ints, units: _Chained) -> list[_Known]:
+    """For every unit: of each chain, the last kept unit that must have ended before it starts."""
+    chain, place, kept = units.chain, units.place, units.kept
     by_target = np.argsort(target, kind="stable")
     before = source[by_target].tolist()
-    first = np.searchsorted(target[by_target], np.arange(2 * len(lane) + 1)).tolist()
-    known: list[_Known] = [_NOTHING] * (2 * len(lane))
+    first = np.searchsorted(target[by_target], np.arange(2 * len(kept) + 1)).tolist()
+    known: list[_Known] = [_NOTHING] * (2 * len(kept))
     for point in order.tolist():
         unit = point >> 1
         found = known[point - 1] if point & 1 else _NOTHING
         if point & 1 and kept[unit]:
-            found = {lane[unit]: unit}
+            found = {chain[unit]: place[unit]}
         for other in before[first[point] : first[point + 1]]:
             found = _latest(found, known[other])
         known[point] = found
-    return [known[2 * unit] if kept[unit] else _NOTHING for unit in range(len(lane))]
+    return [known[2 * unit] if kept[unit] else _NOTHING for unit in range(len(kept))]
 
 
 def _latest(one: _Known, other: _Known) -> _Known:
-    """Of each lane the later unit; one of the two itself where it says it all."""
+    """Of each chain the later unit; one of the two itself where it says it all."""
     if not other or one is other:
         return one
     if not one:
         return other
     both = one
-    for lane, unit in other.items():
-        if both.get(lane, -1) < unit:
+    for chain, place in other.items():
+        if both.get(chain, -1) < place:
             if both is one:
                 both = dict(one)
-            both[lane] = unit
+            both[chain] = place
     return both

@@ -40,10 +40,12 @@ class Communication:
             `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all had come), `met_ns` (when
             that was), `why` (null, or why the rank replays it alone), `uneven` (sizes of the ranks differ),
             `left_out` (peers that were not recorded).
+        by_order: How many collectives of a graph whose ranks were not joined were joined here, by their order.
         groups: Members by name, ranks as they are numbered in the files.
     """
 
     rows: pl.DataFrame
+    by_order: int
     groups: dict[str, list[int]]
 
 
@@ -54,7 +56,7 @@ def communication_of(graph: Graph, numbers: dict[int, int]) -> Communication:
         graph: The joined graph.
         numbers: Rank in the graph -> number of its file.
     """
-    rows = _timed(graph, numbers)
+    rows, by_order = _joined(_timed(graph, numbers))
     together = pl.col("instance").is_not_null()
     rows = rows.with_columns(
         pl.when(together).then(pl.len().over("instance")).otherwise(1).alias("parts"),
@@ -89,9 +91,8 @@ def communication_of(graph: Graph, numbers: dict[int, int]) -> Communication:
         pl.when(fine).then("parts").otherwise(1).alias("parts"),
     )
     groups = _groups(rows.filter(~(pair & fine)), len(numbers))
-    return Communication(
-        _written(rows, groups), {name: [int(m) for m in members.split(",")] for members, name in groups.items()}
-    )
+    members = {name: [int(member) for member in given.split(",")] for given, name in groups.items()}
+    return Communication(_written(rows, groups), by_order, members)
 
 
 def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
@@ -108,7 +109,9 @@ def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     into = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
     met = into.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
     rows = (
-        graph.communication.select("node", "instance", "kind", "group_size", "in_bytes", "out_bytes", "peer", "tag")
+        graph.communication.select(
+            "node", "instance", "kind", "group", "group_size", "in_bytes", "out_bytes", "peer", "tag"
+        )
         .join(nodes, on="node", how="left", maintain_order="left")
         .join(met, on="node", how="left", maintain_order="left")
     )
@@ -121,6 +124,37 @@ def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
         .join(renamed.rename({"old": "peer", "new": "peer_number"}), on="peer", how="left", maintain_order="left")
         .with_columns(begun.alias("met_ns"), (pl.col("end_ns") - begun).alias("transfer_ns"), _size().alias("size"))
     )
+
+
+def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """The k-th collective of a group on every rank is one, in graphs of several ranks where nothing is joined.
+
+    Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds stay as they are.
+    """
+    collective = rows.filter(~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null())
+    if rows["instance"].count() or collective["rank"].n_unique() < 2:
+        return rows, 0
+    turn = (
+        collective.sort("start_ns", "node")
+        .with_columns(pl.col("group").fill_null("").alias("name"))
+        .with_columns(pl.int_range(pl.len()).over("name", "rank").alias("turn"))
+        .with_columns(
+            pl.len().over("name", "turn").alias("came"),
+            pl.col("rank").n_unique().over("name").alias("members"),
+            pl.col("kind").n_unique().over("name", "turn").alias("kinds"),
+        )
+        .filter(((pl.col("came") == pl.col("members")) & (pl.col("kinds") == 1)).all().over("name"))
+        .filter(pl.col("members") > 1)
+        .with_columns(
+            pl.struct("name", "turn").rank("dense").cast(pl.Int64).alias("order"),
+            pl.col("start_ns").max().over("name", "turn").alias("last"),
+        )
+    )
+    found = rows.join(turn.select("node", "order", "last"), on="node", how="left", maintain_order="left")
+    numbered = found.with_columns(
+        pl.coalesce("instance", "order").alias("instance"), pl.coalesce("last", "met_ns").alias("met_ns")
+    )
+    return numbered.drop("order", "last"), turn["order"].n_unique()
 
 
 def _size() -> pl.Expr:

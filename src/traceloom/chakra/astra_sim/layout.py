@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from traceloom.chakra.astra_sim.awaiting import awaited
 from traceloom.chakra.astra_sim.communication import communication_of
+from traceloom.chakra.astra_sim.job_order import order_of_job
 from traceloom.chakra.astra_sim.said import Changes, say
 from traceloom.chakra.astra_sim.units import Units, units_of
 from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes
 from traceloom.chakra.schema import NodeType
-from traceloom.chakra.validation.waiting import Arcs, settle
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 
@@ -32,6 +32,7 @@ class _Nodes:
     frame: pl.DataFrame
     pairs: Ints
     added: Ints
+    queues: Ints  # lanes
 
 
 def lay_out(
@@ -46,14 +47,16 @@ def lay_out(
     kept = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
     waits = awaited(units, kept)
     pairs = np.stack([waits.target, waits.source], axis=1)
-    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
+    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64), units.queues)
     if gpu_only:
         nodes, kept = _with_delays(nodes, kept, graph)
     else:
         nodes, kept = _with_starts(nodes, kept, graph)
     nodes, loose = _in_one_order(nodes)
     files = [_file(nodes, kept, rank) for rank in ranks]
-    changes = Changes(graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose)
+    changes = Changes(
+        graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order
+    )
     return files, communication.groups, say(changes, ranks, len(nodes.added), gpu_only=gpu_only)
 
 
@@ -118,7 +121,9 @@ def _with_starts(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flag
     )
     frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
     everything = np.concatenate([kept, np.ones(starts.height, np.bool_)])
-    return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
+    return _Nodes(
+        frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]), nodes.queues
+    ), everything
 
 
 def _with_delays(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flags]:
@@ -157,7 +162,7 @@ def _with_delays(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flag
     added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
     added = _new_pairs(added[added[:, 1] >= 0], moved)
     pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
-    return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
+    return _Nodes(frame, pairs, added, nodes.queues), np.concatenate([kept, np.ones(len(new), np.bool_)])
 
 
 def _last_ended(work: pl.DataFrame) -> pl.DataFrame:
@@ -168,32 +173,33 @@ def _last_ended(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _in_one_order(nodes: _Nodes) -> tuple[_Nodes, int]:
-    """With the communication of every rank in the order of its meetings, which is the same on all ranks.
+    """With the communication of every rank in one order that holds on all ranks.
 
-    Returns how many of these dependencies were left away because they, with all others, would close a circle: none, or
-    those against the order in which the rank began them, or all.
+    Returns how much of it has no place in such an order, because ranks wait for each other in a circle.
     """
-    order = pl.coalesce("met_ns", "start_ns")
+    place = order_of_job(nodes.frame, nodes.pairs)
     turn = (
-        nodes.frame.with_row_index("row")
-        .filter(pl.col("type").is_in(_IN_TURN))
-        .sort("rank", order, "instance", "row", nulls_last=True)
-        .with_columns(pl.col("row", "start_ns", "lane").shift(1).over("rank").name.suffix("_before"))
-        .filter(pl.col("row_before").is_not_null() & (pl.col("lane") != pl.col("lane_before")).fill_null(value=True))
+        nodes.frame.with_columns(pl.Series("place", place)).with_row_index("row").filter(pl.col("type").is_in(_IN_TURN))
     )
-    natural = pl.col("start_ns_before") <= pl.col("start_ns")
-    for chosen in (turn, turn.filter(natural)):
-        chain = _new_pairs(chosen.select(pl.col("row", "row_before").cast(pl.Int64)).to_numpy(), nodes.pairs)
-        pairs = np.concatenate([nodes.pairs, chain])
-        if not settle(nodes.frame.height, Arcs(pairs[:, 1], pairs[:, 0]), _by_start(nodes.frame)).stuck.any():
-            return _Nodes(nodes.frame, pairs, np.concatenate([nodes.added, chain])), turn.height - chosen.height
-    return nodes, turn.height
+    lost = turn.filter(pl.col("place") < 0).height
+    chain = (
+        turn.filter(pl.col("place") >= 0)
+        .sort("rank", "place", "row")
+        .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
+        .drop_nulls()
+    )
+    added = _needed(_new_pairs(chain.to_numpy(), nodes.pairs), nodes)
+    return _Nodes(
+        nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]), nodes.queues
+    ), lost
 
 
-def _by_start(frame: pl.DataFrame) -> Ints:
-    place = np.empty(frame.height, np.int64)
-    place[np.argsort(frame["start_ns"].to_numpy(), kind="stable")] = np.arange(frame.height)
-    return place
+def _needed(added: Ints, nodes: _Nodes) -> Ints:
+    """Without what the queue of a stream says anyway."""
+    lane = nodes.frame["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
+    queued = np.isin(lane[added[:, 0]], nodes.queues) & (lane[added[:, 0]] == lane[added[:, 1]])
+    kept: Ints = added[~queued]
+    return kept
 
 
 def _new_pairs(pairs: Ints, known: Ints) -> Ints:

@@ -35,6 +35,7 @@ class Changes:
         leading: Which of them belong to threads that lead to work.
         queued: Dependencies between work that overlapped on one stream.
         loose: Dependencies for one order of communication that would have closed a circle.
+        by_order: Collectives that were joined by nothing but their order.
     """
 
     graph: Graph
@@ -43,15 +44,23 @@ class Changes:
     leading: Flags
     queued: int
     loose: int
+    by_order: int
 
 
 def say(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> list[Notice]:
     """The notices of a conversion."""
     return [
+        *_about_joining(changes.by_order),
         *_about_communication(changes.frame),
         *_about_host(changes, gpu_only=gpu_only),
         *_about_order(changes, ranks, added),
     ]
+
+
+def _about_joining(count: int) -> Iterator[Notice]:
+    if count:
+        said = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
+        yield Notice("target-joined-by-order", "info", said, count)
 
 
 def _about_communication(frame: pl.DataFrame) -> Iterator[Notice]:

@@ -35,6 +35,8 @@ class Units:
         target: Unit that waits.
         from_end: Whether the edge holds from the end of its source (else from its start).
         to_end: Whether it holds back the end of its target (else its start).
+        queues: Lanes whose units follow each other because the thread or the stream says so. Files of other writers
+            say nothing of that: there, nodes on one lane may come in any order.
     """
 
     frame: pl.DataFrame
@@ -42,6 +44,7 @@ class Units:
     target: Ints
     from_end: Flags
     to_end: Flags
+    queues: Ints
 
 
 def units_of(graph: Graph) -> Units:
@@ -52,6 +55,7 @@ def units_of(graph: Graph) -> Units:
     edges = graph.edges.select(
         pl.Series("source", place[graph.edges["source"].to_numpy()]),
         pl.Series("target", place[graph.edges["target"].to_numpy()]),
+        "kind",
         "from_end",
         "to_end",
     )
@@ -66,7 +70,10 @@ def units_of(graph: Graph) -> Units:
     frame = _frame(nodes, unit)
     source, target = unit[source], unit[target]
     other = source != target
-    return Units(frame, source[other], target[other], from_end[other], to_end[other])
+    lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
+    follows = edges["kind"].is_in(["thread", "stream"]) | ((edges["kind"] == "call") & edges["from_end"])
+    queues = np.unique(lane[edges["target"].to_numpy()][follows.to_numpy()])
+    return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)
 
 
 def _cuts(nodes: pl.DataFrame, source: Ints, target: Ints, from_end: Flags, to_end: Flags) -> Flags:
