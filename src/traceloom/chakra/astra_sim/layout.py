@@ -64,13 +64,11 @@ def _timed(frame: pl.DataFrame) -> pl.DataFrame:
     """With whole microseconds: what a chain of nodes loses in one, the next one gets."""
     total = pl.col("work_ns").cum_sum().over("lane")
     chain = total // _US - (total - pl.col("work_ns")) // _US
-    measured = pl.col("end_ns") // _US - pl.col("start_ns") // _US
+    recorded = (pl.col("transfer_ns") + _US // 2) // _US
     return frame.with_columns(
-        pl.when("on_host")
-        .then(chain)
-        .when(pl.col("transfer_ns").is_not_null())
-        .then((pl.col("transfer_ns") + _US // 2) // _US)
-        .otherwise(measured)
+        pl.when(pl.col("transfer_ns").is_not_null() & ~pl.col("on_host"))
+        .then(recorded)
+        .otherwise(chain)
         .alias("duration_us"),
         pl.col("type").fill_null(int(NodeType.COMP_NODE)),
     )
