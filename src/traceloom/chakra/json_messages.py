@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
+import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ _VALUES = {member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by
 _WIDE = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64}
 _WIDE |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
 _REAL = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
+_NAN = "7ff8000000000000"  # the one that every program writes; others keep their bits
 _ODD = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -123,7 +125,10 @@ def _whole(number: int) -> int | str:
 def _real(number: float) -> float | str:
     if math.isfinite(number):
         return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    if math.isnan(number):
+        bits = struct.pack(">d", number).hex()
+        return "NaN" if bits == _NAN else f"NaN:{bits}"
+    return "Infinity" if number > 0 else "-Infinity"
 
 
 def _base64(data: bytes) -> str:
@@ -281,6 +286,9 @@ def _number(given: Any) -> int:
 def _float(given: Any) -> float:
     if isinstance(given, str) and given in _ODD:
         return _ODD[given]
+    if isinstance(given, str) and given.startswith("NaN:"):
+        (number,) = struct.unpack(">d", bytes.fromhex(given[4:]).rjust(8, b"\0"))
+        return float(number)
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         return float(given)
     raise _OddError(f"expected a number, got {_shown(given)}")

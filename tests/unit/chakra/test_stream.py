@@ -276,16 +276,18 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 _MEMORY = """
-import resource, sys
+import sys
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, write
 write(sys.argv[1], GlobalMetadata(version="1"), (Node(id=n, name="aten::mm " * 8, data_deps=[n]) for n in range(int(sys.argv[2]))))
 with EtReader(sys.argv[1]) as reader:
     count = sum(1 for _ in reader)
-print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+with open("/proc/self/status") as status:  # not ru_maxrss, which begins with that of the parent
+    print(count, next(line.split()[1] for line in status if line.startswith("VmHWM")))
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     used = {}
     for count in (2_000, 300_000):
@@ -293,7 +295,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         there, kilobytes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         assert int(there) == count
         used[count] = int(kilobytes)
-    assert used[300_000] - used[2_000] < 60_000
+    assert used[300_000] - used[2_000] < 30_000  # the file has 27 MB, its nodes as objects 200
 
 
 @pytest.mark.data
