@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, spread
+from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, spread, usual_ns
 from traceloom.retime.medians import medians
 
 Ints = NDArray[np.int64]
@@ -155,6 +155,9 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
 def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints, cost: Ints) -> tuple[Ints, Ints]:
     """The median delay of each class, and over how many edges; of classes without any, that of their kind.
 
+    What no edge of the file says (a stream that never had work in wait does not show what comes between two works) is
+    a usual figure; without samples of its own a class takes no more than the least slack of its edges.
+
     Launches count only where their stream had done something before: the first work of a stream may wait for what was
     submitted before the window.
     """
@@ -164,8 +167,11 @@ def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints,
     usable = (found.of >= 0) & _behind_work(graph, measured)
     own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64)
     own_end[1::2] = measured.start + cost
+    least = np.full(size, np.iinfo(np.int64).max)
+    known = found.of >= 0
+    np.minimum.at(least, found.of[known], slack[known])
     median = np.zeros(size, dtype=np.int64)
-    count = median
+    count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
     for _ in range(_ROUNDS):
         arrival = measured.source + spread(found, median, own)
         # The source came after all else with its delay: an edge that is last only by its own class's delay would
@@ -173,11 +179,13 @@ def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints,
         held = usable & (measured.source >= np.maximum(measured.others(arrival), own_end[measured.point]))
         before = median
         median, count = medians(found.of[held], slack[held], size)
-        kinds, _ = medians(of_kind[found.of[held]], slack[held], len(gs.EDGE_KINDS))
+        kinds, several = medians(of_kind[found.of[held]], slack[held], len(gs.EDGE_KINDS))
         median = np.where(count > 0, median, kinds[of_kind])
         if (median == before).all():
             break
-    return median, count
+    # A guess does not decide about what held something back.
+    guess = np.where(several[of_kind] > 0, median, usual_ns(found.table))
+    return np.where(count > 0, median, np.minimum(guess, least)), count
 
 
 def _behind_work(graph: Graph, measured: _Measured) -> Bools:

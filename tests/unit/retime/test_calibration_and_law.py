@@ -94,6 +94,20 @@ def test_a_backlog_says_nothing_of_launches() -> None:
     assert stream.select("count", "median_ns").row(0) == (5, 3)
 
 
+def test_what_no_edge_shows_is_a_usual_figure_at_most_the_least_slack() -> None:
+    graph = calibrate(launches([7, 7, 7]).graph())  # no kernel ever waited for the one before it
+    rows = graph.delays.filter(pl.col("kind") == "stream").rows()
+    assert rows == [("stream", "kernel > kernel", 0, 80)]
+    far = Made()
+    calls = [far.node("launch", "cudaLaunchKernel", 0, start, start + 9_000) for start in (0, 9_000)]
+    works = [far.node("kernel", "k", 1, start, start + 10) for start in (7_000, 16_000)]
+    for call, work in zip(calls, works, strict=True):
+        far.edge("launch", call, work, from_end=False)
+    far.edge("stream", *works)
+    far.thread(*calls)
+    assert _delay(calibrate(far.graph()), "stream", "kernel > kernel") == 1_000
+
+
 def waiting(returns: int, *, cost: int = 12) -> Graph:
     """A kernel that a synchronisation awaits, which returns so long after its end; and one that finds it done."""
     made = Made()
