@@ -10,7 +10,17 @@ from pathlib import Path
 from traceloom import files
 from traceloom.chakra.formats import Form, form_of, open_messages, rank_files, write_messages
 from traceloom.chakra.framing import Block
-from traceloom.chakra.graph import GROUPS_FILE, blocks_of, from_messages, group_file, groups, read_graph, to_messages
+from traceloom.chakra.graph import (
+    GROUPS_FILE,
+    blocks_of,
+    from_messages,
+    group_file,
+    groups,
+    read_graph,
+    to_messages,
+    write_rank,
+)
+from traceloom.chakra.graph_out import Outgoing
 from traceloom.chakra.isolation import Side, isolate, metadata_of_side, remaining, shape
 from traceloom.chakra.json_stream import JsonReader
 from traceloom.chakra.schema import GlobalMetadata, Node
@@ -54,6 +64,7 @@ class Source:
         if not self.path.exists():
             raise UsageError(f"there is no `{self.path}`", slug="no-file", hint="check the path")
         self._graph: Graph | None = None
+        self._outgoing: Outgoing | None = None
         self._files: list[tuple[int, Path]] = []
         if self.path.is_dir():
             self._files = rank_files(self.path)
@@ -70,9 +81,7 @@ class Source:
     @property
     def ranks(self) -> list[int]:
         """The ranks that there are."""
-        if self._graph is None:
-            return [rank for rank, _ in self._files]
-        return sorted({*self._graph.nodes["rank"].unique().to_list(), *self._graph.ranks["rank"].to_list()})
+        return [rank for rank, _ in self._files] if self._graph is None else self._leaving(self._graph).ranks
 
     def graph(self) -> Graph:
         """All of it as a graph.
@@ -94,11 +103,16 @@ class Source:
     def messages(self, rank: int) -> Messages:
         """The messages of one rank."""
         if self._graph is not None:
-            return to_messages(self._graph, rank)
+            return to_messages(self._leaving(self._graph), rank)
         path = dict(self._files)[rank]
         self.say(f"reading {path}")
         reader = open_messages(path, strict=self.strict)
         return reader.metadata, self._told(reader, path)
+
+    def _leaving(self, graph: Graph) -> Outgoing:
+        if self._outgoing is None:
+            self._outgoing = Outgoing(graph)
+        return self._outgoing
 
     def _told(self, reader: EtReader | JsonReader, path: Path) -> Iterator[Node]:
         with reader:
@@ -156,9 +170,22 @@ class Source:
         return files.write_directory(path, produce, DIRECTORY_FILES, force=force)
 
     def _write(self, rank: int, path: Path, side: Side | None, *, force: bool) -> int:
-        metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)
+        self.say(f"writing rank {rank}")
         form: Form | None = form_of(path)
+        if self._graph is not None and side is None and form == "et":
+            return self._write_graph(self._graph, rank, path, force=force)
+        metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)
         return write_messages(path, metadata, self._counted(nodes), form=form, force=force)
+
+    def _write_graph(self, graph: Graph, rank: int, path: Path, *, force: bool) -> int:
+        """The short way, without an object per node."""
+        before = self.nodes
+
+        def tell(nodes: int) -> None:
+            self.nodes = before + nodes
+            self.say(f"writing rank {rank}: {nodes:,} nodes")
+
+        return write_rank(self._leaving(graph), path, rank=rank, force=force, step=tell)
 
     def _counted(self, nodes: Iterator[Node]) -> Iterator[Node]:
         for node in nodes:

@@ -31,12 +31,17 @@ FILES_OF_RANKS = ("workload.*.et", "workload.*.et.gz", GROUPS_FILE)
 Step = Callable[[int], None]
 
 
-def to_messages(graph: Graph, rank: int) -> tuple[GlobalMetadata, Iterator[Node]]:
+def to_messages(graph: Graph | Outgoing, rank: int) -> tuple[GlobalMetadata, Iterator[Node]]:
     """The messages of the file of one rank; the nodes ascend by id, which is their row in the graph.
 
     Ids above the number of the graph's nodes are METADATA nodes: host ops that no node stands for.
+
+    Args:
+        graph: The graph; as `Outgoing(graph)` where several ranks are asked for, so that what concerns all of them is
+            worked out once.
+        rank: Which rank.
     """
-    outgoing = Outgoing(graph)
+    outgoing = graph if isinstance(graph, Outgoing) else Outgoing(graph)
     return outgoing.metadata(rank), _decoded(outgoing.windows(rank))
 
 
@@ -47,12 +52,12 @@ def _decoded(windows: Iterator[tuple[int, bytes]]) -> Iterator[Node]:
 
 
 def write_rank(
-    graph: Graph, path: str | Path, *, rank: int | None = None, force: bool = False, step: Step | None = None
+    graph: Graph | Outgoing, path: str | Path, *, rank: int | None = None, force: bool = False, step: Step | None = None
 ) -> int:
     """Write one rank as `.et`, or `.et.gz` where the name ends so; returns the size of the file in bytes.
 
     Args:
-        graph: The graph.
+        graph: The graph; as for `to_messages`.
         path: The file.
         rank: Which rank; None for the only one.
         force: Overwrite an existing file.
@@ -62,7 +67,7 @@ def write_rank(
         UsageError: `several-ranks`: a file holds one rank, the graph has more.
         OutputError: `file-exists`, `cannot-write`.
     """
-    outgoing = Outgoing(graph)
+    outgoing = graph if isinstance(graph, Outgoing) else Outgoing(graph)
     if rank is None:
         if len(outgoing.ranks) != 1:
             raise UsageError(
