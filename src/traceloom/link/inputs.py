@@ -142,7 +142,7 @@ def _no_device(hosts: list[HostPeek], refused: list[InputError], given: tuple[st
 def _ranks(devices: list[Peek]) -> dict[int, Peek]:
     """Device traces by rank; each rank has one."""
     unknown = [one for one in devices if one.rank is None]
-    if unknown and len(devices) > 1:
+    if unknown and len(devices) > 1 and len({one.process for one in devices}) == len(devices):
         raise InputError(
             f"{len(unknown)} of {len(devices)} device traces do not say their rank: "
             f"{_listed(one.source.path for one in unknown)}",
