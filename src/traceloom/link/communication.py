@@ -167,7 +167,7 @@ def _of_kernels(trace: Trace, tree: HostTree, work: DeviceWork, chosen: Ints, de
 
 def _host_events(tree: HostTree, work: DeviceWork) -> Ints:
     """Outermost calls of back ends that communicate from the host, without GPU work of their own."""
-    wanted = named(tree.name, HOST_BACKENDS).to_numpy() & ~tree.call
+    wanted = tree.named(HOST_BACKENDS) & ~tree.call
     wanted &= nearest(tree.parent, wanted) < 0
     submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
     np.add.at(submitted, work.call[work.call >= 0] + 1, 1)

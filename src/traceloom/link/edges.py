@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.errors import InvariantError
-from traceloom.model.graph_schema import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS
+from traceloom.model.graph_schema import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS, EdgeKind, Evidence
 from traceloom.model.points import topological
 
 Ints = NDArray[np.int64]
@@ -72,8 +72,8 @@ class Edges:
             {
                 "source": source // 2,
                 "target": target // 2,
-                "kind": pl.Series(EDGE_KINDS).gather(kind[order]),
-                "evidence": pl.Series(EVIDENCE).gather(evidence[order]),
+                "kind": pl.Series(EDGE_KINDS, dtype=EdgeKind).gather(kind[order]),
+                "evidence": pl.Series(EVIDENCE, dtype=Evidence).gather(evidence[order]),
                 "from_end": source % 2 == 1,
                 "to_end": target % 2 == 1,
                 "delay_ns": np.minimum(times[target] - times[source], 0),  # clocks: some effects precede their causes

@@ -83,7 +83,7 @@ def _single(work: DeviceWork) -> NDArray[np.bool_]:
 
 def _usual_ns(tree: HostTree, launch: Ints, sample: Ints) -> Ints:
     """For each launch the median duration of the launches of its name in a sample; 0 for names without any."""
-    codes = tree.name.gather(np.concatenate([launch, sample])).rank("dense").to_numpy()
+    codes = tree.word[np.concatenate([launch, sample])]
     spans = tree.span()[sample]
     sampled = codes[launch.size :]
     order = np.lexsort((spans, sampled))

@@ -37,6 +37,8 @@ class HostTree:
         stop: Position after the last descendant.
         call: Which are runtime or driver calls.
         name: Names.
+        words: The distinct names.
+        word: For each event the index of its name in `words`.
         polling: Events left out, because their threads only ask again and again whether something is done.
         polling_ns: Their time.
     """
@@ -51,12 +53,20 @@ class HostTree:
     stop: Ints
     call: Bools
     name: pl.Series
+    words: pl.Series
+    word: Ints
     polling: int
     polling_ns: int
 
     def span(self) -> Ints:
         """Durations, >= 0."""
         return self.end - self.start
+
+    def named(self, pattern: str, position: Ints | None = None) -> Bools:
+        """Which events, of all or of those at some positions, have a name that holds the regular expression."""
+        hits = self.words.str.contains(pattern).to_numpy()
+        found: Bools = hits[self.word if position is None else self.word[position]]
+        return found
 
 
 def host_tree(trace: Trace) -> HostTree:
@@ -89,6 +99,8 @@ def host_tree(trace: Trace) -> HostTree:
     lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
     end = events["nested_end_ns"].to_numpy()[row]
     above = np.where(above >= 0, position[above], -1)
+    name = events["name"].gather(row)
+    words, word = _words(name)
     durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
     return HostTree(
         row=row,
@@ -100,10 +112,22 @@ def host_tree(trace: Trace) -> HostTree:
         depth=_depths(above),
         stop=_stops(lane, start, end),
         call=call[row],
-        name=events["name"].gather(row),
+        name=name,
+        words=words,
+        word=word,
         polling=int(left_out.sum()),
         polling_ns=int(durations[left_out].sum()),
     )
+
+
+def _words(name: pl.Series) -> tuple[pl.Series, Ints]:
+    """The distinct names, and the number of each name among them."""
+    physical = name.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
+    example = np.full(int(physical.max(initial=0)) + 1, -1)
+    example[physical] = np.arange(physical.size)
+    used = example >= 0
+    number = np.cumsum(used) - 1
+    return name.gather(example[used]), number[physical]
 
 
 def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.link.attached import Found, coverage_rows, late_notices
 from traceloom.link.autograd import forward_backward_edges
-from traceloom.link.calls import LAUNCHES, NO_LAUNCH, named
+from traceloom.link.calls import LAUNCHES, NO_LAUNCH
 from traceloom.link.communication import Communication, communication
 from traceloom.link.dataflow import DataFlow, data_edges, data_flow
 from traceloom.link.device_work import DeviceWork, device_work
@@ -133,8 +133,7 @@ def _segment_kinds(  # noqa: PLR0917  (what was found about the segments)
     submits = np.zeros(tree.row.size, dtype=np.bool_)
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
-    names = tree.name.gather(call)
-    submits[call[(named(names, LAUNCHES) & ~named(names, NO_LAUNCH)).to_numpy()]] = True
+    submits[call[tree.named(LAUNCHES, call) & ~tree.named(NO_LAUNCH, call)]] = True
     kinds[given.waits] = gs.NODE_KINDS.index(gs.WAIT)
     kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
     kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
@@ -236,15 +235,14 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, _work_kinds(trace, parts, held)])
     lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
     events = trace.events.select("name", "category", "op", "step", "correlation")
-    about = events[np.maximum(event, 0)] if events.height else events.clear()
-    known = pl.Series("known", event >= 0)
-    frame = about.select(pl.when(known).then(pl.all())) if events.height else events.clear(event.size)
+    row_of = pl.Series(event).replace(-1, None).cast(pl.UInt32)
+    frame = pl.DataFrame([column.gather(row_of) for column in events])
     is_op = frame["category"] == "op"
-    labels = pl.Series(gs.NODE_KINDS).gather(kind)
+    labels = pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind).gather(kind)
     nodes = frame.with_columns(
         pl.int_range(event.size, dtype=gs.Node).alias("node"),
         labels.alias("kind"),
-        pl.col("name").fill_null(pl.when(labels == gs.THINK).then(pl.lit("think")).otherwise(labels)),
+        pl.col("name").fill_null(pl.when(labels == gs.THINK).then(pl.lit("think")).otherwise(labels.cast(pl.String))),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
         pl.Series("lane", lane),
         pl.Series("start_ns", start),

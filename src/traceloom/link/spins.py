@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.link.calls import named
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
 from traceloom.link.segments import Segments
@@ -52,7 +51,7 @@ def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits
     if not times.work.row.size or not host.owner.size:
         return Spins(nothing, nothing)
     category = trace.events["category"].gather(tree.row)
-    plain = (category == "op").to_numpy() & named(tree.name, _PLAIN_OP).to_numpy()
+    plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
     fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_NS)
     fits[waits] = False
     fits &= _after_launch(tree, host, times)

@@ -9,7 +9,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.link import calls
-from traceloom.link.calls import named
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
@@ -51,9 +50,8 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     not wait, from the last launch of its thread.
     """
     position = np.flatnonzero(tree.call)
-    names = tree.name.gather(position)
     device, stream, event = (
-        position[named(names, pattern).to_numpy()]
+        position[tree.named(pattern, position)]
         for pattern in (calls.DEVICE_WAITS, calls.STREAM_WAITS, calls.EVENT_WAITS)
     )
     synchronising = np.unique(np.concatenate([device, stream, event]))
@@ -151,7 +149,7 @@ def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
     start = tree.start[call]
     explains = _explaining(times, call, tree, ended_by=True)
     records = np.flatnonzero(tree.call)
-    records = records[named(tree.name.gather(records), calls.RECORDS).to_numpy()]
+    records = records[tree.named(calls.RECORDS, records)]
     before = last_of_thread(tree, records, call)
     until = np.where(before >= 0, tree.start[before], start)
     usual = times.thread_launched_before(tree.lane[call], until)
@@ -201,7 +199,7 @@ def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
     here[here] = work.call[of[here]] >= 0
     of, copies = of[here], copies.filter(pl.Series(here, dtype=pl.Boolean))
     call = work.call[of]
-    blocking = named(tree.name.gather(call), calls.BLOCKING_COPIES).to_numpy()
+    blocking = tree.named(calls.BLOCKING_COPIES, call)
     pageable = pl.col("target_memory").eq_missing("pageable")
     to_host = copies.select((pl.col("kind") == "DtoH") & pageable).to_series().to_numpy()
     pinned = copies["source_memory"].is_in(["pinned", "device"]).fill_null(value=False).to_numpy()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.link.calls import HOST_BACKENDS, named
+from traceloom.link.calls import HOST_BACKENDS
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
@@ -82,13 +82,13 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
         return HandOffs(host, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
     quiet = _quiet(trace, tree, host)
     gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
-    autograd = np.unique(tree.lane[named(tree.name, _AUTOGRAD).to_numpy()])
+    autograd = np.unique(tree.lane[tree.named(_AUTOGRAD)])
     spells = {
         lane: _roots(tree, host, lane) if lane in autograd else _runs(host, gap, lane)
         for lane in lanes.tolist()
         if lane != main
     }
-    talk = np.flatnonzero(named(tree.name, HOST_BACKENDS).to_numpy() & ~tree.call & (tree.lane != main))
+    talk = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
     spells = {lane: spell for lane, spell in spells.items() if lane not in tree.lane[talk]}
     mine = np.flatnonzero(quiet & (host.lane == main))
     begin, done, head, tail = _filled(host, mine, spells, set(autograd.tolist()))
@@ -128,8 +128,8 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
     category = trace.events["category"].gather(tree.row)
-    plain = (category == "op").to_numpy() & named(tree.name, _PLAIN_OP).to_numpy()
-    works = tree.call | plain | named(tree.name, HOST_BACKENDS).to_numpy()
+    plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
+    works = tree.call | plain | tree.named(HOST_BACKENDS)
     found: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
     return found
 

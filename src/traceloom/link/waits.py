@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceloom.link import calls
-from traceloom.link.calls import named
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
@@ -32,7 +31,7 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkByTime, work_node: Ints,
     source, target = _told(tree, times, told)
     _add(edges, work_node, source, target, "measured")
     waits = np.flatnonzero(tree.call)
-    waits = waits[named(tree.name.gather(waits), calls.STREAM_EVENT_WAITS).to_numpy()]
+    waits = waits[tree.named(calls.STREAM_EVENT_WAITS, waits)]
     complete = (told.lane != UNKNOWN) & (told.awaited != UNKNOWN) & (told.recorded != UNKNOWN)
     waits = waits[~np.isin(waits, told.call[complete])]
     source, target = _inferred(tree, times, waits)
@@ -88,7 +87,7 @@ def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Int
     if not waits.size:
         return waits, target
     records = np.flatnonzero(tree.call)
-    records = records[named(tree.name.gather(records), calls.RECORDS).to_numpy()]
+    records = records[tree.named(calls.RECORDS, records)]
     before = last_of_thread(tree, records, waits)
     until = np.where(before >= 0, tree.start[before], tree.start[waits])
     target, latest, count = _per_target(target, until)
