@@ -208,3 +208,32 @@ def test_self_time_that_ends_at_another_time_is_work() -> None:
     built = TraceBuilder().op("dispatch", 0, 5000)
     kernel(built, "notify_dispatch", 10, 20, 4000)
     assert edges(link_rank(built.build()), "synchronize") == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cudaStreamSynchronize", "hipStreamSynchronize", "cuStreamSynchronize", "urQueueFinish", "synchronizeStream"],
+)
+def test_streams_of_every_vendor_are_awaited(call: str) -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100)
+    graph = link_rank(built.launch(call, 12, 105, correlation=99, flow=False).build())
+    assert len(edges(graph, "synchronize")) == 1
+    assert len(blocks(graph)) == 1
+
+
+@pytest.mark.parametrize(
+    "call", ["cudaEventSynchronize", "hipEventSynchronize", "urEventWait", "zeEventHostSynchronize"]
+)
+def test_events_of_every_vendor_are_awaited(call: str) -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100)
+    graph = link_rank(built.launch(call, 12, 105, correlation=99, flow=False).build())
+    assert len(edges(graph, "synchronize")) == 1
+
+
+def test_a_barrier_put_on_a_stream_is_no_waiting_host() -> None:
+    built = TraceBuilder()
+    kernel(built, "a", 0, 10, 100)
+    graph = link_rank(built.launch("urEnqueueEventsWait", 12, 105, correlation=99, flow=False).build())
+    assert edges(graph, "synchronize") == []
