@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(verdict: Verdict, *, quiet: bool) -> Iterator[str]:
-    for problem in verdict.problems:
-        yield from _problem(problem)
+    for alike in _by_rule(verdict.problems):
+        yield from _problem(alike)
         yield ""
     if quiet and not verdict.problems:
         return
@@ -88,15 +88,26 @@ def _lines(verdict: Verdict, *, quiet: bool) -> Iterator[str]:
         yield f"Next: traceloom show {_shown(Path(verdict.files[0][0]), len(verdict.files))}"
 
 
-def _problem(problem: Problem) -> Iterator[str]:
-    of_rank = f", rank {problem.rank}" if problem.rank is not None else ""
-    times = f" ({problem.count:,} times)" if problem.count > 1 else ""
-    yield _harmless(f"{_SIGN[problem.severity]} {problem.rule}{times}  {problem.path}{of_rank}")
-    for example in problem.examples:
+def _by_rule(problems: Sequence[Problem]) -> list[list[Problem]]:
+    """What breaks one rule, equally badly, in all files: said once."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.rule, problem.severity), []).append(problem)
+    return list(groups.values())
+
+
+def _problem(alike: list[Problem]) -> Iterator[str]:
+    first, others = alike[0], len(alike) - 1
+    of_rank = f", rank {first.rank}" if first.rank is not None else ""
+    count = sum(problem.count for problem in alike)
+    times = f" ({count:,} times)" if count > 1 else ""
+    also = f", and in {others} more file{_s(others)}" if others else ""
+    yield _harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
+    for example in first.examples:
         yield _harmless(f"    {example.message}")
-    if problem.count > len(problem.examples):
-        yield f"    … and {problem.count - len(problem.examples):,} more"
-    yield f"    → {problem.remedy}"
+    if count > len(first.examples):
+        yield f"    … and {count - len(first.examples):,} more"
+    yield f"    → {first.remedy}"
 
 
 def _summary(verdict: Verdict) -> str:

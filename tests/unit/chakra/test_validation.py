@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from traceloom.chakra import stream
+from traceloom.chakra.node_table import EXPECTED
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.chakra.validation import RULES, Problem, Target, validate
 from traceloom.cli import main
@@ -224,11 +228,22 @@ def test_groups_in_different_orders_are_a_deadlock_where_dependencies_force_them
     one = [collective(1, pg_name="1"), collective(2, pg_name="2", deps=[1])]
     other = [collective(1, pg_name="2"), collective(2, pg_name="1", deps=[1])]
     problem = broken(write_set(tmp_path, one, other, groups=groups))["deadlock"]
-    assert problem.examples[0].message == (
-        "rank 1: node 2 `n2` waits for node 1 `n1`; rank 0: node 2 `n2` waits for node 1 `n1`"
-    ) or problem.examples[0].message == (
-        "rank 0: node 2 `n2` waits for node 1 `n1`; rank 1: node 2 `n2` waits for node 1 `n1`"
-    )
+    assert sorted(problem.examples[0].message.split("; ")) == [
+        "rank 0: node 2 `n2` waits for node 1 `n1`",
+        "rank 1: node 2 `n2` waits for node 1 `n1`",
+    ]
+
+
+def test_a_long_wait_on_one_rank_is_said_in_one_breath(tmp_path: Path) -> None:
+    one = [receive(1, 1), *(node(i, deps=[i - 1]) for i in range(2, 9)), send(9, 1, [8])]
+    other = [receive(1, 0), send(2, 0, [1])]
+    problem = broken(write_set(tmp_path, one, other))["deadlock"]
+    assert sorted(problem.examples[0].message.split("; ")) == [
+        "rank 0: node 1 `n1` waits for node 2 `n2` of rank 1",
+        "rank 0: node 9 `n9` waits for node 1 `n1` (over 7 nodes between)",
+        "rank 1: node 1 `n1` waits for node 9 `n9` of rank 0",
+        "rank 1: node 2 `n2` waits for node 1 `n1`",
+    ]
 
 
 def test_groups_in_different_orders_without_dependencies_hang_only_who_does_one_thing_at_a_time(tmp_path: Path) -> None:
@@ -306,6 +321,14 @@ class TestCommand:
         assert RULES["dangling-dependency"].remedy in said.out
         assert "1 error in 1 of 1 file: not fit for chakra" in said.err
 
+    def test_what_all_files_have_is_said_once(self, tmp_path: Path, capsys) -> None:
+        write_set(tmp_path, *[[node(1), node(2, deps=[7])]] * 3)
+        assert main(["validate", str(tmp_path)]) == 5
+        out = capsys.readouterr().out
+        assert out.count("dangling-dependency") == 1
+        assert "dangling-dependency (3 times)" in out
+        assert "and in 2 more files" in out
+
     def test_warnings_pass_unless_strict(self, tmp_path: Path, capsys) -> None:
         write_set(tmp_path, [ONE, node(2, deps=[1, 1])])
         assert main(["validate", str(tmp_path)]) == 0
@@ -339,6 +362,62 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "comm_groups.json").write_text("[" * 100_000)
     with pytest.raises(InputError, match="group file"):
         validate(tmp_path)
+
+
+MEMBERS = st.one_of(
+    st.tuples(st.just("int64_val"), st.integers(-(2**63), 2**63 - 1)),
+    st.tuples(st.just("uint64_val"), st.integers(0, 2**64 - 1)),
+    st.tuples(st.just("sint32_val"), st.integers(-(2**31), 2**31 - 1)),
+    st.tuples(st.just("double_val"), st.floats()),
+    st.tuples(st.just("string_val"), st.text(max_size=5)),
+    st.tuples(st.just("bool_val"), st.booleans()),
+)
+
+
+def _raw(number, kind, deps, ctrl, us, name, attributes):
+    made = node(number, deps=deps, ctrl=ctrl, us=us, name=name)
+    made.type = kind
+    made.attr.extend(attribute(key, value) for key, value in attributes)
+    return made
+
+
+IDS = st.one_of(st.integers(0, 6), st.sampled_from([2**63, 2**64 - 1]))
+NODES = st.builds(
+    _raw,
+    IDS,
+    st.one_of(st.integers(0, 8), st.sampled_from([-1, 2**31 - 1])),
+    st.lists(IDS, max_size=4),
+    st.lists(IDS, max_size=2),
+    st.sampled_from([0, 1, 2**64 - 1]),
+    st.text(max_size=4),
+    st.lists(st.tuples(st.sampled_from([*EXPECTED, "other"]), MEMBERS), max_size=6),
+)
+
+
+@given(st.lists(st.lists(NODES, max_size=6), min_size=1, max_size=3), st.sampled_from(["chakra", "astra-sim"]))
+@settings(max_examples=150)
+def test_whatever_the_files_hold_there_is_a_verdict(ranks: list, target: Target) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        verdict = validate(write_set(Path(home), *ranks, groups={"1": [0, 1]}), target=target)
+        assert json.loads(json.dumps(verdict.to_dict()))["errors"] == verdict.errors
+        assert all(problem.rule in RULES for problem in verdict.problems)
+
+
+def test_a_file_cut_anywhere_is_damaged_or_refused(tmp_path: Path) -> None:
+    write_set(tmp_path, [node(1), collective(2, deps=[1])])
+    path = tmp_path / "w.0.et"
+    whole = path.read_bytes()
+    ends = [0]
+    while ends[-1] < len(whole):
+        ends.append(ends[-1] + 1 + whole[ends[-1]])  # every message here is shorter than 128 bytes
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        try:
+            found = broken(tmp_path)
+        except InputError:
+            assert length < ends[1]
+        else:
+            assert ("file-damage" in found) == (length not in ends)
 
 
 @pytest.mark.data

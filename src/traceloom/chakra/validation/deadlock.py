@@ -100,19 +100,44 @@ def _report(parts: Sequence[Ordered], job: _Job, rings: list[list[int]], finding
 
 
 def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
-    """Who waits for whom: on each rank of the circle, the node that waits and the one before it."""
-    said, arcs = [], job.arcs
-    for waits, awaited in list(zip(ring, [*ring[1:], ring[0]], strict=True))[:_LONGEST]:
-        mine = np.flatnonzero((job.meets[arcs.target] == waits) & (job.meets[arcs.source] == awaited))
-        target, source = int(arcs.target[mine[0]]), int(arcs.source[mine[0]])
-        (here, row), (there, before) = _where(job, target), _where(job, source)
+    """Who waits for whom: on each rank of the circle, what waits there, and for what before it."""
+    steps = _steps(job, ring)
+
+    def breaks(k: int) -> bool:  # whether the wait of step k is another one than that of the step before
+        (from_file, _), middle = steps[k - 1]
+        return middle != steps[k][0] or not from_file == middle[0] == steps[k][1][0]
+
+    first = next((k for k in range(len(steps)) if breaks(k)), 0)
+    runs: list[tuple[tuple[int, int], tuple[int, int], int]] = []
+    for k in [*range(first, len(steps)), *range(first)]:
+        if runs and not breaks(k):
+            runs[-1] = (runs[-1][0], steps[k][1], runs[-1][2] + 1)
+        else:
+            runs.append((*steps[k], 0))
+    said = []
+    for (here, row), (there, before), between in runs[:_LONGEST]:
         elsewhere = f" of rank {parts[there].rank}" if there != here else ""
+        over = f" (over {between} node{'s' if between > 1 else ''} between)" if between else ""
         said.append(
             f"rank {parts[here].rank}: {label(parts[here].table, row)} waits for "
-            f"{label(parts[there].table, before)}{elsewhere}"
+            f"{label(parts[there].table, before)}{elsewhere}{over}"
         )
-    more = [f"and {len(ring) - _LONGEST} more"] if len(ring) > _LONGEST else []
+    more = [f"and {len(runs) - _LONGEST} more"] if len(runs) > _LONGEST else []
     return "; ".join([*said, *more])
+
+
+def _steps(job: _Job, ring: list[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """For every two neighbours of a circle, the dependency between them: what waits, and for what (file, row)."""
+    inside = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
+    source, target = job.arcs.source[inside], job.arcs.target[inside]
+    found: dict[tuple[int, int], int] = {}
+    for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
+        found.setdefault(pair, k)
+    steps = []
+    for waits, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
+        k = found[waits, awaited]
+        steps.append((_where(job, int(target[k])), _where(job, int(source[k]))))
+    return steps
 
 
 def _where(job: _Job, number: int) -> tuple[int, int]:
