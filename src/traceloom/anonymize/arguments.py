@@ -51,11 +51,10 @@ SENSITIVE = frozenset(  # known, and left out whatever the policy says
      "Comms Id",
      "Input Tensors start", "Output Tensors start", "cmd_name", "executable_name", "mem size", "row", "column")
 )  # fmt: skip
-OF_STRUCTURE = frozenset(
-    ("External id", "external id", "Record function id", "Ev Idx", "Profiler Event Index", "Sequence number",
-     "Fwd thread id", "Python id", "Python parent id", "Python module id", "Input Dims", "Input dims", "Input Strides",
-     "Input type", "Concrete Inputs")
-)  # fmt: skip
+OF_STRUCTURE = frozenset((  # left out with `collapse`; shapes stay, since only those of communication are left
+    "External id", "external id", "Record function id", "Ev Idx", "Profiler Event Index", "Sequence number",
+    "Fwd thread id", "Python id", "Python parent id", "Python module id", "Input Strides", "Concrete Inputs",
+))  # fmt: skip
 KEYS = (*PLAIN, *POINTERS, *SIZES, *TOTALS, *OF_SHAPE, "finished", "Is asynchronized op", "Input Dims", "Input dims",
         "In split size", "Out split size", "kind", "copy kind", "src kind", "dst kind", "direction", "Input Strides",
         "Input type", "Concrete Inputs", "grid", "block", "Addr", "Collective name", "dtype", "cuda_sync_kind",

@@ -15,7 +15,7 @@ from traceloom.anonymize.account import Account
 from traceloom.anonymize.arguments import Arguments, decoded, number
 from traceloom.anonymize.kernels import Kernels
 from traceloom.anonymize.metadata import Metadata
-from traceloom.anonymize.names import COMMUNICATION, STEP, Names
+from traceloom.anonymize.names import COMMUNICATION, LOADING, STEP, Names
 from traceloom.anonymize.policy import COLLAPSE, DROP, KEEP, Policy
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.structure import Fused, fused_events, microseconds
@@ -214,7 +214,7 @@ class Rewriter:
         value = decoded(raw)
         text = value if isinstance(value, str) else "" if value is None else raw.decode("utf-8", "replace")
         made: bytes | None = json.dumps(plan.name(text), ensure_ascii=False).encode()
-        if plan.some and not (STEP.fullmatch(text) or COMMUNICATION.match(text)):
+        if plan.some and not (STEP.fullmatch(text) or COMMUNICATION.match(text) or LOADING.match(text)):
             made = None
         plan.names[raw] = made
         return made

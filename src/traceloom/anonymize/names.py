@@ -26,6 +26,7 @@ _PEER = re.compile(r"(->|<-)\s*(\d{1,6})")
 _MODULE = re.compile(r"nn\.Module: (.*?)(_\d+)?", re.DOTALL)
 _DIGITS = re.compile(r"\d+")
 COMMUNICATION = re.compile(r"(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|record_param_comms$")
+LOADING = re.compile(SPAN)
 _KNOWN_KINDS = sections()["kinds"]
 # What PyTorch itself calls the operations, beside the kinds.
 OPERATIONS = sections()["operations"]

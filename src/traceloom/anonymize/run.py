@@ -19,17 +19,18 @@ from traceloom.anonymize.key import Key
 from traceloom.anonymize.kineto import Place, Rules, write_kineto
 from traceloom.anonymize.leaks import HiddenShapes, leak_report
 from traceloom.anonymize.names import Names
-from traceloom.anonymize.policy import COLLAPSE, ZERO, Policy
+from traceloom.anonymize.policy import BUCKET, COLLAPSE, ZERO, Policy
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import Source, Sources
 from traceloom.anonymize.structure import Fused, fused
-from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra
+from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra, measure_job
 from traceloom.anonymize.writing import Staging, private
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
 from traceloom.read import read_kineto
 
 Say = Callable[[str], None]
+_MOST_LINKED = 1 << 29  # bytes of files; more are not linked only to be compared
 _GRAIN_NS = 1_000_000  # times begin at a whole millisecond
 _ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
 
@@ -88,6 +89,7 @@ class Run:
         self._seen: dict[Path, _Seen] = {}
         self._origin_us = 0
         self._collapsed = policy.structure == COLLAPSE
+        self._rounded = policy.shapes == BUCKET
 
     def write(self, stage: Staging) -> None:
         """Rewrite every file below the stage.
@@ -106,6 +108,7 @@ class Run:
             raise self.refused[0]
         for folder, (document, name) in self._found.captures.items():
             self._capture(folder, document, stage.path(f"{name}capture.json"))
+        self._compare_job(stage)
 
     # -- the first reading ------------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class Run:
             {
                 "file": seen.source.name,
                 "rank": after.rank,
-                "parts": [part.to_dict(collapsed=self._collapsed) for part in parts],
+                "parts": [part.to_dict(collapsed=self._collapsed, rounded=self._rounded) for part in parts],
                 "new_notices": fresh,
             }
         )
@@ -205,10 +208,33 @@ class Run:
             {
                 "file": source.name,
                 "rank": source.rank,
-                "parts": [part.to_dict(collapsed=self._collapsed) for part in parts],
+                "parts": [part.to_dict(collapsed=self._collapsed, rounded=self._rounded) for part in parts],
                 "new_notices": [],
             }
         )
+
+    def _compare_job(self, stage: Staging) -> None:
+        """Link all ranks together, before and after, where there is more than one file to link."""
+        # Collapsed host traces fit no device trace any more, on purpose.
+        kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
+        linked = [one for one in self._found.files if one.kind in kinds]
+        size = sum(one.path.stat().st_size for one in linked)
+        if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
+            return
+        self._say("linking all ranks, before and after")
+        folders = [] if self._collapsed else list(self._found.captures)
+        loose = [one for one in linked if one.path.parent not in folders and not one.graph]
+        before = measure_job([*folders, *(one.path for one in loose)])
+        named = [stage.folder / self._found.captures[folder][1] for folder in folders]
+        after = measure_job([*named, *(stage.folder / one.name for one in loose)])
+        if isinstance(before, str):
+            return
+        parts = list(compare(before, {} if isinstance(after, str) else after))
+        told = [
+            part.to_dict(collapsed=self._collapsed, rounded=self._rounded) | {"part": f"{part.name} of the job"}
+            for part in parts
+        ]
+        self.utility.append({"file": None, "rank": None, "parts": told, "new_notices": []})
 
     def _capture(self, folder: Path, document: dict[str, Any], target: Path) -> None:
         files = {one.path.name: Path(one.name).name for one in self._found.files if one.path.parent == folder}

@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Spans, difference, union
-from traceloom.anonymize.names import COMMUNICATION
+from traceloom.analyze.intervals import Ints, Spans, difference, union
+from traceloom.anonymize.names import COMMUNICATION, LOADING, STEP
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -42,15 +43,26 @@ def fused(trace: Trace) -> list[Fused]:
     out = []
     for lane, process, thread in host.iter_rows():
         mine = events.filter(pl.col("lane") == lane)
-        kept = pl.col("category").is_in(cat.LAUNCHES) | (
-            pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
-            & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
-        )
-        inside = _spans(mine.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE])))
-        spans = difference(inside, _spans(mine.filter(kept)))
+        on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
+        talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
+        around = on_host & pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}")
+        inside = _spans(mine.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around))
+        spans = difference(inside, _spans(mine.filter(pl.col("category").is_in(cat.LAUNCHES) | talking)))
+        borders = mine.filter(around)
+        spans = _cut(spans, np.concatenate([borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]))
         if spans.start.size:
             out.append(Fused(process, thread, spans))
     return out
+
+
+def _cut(spans: Spans, borders: Ints) -> Spans:
+    """The same time in more pieces: none of them crosses a border."""
+    if not spans.start.size:
+        return spans
+    at = np.searchsorted(spans.start, borders, side="right") - 1
+    inner = borders[(at >= 0) & (borders < spans.end[np.maximum(at, 0)]) & (borders > spans.start[np.maximum(at, 0)])]
+    inner = np.array(sorted(set(inner.tolist())), dtype=np.int64)
+    return Spans(np.sort(np.concatenate([spans.start, inner])), np.sort(np.concatenate([spans.end, inner])))
 
 
 def _spans(events: pl.DataFrame) -> Spans:

@@ -13,25 +13,18 @@ import polars as pl
 from traceloom import analyze
 from traceloom.anonymize.chains import number_of
 from traceloom.chakra.stream import EtReader
-from traceloom.model import Trace
+from traceloom.errors import TraceloomError
+from traceloom.model import Graph, Trace
 
 EXACT, ROUNDED, GIVEN_UP, CHANGED = VERDICTS = "equal", "rounded", "given up", "changed"
 _NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
                  "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
+_FEW_EDGES = 0.01
 # Parts that `collapse` gives up: the host's own structure.
-OF_STRUCTURE = frozenset(
-    (
-        "host time",
-        "operators",
-        "modules",
-        "kernels",
-        "nodes and times",
-        "dependencies",
-        "graph nodes",
-        "graph edges",
-        "critical path",
-    )
-)
+OF_STRUCTURE = frozenset((
+    "host time", "idle causes", "operators", "modules", "kernels", "data loading", "nodes and times", "dependencies",
+    "graph nodes", "graph edges", "critical path", "re-timing without residuals",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +54,28 @@ class Part:
         """Nothing differs."""
         return self.figures == self.equal and not self.differences
 
-    def verdict(self, *, collapsed: bool) -> str:
-        """In a word; `collapsed`: the host's structure was given up on purpose."""
+    def verdict(self, *, collapsed: bool, rounded: bool = True) -> str:
+        """In a word.
+
+        Args:
+            collapsed: The host's structure was given up on purpose.
+            rounded: Sizes are rounded; then parts of a storage may overlap that did not, and order reads and writes.
+        """
         if self.same:
             return EXACT
         if self.sizes and not self.counted:
             return ROUNDED
+        if rounded and self.name == "graph edges" and self.off <= _FEW_EDGES:
+            return ROUNDED
         return GIVEN_UP if collapsed and self.name in OF_STRUCTURE else CHANGED
 
-    def to_dict(self, *, collapsed: bool = False) -> dict[str, Any]:
+    def to_dict(self, *, collapsed: bool = False, rounded: bool = True) -> dict[str, Any]:
         """As it stands in the report."""
         return {
             "part": self.name,
             "figures": self.figures,
             "equal": self.equal,
-            "verdict": self.verdict(collapsed=collapsed),
+            "verdict": self.verdict(collapsed=collapsed, rounded=rounded),
             "largest_difference": round(self.off, 4),
             "differences": list(self.differences),
         }
@@ -91,30 +91,45 @@ def measure(trace: Trace) -> Measure:
 
 
 def _retimed(trace: Trace) -> Measure:
-    """The linked graph of one rank, its critical path, and its answer to a question: kernels twice as fast."""
+    """The linked graph of one rank."""
     from traceloom.link.rank import link_rank
     from traceloom.retime.calibrate import calibrate
+
+    return measure_graph(calibrate(link_rank(trace)))
+
+
+def measure_job(paths: list[Path]) -> Measure | str:
+    """The linked graph of all ranks with their host traces; the slug of the refusal where they cannot be linked."""
+    from traceloom.link import link
+
+    try:
+        return measure_graph(link(*paths, cache=False).graph)
+    except TraceloomError as error:
+        return error.slug
+
+
+def measure_graph(graph: Graph) -> Measure:
+    """A calibrated graph, its critical path, and its answer to a question: kernels twice as fast."""
     from traceloom.retime.law import law
     from traceloom.retime.plan import Plan
 
-    graph = calibrate(link_rank(trace))
     told = law(graph)
     work = graph.nodes["work_ns"].to_numpy()
     halved = np.where((graph.nodes["kind"] == "kernel").to_numpy(), work // 2, work)
     times = Plan(graph).evaluate(work_ns=halved)
     nodes = graph.nodes.group_by("kind").agg(pl.len(), pl.col("work_ns").sum(), pl.col("duration_ns").sum())
     edges = graph.edges.group_by("kind", "evidence").agg(pl.len(), pl.col("delay_ns").sum())
-    window = {
+    answers = {
         "window_ns": told.window_ns,
-        "error_with_residuals_ns": told.exact_error_ns,
-        "error_without_ns": told.honest_error_ns,
+        "error_ns": told.exact_error_ns,
         "with_kernels_halved_ns": int(times.max() - times.min()) if len(times) else 0,
     }
     return {
         "graph nodes": _numbers(nodes),
         "graph edges": _numbers(edges),
         "critical path": _numbers(told.path),
-        "re-timing": _numbers(pl.DataFrame({name: [value] for name, value in window.items()})),
+        "re-timing": pl.DataFrame({name: [value] for name, value in answers.items()}),
+        "re-timing without residuals": pl.DataFrame({"error_ns": [told.honest_error_ns]}),
     }
 
 
