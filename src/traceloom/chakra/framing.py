@@ -106,7 +106,9 @@ def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], i
     while place < size:
         length = data[place]
         start = place + 1
-        if length > 127:
+        if length > 127 and start < size and data[start] < 128:  # most nodes have two bytes of length
+            length, start = length & 127 | data[start] << 7, start + 1
+        elif length > 127:
             start, length = _length(data, place)
             if start < 0 and size - place < _LENGTH_BYTES:
                 missing = 1

@@ -98,7 +98,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
     parts = [part for part in parts if len(part.data)] or list(parts[:1])
     if len(parts) == 1:
         return parts[0]
-    lengths: Ints = np.sum([part.lengths for part in parts], axis=0)
+    lengths = _total(parts)
     out = np.empty(int(lengths.sum()), np.uint8)
     place = np.cumsum(lengths) - lengths
     for part in parts:
@@ -111,6 +111,14 @@ def joined(parts: Sequence[Rows]) -> Rows:
             out[np.repeat(place[there] - (ends - sizes), sizes) + np.arange(len(part.data))] = part.data
         place = place + part.lengths
     return Rows(out, lengths)
+
+
+def _total(parts: Sequence[Rows]) -> Ints:
+    """Bytes of each row over all parts."""
+    total = parts[0].lengths.copy()
+    for part in parts[1:]:
+        total += part.lengths
+    return total
 
 
 def _put_equal(out: Bytes, place: Ints, data: Bytes) -> None:
@@ -154,8 +162,7 @@ def packed_field(tag: bytes, counts: Ints, values: Ints) -> Rows:
 
 def framed(fields: Sequence[Rows]) -> bytes:
     """Whole messages, each after its length, from their fields in order."""
-    lengths: Ints = np.sum([field.lengths for field in fields], axis=0)
-    return joined([varints(lengths), *fields]).data.tobytes()
+    return joined([varints(_total(fields)), *fields]).data.tobytes()
 
 
 def _key(number: int, wire_type: int) -> bytes:

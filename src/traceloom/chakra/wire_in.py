@@ -68,7 +68,8 @@ class Fields:
 
     def where(self, flags: NDArray[np.bool_]) -> Fields:
         """Some of the fields."""
-        return Fields(self.row[flags], self.number[flags], self.kind[flags], self.value[flags], self.begin[flags])
+        at = np.flatnonzero(flags)
+        return Fields(self.row[at], self.number[at], self.kind[at], self.value[at], self.begin[at])
 
     def numbered(self, number: int, kind: int) -> Fields:
         """The fields of a number, as far as they have the wire type that it should have."""
