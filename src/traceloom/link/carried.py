@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.link.alignment import align
 from traceloom.link.matching import Matching
-from traceloom.link.sequences import Line, device_lines, is_op, name_codes
+from traceloom.link.sequences import Line, device_lines, device_lines_by_step, is_op, name_codes
 from traceloom.model import Trace
 from traceloom.model.notice import Notice
 
@@ -40,16 +40,17 @@ def carry(timed: Trace, graph: Trace, matching: Matching) -> Matching:
     pattern = {_thread(graph, line.key): line for line in device_lines(graph, graph_code, known)}
     ours = timed.events["name"].str.contains(OWN).fill_null(value=False).to_numpy()
     wanted = is_op(timed) & ~ours
-    step = timed.events["step"].fill_null(-1).to_numpy()
+    step = timed.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()
+    inside = wanted & (step >= 0)
     host_op = np.full(timed.events.height, -1, dtype=np.int64)
-    for number in timed.steps["step"].to_list():
-        lines = device_lines(timed, timed_code, wanted & (step == number))
-        for line in lines:
-            like = pattern.get(_thread(timed, line.key))
-            if like is not None:
-                mine, theirs = _same(like, line)
-                host_op[line.row[theirs]] = matching.host_op[like.row[mine]]
-        chosen = np.flatnonzero(wanted & (step == number))
+    for _, line in device_lines_by_step(timed, timed_code, inside, np.maximum(step, 0)):
+        like = pattern.get(_thread(timed, line.key))
+        if like is not None:
+            mine, theirs = _same(like, line)
+            host_op[line.row[theirs]] = matching.host_op[like.row[mine]]
+    rows = np.flatnonzero(inside)
+    rows = rows[np.argsort(step[rows], kind="stable")]
+    for chosen in np.split(rows, np.flatnonzero(np.diff(step[rows])) + 1):
         _by_turn(graph, timed, matching, host_op, chosen, graph_code, timed_code)
     given, all_ops = int((host_op >= 0).sum()), int(wanted.sum())
     found = replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -69,15 +69,22 @@ def host_lines(host: HostTrace, codes: Ints, chosen: Bools) -> list[Line]:
 
 
 def device_lines(trace: Trace, codes: Ints, chosen: Bools) -> list[Line]:
-    """The chosen events by lane, the lane with most of them first.
+    """The chosen events by lane, the lane with most of them first."""
+    return [line for _, line in device_lines_by_step(trace, codes, chosen, np.zeros(chosen.size, dtype=np.int64))]
+
+
+def device_lines_by_step(trace: Trace, codes: Ints, chosen: Bools, step: Ints) -> list[tuple[int, Line]]:
+    """The chosen events by step (a number >= 0 for each event) and lane, the longest first.
 
     Events that begin in the same microsecond are in no certain order in the trace; their external ids count up with
     the ops, whatever their numbers mean.
     """
-    events = trace.events
+    events, lanes = trace.events, trace.lanes.height
     around = nearest(events["parent"].cast(pl.Int64).fill_null(-1).to_numpy(), chosen)
     start, lane = events["start_ns"].to_numpy(), events["lane"].to_numpy().astype(np.int64)
-    return _lines(lane, start, codes, around, chosen, events["external_id"].fill_null(-1).to_numpy())
+    tie = events["external_id"].fill_null(-1).to_numpy()
+    lines = _lines(step * lanes + lane, start, codes, around, chosen, tie)
+    return [(line.key // lanes, replace(line, key=line.key % lanes)) for line in lines]
 
 
 def _lines(  # noqa: PLR0917
