@@ -301,6 +301,20 @@ class TestOrder:
             every = set(zip(file.dependencies.row.tolist(), file.dependencies.id.tolist(), strict=True))
             assert set(zip(file.added.row.tolist(), file.added.id.tolist(), strict=True)) <= every
 
+    def test_no_order_is_added_where_a_path_leads_there_already(self) -> None:
+        made = Made()
+        for instance in range(3):
+            parts = []
+            for rank in range(2):
+                stream = made.lane(rank, "device") if not instance else rank
+                kernel = made.node("kernel", stream, 100 * instance, 10)
+                parts.append(made.node("collective", stream, 100 * instance + 10, 20))
+                made.edge(kernel, parts[-1], "stream")
+                if instance:
+                    made.edge(kernel - 4, kernel, "stream")
+            made.meet(parts, "all_reduce", instance)
+        assert "target-added-order" not in said(to_astra_sim(made.graph()))
+
     def test_added_order_is_told_apart_when_the_files_are_read_back(self, tmp_path: Path) -> None:
         from traceloom.chakra.graph import read_graph
 

@@ -50,6 +50,24 @@ def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
     return found
 
 
+def last_before(place: Ints, counts: NDArray[np.bool_], pairs: Ints) -> Ints:
+    """For every node: the highest place of a node that counts, among all that it waits for directly or over others.
+
+    Args:
+        place: As `order_of_job` gives it.
+        counts: Which nodes count.
+        pairs: (row, row that it waits for); the second one has the lower place, or neither has any.
+
+    Returns:
+        -1 where there is none.
+    """
+    last: list[int] = [-1] * len(place)
+    own = np.where(counts, place, -1).tolist()
+    for row, awaited in pairs[np.argsort(place[pairs[:, 0]], kind="stable")].tolist():
+        last[row] = max(last[row], own[awaited], last[awaited])
+    return np.array(last, np.int64)
+
+
 def _meets(frame: pl.DataFrame) -> Ints:
     """The row that stands for each row: the first part of its collective, itself elsewhere."""
     parts = frame.with_row_index("row").filter(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.chakra.astra_sim.awaiting import awaited
 from traceloom.chakra.astra_sim.communication import communication_of
-from traceloom.chakra.astra_sim.job_order import order_of_job
+from traceloom.chakra.astra_sim.job_order import last_before, order_of_job
 from traceloom.chakra.astra_sim.said import Changes, say
 from traceloom.chakra.astra_sim.units import Units, units_of
 from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes
@@ -32,7 +32,6 @@ class _Nodes:
     frame: pl.DataFrame
     pairs: Ints
     added: Ints
-    queues: Ints  # lanes
 
 
 def lay_out(
@@ -47,7 +46,7 @@ def lay_out(
     kept = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
     waits = awaited(units, kept)
     pairs = np.stack([waits.target, waits.source], axis=1)
-    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64), units.queues)
+    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
     if gpu_only:
         nodes, kept = _with_delays(nodes, kept, graph)
     else:
@@ -119,9 +118,7 @@ def _with_starts(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flag
     )
     frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
     everything = np.concatenate([kept, np.ones(starts.height, np.bool_)])
-    return _Nodes(
-        frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]), nodes.queues
-    ), everything
+    return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
 
 
 def _with_delays(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flags]:
@@ -160,7 +157,7 @@ def _with_delays(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flag
     added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
     added = _new_pairs(added[added[:, 1] >= 0], moved)
     pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
-    return _Nodes(frame, pairs, added, nodes.queues), np.concatenate([kept, np.ones(len(new), np.bool_)])
+    return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
 
 
 def _last_ended(work: pl.DataFrame) -> pl.DataFrame:
@@ -186,18 +183,10 @@ def _in_one_order(nodes: _Nodes) -> tuple[_Nodes, int]:
         .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
         .drop_nulls()
     )
-    added = _needed(_new_pairs(chain.to_numpy(), nodes.pairs), nodes)
-    return _Nodes(
-        nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]), nodes.queues
-    ), lost
-
-
-def _needed(added: Ints, nodes: _Nodes) -> Ints:
-    """Without what the queue of a stream says anyway."""
-    lane = nodes.frame["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
-    queued = np.isin(lane[added[:, 0]], nodes.queues) & (lane[added[:, 0]] == lane[added[:, 1]])
-    kept: Ints = added[~queued]
-    return kept
+    rows = chain.to_numpy()
+    last = last_before(place, nodes.frame["type"].is_in(_IN_TURN).to_numpy(), nodes.pairs)
+    added = rows[last[rows[:, 0]] < place[rows[:, 1]]]  # else a path leads there already
+    return _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), lost
 
 
 def _new_pairs(pairs: Ints, known: Ints) -> Ints:
