@@ -44,7 +44,7 @@ def _silent(_: str) -> None:
 
 @dataclass
 class Source:
-    """Something to convert.
+    """Something to convert; a context, which closes what is still open behind an error.
 
     Attributes:
         path: What the user named.
@@ -66,6 +66,7 @@ class Source:
         self._graph: Graph | None = None
         self._outgoing: Outgoing | None = None
         self._files: list[tuple[int, Path]] = []
+        self._readers: list[EtReader | JsonReader] = []
         if self.path.is_dir():
             self._files = rank_files(self.path)
         elif self.path.name.endswith(graph_store.ENDING) or graph_store.is_graph(self.path):
@@ -73,6 +74,13 @@ class Source:
         else:
             number = _RANK.search(self.path.name)
             self._files = [(int(number[1]) if number else 0, self.path)]
+
+    def __enter__(self) -> Source:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers:
+            reader.__exit__(None, None, None)
 
     def _loaded(self) -> Graph:
         self.say(f"reading {self.path}")
@@ -107,6 +115,7 @@ class Source:
         path = dict(self._files)[rank]
         self.say(f"reading {path}")
         reader = open_messages(path, strict=self.strict)
+        self._readers.append(reader)
         return reader.metadata, self._told(reader, path)
 
     def _leaving(self, graph: Graph) -> Outgoing:
@@ -115,11 +124,11 @@ class Source:
         return self._outgoing
 
     def _told(self, reader: EtReader | JsonReader, path: Path) -> Iterator[Node]:
-        with reader:
-            for number, node in enumerate(reader, 1):
-                if not number % 65536:
-                    self.say(f"{path}: {number:,} nodes")
-                yield node
+        for number, node in enumerate(reader, 1):
+            if not number % 65536:
+                self.say(f"{path}: {number:,} nodes")
+            yield node
+        reader.__exit__(None, None, None)
         self.notices.extend(reader.notices)
 
     def one_side(self, rank: int, side: Side) -> Messages:

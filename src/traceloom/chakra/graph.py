@@ -230,7 +230,7 @@ def _ours(sources: Sequence[_Source], where: str) -> Graph:
     try:
         graph = graph_in.together(parts, where)
         graph.check_columns()
-    except (pl.exceptions.PolarsError, InvariantError, ValueError, IndexError) as error:
+    except (pl.exceptions.PolarsError, InvariantError, ValueError, LookupError, TypeError, OverflowError) as error:
         said = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
         raise InputError(said, slug="chakra-damaged", where=where) from error
     return graph

@@ -19,6 +19,7 @@ from traceloom.chakra.et_pb2 import CollectiveCommType, NodeType
 from traceloom.chakra.framing import Block
 from traceloom.chakra.node_table import ADDED
 from traceloom.chakra.wire import Ints
+from traceloom.chakra.wire_in import DamageError
 from traceloom.errors import InputError, InvariantError
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import (
@@ -105,8 +106,11 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
         InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
     """
     found = _Found()
-    for columns in Decoder(ATTRIBUTES, where).columns(blocks):
-        found.add(columns)
+    try:
+        for columns in Decoder(ATTRIBUTES, where).columns(blocks):
+            found.add(columns)
+    except DamageError as error:
+        raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=where) from error
     nodes = pl.concat([pl.DataFrame(schema=_COLUMNS), *found.nodes])
     fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
     if not fine.all():

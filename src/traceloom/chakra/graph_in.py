@@ -68,7 +68,7 @@ def part(header: Header, blocks: Iterable[Block], where: str) -> Part:
         return Part(
             header, **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in found.items()}
         )
-    except (pl.exceptions.PolarsError, ValueError, KeyError, IndexError) as error:
+    except (pl.exceptions.PolarsError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         said = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
         raise InputError(said, slug="chakra-damaged", where=where) from error
 
@@ -236,6 +236,8 @@ def _plain(part: Part) -> pl.DataFrame:
 
 def _renumbered(values: pl.Series, ids: pl.Series) -> pl.Series:
     """Rows of ids (ascending); null for what is not among them."""
+    if ids.null_count():
+        raise ValueError(f"a row has no {ids.name}")
     known = ids.to_numpy().astype(np.int64)
     wanted = values.cast(pl.Int64).fill_null(-1).to_numpy()
     at: Ints = np.searchsorted(known, wanted)

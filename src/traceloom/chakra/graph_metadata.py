@@ -91,7 +91,7 @@ class Header:
             )
         try:
             self._decode(values)
-        except (KeyError, TypeError, ValueError, AttributeError, pl.exceptions.PolarsError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, pl.exceptions.PolarsError) as error:
             said = f"its metadata is not that of a graph: {str(error).splitlines()[0]}"
             raise InputError(said, slug="chakra-damaged", where=where) from error
 

@@ -18,11 +18,11 @@ _FEW = 24  # so few messages are faster one by one
 _MOST_SHIFT = 63
 
 
-class DamageError(Exception):
+class DamageError(ValueError):
     """A message is not what the protobuf encoding allows; `row` is which."""
 
     def __init__(self, row: int) -> None:
-        super().__init__(row)
+        super().__init__("a value breaks the encoding")
         self.row = row
 
 

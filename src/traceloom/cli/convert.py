@@ -100,8 +100,10 @@ def run(args: argparse.Namespace) -> int:
         files.check_directory(target, conversion.DIRECTORY_FILES, force=args.force)
     else:
         files.check_free(target, force=args.force)
-    with Progress(shown=not args.quiet) as progress:
-        source = conversion.Source(args.input, args.strict, progress.say)
+    with (
+        Progress(shown=not args.quiet) as progress,
+        conversion.Source(args.input, args.strict, progress.say) as source,
+    ):
         done = _converted(source, target, kind, args)
     _tell(done, args)
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -60,22 +61,28 @@ def load(path: str | Path) -> Graph:
     """
     place = str(path)
     try:
-        with Path(path).open("rb") as handle, zipfile.ZipFile(handle) as archive:
+        handle = Path(path).open("rb")  # noqa: SIM115  (closed below; what fails later is damage)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=place) from error
+    try:
+        with handle, zipfile.ZipFile(handle) as archive:
             header = _header(archive, place)
             frames = {name: _frame(archive, name, header["rows"][name]) for name in GRAPH_SCHEMAS}
             graph = _graph(header, frames)
         graph.check_columns()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=place) from error
     except zipfile.BadZipFile as error:
         raise _no_zip(Path(path)) from error
-    except (ValueError, KeyError, TypeError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise _damaged(str(error), place) from error
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
+        raise _damaged(_first_line(error), place) from error
     # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, InvariantError) as error:
-        raise _damaged(str(error).splitlines()[0], place) from error
+        raise _damaged(_first_line(error), place) from error
     return graph
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def is_graph(path: Path) -> bool:
