@@ -17,13 +17,11 @@ from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.retime import ABSENT, Plan, calibrate, law
-from traceloom.testing.jobs import Change, Clock, Job, Recipe, training_job
+from traceloom.testing.jobs import Change, Clock, Job, Recipe, changed, training_job
 from traceloom.testing.jobs.training import DELAY, SYNC
 
 ALLOWED = 0.02  # of the window
-HOST = ("host", "think", "launch", "block", "wait")
 DEVICE = ("kernel", "copy", "fill")
-SYNCHRONISE = r"^cuda(Device|Stream|Event)Synchronize$"
 
 HALF_KERNELS = Change(kernels=0.5)
 SLOW_KERNELS = Change(kernels=2)
@@ -93,46 +91,11 @@ def asked(name: str, *, sync_records: bool = False) -> Asked:
     return Asked(job, graph, Plan(graph))
 
 
-def answer(graph: Graph, plan: Plan, change: Change, absent: tuple[str, ...] = ()) -> int:
-    """The window that the graph says the change makes; `absent`: kinds of edges that shall not hold."""
-    nodes = graph.nodes.select(
-        pl.col("name"), pl.col("kind").cast(pl.String), "work_ns", "residual_ns", "rank", "start_ns"
-    )
-    factor = (
-        pl.when(pl.col("kind").is_in(HOST))
-        .then(change.host)
-        .when(pl.col("kind").is_in(DEVICE))
-        .then(change.kernels)
-        .otherwise(1.0)
-    )
-    if DELAY in change.without:
-        factor = pl.when(pl.col("name").str.starts_with("enumerate(DataLoader)")).then(0.0).otherwise(factor)
-    # What a node takes is its work and what is left over; both change, and re-timing adds the second again.
-    whole = (pl.col("work_ns") + pl.col("residual_ns")) * factor - pl.col("residual_ns")
-    work = nodes.select(whole.round().cast(pl.Int64).alias("work"))["work"].to_numpy()
-    edges = graph.edges.with_columns(
-        pl.col("kind").cast(pl.String),
-        nodes["name"].gather(graph.edges["target"]).alias("called"),
-        nodes["rank"].gather(graph.edges["target"]).alias("rank"),
-        nodes["start_ns"].gather(graph.edges["target"]).alias("at"),
-    )
-    transfer = (pl.col("kind") == "rendezvous") & pl.col("to_end")
-    shorter = (pl.col("delay_ns") + pl.col("residual_ns")) * change.collectives - pl.col("residual_ns")
-    delay = pl.when(transfer).then(shorter.round().cast(pl.Int64)).otherwise("delay_ns")
-    gone = pl.col("kind").is_in(absent)
-    if SYNC in change.without:
-        # All but the last synchronisation of each rank, which ends the job.
-        waits = (pl.col("kind") == "synchronize") & pl.col("called").str.contains(SYNCHRONISE)
-        gone |= waits & (pl.col("at") < pl.col("at").filter(waits).max().over("rank"))
-    delay = pl.when(gone).then(ABSENT).otherwise(delay)
-    times = plan.evaluate(work, edges.select(delay.alias("delay"))["delay"].to_numpy())
-    return int(times.max() - times.min())
-
-
 def error(name: str, change: Change, *, sync_records: bool = False, absent: tuple[str, ...] = ()) -> float:
-    """How far the graph's answer is from the truth, as a fraction of it."""
+    """How far the graph's answer is from the truth, as a fraction of it; `absent`: kinds of edges that do not hold."""
     found = asked(name, sync_records=sync_records)
-    return answer(found.graph, found.plan, change, absent) / found.job.run(change).window_ns - 1
+    times = found.plan.evaluate(*changed(found.graph, change, ABSENT, absent))
+    return float(times.max() - times.min()) / found.job.run(change).window_ns - 1
 
 
 @pytest.mark.parametrize(("name", "change"), CASES)

@@ -16,12 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.jobs.asking import changed
 from traceloom.testing.jobs.program import Clock, Rank
 from traceloom.testing.jobs.simulation import Change, Simulation, Span
 from traceloom.testing.jobs.traces import trace_of
 from traceloom.testing.jobs.training import Recipe, programs
 
-__all__ = ["Change", "Clock", "Job", "Rank", "Recipe", "Run", "Span", "training_job"]
+__all__ = ["Change", "Clock", "Job", "Rank", "Recipe", "Run", "Span", "changed", "training_job"]
 
 
 @dataclass(frozen=True)

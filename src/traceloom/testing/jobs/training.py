@@ -13,7 +13,8 @@ SIDE = 13
 NETWORK = 20
 SYNC = "step-sync"  # label of the synchronisation of every step
 _NCCL = "ncclDevKernelArgsStorage<4096ul>"
-DELAY = "delay"  # label of what makes a rank late
+DELAY = "delay"  # label of what makes a rank late, and its name in traces
+DELAY_NAME = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class _Writer:
         self._think(recipe.think_us / 2)
         if recipe.delay_us.get(self.rank):
             self.out += [
-                do.Begin("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", annotation=True),
+                do.Begin(DELAY_NAME, annotation=True),
                 do.Work(self.chance.draw(recipe.delay_us[self.rank], 0.05), DELAY),
                 do.End(),
             ]

@@ -1,0 +1,79 @@
+"""Whatever job is made: its graph keeps its laws and gives back its run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.retime import Plan, calibrate
+from traceloom.testing.jobs import Clock, Job, Recipe, training_job
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    ranks = draw(st.integers(1, 3))
+    sharded = ranks > 1 and draw(st.booleans())
+    return Recipe(
+        steps=draw(st.integers(1, 3)),
+        layers=draw(st.integers(1, 4)),
+        kernel_us=draw(st.sampled_from([2, 20, 150])),
+        op_us=draw(st.sampled_from([2, 12, 40])),
+        think_us=draw(st.sampled_from([5, 200])),
+        item=draw(st.booleans()),
+        sync=draw(st.sampled_from(["", "device", "stream", "event"])),
+        pageable_input=draw(st.booleans()),
+        side_stream=draw(st.booleans()),
+        autograd=draw(st.booleans()),
+        loader_us=draw(st.sampled_from([0, 400])),
+        ranks=ranks,
+        sharded=sharded,
+        pipeline=ranks > 1 and not sharded and draw(st.booleans()),
+        delay_us={0: 800} if draw(st.booleans()) else {},
+        clocks={2: Clock("host1", draw(st.integers(-(10**6), 10**6)))},
+        queue_limit=draw(st.sampled_from([2, 1022])),
+        spread=draw(st.sampled_from([0.0, 0.3])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def order_holds(job: Job) -> None:
+    """Nothing overlaps on a stream, and no work begins before its launch."""
+    spans = job.run().spans
+    launched = {(s.rank, s.correlation): s.start for s in spans if s.thread is not None and s.correlation is not None}
+    streams: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for span in spans:
+        assert span.end >= span.start
+        if span.stream is not None:
+            assert span.start >= launched[span.rank, span.correlation]
+            streams.setdefault((span.rank, span.stream), []).append((span.start, span.end))
+    for work in streams.values():
+        work.sort()
+        assert all(after[0] >= before[1] for before, after in pairwise(work))
+
+
+@settings(max_examples=25)
+@given(recipe=recipes(), sync_records=st.booleans())
+def test_any_made_job_links_into_a_graph_that_gives_it_back(recipe: Recipe, sync_records: bool) -> None:
+    job = training_job(recipe)
+    order_holds(job)
+    run = job.run()
+    traces = [builder.build() for builder in run.traces(sync_records=sync_records)]
+    for trace in traces:
+        trace.check()
+    graph = calibrate(join([link_rank(trace) for trace in traces]))
+    graph.check()
+    assert np.array_equal(Plan(graph).evaluate(), graph.point_times())
+    if recipe.ranks < 3:  # one clock: nothing is fitted, so that even the window is the true one
+        assert graph.end_ns == run.window_ns
+    coverage = graph.coverage.filter(pl.col("subject") == "gpu-work")
+    attached = coverage.filter(pl.col("outcome") == "attached by correlation")["count"].sum()
+    assert attached == coverage["count"].sum() == sum(span.stream is not None for span in run.spans)
+    if recipe.ranks > 1:
+        joined = graph.communication.filter(pl.col("instance").is_not_null())
+        assert joined.height == graph.communication.height
