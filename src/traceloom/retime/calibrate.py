@@ -94,7 +94,7 @@ def calibrate(graph: Graph) -> Graph:
     constant = spread(found, median, own)
     slack = measured.target - measured.source
     blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
-    work = np.where(measured.waits & (blocked | _is_communication(graph)), cost, measured.duration)
+    work = np.where(measured.waits & blocked, cost, measured.duration)
     delay = np.minimum(constant, slack)
     edge_residual, node_residual = _residuals(measured, delay, work)
     nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
@@ -121,12 +121,6 @@ def _measured(graph: Graph) -> _Measured:
         duration=times[1::2] - times[0::2],
         waits=waits,
     )
-
-
-def _is_communication(graph: Graph) -> Bools:
-    kinds = [gs.NODE_KINDS.index(kind) for kind in gs.COMMUNICATION]
-    found: Bools = np.isin(graph.nodes["kind"].to_physical().to_numpy(), kinds)
-    return found
 
 
 def _own_cost(graph: Graph, measured: _Measured) -> Ints:
