@@ -234,6 +234,7 @@ def _outcomes(both: _Both, unmatched: str) -> Ints:
 
 
 def _matching(both: _Both, row: Ints, event: Ints, outcome: Ints, *, exact: bool, iterations: int = 1) -> Matching:
+    rank = both.trace.rank if both.trace.rank is not None else both.host.rank
     host_op = np.full(both.trace.events.height, -1, dtype=np.int64)
     host_op[event] = both.host.ops["id"].to_numpy()[row]
     return Matching(
@@ -243,8 +244,8 @@ def _matching(both: _Both, row: Ints, event: Ints, outcome: Ints, *, exact: bool
         exact=exact,
         iterations=iterations,
         threads=_threads(both, row, event),
-        notices=both.host.notices,
-        rank=both.trace.rank if both.trace.rank is not None else both.host.rank,
+        notices=tuple(notice.of_rank(rank) for notice in both.host.notices),
+        rank=rank,
     )
 
 

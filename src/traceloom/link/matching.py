@@ -97,7 +97,7 @@ class Matching:
 
     def with_notices(self, *notices: Notice) -> Matching:
         """The same with more to be known."""
-        return replace(self, notices=(*self.notices, *notices))
+        return replace(self, notices=(*self.notices, *(notice.of_rank(self.rank) for notice in notices)))
 
 
 def no_ops(host: HostTrace) -> pl.Series:
