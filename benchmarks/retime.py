@@ -108,8 +108,8 @@ def main() -> None:
             lawful, _ = best(1, lambda graph=graph: law(graph))
             print(
                 f"{name:18} {graph.nodes.height:9,} {graph.edges.height:9,} {plan.slices:7,} {order:8.3f} "
-                f"{calibrating:11.3f} {planning:7.3f} {1e3 * passing:8.1f} {1e3 * working:7.1f} {1e3 * several / args.scenarios:10.1f} "
-                f"{lawful:6.2f}",
+                f"{calibrating:11.3f} {planning:7.3f} {1e3 * passing:8.1f} {1e3 * working:7.1f} "
+                f"{1e3 * several / args.scenarios:10.1f} {lawful:6.2f}",
                 flush=True,
             )
 
