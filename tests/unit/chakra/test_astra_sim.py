@@ -457,6 +457,22 @@ class TestHost:
         assert replay([table], {}) == [67]
         assert said(converted)["target-folded-host"] == 4
 
+    def test_long_times_that_nothing_explains_are_nodes(self, tmp_path: Path) -> None:
+        made = Made()
+        stream = made.lane(0, "device")
+        one, other = made.node("kernel", stream, 0, 10), made.node("kernel", stream, 60, 10)
+        made.edge(one, other, "stream")
+        made.edges[-1]["residual_ns"] = 50 * US
+        converted = to_astra_sim(made.graph())
+        (table,) = tables(converted, tmp_path)
+        assert table.nodes.select("name", "duration_us").rows() == [
+            ("kernel0", 10),
+            ("unexplained", 50),
+            ("kernel1", 10),
+        ]
+        assert replay([table], {}) == [70]
+        assert said(converted)["target-unexplained"] == 1
+
     def test_ranks_that_begin_later_do_so_for_astra_sim_too(self, tmp_path: Path) -> None:
         made = Made()
         parts = [made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank) for rank in range(2)]

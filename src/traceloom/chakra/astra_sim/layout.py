@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 _IN_TURN = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
 _US = 1000
+_LEAST_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ def lay_out(
     waits = awaited(units, kept)
     pairs = np.stack([waits.target, waits.source], axis=1)
     nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
-    if gpu_only:
-        nodes, kept = _with_delays(nodes, kept, graph)
-    else:
-        nodes, kept = _with_starts(nodes, kept, graph)
+    begin = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
+    nodes, kept = _with_delays(nodes, kept, begin, None if gpu_only else _unexplained(graph))
+    delays = nodes.frame[frame.height :]
+    if not gpu_only:
+        nodes, kept = _with_starts(nodes, kept, begin)
     nodes, loose = _in_one_order(nodes)
     files = [_file(nodes, kept, rank) for rank in ranks]
     changes = Changes(
-        graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order
+        graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
     )
     return files, communication.groups, say(changes, ranks, len(nodes.added), gpu_only=gpu_only)
 
@@ -93,9 +95,19 @@ def _leads_to_work(units: Units, frame: pl.DataFrame) -> Flags:
     return np.isin(lane, list(reached))
 
 
-def _with_starts(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flags]:
+def _unexplained(graph: Graph) -> pl.DataFrame:
+    """Long times before GPU work that nothing explains, of each node.
+
+    Traces without host events have them, and devices that were busy with something else before the window.
+    """
+    from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
+    late = graph.edges.filter(~pl.col("to_end")).select("target", (pl.col("residual_ns") + from_origin).alias("late"))
+    late = late.filter(pl.col("late") >= _LEAST_UNEXPLAINED_NS)
+    return late.group_by(pl.col("target").alias("node")).agg(pl.col("late").max().alias("residual_ns"))
+
+
+def _with_starts(nodes: _Nodes, kept: Flags, begin: int) -> tuple[_Nodes, Flags]:
     """With a node before everything else of each rank that began later than the first: ASTRA-sim starts all at 0."""
-    begin = graph.nodes["start_ns"].min()
     chosen = nodes.frame.with_row_index("row").filter(pl.Series(kept))
     begins = chosen.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
     starts = begins.select(
@@ -121,24 +133,34 @@ def _with_starts(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flag
     return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
 
 
-def _with_delays(nodes: _Nodes, kept: Flags, graph: Graph) -> tuple[_Nodes, Flags]:
-    """With a node for every time in which a rank's GPU had nothing to do, before the work that ended it.
+def _with_delays(nodes: _Nodes, kept: Flags, begin: int, unexplained: pl.DataFrame | None) -> tuple[_Nodes, Flags]:
+    """With a node for times in which a rank's GPU had nothing to do, before the work that ended them.
 
     It waits for what that work waits for, and for the work that ended last before it.
+
+    Args:
+        nodes: The nodes so far.
+        kept: Which of them are kept.
+        begin: Start of the job, ns: who begins later, does so here too.
+        unexplained: `node`, `residual_ns`: where host work is there, only this much of such a time is a node: what
+            neither the host nor anything else explains. None where host work is left out: then all of it is.
     """
-    begin = pl.lit(graph.nodes["start_ns"].min(), dtype=pl.Int64)  # of the job: who begins later, does so here too
     work = (
         nodes.frame.with_row_index("row")
-        .filter(pl.Series(kept))
+        .filter(pl.Series(kept) & ~pl.col("on_host"))
         .sort("rank", "start_ns", "row")
         .with_columns(pl.col("end_ns").cum_max().shift(1).over("rank").alias("free"))
-        .with_columns((pl.col("start_ns") - pl.coalesce("free", begin)).clip(lower_bound=0).alias("gap"))
+        .with_columns((pl.col("start_ns") - pl.col("free").fill_null(begin)).clip(lower_bound=0).alias("gap"))
     )
+    if unexplained is not None:
+        work = work.join(unexplained, on="node", how="left", maintain_order="left").with_columns(
+            pl.min_horizontal("gap", pl.col("residual_ns").fill_null(0)).alias("gap")
+        )
     total = pl.col("gap").cum_sum().over("rank")
     work = work.with_columns((total // _US - (total - pl.col("gap")) // _US).alias("gap_us"))
     delayed = work.filter(pl.col("gap_us") > 0)
     delays = delayed.select(
-        pl.lit("host").alias("name"),
+        pl.lit("host" if unexplained is None else "unexplained").alias("name"),
         pl.col("rank"),
         (pl.col("start_ns") - pl.col("gap")).alias("start_ns"),
         pl.col("start_ns").alias("end_ns"),

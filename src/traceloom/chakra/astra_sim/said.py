@@ -36,6 +36,7 @@ class Changes:
         queued: Dependencies between work that overlapped on one stream.
         loose: Dependencies for one order of communication that would have closed a circle.
         by_order: Collectives that were joined by nothing but their order.
+        delays: Nodes that stand for times without GPU work.
     """
 
     graph: Graph
@@ -45,6 +46,7 @@ class Changes:
     queued: int
     loose: int
     by_order: int
+    delays: pl.DataFrame
 
 
 def say(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> list[Notice]:
@@ -108,6 +110,13 @@ def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
             )
             yield Notice("target-folded-host", "info", said, hosts)
         return
+    if changes.delays.height:
+        total = text.duration(int(changes.delays["duration_us"].sum()) * 1000)
+        said = (
+            f"{changes.delays.height} nodes `unexplained` ({total}) stand for times without GPU work that neither the "
+            "host nor anything else in the trace explains"
+        )
+        yield Notice("target-unexplained", "warning", said, changes.delays.height)
     if hosts:
         yield Notice("target-merged-host", "info", f"{hosts} host nodes run together to {nodes}", hosts - nodes)
     idle = on_host & ~changes.leading
