@@ -53,15 +53,15 @@ _OF_ATTRIBUTE = _spellings(*(field.name for field in AttributeProto.DESCRIPTOR.f
 
 def to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
     """A message as a JSON object."""
+    data = message.SerializeToString()
+    plain = type(message).FromString(data)
+    plain.DiscardUnknownFields()
+    exact = plain.ByteSize() == len(data)
     out: dict[str, Any] = {}
     if isinstance(message, Node):
-        out = _node(message)
+        out = _node(message, exact)
     elif message.version:
         out["version"] = message.version
-    plain = type(message)()
-    plain.MergeFromString(message.SerializeToString())
-    plain.DiscardUnknownFields()
-    exact = plain.ByteSize() == message.ByteSize()
     if message.attr:
         out["attr"] = [_attribute(attribute, exact) for attribute in message.attr]
     if not exact:
@@ -69,7 +69,7 @@ def to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
     return out
 
 
-def _node(node: Node) -> dict[str, Any]:
+def _node(node: Node, exact: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if node.id:
         out["id"] = _whole(node.id)
@@ -87,22 +87,23 @@ def _node(node: Node) -> dict[str, Any]:
         out["duration_micros"] = _whole(node.duration_micros)
     for name in ("inputs", "outputs"):
         if node.HasField(name):
-            out[name] = _tensors(getattr(node, name))
+            out[name] = _tensors(getattr(node, name), exact)
     return out
 
 
-def _tensors(info: IOInfo) -> dict[str, Any]:
+def _tensors(info: IOInfo, exact: bool) -> dict[str, Any]:
     out = {name: text for name in ("values", "shapes", "types") if (text := getattr(info, name))}
-    _add_unknown(out, info)
+    if not exact:
+        _add_unknown(out, info)
     return out
 
 
 def _attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    if attribute.name:
-        out["name"] = attribute.name
-    if attribute.doc_string:
-        out["doc_string"] = attribute.doc_string
+    if name := attribute.name:
+        out["name"] = name
+    if doc := attribute.doc_string:
+        out["doc_string"] = doc
     kind = attribute.WhichOneof("value")
     if kind is not None:
         value = getattr(attribute, kind)
