@@ -53,9 +53,12 @@ format: $(VENV)/.lint ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.test ## Measure reading, recording and the timeline, against peers where there are any
+bench: $(VENV)/.test ## Measure reading, recording, linking and Chakra files, against peers where there are any
 	$(BIN)/python benchmarks/read.py
 	$(BIN)/python benchmarks/record.py
+	$(BIN)/python benchmarks/link.py
+	$(BIN)/python benchmarks/retime.py
+	$(BIN)/python benchmarks/chakra.py
 
 docs: $(VENV)/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet
