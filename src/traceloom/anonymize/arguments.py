@@ -79,8 +79,14 @@ class Arguments:
         self._rules = {key: (json.dumps(key).encode() + b":", rule) for key, rule in self._table().items()}
         self._texts: dict[tuple[str, bytes], bytes | None] = {}
 
-    def rewrite(self, args: dict[str, msgspec.Raw]) -> bytes:
-        """The arguments of one event as the inside of a JSON object."""
+    def rewrite(self, args: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
+        """The arguments of one event as the inside of a JSON object.
+
+        Args:
+            args: Key -> JSON text.
+            talking: It is communication, whose bytes are told by its shapes: they stay as element counts where shapes
+                are left out.
+        """
         parts = []
         for key, raw in args.items():
             found = self._rules.get(key)
@@ -95,6 +101,8 @@ class Arguments:
                 made = self._shapes.strides(value, bytes(args.get("Input Dims", b"")))
             else:
                 made = rule(value)
+            if made is None and talking and key in ("Input Dims", "Input dims"):
+                made = self._shapes.counts(value)
             if made is not None:
                 parts.append(prefix + made)
             elif rule is None:

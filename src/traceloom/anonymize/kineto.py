@@ -18,7 +18,7 @@ from traceloom.anonymize.metadata import Metadata
 from traceloom.anonymize.names import COMMUNICATION, LOADING, STEP, Names
 from traceloom.anonymize.policy import COLLAPSE, DROP, KEEP, Policy
 from traceloom.anonymize.shapes import Shapes
-from traceloom.anonymize.structure import Fused, fused_events, microseconds
+from traceloom.anonymize.structure import Fused, borders, fused_events, microseconds
 from traceloom.anonymize.writing import joined, opened
 from traceloom.model import category as cat
 from traceloom.read.damage import Damage
@@ -57,6 +57,9 @@ class Place:
         hosts: (process, thread) of host lanes, as texts; the others are devices and streams.
         base_ns: `baseTimeNanoseconds` of the file.
         threads: With `collapse`, the fused operators of each thread.
+        steps: With `collapse`, names of the annotations that are steps.
+        step_ns: Start of steps -> duration as the reader has it, cut where a span that is left out ended.
+        window_ns: With `collapse`, first start and last end of the trace.
     """
 
     path: Path
@@ -64,6 +67,9 @@ class Place:
     hosts: frozenset[tuple[str, str]] = frozenset()
     base_ns: int = 0
     threads: tuple[Fused, ...] = ()
+    steps: frozenset[str] = frozenset()
+    step_ns: dict[int, int] = field(default_factory=dict)
+    window_ns: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +82,7 @@ class _Plan:
     dropped: str = ""  # why they are left out
     some: bool = False  # only steps and communication stay
     names: dict[bytes, bytes | None] = field(default_factory=dict)
+    talking: set[bytes] = field(default_factory=set)  # names of communication
 
 
 class Rewriter:
@@ -107,6 +114,9 @@ class Rewriter:
                 if lines:
                     yield b",\n".join(lines)
             self.metadata = document.metadata
+        if self._place.window_ns is not None:
+            yield b",\n".join(borders(*(at - self._place.origin_ns for at in self._place.window_ns)))
+            self._account.entries_out += 2
         places = {key: self._spelled(*key) for key in {(one.process, one.thread) for one in self._place.threads}}
         for some in fused_events(list(self._place.threads), places, self._place.origin_ns):
             self._account.entries_out += len(some)
@@ -163,7 +173,9 @@ class Rewriter:
         name = self._named(plan, entry)
         if name is None:
             return self._left_out("collapsed")
-        args = self._rewritten(entry)
+        if plan.some:
+            duration = self._place.step_ns.get(start + self._place.origin_ns, duration)
+        args = self._rewritten(entry, talking=bytes(entry.get("name", _MISSING)) in plan.talking)
         return b"".join(
             (
                 plan.head,
@@ -214,12 +226,14 @@ class Rewriter:
         value = decoded(raw)
         text = value if isinstance(value, str) else "" if value is None else raw.decode("utf-8", "replace")
         made: bytes | None = json.dumps(plan.name(text), ensure_ascii=False).encode()
-        if plan.some and not (STEP.fullmatch(text) or COMMUNICATION.match(text) or LOADING.match(text)):
+        if COMMUNICATION.match(text):
+            plan.talking.add(raw)
+        elif plan.some and not (STEP.fullmatch(text) or LOADING.match(text) or text in self._place.steps):
             made = None
         plan.names[raw] = made
         return made
 
-    def _rewritten(self, entry: dict[str, msgspec.Raw]) -> bytes:
+    def _rewritten(self, entry: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
         raw = entry.get("args")
         if raw is None:
             return b""
@@ -228,7 +242,7 @@ class Rewriter:
         except (msgspec.DecodeError, RecursionError):
             self._account.refuse("args", bytes(raw))
             return b""
-        return self._arguments.rewrite(args)
+        return self._arguments.rewrite(args, talking=talking)
 
     # -- places -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import BUCKET, COLLAPSE, ZERO, Policy
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import Source, Sources
-from traceloom.anonymize.structure import Fused, fused
+from traceloom.anonymize.structure import fused
 from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra, measure_job
 from traceloom.anonymize.writing import Staging, private
 from traceloom.errors import InputError, UsageError
@@ -57,13 +57,11 @@ class _Seen:
     """What the first reading of a device trace tells."""
 
     source: Source
-    hosts: frozenset[tuple[str, str]]
+    place: Place
     first_ns: int
-    base_ns: int
     unix: bool
     measure: Measure
     notices: set[str]
-    threads: tuple[Fused, ...] = ()
 
 
 class Run:
@@ -140,16 +138,16 @@ class Run:
         trace = read_kineto(source.path, capture=source.entry)
         self.hidden.add_trace(trace)
         hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
-        return _Seen(
-            source,
+        place = Place(
+            source.path,
+            0,
             frozenset(zip(hosts["process"].to_list(), hosts["thread"].to_list(), strict=True)),
-            _first_ns(trace),
             trace.meta.base_ns,
-            trace.meta.clock == "unix",
-            measure(trace),
-            {notice.slug for notice in trace.notices},
-            tuple(fused(trace)) if self.rules.policy.structure == COLLAPSE else (),
         )
+        if self._collapsed:
+            place = _collapsed(place, trace)
+        notices = {notice.slug for notice in trace.notices}
+        return _Seen(source, place, _first_ns(trace), trace.meta.clock == "unix", measure(trace), notices)
 
     def _origin_ns(self, *, unix: bool) -> int:
         """One origin for all files whose times can be compared."""
@@ -165,10 +163,10 @@ class Run:
         target = stage.path(source.name)
         if source.kind == sources.KINETO:
             seen = self._seen[source.path]
-            place = Place(source.path, self._shift_ns(seen), seen.hosts, seen.base_ns, seen.threads)
+            place = replace(seen.place, origin_ns=self._shift_ns(seen))
             write_kineto(place, self.rules, account, target, unix=seen.unix)
             self._compare(seen, target)
-            seen.threads = ()
+            seen.place = replace(seen.place, threads=())
         elif source.kind == sources.HOST:
             write_host_trace(source.path, self.rules, account, self.hidden, target)
         elif source.kind == sources.GROUPS:
@@ -184,7 +182,7 @@ class Run:
 
     def _shift_ns(self, seen: _Seen) -> int:
         # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
-        return self._origin_ns(unix=seen.unix) if self.rules.policy.times == ZERO else seen.base_ns
+        return self._origin_ns(unix=seen.unix) if self.rules.policy.times == ZERO else seen.place.base_ns
 
     def _compare(self, seen: _Seen, target: Path) -> None:
         """Read the new file and compare what the analyses say."""
@@ -323,6 +321,19 @@ def _same_packing(name: str, source: Source) -> str:
     """The name in the stage decides whether the file is compressed: that of the output does."""
     plain = source.name.removesuffix(".gz")
     return f"{plain}.gz" if name.lower().endswith(".gz") else plain
+
+
+def _collapsed(place: Place, trace: Trace) -> Place:
+    """What must be known to hide the structure of a trace."""
+    names = frozenset(trace.steps["name"].to_list())
+    steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
+    return replace(
+        place,
+        threads=tuple(fused(trace)),
+        steps=names,
+        step_ns={start: end - start for start, end in steps.iter_rows()},
+        window_ns=(trace.start_ns, trace.end_ns) if trace.events.height else None,
+    )
 
 
 def _first_ns(trace: Trace) -> int:

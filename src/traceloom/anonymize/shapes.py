@@ -74,6 +74,19 @@ class Shapes:
         """A nested list of dimensions as JSON; None leaves it out."""
         return self._listed(b"d", raw, self._dims)
 
+    def counts(self, raw: bytes) -> Maybe:
+        """A nested list of dimensions with the number of elements in their place."""
+        return self._listed(
+            b"c", raw, lambda value: msgspec.json.encode(self._counted(value)) if _whole(value) else None
+        )
+
+    def _counted(self, value: Any) -> Any:
+        if not isinstance(value, list) or not value:
+            return value
+        if all(isinstance(item, int) for item in value):
+            return [self.size(math.prod(value))]
+        return [self._counted(item) for item in value]
+
     def strides(self, raw: bytes, dims: bytes) -> Maybe:
         """A nested list of strides beside its dimensions; rounded shapes get the strides of the same order."""
         return self._listed(b"s" + dims + b"\0", raw, lambda value: self._strides(value, dims))

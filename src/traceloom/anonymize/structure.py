@@ -40,12 +40,13 @@ def fused(trace: Trace) -> list[Fused]:
     """For each host thread the time inside operators, without launches and communication, which stay events."""
     host = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
     events = trace.events.select("lane", "name", "category", "start_ns", "nested_end_ns")
+    steps = pl.col("name").is_in(trace.steps["name"].unique().implode())
     out = []
     for lane, process, thread in host.iter_rows():
         mine = events.filter(pl.col("lane") == lane)
         on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
         talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
-        around = on_host & pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}")
+        around = on_host & (pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps)
         inside = _spans(mine.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around))
         spans = difference(inside, _spans(mine.filter(pl.col("category").is_in(cat.LAUNCHES) | talking)))
         borders = mine.filter(around)
@@ -75,6 +76,12 @@ def microseconds(time_ns: int) -> bytes:
         return b"-" + microseconds(-time_ns)
     whole, rest = divmod(time_ns, 1000)
     return b"%d.%03d" % (whole, rest) if rest else b"%d" % whole
+
+
+def borders(first_ns: int, last_ns: int) -> list[bytes]:
+    """Two events without length at the ends of the trace, which may have begun with what is left out."""
+    head = b'{"ph":"X","cat":"overhead","name":"Resource","pid":-1,"tid":0,"ts":'
+    return [b"".join((head, microseconds(at), b',"dur":0}')) for at in (first_ns, last_ns)]
 
 
 def fused_events(threads: list[Fused], where: dict[tuple[str, str], bytes], origin_ns: int) -> Iterator[list[bytes]]:
