@@ -23,7 +23,7 @@ _FEW_EDGES = 0.01
 # Parts that `collapse` gives up: the host's own structure.
 OF_STRUCTURE = frozenset((
     "host time", "idle causes", "operators", "modules", "kernels", "data loading", "nodes and times", "dependencies",
-    "graph nodes", "graph edges", "critical path", "re-timing without residuals",
+    "graph nodes", "graph edges", "critical path", "re-timing", "re-timing without residuals",
 ))  # fmt: skip
 
 
