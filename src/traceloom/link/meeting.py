@@ -105,13 +105,16 @@ def _meetings(parts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """When the unrecorded peers must have come: the end, less the shortest time that such an operation took.
+    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone.
 
-    "Such" is the same kind, size, group size (and name, where the size is unknown).
+    That is the lower quartile of what such operations took after the last recorded part came: some of them waited for
+    nobody. The shortest one would take every jitter of the transfer for waiting. "Such" is the same kind, size, group
+    size (and name, where the size is unknown).
     """
     alike = ["kind", "in_bytes", "group_size", "name"]
-    shortest = parts.group_by(alike).agg((pl.col("to") - pl.max_horizontal("from", "start")).min().alias("transfer"))
-    timed = arrivals.join(shortest, on=alike, how="left", nulls_equal=True, maintain_order="left")
+    took = pl.col("to") - pl.max_horizontal("from", "start")
+    usual = parts.group_by(alike).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"))
+    timed = arrivals.join(usual, on=alike, how="left", nulls_equal=True, maintain_order="left")
     # Never before the last recorded part: what came earlier held nothing back.
     latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
     at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), "start", "latest")
