@@ -22,7 +22,7 @@ from traceloom.read.links import flow_frame, launches, ops, repeats_correlation,
 from traceloom.read.memory import HostEvents, allocation_frame, counter_frame, mark_frame
 from traceloom.read.nesting import Nesting, nest
 from traceloom.read.ondisk import lookup
-from traceloom.read.order import Order, Texts, distinct, nearest, nullable, plain, row_numbers, time_order
+from traceloom.read.order import Order, Texts, chosen, distinct, nearest, nullable, plain, row_numbers, time_order
 from traceloom.read.remarks import remarks
 from traceloom.read.steps import NO_STEP, event_steps, find_steps
 from traceloom.read.transfers import copy_frame, sync_frame
@@ -206,7 +206,7 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
         {
             "event": plain(np.arange(len(made.start), dtype=np.uint32, like=made.start), pl.UInt32),
             "name": made.texts.column(made.name),
-            "category": _CATEGORY_NAMES[pl.Series(made.category)],
+            "category": chosen(_CATEGORY_NAMES, made.category),
             "start_ns": plain(made.start, pl.Int64),
             "duration_ns": plain(made.duration, pl.Int64),
             "nested_end_ns": plain(nesting.nested_end_ns, pl.Int64),

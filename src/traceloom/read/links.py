@@ -12,7 +12,7 @@ from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.read.ondisk import lookup
-from traceloom.read.order import NO_ROW, Order, Texts, nullable, plain, row_numbers
+from traceloom.read.order import NO_ROW, Order, Texts, chosen, nullable, plain, row_numbers
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -101,7 +101,7 @@ def flow_frame(columns: dict[str, Array], texts: Texts, events: tuple[Ints, Arra
     return pl.DataFrame(
         {
             "flow": nullable(columns["flow"][row]),
-            "kind": pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"])[pl.Series(kind[row].astype(np.uint32))],
+            "kind": chosen(pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"]), kind[row]),
             "source": row_numbers(np.where(begins, *ends)),
             "target": row_numbers(np.where(begins, *ends[::-1])),
         },

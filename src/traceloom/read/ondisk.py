@@ -359,6 +359,17 @@ def _cumsum(values: Any, *_: Any, **__: Any) -> Array:
     return result
 
 
+def _bincount(values: Any, weights: None = None, minlength: int = 0) -> Array:
+    if weights is not None:
+        raise TypeError("counts of arrays on disk take no weights")
+    values = _plain(values)
+    most = max(minlength, int(values.max()) + 1 if len(values) else 0)
+    total = np.zeros(most, dtype=np.intp)
+    for piece in pieces(len(values)):  # NumPy would convert all of it first
+        total += np.bincount(values[piece], minlength=most)
+    return total
+
+
 def _isin(element: Any, test_elements: Any, **kwargs: Any) -> Array:
     element = _plain(element)
     result = empty(len(element), np.bool_)
@@ -412,6 +423,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.searchsorted: _searchsorted,
     np.repeat: _repeat,
     np.cumsum: _cumsum,
+    np.bincount: _bincount,
     np.isin: _isin,
     np.sort: _sort,
     np.unique: _unique,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from traceloom.read import mapped
 from traceloom.read.fields import NULL
-from traceloom.read.ondisk import OnDisk
+from traceloom.read.ondisk import OnDisk, pieces
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
@@ -88,6 +88,15 @@ def plain(values: Array, dtype: Any) -> pl.Series:
 def row_numbers(values: Ints) -> pl.Series:
     """A column of event numbers in which -1 is null."""
     return nullable(values, pl.UInt32, NO_ROW)
+
+
+def chosen(values: pl.Series, codes: Array) -> pl.Series:
+    """`values[codes]` in one piece of memory; the numbers are handed over by piece."""
+    if not isinstance(codes, OnDisk):
+        return values[pl.Series(codes.astype(np.uint32))]
+    plain_codes = codes.view(np.ndarray)
+    parts = [values[pl.Series(plain_codes[piece].astype(np.uint32))] for piece in pieces(len(codes))]
+    return pl.concat(parts, rechunk=True)
 
 
 class Texts:

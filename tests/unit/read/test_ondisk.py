@@ -145,6 +145,12 @@ def test_one_number_is_a_number():
     assert int(values[3]) == VALUES[3]
 
 
+def test_values_are_counted_as_in_memory():
+    values = ondisk.stored(VALUES.astype(np.int32))
+    assert np.array_equal(np.bincount(values, minlength=60), np.bincount(VALUES, minlength=60))
+    assert np.bincount(values[:0], minlength=3).tolist() == [0, 0, 0]
+
+
 def test_tables_and_empty_arrays_are_left_to_numpy():
     values = ondisk.stored(VALUES)
     assert np.array_equal(values.reshape(10, 100) + 1, VALUES.reshape(10, 100) + 1)
