@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import traceloom
+from traceloom import files
 from traceloom.anonymize import sources
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.captures import Captures
@@ -307,7 +308,11 @@ def anonymize(
         found.files[0].name = _same_packing(output.name, found.files[0])
     run = Run(found, policy, key, say)
     beside = output.with_name(f"{output.name}.anonymize.json")
-    with Staging(output, single=single, force=force) as stage:
+    staging = Staging(output, single=single, force=force)
+    for path in (beside, mapping):
+        if path is not None:
+            files.check_free(path, force=force)
+    with staging as stage:
         run.write(stage)
         report = run.report()
         if mapping is not None:

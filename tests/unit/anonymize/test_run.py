@@ -261,6 +261,9 @@ def test_an_output_is_replaced_only_by_force_and_only_where_it_is_ours(run: Anon
     with pytest.raises(OutputError, match="is not empty"):
         run(source)
     run(source, force=True)
+    with pytest.raises(OutputError, match="exists already"):
+        run(source, output="new", mapping=source)
+    assert not (tmp_path / "new").exists()
     (tmp_path / "out" / "diary.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"diary\.txt"):
         run(source, force=True)
