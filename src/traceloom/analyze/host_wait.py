@@ -82,30 +82,30 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
     pieces = _observed(trace, tree, waiting, lane, device)
     cause = _cause(trace, tree, pieces)
     rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
-    frame = pl.DataFrame(
+    doing = np.where(pieces.owner >= 0, rows, -1)
+    length = pieces.end - pieces.start
+    kind = pieces.part * len(_CAUSES) + cause
+    order = np.lexsort((-length, kind))  # the longest of each part and cause first
+    ordered = kind[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))
+    part = pieces.part[order[first]]
+    sure = ~pieces.other & (cause != _UNOBSERVED)
+    return pl.DataFrame(
         {
-            "part": pieces.part,
-            "cause": cause,
-            "start_ns": pieces.start,
-            "ns": pieces.end - pieces.start,
-            "sure": ~pieces.other & (cause != _UNOBSERVED),
-            "activity": np.where(pieces.owner >= 0, rows, -1),
+            "gap": waiting.gap[part],
+            "step_row": waiting.step_row[part],
+            "start_ns": _by_group(np.minimum, pieces.start[order], first),
+            "duration_ns": _by_group(np.add, length[order], first),
+            "cause": cause[order[first]],
+            "sure": _by_group(np.logical_and, sure[order], first),
+            "activity": doing[order[first]],
         }
     )
-    summed = (
-        frame.lazy()
-        .sort("ns", descending=True, maintain_order=True)
-        .group_by("part", "cause")
-        .agg(
-            pl.col("start_ns").min(),
-            pl.col("ns").sum().alias("duration_ns"),
-            pl.col("sure").all(),
-            pl.col("activity").first(),
-        )
-        .collect()
-    )
-    part = summed["part"].to_numpy()
-    return summed.with_columns(pl.Series("gap", waiting.gap[part]), pl.Series("step_row", waiting.step_row[part]))
+
+
+def _by_group(operation: np.ufunc, values: np.ndarray, first: Ints) -> np.ndarray:
+    """The values from each `first` to the next made one."""
+    return operation.reduceat(values, first) if first.size else values
 
 
 def _observed(trace: Trace, tree: Forest, waiting: Stretches, lane: Ints, device: Ints) -> _Pieces:
