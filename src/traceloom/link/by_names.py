@@ -139,8 +139,15 @@ def _times(lane: Line, at: Ints) -> Ints:
     return lane.order[np.clip(at, 0, lane.size - 1)]
 
 
-def pairs(fitted: Fit, iteration: int = 0) -> tuple[Ints, Ints]:
-    """Rows of host ops and of events that belong together, in one of the iterations that fit."""
+def pairs(fitted: Fit, iteration: int = 0, *, shifted: bool = True) -> tuple[Ints, Ints]:
+    """Rows of host ops and of events that belong together, in one of the iterations that fit.
+
+    Args:
+        fitted: Lanes of the threads.
+        iteration: Which of those that fit.
+        shifted: Trust that most ops stand as far apart in both as the place says. Where a short pattern repeats and ops
+            are missing, that pairs repetitions wrongly.
+    """
     mine, theirs = [], []
     for one in fitted.placed:
         start = int(one.start[iteration])
@@ -149,7 +156,8 @@ def pairs(fitted: Fit, iteration: int = 0) -> tuple[Ints, Ints]:
         else:
             low = max(0, start - one.slack)
             high = min(one.lane.size, start + one.line.size + 2 * one.slack)
-            left, right = align(one.line.names, hashes(one.lane.names.tokens[low:high]), start - low)
+            shift = start - low if shifted else None
+            left, right = align(one.line.names, hashes(one.lane.names.tokens[low:high]), shift)
             right = right + low
         mine.append(one.line.row[left])
         theirs.append(one.lane.row[right])

@@ -210,6 +210,8 @@ def _by_names(both: _Both) -> Matching:
             break
         row, event = max((row, event), by_names.pairs(fitted, iteration), key=lambda found: found[0].size)
     if row.size < LEAST * both.ops:
+        row, event = max((row, event), by_names.pairs(fitted, shifted=False), key=lambda found: found[0].size)
+    if row.size < LEAST * both.ops:
         raise _mismatch(both, row.size, "are found in the same order")
     outcome = _outcomes(both, ms.NO_PLACE)
     outcome[both.op & ~known] = ms.OUTCOMES.index(ms.NO_NAME)

@@ -8,7 +8,7 @@ import polars as pl
 
 from traceloom.read.damage import Damage
 from traceloom.read.host_nodes import decode, loose_frame
-from traceloom.read.repair import MALFORMED, byte_of, mended
+from traceloom.read.repair import MALFORMED, good_before, mended, spans_between
 
 # Between two nodes. An attribute begins with its name too, but a type or a value follows there.
 _STARTS = (
@@ -36,7 +36,7 @@ def recover(text: bytes, base: int, damage: Damage, *, nested: bool, cut: bool) 
         nested: The layout to expect.
         cut: The text ends here although the list does not: the last node may be cut, and is not repaired.
     """
-    spans = _spans(text)
+    spans = spans_between(_BETWEEN_OR_CUT, text)
     frames: list[pl.DataFrame] = []
     at, window = 0, len(spans)
     while at < len(spans):
@@ -46,7 +46,7 @@ def recover(text: bytes, base: int, damage: Damage, *, nested: bool, cut: bool) 
             frame, odd, lost = decode(stretch, nested=nested)
         except MALFORMED as error:
             if upto - at > 1:
-                window = _good_before(error, spans, at, upto)
+                window = good_before(error, spans, at, upto)
                 continue
             at = _one(text, spans, at, base, damage, frames, nested=nested, cut=cut)
             window = 1
@@ -63,25 +63,6 @@ def tell(damage: Damage, where: str, odd: int, lost: int) -> None:
         damage.note("odd-values", where, odd)
     if lost:
         damage.note("lost-events", where, lost)
-
-
-def _spans(text: bytes) -> list[tuple[int, int]]:
-    spans, start = [], 0
-    for match in _BETWEEN_OR_CUT.finditer(text):
-        spans.append((start, match.start() + 1))
-        start = match.end()
-    spans.append((start, len(text)))
-    return spans
-
-
-def _good_before(error: Exception, spans: list[tuple[int, int]], at: int, upto: int) -> int:
-    """How many pieces to try next: those before the fault, or half where its place is unknown."""
-    byte = byte_of(error)
-    if byte is None:
-        return max(1, (upto - at) // 2)
-    place = spans[at][0] + byte - 1
-    good = sum(1 for _, end in spans[at:upto] if end < place)
-    return max(1, min(good, (upto - at) - 1))
 
 
 def _one(  # noqa: PLR0917

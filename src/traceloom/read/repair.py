@@ -90,7 +90,7 @@ def recover(text: bytes, base: int, damage: Damage, *, cut: bool) -> Recovered:
         damage: Told what was repaired and what was lost.
         cut: The text ends here although the list does not: the last entry may be cut, and is not repaired.
     """
-    spans = _spans(text)
+    spans = spans_between(BETWEEN, text)
     out = Recovered()
     at, window = 0, len(spans)
     while at < len(spans):
@@ -100,7 +100,7 @@ def recover(text: bytes, base: int, damage: Damage, *, cut: bool) -> Recovered:
             entries, odd = decode_loosely(b"[" + stretch + b"]")
         except MALFORMED as error:
             if upto - at > 1:
-                window = _good_before(error, spans, at, upto)
+                window = good_before(error, spans, at, upto)
                 continue
             at = _one(text, spans, at, base, damage, out, cut=cut)
             window = 1
@@ -112,17 +112,17 @@ def recover(text: bytes, base: int, damage: Damage, *, cut: bool) -> Recovered:
     return out
 
 
-def _spans(text: bytes) -> list[tuple[int, int]]:
-    """Where each piece between two boundaries begins and ends."""
+def spans_between(boundary: re.Pattern[bytes], text: bytes) -> list[tuple[int, int]]:
+    """Where each piece between two boundaries begins and ends; a boundary begins with the bracket of the piece."""
     spans, start = [], 0
-    for match in BETWEEN.finditer(text):
+    for match in boundary.finditer(text):
         spans.append((start, match.start() + 1))
         start = match.end()
     spans.append((start, len(text)))
     return spans
 
 
-def _good_before(error: Exception, spans: list[tuple[int, int]], at: int, upto: int) -> int:
+def good_before(error: Exception, spans: list[tuple[int, int]], at: int, upto: int) -> int:
     """How many pieces to try next: those before the fault, or half where its place is unknown."""
     byte = byte_of(error)
     if byte is None:
