@@ -33,6 +33,7 @@ EXPECTED = {
     "pg_name": "string_val",
     "involved_dim": "bool_list",
 }
+SEQUENCE = "comm_seq"  # number of a collective in its group, as recorded; ours, so that nobody expects it
 ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
 NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
 KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
@@ -60,7 +61,7 @@ class NodeTable:
     Attributes:
         path: Where it was read from.
         nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
-            attribute of `NUMBERS` and `pg_name`: its value, null where it is absent or no whole number (no text).
+            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number (no text).
         odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
             holds it), `again` (whether the node has had it before).
         data: Data dependencies.
@@ -91,7 +92,7 @@ def read_table(path: str | Path) -> NodeTable:
     """
     with EtReader(path) as reader:
         damage: list[Notice] = []
-        parts = list(_columns(reader, Decoder([*EXPECTED, ADDED], str(path)), damage))
+        parts = list(_columns(reader, Decoder([*EXPECTED, SEQUENCE, ADDED], str(path)), damage))
         first = np.cumsum([0, *(len(part.nodes) for part in parts)]).tolist()
         data, control, added = (_joined([part.dependencies[kind] for part in parts], first) for kind in range(3))
         return NodeTable(
@@ -153,7 +154,7 @@ def _part(columns: NodeColumns) -> _Part:
             "type": columns.type.astype(np.int32),
             "start_us": columns.start_us.view(np.uint64),
             "duration_us": columns.duration_us.view(np.uint64),
-            **{name: columns.numbers(name) for name in NUMBERS},
+            **{name: columns.numbers(name) for name in (*NUMBERS, SEQUENCE)},
             "pg_name": columns.strings("pg_name"),
         },
         schema_overrides={"name": pl.String},
@@ -190,7 +191,7 @@ _NO_NODES = pl.DataFrame(
         "type": pl.Int32,
         "start_us": pl.UInt64,
         "duration_us": pl.UInt64,
-        **{name: pl.Boolean if name == "is_cpu_op" else pl.Int64 for name in NUMBERS},
+        **{name: pl.Boolean if name == "is_cpu_op" else pl.Int64 for name in (*NUMBERS, SEQUENCE)},
         "pg_name": pl.String,
     }
 )

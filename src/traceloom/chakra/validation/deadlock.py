@@ -36,7 +36,7 @@ def check_deadlock(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joine
     """
     if joined.meetings.is_empty() and joined.messages.is_empty():
         return
-    job = _job(parts, dependencies, joined)
+    job = _job(parts, dependencies, joined, as_recorded=findings.target == "chakra")
     rings = _rings(job)
     if rings:
         _report(parts, job, rings, findings)
@@ -45,7 +45,7 @@ def check_deadlock(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joine
     _report(parts, job, _rings(job), findings)
 
 
-def _job(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: Joined) -> _Job:
+def _job(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: Joined, *, as_recorded: bool) -> _Job:
     sizes = [len(part.table) for part in parts]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     arcs = Arcs(
@@ -64,16 +64,20 @@ def _job(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: Joined)
     lowest = np.full(which.max() + 1 if len(which) else 0, first[-1], dtype=np.int64)
     np.minimum.at(lowest, which, number)
     meets[number] = lowest[which]
-    return _Job(first, int(first[-1]), meets, arcs, _queue(parts, first))
+    return _Job(first, int(first[-1]), meets, arcs, _queue(parts, first, as_recorded=as_recorded))
 
 
-def _queue(parts: Sequence[Ordered], first: Ints) -> Arcs:
-    """From each collective or send of a rank to the next one that it issues."""
+def _queue(parts: Sequence[Ordered], first: Ints, *, as_recorded: bool) -> Arcs:
+    """From each collective or send of a rank to the next one that it issues.
+
+    Where the files hold when each began, that is their order for those who take it `as_recorded`.
+    """
     sources, targets = [], []
     for number, part in enumerate(parts):
         rows = rows_of(part.table, COLLECTIVE, SEND)
         rows = rows[part.position[rows] >= 0]
-        rows = rows[np.argsort(part.position[rows])] + first[number]
+        began = part.table.nodes["start_us"].to_numpy()[rows] if as_recorded else np.zeros(len(rows), np.uint64)
+        rows = rows[np.lexsort((part.position[rows], began))] + first[number]
         sources.append(rows[:-1])
         targets.append(rows[1:])
     return Arcs(np.concatenate(sources), np.concatenate(targets))

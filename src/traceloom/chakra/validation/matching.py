@@ -16,7 +16,6 @@ from traceloom.chakra.validation.nodes import ids, label
 from traceloom.chakra.validation.problem import Findings, Severity
 from traceloom.chakra.validation.waiting import Ints, Settled
 from traceloom.chakra.workload import Workload
-from traceloom.model import units
 
 _NONE = -1  # no type, no size
 # Operations that move different amounts on different ranks, where the program asks for that.
@@ -77,13 +76,21 @@ class _Sequence:
     rows: Ints
     kinds: Ints
     sizes: Ints
+    numbers: Ints | None  # of the operations in the group, where each has one of its own
+
+    def by_number(self) -> _Sequence:
+        """The same in the order of the numbers."""
+        if self.numbers is None:
+            return self
+        order = np.argsort(self.numbers)
+        return _Sequence(self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order])
 
 
 def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> pl.DataFrame:
     by_group: dict[str, list[_Sequence]] = {}
     for number, part in enumerate(parts):
         nodes = (
-            part.table.nodes.select("type", "comm_type", "comm_size", "pg_name")
+            part.table.nodes.select("type", "comm_type", "comm_size", "comm_seq", "pg_name")
             .with_columns(pl.Series("position", part.position))
             .with_row_index("row")
             .filter((pl.col("type") == COLLECTIVE) & (pl.col("position") >= 0))
@@ -97,13 +104,21 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
                     rows["row"].to_numpy().astype(np.int64),
                     rows["comm_type"].to_numpy(),
                     rows["comm_size"].to_numpy(),
+                    rows["comm_seq"].to_numpy() if _numbered(rows["comm_seq"]) else None,
                 )
             )
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
-    for name, sequences in sorted(by_group.items()):
+    for name, issued in sorted(by_group.items()):
+        # What was recorded knows which operation is which, however its threads and streams stand in the files.
+        known = all(sequence.numbers is not None for sequence in issued)
+        sequences = [sequence.by_number() for sequence in issued] if known else issued
         if _fits(workload, parts, name, sequences, findings):
             frames += _meetings(sequences)
     return pl.concat(frames)
+
+
+def _numbered(numbers: pl.Series) -> bool:
+    return not numbers.has_nulls() and numbers.n_unique() == len(numbers)
 
 
 def _meetings(sequences: Sequence[_Sequence]) -> list[pl.DataFrame]:
@@ -198,7 +213,7 @@ def _report(pair: _Pair, rule: str, at: Ints, findings: Findings) -> None:
 
 def _what(sequence: _Sequence, k: int) -> str:
     kind, size = int(sequence.kinds[k]), int(sequence.sizes[k])
-    return kind_name(None if kind == _NONE else kind) + ("" if size == _NONE else f" of {units.count(size)} bytes")
+    return kind_name(None if kind == _NONE else kind) + ("" if size == _NONE else f" of {size:,} bytes")
 
 
 def _group(name: str) -> str:
@@ -262,9 +277,9 @@ def _compare_sizes(parts: Sequence[Ordered], both: pl.DataFrame, findings: Findi
             (
                 part.table.nodes["id"][row["row"]],
                 (
-                    f"{label(part.table, row['row'])} of rank {part.rank} sends {units.count(row['size'])} bytes, "
+                    f"{label(part.table, row['row'])} of rank {part.rank} sends {row['size']:,} bytes, "
                     f"{label(parts[row['file_right']].table, row['row_right'])} of rank {row['target']} takes "
-                    f"{units.count(row['size_right'])}"
+                    f"{row['size_right']:,}"
                 ),
             )
             for row in rows.iter_rows(named=True)
