@@ -170,6 +170,8 @@ class Names:
         shown = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
         template = next((template for mark, template in _NAMED if mark.search(name)), "{}")
         shown = template.format(shown)
+        if name.startswith("[") and not shown.startswith("["):
+            shown = f"[{shown}]"
         return shown + "".join(
             f" ({word})" for pattern, word in _WORDS if pattern.search(name) and not pattern.search(shown)
         )
