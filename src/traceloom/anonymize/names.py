@@ -30,10 +30,11 @@ LOADING = re.compile(SPAN)
 _KNOWN_KINDS = sections()["kinds"]
 # What PyTorch itself calls the operations, beside the kinds.
 OPERATIONS = sections()["operations"]
+_LOADER_ITERATOR = "_BaseDataLoaderIter"  # wherever it stands, time goes into loading
 _NAMED = (  # a mark at the front of a name, and what it becomes; the first that fits
     (re.compile(r"^enumerate\(DataLoader\)#"), "enumerate(DataLoader)#{}"),
     (re.compile(SPAN), "enumerate(SomeDataLoader)#{}"),
-    (re.compile(r"_BaseDataLoaderIter"), "_BaseDataLoaderIter {}"),
+    (re.compile(_LOADER_ITERATOR), _LOADER_ITERATOR + " {}"),
     (re.compile(r"^autograd::engine::"), "autograd::engine::{}"),
     (re.compile(r"^Optimizer\.step#"), "Optimizer.step#{}"),
     (re.compile(r"^Optimizer\.zero_grad#"), "Optimizer.zero_grad#{}"),
@@ -188,7 +189,8 @@ class Names:
         plain, kind = operation.split(" ", 1)[0], kind_of(operation)
         if plain not in OPERATIONS or kind_of(plain) != kind:
             plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
-        return f"{backend}:{plain}{told}"
+        loads = f" {_LOADER_ITERATOR}" if _LOADER_ITERATOR in operation else ""
+        return f"{backend}:{plain}{told}{loads}"
 
     def _module(self, name: str) -> str:
         match = _MODULE.fullmatch(name)
