@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
 
 from traceloom.cli import main
@@ -16,6 +17,10 @@ def console() -> int:
     The garbage collector is tuned here, and not in `main`, which others call from processes of their own.
     """
     gc.set_threshold(_ALLOCATIONS)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A letter that the terminal's encoding lacks, or a file name that is no text, is spelled, not a failure.
+            stream.reconfigure(errors="backslashreplace")
     try:
         return main()
     finally:

@@ -61,7 +61,7 @@ class NodeTable:
     Attributes:
         path: Where it was read from.
         nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
-            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number (no text).
+            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number.
         odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
             holds it), `again` (whether the node has had it before).
         data: Data dependencies.

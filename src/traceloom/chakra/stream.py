@@ -24,11 +24,15 @@ _FIRST_FIELD_VARINT = b"\x08"  # how a node's message begins that has an id
 _OTHER_KINDS = {
     b"{": "JSON",
     b"[": "JSON",
-    b"PK\x03\x04": "a zip archive",
+    b"PK\x03\x04": "a graph or another zip archive",
     b"\x7fELF": "a program",
     b"PAR1": "Parquet",
     b"%PDF": "PDF",
     b"\x89PNG": "an image",
+}
+_HINTS = {
+    "JSON": "traceloom convert makes .et of Chakra nodes in JSON, traceloom link of traces of a profiler",
+    "a graph or another zip archive": "traceloom convert makes .et of a graph, where its name ends in .graph",
 }
 
 
@@ -169,7 +173,8 @@ class EtReader:
         if not head and not self._pieces.fault:
             return InputError("the file is empty", slug="empty-file", where=where)
         if kind:
-            return InputError(f"this is {kind}, not a Chakra trace", slug="not-chakra", where=where)
+            said = f"this is {kind}, not a Chakra trace in binary form"
+            return InputError(said, slug="not-chakra", where=where, hint=_HINTS.get(kind, ""))
         if error is not None and error.slug == "gzip-bomb":
             return error
         if error is None and (self._cut.there or self._pieces.fault):

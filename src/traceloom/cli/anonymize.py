@@ -97,7 +97,8 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     report = outcome.report
     entries = sum(one.get("entries_in", 0) for one in report["files"])
     kept = sum(one.get("entries_out", 0) for one in report["files"])
-    yield f"{len(report['files'])} files, {entries:,} entries read, {kept:,} written"
+    files = len(report["files"])
+    yield f"{files} file{'' if files == 1 else 's'}, {entries:,} entries read, {kept:,} written"
     yield from _dropped(report)
     yield from _utility(report["utility"])
     yield from _leaks(report["leaks"])
@@ -132,7 +133,7 @@ def _utility(entries: list[dict[str, Any]]) -> Iterator[str]:
         worst = max((part["verdict"] for part in several), key=("equal", "rounded", "given up", "changed").index)
         off = max(part["largest_difference"] for part in several)
         said = "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
-        yield f"  {worst:<8} {name}: {figures:,} figures{said}"
+        yield f"  {worst:<8} {name}: {figures:,} figure{'' if figures == 1 else 's'}{said}"
     fresh = sorted({slug for entry in entries for slug in entry.get("new_notices", [])})
     if fresh:
         yield f"  new notices of the reader: {', '.join(fresh)}"

@@ -139,7 +139,7 @@ def _show(args: argparse.Namespace, linked: Linked, law: Any) -> None:
 
     document = graph_document.build(linked.graph, law)
     if args.json:
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
     elif not args.quiet:
         from traceloom.report import terminal
 

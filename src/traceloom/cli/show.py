@@ -50,10 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def _whole(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"`{text}` is below 0")
-    return number
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"`{text}` is no whole number from 0 on")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

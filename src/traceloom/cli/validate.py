@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(verdict.to_dict()), indent=1) + b"\n")
     else:
         for line in _lines(verdict, quiet=args.quiet):
-            print(line)
+            print(_spelled(line))
     broken = verdict.errors + (verdict.warnings if args.strict else 0)
     if broken:
         raise CheckError(
@@ -129,6 +129,15 @@ def _shown(path: Path, files: int) -> str:
 
 def _s(count: int) -> str:
     return "" if count == 1 else "s"
+
+
+def _spelled(line: str) -> str:
+    """The line in letters that the output knows."""
+    if (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
+        return line
+    from traceloom.report.terminal.look import ASCII
+
+    return line.translate(ASCII)
 
 
 def _harmless(text: str) -> str:

@@ -183,7 +183,8 @@ def _paired(ranks: dict[int, Peek], hosts: list[HostPeek], notices: list[Notice]
         # Whether they belong together is seen when they are matched.
         pairs[free[0]] = left.pop()
     if left:
-        said = f"no device trace goes with {len(left)} host traces: {_listed(one.source.path for one in left)}"
+        some = "1 host trace" if len(left) == 1 else f"{len(left)} host traces"
+        said = f"no device trace goes with {some}: {_listed(one.source.path for one in left)}"
         notices.append(Notice("unpaired-host-trace", "warning", said, len(left), where=str(left[0].source.path)))
     return {rank: host.source for rank, host in pairs.items()}
 

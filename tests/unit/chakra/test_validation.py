@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -389,7 +392,28 @@ class TestCommand:
     def test_another_kind_of_file_is_refused_in_a_sentence(self, tmp_path: Path, capsys) -> None:
         (tmp_path / "w.0.et").write_text('{"traceEvents": []}')
         assert main(["validate", str(tmp_path)]) == 3
-        assert "this is JSON, not a Chakra trace" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "this is JSON, not a Chakra trace in binary form" in said
+        assert "traceloom convert makes .et of Chakra nodes in JSON" in said
+
+    def test_a_graph_is_named_with_what_to_do_with_it(self, tmp_path: Path, capsys) -> None:
+        path = tmp_path / "job.graph"
+        path.write_bytes(b"PK\x03\x04 and more")
+        assert main(["validate", str(path)]) == 3
+        assert "traceloom convert makes .et of a graph" in capsys.readouterr().err
+
+    def test_an_output_without_unicode_gets_other_signs(self, tmp_path: Path) -> None:
+        write_set(tmp_path, [node(1, deps=[7], name="größe")])
+        done = subprocess.run(
+            [sys.executable, "-m", "traceloom", "validate", str(tmp_path)],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 5, done.stderr
+        assert done.stdout.startswith("x dangling-dependency")
+        assert "gr\\xf6\\xdfe" in done.stdout
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:

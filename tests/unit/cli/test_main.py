@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,18 @@ def test_the_process_ends_with_the_exit_code_and_has_said_all(arguments: list[st
     done = subprocess.run([sys.executable, "-m", "traceloom", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert (done.stdout if code == 0 else done.stderr).endswith("\n")
+
+
+def test_a_name_that_the_output_cannot_spell_is_spelled_in_escapes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "traceloom", "generate", "collective", "-o", str(tmp_path / "größe")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gr\\xf6\\xdfe" in done.stdout
 
 
 def test_only_the_process_of_the_command_tunes_the_garbage_collector(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,8 @@ def _head(summary: Row, width: int) -> Iterator[Text]:
     said = " · ".join(facts)
     yield Text.assemble((short(summary["name"], max(width - len(said) - 3, 16)), "bold"), (f"  {said}", DIM))
     first, last = summary["first_nodes"], summary["last_nodes"]
-    said = f"{units.count(first)} nodes wait for nothing, for {units.count(last)} nothing waits"
+    said = f"{units.count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
+    said += f"nothing waits for {units.count(last)}"
     said += f"; {units.count(summary['dangling'])} dependencies lead nowhere" if summary["dangling"] else ""
     yield Text(" " + said, DIM)
 
