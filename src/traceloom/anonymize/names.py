@@ -34,7 +34,6 @@ _LOADER_ITERATOR = "_BaseDataLoaderIter"  # wherever it stands, time goes into l
 _NAMED = (  # a mark at the front of a name, and what it becomes; the first that fits
     (re.compile(r"^enumerate\(DataLoader\)#"), "enumerate(DataLoader)#{}"),
     (re.compile(SPAN), "enumerate(SomeDataLoader)#{}"),
-    (re.compile(_LOADER_ITERATOR), _LOADER_ITERATOR + " {}"),
     (re.compile(r"^autograd::engine::"), "autograd::engine::{}"),
     (re.compile(r"^Optimizer\.step#"), "Optimizer.step#{}"),
     (re.compile(r"^Optimizer\.zero_grad#"), "Optimizer.zero_grad#{}"),
@@ -141,7 +140,12 @@ class Names:
 
     def host(self, name: str) -> str:
         """An operator or annotation; the same in host traces and device traces."""
-        return self.shown("host", name, self._host)
+        return self.shown("host", name, self._host_or_loader)
+
+    def _host_or_loader(self, name: str) -> str:
+        shown = self._host(name)
+        loads = _LOADER_ITERATOR in name and _LOADER_ITERATOR not in shown
+        return f"{shown} {_LOADER_ITERATOR}" if loads else shown
 
     def _host(self, name: str) -> str:
         if self._policy.public_names == KEEP and name in host_names():
@@ -189,8 +193,7 @@ class Names:
         plain, kind = operation.split(" ", 1)[0], kind_of(operation)
         if plain not in OPERATIONS or kind_of(plain) != kind:
             plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
-        loads = f" {_LOADER_ITERATOR}" if _LOADER_ITERATOR in operation else ""
-        return f"{backend}:{plain}{told}{loads}"
+        return f"{backend}:{plain}{told}"
 
     def _module(self, name: str) -> str:
         match = _MODULE.fullmatch(name)
