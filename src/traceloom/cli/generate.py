@@ -77,14 +77,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
-    return number
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above 0")
+    return int(text)
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
     return number

@@ -71,10 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
-    return number
+    return int(text)
 
 
 def _ranks(text: str) -> tuple[int, ...]:

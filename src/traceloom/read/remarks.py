@@ -36,7 +36,11 @@ def remarks(
         said = f"longer than a day, kept as recorded, so that times that hold them are wrong: {_events(absurd)}"
         out.append(Notice("absurd-duration", "warning", said, absurd))
     if orphans:
-        said = f"{orphans:,} of {work:,} GPU events have no launch in the trace (submitted before the recording began)"
+        have = "has" if orphans == 1 else "have"
+        said = (
+            f"{orphans:,} of {work:,} GPU events {have} no launch in the trace "
+            "(submitted before the recording began, or the call was not recorded)"
+        )
         out.append(Notice("orphan-work", "info", said, orphans))
     clipped = len(nesting.clipped)
     if clipped:

@@ -162,6 +162,24 @@ def test_a_name_that_the_output_cannot_spell_is_spelled_in_escapes(tmp_path: Pat
     assert "gr\\xf6\\xdfe" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "pipeline", "-o", "there", "--ranks", "x"],
+        ["generate", "transformer", "-o", "there", "--tflops", "x"],
+        ["report", "trace.json", "--top", "x"],
+        ["show", "a.et", "--node", "x"],
+    ],
+)
+def test_a_number_that_is_none_is_named_without_words_of_the_program(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "`x` is " in said
+    assert "invalid _" not in said
+
+
 def test_only_the_process_of_the_command_tunes_the_garbage_collector(capsys: pytest.CaptureFixture[str]) -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     main(["--version"])

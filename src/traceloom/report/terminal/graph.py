@@ -191,7 +191,8 @@ def _clocks(document: Row, width: int) -> Iterator[Text]:
 
 
 def _delays(document: Row, width: int) -> Iterator[Text]:
-    found = sorted(document["delays"], key=lambda row: -row["count"])[:10]
+    used = [row for row in document["delays"] if row["count"]]
+    found = sorted(used, key=lambda row: -row["count"])[:10]
     if not found:
         return
     yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
