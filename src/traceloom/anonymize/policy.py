@@ -91,7 +91,8 @@ def read_policy(path: Path | None) -> Policy:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"the policy cannot be read: {error}", slug="bad-policy", where=str(path)) from error
+        reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+        raise InputError(f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)) from error
     return _policy(document, str(path))
 
 

@@ -301,13 +301,13 @@ def _say_missing(out: Inputs, world: int) -> None:
     absent = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
     if absent and len(have) > 0 and world > 1:
         said = (
-            f"{len(absent)} of {world} ranks are missing ({_numbers(absent)}); when they arrive at collectives is "
-            "assumed"
+            f"{len(absent)} of {world} ranks {'are' if len(absent) > 1 else 'is'} missing ({_numbers(absent)}); "
+            f"when {'they arrive' if len(absent) > 1 else 'it arrives'} at collectives is assumed"
         )
         out.notices.append(Notice("missing-ranks", "warning", said, len(absent)))
     alone = [one.rank for one in out.ranks if one.host is None]
     if alone:
-        whose = "" if len(out.ranks) == 1 else f" for ranks {_numbers(alone)}"
+        whose = "" if len(out.ranks) == 1 else f" for rank{'s' if len(alone) > 1 else ''} {_numbers(alone)}"
         said = f"there is no host trace{whose}: ops have no tensors, and data edges are missing"
         out.notices.append(Notice("no-host-trace", "info", said, len(alone)))
 

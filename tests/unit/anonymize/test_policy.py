@@ -50,6 +50,12 @@ def test_a_policy_that_cannot_be_right_is_refused(tmp_path: Path, text: str, sai
     assert caught.value.slug == "bad-policy"
 
 
+def test_a_policy_that_is_not_there_is_refused_plainly(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read_policy(tmp_path / "no.toml")
+    assert caught.value.message == "the policy cannot be read: no such file or directory"
+
+
 def test_every_choice_is_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for key, choices in CHOICES.items():

@@ -84,6 +84,19 @@ def test_device_traces_alone_are_enough_and_it_is_said(tmp_path):
     assert load_ranks(tmp_path / "trace.json", cache=False).ranks[0].matching is None
 
 
+def test_one_rank_is_spoken_of_as_one(tmp_path):
+    for rank in range(2):
+        device(tmp_path, f"rank{rank}.kineto.json", rank=rank, process=30 + rank, world=3)
+    host(tmp_path, "rank0.host.json", process=30)
+    said = {notice.slug: notice.message for notice in find_inputs(tmp_path).notices}
+    assert said["missing-ranks"] == "1 of 3 ranks is missing (2); when it arrives at collectives is assumed"
+    assert said["no-host-trace"].startswith("there is no host trace for rank 1: ")
+    host(tmp_path, "rank1.host.json", process=31)
+    host(tmp_path, "rank7.host.json", process=99)
+    said = {notice.slug: notice.message for notice in find_inputs(tmp_path).notices}
+    assert said["unpaired-host-trace"].startswith("no device trace goes with 1 host trace: ")
+
+
 def test_host_traces_of_nobody_are_left_out_and_said(tmp_path):
     for rank in range(2):
         device(tmp_path, f"rank{rank}.kineto.json", rank=rank, process=30 + rank, world=2)
