@@ -87,8 +87,9 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     call[wrong], called[wrong] = -1, BEFORE
     orphans = np.full(row.size, -1)
     lost = call < 0
-    orphans[lost] = np.where(work["correlation"].is_null().to_numpy()[lost], 1, 2)
-    orphans[lost & _first_of_stream(work["lane"].to_numpy(), start, lost)] = 0
+    unnumbered = work["correlation"].is_null().to_numpy()
+    orphans[lost] = np.where(unnumbered[lost], 1, 2)
+    orphans[lost & ~unnumbered & _first_of_stream(work["lane"].to_numpy(), start, lost)] = 0
     orphans[wrong] = 3
     op = _named_op(trace, tree, row, start, lost)
     orphans[op >= 0] = BY_OP

@@ -71,6 +71,12 @@ def test_work_from_before_the_window_is_counted_and_ordered_by_its_stream_alone(
     assert dict(rows) == {"attached by correlation": 1, "orphan: its launch lies before the window": 2}
 
 
+def test_work_without_a_number_is_not_said_to_lie_before_the_window() -> None:
+    built = TraceBuilder().op("aten::mm", 0, 20).launch("cudaLaunchKernel", 5, 4, correlation=50).kernel("gemm", 30, 10)
+    rows = link_rank(built.build()).coverage.filter(pl.col("subject") == "gpu-work").select("outcome", "count").rows()
+    assert rows == [("orphan: it has no correlation", 1)]
+
+
 def test_where_no_calls_are_recorded_the_op_that_the_file_names_submitted_the_work() -> None:
     built = TraceBuilder(generation="2024").op("aten::mm", 0, 20, external_id=77)
     built.kernel("gemm", 30, 10, correlation=5, **{"External id": 77})
