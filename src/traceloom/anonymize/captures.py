@@ -13,6 +13,7 @@ from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import KEEP, Policy
 from traceloom.anonymize.public import is_type
 from traceloom.anonymize.shapes import Shapes
+from traceloom.model.graph import STAGES
 
 Rule = Callable[[Any], Any]
 _STATES = frozenset(("recorded", "graph", "early", "disturbed", "unrecorded"))
@@ -66,6 +67,7 @@ class Captures:
             "format": "traceloom-capture",
             "version": 1,
             "traceloom": self._metadata.version(document.get("traceloom")),
+            "stage": stage if (stage := document.get("stage")) in STAGES else None,
             "run": self._by(document.get("run"), timed, "run"),
             "ranks": [self._rank(entry) for entry in _listed(ranks) if isinstance(entry, dict)],
         }

@@ -17,6 +17,7 @@ from traceloom.capture.writing import NOTES, write_json
 
 FORMAT = "traceloom-capture"
 VERSION = 1
+STAGE = "profiled"  # as Chakra tells graphs apart: executed on a platform; not the model as written, nor as compiled
 NAME = "capture.json"
 _PART = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
 _OURS = re.compile(
@@ -52,6 +53,7 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
             "format": FORMAT,
             "version": VERSION,
             "traceloom": traceloom.__version__,
+            "stage": STAGE,
             "run": run,
             "ranks": [json.loads(path.read_text(encoding="utf-8")) for path in before],
         }

@@ -23,7 +23,7 @@ from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, EtWriter, write_with
 from traceloom.errors import InputError, InvariantError, UsageError
 from traceloom.model.concatenation import concatenated
-from traceloom.model.graph import Graph
+from traceloom.model.graph import STAGES, Graph, Stage
 
 GROUPS_FILE = "comm_groups.json"
 FILES_OF_RANKS = ("workload.*.et", "workload.*.et.gz", GROUPS_FILE)
@@ -222,7 +222,14 @@ def _graph(sources: Sequence[_Source], where: str) -> Graph:
             where=where,
             hint="give the files of one job",
         )
-    return concatenated([graph_foreign.graph_of(source.blocks, source.rank, source.where) for source in sources], where)
+    foreign = [graph_foreign.graph_of(source.blocks, source.rank, source.where) for source in sources]
+    return replace(concatenated(foreign, where), stage=_stage(sources))
+
+
+def _stage(sources: Sequence[_Source]) -> Stage:
+    """What the files say of themselves; most writers say nothing, and convert what was recorded."""
+    said = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
+    return next((stage for stage in STAGES if said == {stage}), "profiled")
 
 
 def _ours(sources: Sequence[_Source], where: str) -> Graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -16,6 +16,7 @@ from traceloom.model.points import topological
 
 # As Chakra distinguishes: the model as written; after compilers changed it; as it was executed on a platform.
 Stage = Literal["pre-transformed", "post-transformed", "profiled"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def test_the_parts_of_all_ranks_are_merged_in_order_and_what_is_known_of_the_run
     capture = manifest.merge(tmp_path)
     assert [part["rank"] for part in capture["ranks"]] == [0, 2, 10]
     assert (capture["format"], capture["version"], capture["run"]) == ("traceloom-capture", 1, {"command": ["a"]})
+    assert capture["stage"] == "profiled"
     assert json.loads((tmp_path / "capture.json").read_text()) == capture
 
 

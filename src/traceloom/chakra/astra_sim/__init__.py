@@ -17,7 +17,7 @@ from pathlib import Path
 
 from traceloom.chakra.astra_sim.layout import lay_out
 from traceloom.chakra.plain import PlainNodes, plain_metadata, write_plain
-from traceloom.model.graph import Graph
+from traceloom.model.graph import Graph, Stage
 from traceloom.model.notice import Notice
 
 SCHEMA = "traceloom-astra-sim"
@@ -32,12 +32,14 @@ class AstraSim:
         files: The nodes of each file.
         groups: Members of the groups that are not all ranks, by number.
         notices: What was changed or left out, counted.
+        stage: Which of Chakra's kinds of graph it was made of.
     """
 
     ranks: tuple[int, ...]
     files: tuple[PlainNodes, ...]
     groups: dict[str, list[int]]
     notices: tuple[Notice, ...]
+    stage: Stage = "profiled"
 
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
         """Write all files, or nothing.
@@ -47,7 +49,7 @@ class AstraSim:
         """
         notices = json.dumps([notice.to_dict() for notice in self.notices])
         parts = [
-            (plain_metadata(SCHEMA, {"recorded_rank": rank, "notices": notices}), nodes)
+            (plain_metadata(SCHEMA, {"recorded_rank": rank, "stage": self.stage, "notices": notices}), nodes)
             for rank, nodes in zip(self.ranks, self.files, strict=True)
         ]
         return write_plain(Path(directory), parts, self.groups, force=force)
@@ -63,7 +65,7 @@ def to_astra_sim(graph: Graph, *, gpu_only: bool = False) -> AstraSim:
     """
     ranks = sorted({int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()})
     files, groups, notices = lay_out(graph, ranks, gpu_only=gpu_only)
-    return AstraSim(tuple(ranks), tuple(files), groups, tuple(notices))
+    return AstraSim(tuple(ranks), tuple(files), groups, tuple(notices), graph.stage)
 
 
 __all__: Sequence[str] = ("SCHEMA", "AstraSim", "to_astra_sim")

@@ -12,6 +12,7 @@ from traceloom.chakra.generate.transformer import TransformerOptions, transforme
 from traceloom.chakra.plain import plain_metadata, write_plain
 
 SCHEMA = "traceloom-generated"
+STAGE = "pre-transformed"  # the workload as it is written down; nothing has compiled or run it
 
 __all__ = [
     "ALGORITHMS",
@@ -37,5 +38,8 @@ def write_generated(generated: Generated, directory: str | Path, *, force: bool 
         OutputError: `file-exists`, `cannot-write`.
     """
     known = json.dumps(generated.to_dict())
-    ranks = [(plain_metadata(SCHEMA, {"rank": p.rank, "generated": known}), p.plain()) for p in generated.programs]
+    ranks = [
+        (plain_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": known}), p.plain())
+        for p in generated.programs
+    ]
     return write_plain(Path(directory), ranks, generated.groups, force=force)
