@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -121,9 +121,3 @@ def rank_files(directory: Path) -> list[tuple[int, Path]]:
             hint="name a file",
         )
     return sorted(found.items())
-
-
-def iterate(reader: EtReader | JsonReader) -> Iterator[Node]:
-    """The nodes of a reader, which is closed behind the last one."""
-    with reader:
-        yield from reader

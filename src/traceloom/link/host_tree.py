@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from traceloom.link.calls import POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.read.nesting import nesting_depths
 from traceloom.read.order import nearest
 
 Ints = NDArray[np.int64]
@@ -109,7 +110,7 @@ def host_tree(trace: Trace) -> HostTree:
         start=start,
         end=end,
         parent=above,
-        depth=_depths(above),
+        depth=nesting_depths(above),
         stop=_stops(lane, start, end),
         call=call[row],
         name=name,
@@ -142,18 +143,6 @@ def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
     asked = np.bincount(lane_of[polls], minlength=lanes)
     found: Bools = (asked > _POLLING * count) & (calls == count) & (count > 0)
     return found
-
-
-def _depths(parent: Ints) -> Ints:
-    depth = (parent >= 0).astype(np.int64)
-    pointer = parent.copy()
-    rows = np.flatnonzero(pointer >= 0)
-    while rows.size:
-        target = pointer[rows]
-        depth[rows] += depth[target]
-        pointer[rows] = pointer[target]
-        rows = rows[pointer[rows] >= 0]
-    return depth
 
 
 def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:

@@ -17,6 +17,7 @@ from traceloom.read.damage import Damage
 from traceloom.read.detect import refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
 from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover, whole_events
+from traceloom.read.text_window import TextWindow
 from traceloom.read.times import needs_text
 
 SLICE = 1 << 19
@@ -49,25 +50,20 @@ class Slice:
     base: int
 
 
-class Document:
+class Document(TextWindow):
     """One pass over the text of a Kineto file.
 
     Attributes:
         metadata: Top-level entries other than `traceEvents`, complete after the pass.
-        size: Bytes of text read so far.
         found_events: `traceEvents` was there.
     """
 
     def __init__(self, pieces: Iterator[bytes], damage: Damage, path: str) -> None:
+        super().__init__(pieces)
         self.metadata: dict[str, Any] = {}
-        self.size = 0
         self.found_events = False
-        self._pieces = pieces
         self._damage = damage
         self._path = path
-        self._text = b""  # what is read and not yet used up
-        self._base = 0  # byte of the text at which it begins
-        self._ended = False
         self._exact: bool | None = None
         self._separator = b""
 
@@ -90,27 +86,6 @@ class Document:
             yield from self._top()
         if not self.found_events:
             refuse_by_keys(self.metadata, self._path, done=True)
-
-    # -- text -------------------------------------------------------------------------------------------------
-
-    def _fill(self, wanted: int) -> bool:
-        """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
-        parts, have = [self._text], len(self._text)
-        while have < wanted and not self._ended:
-            piece = next(self._pieces, None)
-            if piece is None:
-                self._ended = True
-                break
-            parts.append(piece)
-            have += len(piece)
-            self.size += len(piece)
-        if len(parts) > 1:
-            self._text = b"".join(parts)
-        return have >= wanted
-
-    def _skip(self, count: int) -> None:
-        self._text = self._text[count:]
-        self._base += count
 
     # -- the top level ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from traceloom.read.detect import refuse_start
 from traceloom.read.host_nodes import decode
 from traceloom.read.host_repair import BETWEEN, recover, tell
 from traceloom.read.repair import MALFORMED, whole_events
+from traceloom.read.text_window import TextWindow
 
 SLICE = 1 << 20
 _MOST_NODE = 1 << 26  # bytes of one node
@@ -27,23 +28,18 @@ _ENVELOPE = frozenset({"schema", "pid", "time", "start_ts", "finish_ts"})  # no 
 _TRIED_ENDS = 64  # brackets looked at for the one that closes the list
 
 
-class HostText:
+class HostText(TextWindow):
     """One pass over the text of a host trace.
 
     Attributes:
         envelope: Top-level entries other than `nodes`, complete after the pass.
-        size: Bytes of text read so far.
     """
 
     def __init__(self, pieces: Iterator[bytes], damage: Damage, path: str) -> None:
+        super().__init__(pieces)
         self.envelope: dict[str, Any] = {}
-        self.size = 0
-        self._pieces = pieces
         self._damage = damage
         self._path = path
-        self._text = b""  # what is read and not yet used up
-        self._base = 0  # byte of the text at which it begins
-        self._ended = False
         self._nested = True
 
     def frames(self) -> Iterator[pl.DataFrame]:
@@ -92,23 +88,8 @@ class HostText:
     # -- text ---------------------------------------------------------------------------------------------------
 
     def _fill(self, wanted: int) -> bool:
-        """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
-        parts, have = [self._text], len(self._text)
-        while have < wanted and not self._ended:
-            piece = next(self._pieces, None)
-            if piece is None:
-                self._ended = True
-                break
-            parts.append(piece)
-            have += len(piece)
-            self.size += len(piece)
-        if len(parts) > 1:
-            self._text = b"".join(parts)
-        return have >= wanted and not self._ended
-
-    def _skip(self, count: int) -> None:
-        self._text = self._text[count:]
-        self._base += count
+        """As the window's; False also where the text has ended: what is at hand is all there is."""
+        return super()._fill(wanted) and not self._ended
 
     def _skip_blank(self) -> None:
         blank = _BLANK.match(self._text)

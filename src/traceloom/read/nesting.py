@@ -88,7 +88,7 @@ def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
     Clipping a span frees later events it seemed to enclose; only the small subtrees where that happens are walked
     event by event.
     """
-    depths = _depths(above)
+    depths = nesting_depths(above)
     ends = _clip(above, depths, raw)
     freed = np.flatnonzero((above >= 0) & (ends[above] <= starts))
     done = 0
@@ -153,7 +153,7 @@ def _previous_open(lanes: Ints, starts: Ints, ends: Ints) -> Ints:
     return above
 
 
-def _depths(above: Ints) -> Ints:
+def nesting_depths(above: Ints) -> Ints:
     """Length of each row's chain of parents, by pointer doubling."""
     depth = (above >= 0).astype(np.int64)
     pointer = above.copy()

@@ -1,0 +1,39 @@
+"""The part of a text that is at hand: filled from pieces as it is wanted, given up as it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class TextWindow:
+    """What readers of large texts share.
+
+    Attributes:
+        size: Bytes of text read so far.
+    """
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.size = 0
+        self._pieces = pieces
+        self._text = b""  # what is read and not yet used up
+        self._base = 0  # byte of the text at which it begins
+        self._ended = False
+
+    def _fill(self, wanted: int) -> bool:
+        """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
+        parts, have = [self._text], len(self._text)
+        while have < wanted and not self._ended:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._ended = True
+                break
+            parts.append(piece)
+            have += len(piece)
+            self.size += len(piece)
+        if len(parts) > 1:
+            self._text = b"".join(parts)
+        return have >= wanted
+
+    def _skip(self, count: int) -> None:
+        self._text = self._text[count:]
+        self._base += count
