@@ -295,7 +295,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         there, kilobytes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         assert int(there) == count
         used[count] = int(kilobytes)
-    assert used[300_000] - used[2_000] < 30_000  # the file has 27 MB, its nodes as objects 200
+    # the file has 27 MB, its nodes as objects 200; what is loaded of the libraries differs by some 30 between runs
+    assert used[300_000] - used[2_000] < 80_000
 
 
 @pytest.mark.data
