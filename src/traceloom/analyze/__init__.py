@@ -13,6 +13,7 @@ from traceloom.analyze.modules import modules
 from traceloom.analyze.operators import operators
 from traceloom.analyze.quality import quality
 from traceloom.analyze.steps import step_times
+from traceloom.analyze.work_per_step import work_per_step
 
 __all__ = [
     "Rule",
@@ -29,4 +30,5 @@ __all__ = [
     "quality",
     "read_rules",
     "step_times",
+    "work_per_step",
 ]

@@ -30,6 +30,7 @@ examples:
   traceloom report run                           a recorded run
   traceloom report trace.json.gz                 a trace of the PyTorch profiler
   traceloom report traces/ --rank 3 --top 20     one rank, longer tables
+  traceloom report run --only per_step           one section, in full
   traceloom report run --steps 20..25 -o out.html -o out.json
   traceloom report run -o run.perfetto.json.gz   for ui.perfetto.dev
 """
@@ -54,6 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     what.add_argument("--rank", type=_ranks, metavar="N[,N]", help="only these ranks")
     what.add_argument("--steps", type=_steps, metavar="A..B", help="only the work of steps A to B-1")
     what.add_argument("--by-shape", action="store_true", help="count operators apart by the shapes of their inputs")
+    what.add_argument(
+        "--only", type=_sections, metavar="NAME[,NAME]", help="only these sections; `core` is the short report"
+    )
     how = parser.add_argument_group("how to show it")
     how.add_argument("--top", type=_positive, default=10, metavar="N", help="rows of a table (default: 10)")
     how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
@@ -83,6 +87,10 @@ def _ranks(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
 
 
+def _sections(text: str) -> tuple[str, ...]:
+    return tuple(part.strip().replace("-", "_") for part in text.split(","))
+
+
 def _steps(text: str) -> tuple[int, int]:
     """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step."""
     first, dots, end = text.partition("..")
@@ -109,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         if any(path.resolve() == Path(given).resolve() for given in args.inputs):
             raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
-    options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort)
+    options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort, args.only)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         loaded = _load(args, progress)

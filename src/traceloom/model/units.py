@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
+_PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
@@ -31,6 +32,35 @@ def size(count: int | None) -> str:
         if abs(count) >= factor * 0.9995:
             return f"{_three(count / factor)} {unit}"
     return f"{count} B"
+
+
+def flops(value: float | None) -> str:
+    """1.5e12 -> `1.50 TFLOP`; None -> `-`."""
+    return "-" if value is None else f"{_prefixed(value)}FLOP"
+
+
+def flop_rate(value: float | None) -> str:
+    """1.5e12 -> `1.50 TFLOP/s`; None -> `-`."""
+    return "-" if value is None else f"{_prefixed(value)}FLOP/s"
+
+
+def byte_rate(value: float | None) -> str:
+    """1.5e9 -> `1.50 GB/s` (10^9); None -> `-`."""
+    return "-" if value is None else f"{_prefixed(value)}B/s"
+
+
+def _prefixed(value: float) -> str:
+    factor, prefix = next(((f, p) for f, p in _PREFIXES if abs(value) >= f * 0.9995), (1, ""))
+    return f"{_three(value / factor)} {prefix}"
+
+
+def number(value: float | None) -> str:
+    """A number without unit: whole ones as they are, others with three significant digits; None -> `-`."""
+    if value is None:
+        return "-"
+    if float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    return f"{value:.2g}" if abs(value) < 0.01 else _three(value)
 
 
 def share(part: float, whole: float) -> str:

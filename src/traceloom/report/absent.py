@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import polars as pl
@@ -74,13 +75,14 @@ REASONS = {
 class Absent:
     """Collects the reasons while a document is built; a path is explained once."""
 
-    def __init__(self, epoch_ns: int) -> None:
+    def __init__(self, epoch_ns: int, more: Mapping[str, str] | None = None) -> None:
         self.epoch_ns = epoch_ns
+        self._known = {**REASONS, **(more or {})}
         self._reasons: dict[str, str] = {}
 
-    def say(self, path: str) -> None:
-        """Explain the unknown or empty value at `path`."""
-        self._reasons.setdefault(path, REASONS.get(path, "the trace does not say"))
+    def say(self, path: str, reason: str | None = None) -> None:
+        """Explain the unknown or empty value at `path`: by `reason`, else by what is known of the path."""
+        self._reasons.setdefault(path, reason or self._known.get(path, "the trace does not say"))
 
     def rows(self, frame: pl.DataFrame, path: str) -> list[dict[str, Any]]:
         """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""

@@ -18,6 +18,8 @@ from traceloom.report.absent import Absent
 from traceloom.report.measure import measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.rank import rank_entry
+from traceloom.report.sections import SECTIONS, chosen, reasons
+from traceloom.report.sections.section import Study
 from traceloom.report.window import of_steps
 
 FORMAT = "traceloom-report"
@@ -37,12 +39,13 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
 
     Raises:
-        UsageError: slugs `no-such-rank`, `no-such-step`.
+        UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
     """
     options = options or ReportOptions()
+    chosen(options.only)
     whole = _of_ranks(session, options)
     part = selected(session, options)
-    absent = Absent(part.epoch_ns)
+    absent = Absent(part.epoch_ns, reasons())
     ranks = [measure(trace, options.steps, by_shape=options.by_shape) for trace in whole.traces]
     notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
     absent.say("findings")
@@ -59,6 +62,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "communication": totals.communication(ranks, absent),
         "memory": totals.memory(ranks, absent),
         "data_loading": totals.data_loading(ranks, absent),
+        **_sections(whole, part, options, absent),
         "findings": [],
         "runs": [],
         "absent": absent.to_list(),
@@ -73,6 +77,20 @@ def selected(session: Session, options: ReportOptions) -> Session:
 
 def _of_ranks(session: Session, options: ReportOptions) -> Session:
     return session if options.ranks is None else session.of_ranks(options.ranks)
+
+
+def _sections(whole: Session, part: Session, options: ReportOptions, absent: Absent) -> Row:
+    """The chosen sections, one after the other and rank by rank; null where not asked for."""
+    asked = chosen(options.only)
+    out: Row = {}
+    for section in SECTIONS:
+        if section not in asked:
+            absent.say(section.key, "not asked for (--only)")
+            out[section.key] = None
+            continue
+        results = [section.measure(trace, options) for trace in part.traces]
+        out[section.key] = section.build(Study(whole, part, options, results), absent)
+    return out
 
 
 def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> Row:
@@ -97,16 +115,24 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "communication": {"collectives": [], "ranks": []},
         "memory": {"devices": [], "curve": []},
         "data_loading": None,
+        **{section.key: None for section in SECTIONS},
         "findings": [],
         "runs": runs,
         "absent": [
-            *({"path": path, "reason": "several runs are summed up; report one of them to see it"} for path in _PARTS),
+            *(
+                {"path": path, "reason": "several runs are summed up; report one of them to see it"}
+                for path in _parts()
+            ),
             *absent.to_list(),
         ],
     }
 
 
-_PARTS = ("capture", "communication", "data_loading", "findings", "kernels", "memory", "modules", "operators", "ranks")
+def _parts() -> list[str]:
+    return sorted([*_CORE, *(section.key for section in SECTIONS)])
+
+
+_CORE = ("capture", "communication", "data_loading", "findings", "kernels", "memory", "modules", "operators", "ranks")
 
 
 def _head(name: str, epoch_ns: int) -> Row:

@@ -10,6 +10,7 @@ from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
+from traceloom.report.sections import SECTIONS
 
 Row = dict[str, Any]
 _MOST_RANKS = 12
@@ -48,6 +49,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield from _host(document)
     yield from _kernels(document, options)
     yield from _operators(document, options)
+    yield from _sections(document)
     yield from _notices(document)
     yield ""
     events = sum(given["events"] for given in document["inputs"])
@@ -147,6 +149,17 @@ def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
         for r in shown
     ]
     yield from _table("operator", ("self", "total", "GPU", "count"), rows)
+
+
+def _sections(document: Row) -> Iterator[str]:
+    """One line per section that has something to say."""
+    said = [
+        (section.title, section.summary(document[section.key])) for section in SECTIONS if document.get(section.key)
+    ]
+    lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in said if sentence]
+    if lines:
+        yield ""
+        yield from lines
 
 
 def _notices(document: Row) -> Iterator[str]:

@@ -16,6 +16,8 @@ class ReportOptions:
         by_shape: Operators are counted apart by the shapes of their inputs.
         top: How many rows a table shows on a terminal or in Markdown. The document always has all.
         sort: What shown tables are sorted by: a key of `SORT_KEYS`; None for each table's own order.
+        only: Which sections are made beyond the core (`core` alone: none); on a terminal, what is shown in full. None:
+            all are made, and the terminal shows the core with a line for each.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -23,6 +25,7 @@ class ReportOptions:
     by_shape: bool = False
     top: int = 10
     sort: str | None = None
+    only: tuple[str, ...] | None = None
 
 
 # Key of --sort -> the columns it means, the first one a table has.

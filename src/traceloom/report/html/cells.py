@@ -10,6 +10,8 @@ from traceloom.report.names import harmless, short
 
 UNKNOWN = "–"
 _TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
+_PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
+_RATES = {"flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
 _BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 _DECIMALS = 3
 NAME_LENGTH = 64
@@ -28,7 +30,8 @@ class Column:
     Attributes:
         key: Key of the row, and the name of the column in the address.
         title: Header.
-        kind: text, name (long, cut with the whole on hover), time, bytes, count, share or bar (ready HTML).
+        kind: text, name (long, cut with the whole on hover), time, bytes, count, share, number, flops, flop_rate,
+            byte_rate or bar (ready HTML).
         hint: What is counted, shown on hover of the header.
         swatch: Colour group shown before the title.
         scale: Columns with the same scale share one unit, so that they can be compared.
@@ -44,12 +47,12 @@ class Column:
     @property
     def numeric(self) -> bool:
         """Whether cells are aligned on the decimal and sorted as numbers."""
-        return self.kind in ("time", "bytes", "count", "share")
+        return self.kind in ("time", "bytes", "count", "share", "number", *_RATES)
 
     @property
     def exact_unit(self) -> str:
         """The unit of the exact value."""
-        return {"time": "ns", "bytes": "B", "share": "%"}.get(self.kind, "")
+        return {"time": "ns", "bytes": "B", "share": "%", **_RATES}.get(self.kind, "")
 
 
 Unit = tuple[float, str]
@@ -59,11 +62,15 @@ def unit_of(column: Column, values: list[Any]) -> Unit:
     """The unit in which the largest value of a column is at least 1; none for a column of zeros."""
     if column.kind == "share":
         return 0.01, "%"
-    if column.kind not in ("time", "bytes"):
+    if column.kind not in ("time", "bytes", *_RATES):
         return 1, ""
     largest = max((abs(value) for value in values if value is not None), default=0)
-    units = _TIME if column.kind == "time" else _BYTES
+    units = {"time": _TIME, "bytes": _BYTES}.get(column.kind) or _rates(column.kind)
     return next(((factor, unit) for factor, unit in units if largest >= factor), (1, ""))
+
+
+def _rates(kind: str) -> tuple[Unit, ...]:
+    return tuple((factor, prefix + _RATES[kind]) for factor, prefix in _PREFIXES)
 
 
 def rounded(value: float) -> str:

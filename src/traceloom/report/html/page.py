@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from traceloom.model import Session, units
-from traceloom.report.html import capture, inputs, memory, modules, overview, ranks, timeline, work
+from traceloom.report.html import capture, inputs, memory, modules, overview, ranks, sections, timeline, work
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import text
 
@@ -123,6 +123,7 @@ def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -
         ("memory", "Memory", "What the allocator had given out.", memory.memory(document, reasons)),
         ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(document, reasons)),
         ("loading", "Data loading", "Waits for the next batch.", work.data_loading(document, reasons)),
+        *sections.sections(document, reasons),
         ("data", "Data", "What was read, and what to know about it.", _data(document, reasons)),
     ]
 

@@ -15,7 +15,8 @@ from rich.text import Text
 from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.options import ReportOptions
-from traceloom.report.terminal import graph, tables, time
+from traceloom.report.sections import CORE
+from traceloom.report.terminal import graph, sections, tables, time
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.look import ASCII, DIM
 from traceloom.report.terminal.recording import recording
@@ -68,6 +69,16 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
 
 def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
     yield from _head(document, width)
+    if options.only is None or CORE in options.only:
+        yield from _core(document, options, width)
+    if not document["runs"]:
+        yield from sections.sections(document, options, width)
+    if options.only is None or CORE in options.only:
+        yield from recording(document, width)
+        yield from tables.notices(document, options, width)
+
+
+def _core(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
     yield from _runs(document, width)
     yield from time.devices(document, width)
     yield from time.steps(document, options.top, width)
@@ -79,8 +90,6 @@ def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> I
     yield from tables.communication(document, options, width)
     yield from tables.memory(document, width)
     yield from tables.data_loading(document, width)
-    yield from recording(document, width)
-    yield from tables.notices(document, options, width)
 
 
 def _head(document: dict[str, Any], width: int) -> Iterator[Text]:

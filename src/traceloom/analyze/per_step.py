@@ -1,0 +1,52 @@
+"""The same quantity in every step: what is usual, and how far do steps lie apart?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from traceloom.model import Trace
+
+
+def whole_steps(trace: Trace) -> pl.DataFrame:
+    """The steps that a spread is taken over: step (Int32), duration_ns; all that the recording holds completely."""
+    return trace.steps.filter("complete").select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"))
+
+
+def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame) -> pl.DataFrame:
+    """Sums per key and step, told as mean, least and most over the steps.
+
+    Args:
+        frame: Rows with the `keys`, a column `step` (null outside all steps; such rows are left out) and `values`.
+        keys: What a row of the answer stands for.
+        values: Integer columns to add up, each named `something_ns`, `something_bytes` or `something_count`.
+        steps: Of `whole_steps`. A step in which a key does not occur counts as 0, because there it was not done.
+
+    Returns:
+        The keys, then for every value `mean_<value>` (Float64), `min_<value>` and `max_<value>` (Int64), and
+        `step_count` (steps in which the key occurs). Without whole steps: no rows.
+    """
+    many = steps.height
+    schema = {key: frame.schema[key] for key in keys}
+    schema |= {f"{how}_{v}": pl.Float64() if how == "mean" else pl.Int64() for v in values for how in _TOLD}
+    if not many:
+        return pl.DataFrame(schema={**schema, "step_count": pl.Int64()})
+    inside = frame.join(steps.select("step"), on="step", how="semi")
+    sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64))
+    everywhere = pl.col("step").len() == many
+    return sums.group_by(*keys, maintain_order=True).agg(
+        *(
+            told
+            for v in values
+            for told in (
+                (pl.col(v).sum() / many).alias(f"mean_{v}"),
+                pl.when(everywhere).then(pl.col(v).min()).otherwise(0).cast(pl.Int64).alias(f"min_{v}"),
+                pl.col(v).max().alias(f"max_{v}"),
+            )
+        ),
+        step_count=pl.len().cast(pl.Int64),
+    )
+
+
+_TOLD = ("mean", "min", "max")

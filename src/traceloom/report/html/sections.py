@@ -1,0 +1,50 @@
+"""The sections beyond the core in the page: a sentence, a picture, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from traceloom.report.html.absence import Reasons
+from traceloom.report.html.cells import Column, text
+from traceloom.report.html.table import table
+from traceloom.report.sections import SECTIONS
+from traceloom.report.sections.section import Section, Table
+
+Row = dict[str, Any]
+
+
+def sections(document: Row, reasons: Reasons) -> Iterator[tuple[str, str, str, str]]:
+    """Id, title, note and body of each section that was made."""
+    for section in SECTIONS:
+        value = document.get(section.key)
+        tables = list(section.tables(value)) if value else []
+        picture = section.picture(value) if value else ""
+        name = section.key.replace("_", "-")
+        if not tables and not picture:
+            yield name, section.title, section.note, _missing(section, document, reasons)
+            continue
+        sentence = section.summary(value)
+        body = f'<p class="sentence">{_sentence(sentence)}</p>' if sentence else ""
+        body += picture + "".join(_table(one, reasons, alone=len(tables) == 1) for one in tables)
+        yield name, section.title, section.note, body
+
+
+def _sentence(words: str) -> str:
+    return text(words[0].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else "."))
+
+
+def _missing(section: Section[Any], document: Row, reasons: Reasons) -> str:
+    paths = [entry["path"] for entry in document.get("absent") or []]
+    path = next(
+        (p for p in paths if p == section.key), next((p for p in paths if p.startswith(section.key)), section.key)
+    )
+    return reasons.line(path, section.title)
+
+
+def _table(one: Table, reasons: Reasons, *, alone: bool) -> str:
+    columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
+    head = "" if alone else f"<h3>{escape(one.title)}</h3>"
+    note = f'<p class="quiet">{escape(one.note)}</p>' if one.note else ""
+    return head + note + table(one.key, columns, one.rows, reasons.columns(one.path) if one.path else {}, one.title)

@@ -1,0 +1,36 @@
+"""The sections of a report beyond its core, one module per question; see `section.py` for what one is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from traceloom.errors import UsageError
+from traceloom.report.sections import per_step
+from traceloom.report.sections.section import Section
+
+SECTIONS: tuple[Section[Any], ...] = (per_step.SECTION,)
+"""In the order of every view."""
+
+CORE = "core"
+
+
+def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
+    """The sections that `--only` asks for; all where it is None, none for `core` alone.
+
+    Raises:
+        UsageError: slug `no-such-section`.
+    """
+    if only is None:
+        return SECTIONS
+    known = {section.key: section for section in SECTIONS}
+    for key in only:
+        if key not in known and key != CORE:
+            have = ", ".join([CORE, *known])
+            raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=f"use one of {have}")
+    return tuple(section for section in SECTIONS if section.key in only)
+
+
+def reasons() -> dict[str, str]:
+    """Why values of the sections can be unknown."""
+    return {path: reason for section in SECTIONS for path, reason in section.reasons.items()}

@@ -1,0 +1,115 @@
+"""The sections beyond the core: a line for each, or in full those that were asked for."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions, ordered
+from traceloom.report.sections import SECTIONS
+from traceloom.report.sections.section import Col, Section, Table
+from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.time import heading
+
+Row = dict[str, Any]
+_WIDE = 100  # from here on all columns are tried
+_LEAST_NAME = 16
+_MOST_TEXT = 40
+_WRITTEN: dict[str, Callable[[Any], str]] = {
+    "time": units.duration,
+    "bytes": units.size,
+    "count": units.count,
+    "number": units.number,
+    "flops": units.flops,
+    "flop_rate": units.flop_rate,
+    "byte_rate": units.byte_rate,
+}
+
+
+def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """A line for each section; with `options.only` these sections in full."""
+    if options.only is None:
+        yield from _lines(document, width)
+        return
+    for section in SECTIONS:
+        if section.key in options.only:
+            yield from _full(section, document, options, width)
+
+
+def _lines(document: Row, width: int) -> Iterator[Text]:
+    told = [(one.key, one.summary(document[one.key])) for one in SECTIONS if document.get(one.key)]
+    said = [(key, sentence) for key, sentence in told if sentence]
+    if not said:
+        return
+    yield from heading("More", "add --only NAME to see one in full", width)
+    widest = max(len(key) for key, _ in said)
+    for key, sentence in said:
+        parts = textwrap.wrap(harmless(sentence), max(width - widest - 3, 20), break_on_hyphens=False)
+        for number, part in enumerate(parts):
+            yield Text.assemble((f" {key if number == 0 else '':<{widest}}  ", "bold"), part)
+
+
+def _full(section: Section[Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    value = document.get(section.key)
+    sentence = section.summary(value) if value else None
+    yield from heading(section.title, section.note, width)
+    tables = list(section.tables(value)) if value else []
+    if not tables:
+        for part in textwrap.wrap(f"Nothing to show: {_why(document, section.key)}.", width - 2):
+            yield Text(" " + part)
+    for part in textwrap.wrap(harmless(sentence or ""), width - 2, break_on_hyphens=False):
+        yield Text(" " + part)
+    for table in tables:
+        yield from _table(table, options, width)
+
+
+def _why(document: Row, key: str) -> str:
+    """The reason for the section, else for what would stand in it."""
+    reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
+    return str(reasons.get(key) or next((why for path, why in reasons.items() if path.startswith(key)), "not recorded"))
+
+
+def _table(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:
+    rows = ordered(list(table.rows), options)
+    if not rows:
+        return
+    note = f"{len(rows)} of {units.count(len(table.rows))}" if len(rows) < len(table.rows) else ""
+    yield from heading(table.title, " · ".join(part for part in (note, table.note) if part), width)
+    name = next((c for c in reversed(table.columns) if c.kind == "name"), None)
+    columns = [c for c in table.columns if c is not name and (c.narrow or width >= _WIDE)]
+    cells = [[_cell(column, row.get(column.key)) for row in rows] for column in columns]
+    columns, cells = _fitting(columns, cells, width - (_LEAST_NAME if name else 0))
+    heads = [Column(c.title, right=c.kind not in ("text", "name")) for c in columns]
+
+    def last(i: int, room: int) -> str:
+        return short(_cell(name, rows[i].get(name.key)), room) if name else ""
+
+    told = [[column[i] for column in cells] for i in range(len(rows))]
+    yield from lines(heads, told, (name.title if name else "", last), width)
+
+
+def _fitting(columns: list[Col], cells: list[list[str]], width: int) -> tuple[list[Col], list[list[str]]]:
+    """As many columns, from the left, as the width has room for; always the first."""
+    used, fitting = 1, 0
+    for column, shown in zip(columns, cells, strict=True):
+        used += 2 + max(len(column.title), *(len(cell) for cell in shown))
+        if used > width and fitting:
+            break
+        fitting += 1
+    return columns[:fitting], cells[:fitting]
+
+
+def _cell(column: Col, value: Any) -> str:
+    if value is None:
+        return "-"
+    if column.kind == "share":
+        return units.share(value, 1.0)
+    if column.kind == "name":
+        return harmless(str(value))
+    write = _WRITTEN.get(column.kind)
+    return write(value) if write else short(harmless(str(value)), _MOST_TEXT)
