@@ -115,9 +115,9 @@ def _described(trace: Trace) -> pl.DataFrame:
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
     return (
         frame.with_columns(
-            _whole_list("ranks", pl.Int32),
-            _whole_list("in_splits", pl.Int64),
-            _whole_list("out_splits", pl.Int64),
+            whole_list("ranks", pl.Int32),
+            whole_list("in_splits", pl.Int64),
+            whole_list("out_splits", pl.Int64),
             pl.lit(None, pl.Int64).alias("tag"),
         )
         .join(members.unique("group"), on="group", how="left", maintain_order="left")
@@ -127,7 +127,7 @@ def _described(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
+def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
     """Text such as `[0, 8, 16]` as a list of numbers; null where the file cut it, and for empty ones."""
     inside = pl.col(column).str.extract(r"^\s*\[([\d,\s-]+)\]\s*$").str.replace_all(r"\s", "").str.split(",")
     numbers = inside.list.eval(pl.element().cast(dtype, strict=False))
