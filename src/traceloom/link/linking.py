@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from traceloom.errors import InputError
@@ -65,10 +65,20 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
         say(f"linking rank {one.rank} ({number} of {len(loaded.ranks)})")
         parts.append(link_rank(one.trace, one.matching))
     say("joining ranks and calibrating")
-    graph = calibrate(join(parts, loaded.name))
     refused = tuple(_refusal(error) for error in loaded.refused)
-    notices = (*loaded.notices, *refused, *graph.notices)
-    return Linked(replace(graph, notices=notices), refused)
+    return Linked(linked(parts, loaded.name, (*loaded.notices, *refused)), refused)
+
+
+def linked(parts: Sequence[Graph], name: str, notices: Iterable[Notice] = ()) -> Graph:
+    """The calibrated graph of a job from the graphs of its ranks.
+
+    Args:
+        parts: One uncalibrated graph per rank, at least one; see `traceloom.link.rank.link_rank`.
+        name: What to call it.
+        notices: What is to be said before what the graph itself says.
+    """
+    graph = calibrate(join(parts, name))
+    return replace(graph, notices=(*notices, *graph.notices))
 
 
 def _refusal(error: InputError) -> Notice:

@@ -1,0 +1,158 @@
+"""The graph of traces that are loaded already: the whole run, or one step of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import polars as pl
+
+from traceloom.errors import InputError, UsageError
+from traceloom.link.cutting import Part, cut_to_step, step_bounds
+from traceloom.link.linking import linked
+from traceloom.link.rank import link_rank
+from traceloom.model import Graph, Session, Trace
+from traceloom.model.notice import Notice
+
+Say = Callable[[str], None]
+
+_KEPT = 2  # graphs remembered: of one run, the whole and a step
+
+
+class _Remembered:
+    """Graphs of the traces asked for last; forgotten with the first of the traces that goes."""
+
+    def __init__(self) -> None:
+        self._traces: tuple[weakref.ref[Trace], ...] = ()
+        self._graphs: dict[int | None, Graph] = {}
+
+    def of(self, traces: tuple[Trace, ...]) -> dict[int | None, Graph]:
+        """The graphs of these traces by step, to be read and added to."""
+        if len(traces) != len(self._traces) or any(
+            ref() is not trace for ref, trace in zip(self._traces, traces, strict=True)
+        ):
+            self._graphs = {}
+            self._traces = tuple(weakref.ref(trace, self._forget) for trace in traces)
+        return self._graphs
+
+    def _forget(self, gone: weakref.ref[Trace]) -> None:
+        if any(ref is gone for ref in self._traces):
+            self._traces, self._graphs = (), {}
+
+
+_REMEMBERED = _Remembered()
+
+
+def link_session(session: Session, *, step: int | None = None, progress: Say | None = None) -> Graph:
+    """Link the traces of a loaded session into one calibrated graph; the files are not read again.
+
+    With a `step`, every rank is cut to that step before it is linked, so that a step of a large job fits in memory.
+    What the host did from the step's beginning to its end is in the graph, the GPU work that this launched, however
+    late it ran, and what ran before it on the same devices (see `traceloom.link.cutting`). `event` and `op` of the
+    nodes are rows of the whole traces. Host traces are not looked at.
+
+    The graphs asked for last are remembered as long as the traces live: nobody may change them.
+
+    Args:
+        session: The run.
+        step: The number of a step; None links all of it.
+        progress: Told in words what is being done.
+
+    Returns:
+        The graph, as `traceloom.link.link` gives it.
+
+    Raises:
+        UsageError: `no-such-step`: no trace has that step.
+        InputError: `several-windows`: one rank has several traces (and `step` is not given);
+            `unknown-ranks`: several traces do not say their rank.
+
+    Example:
+        >>> import traceloom
+        >>> from traceloom.link.session import link_session
+        >>> graph = link_session(traceloom.load("run"), step=12)  # doctest: +SKIP
+    """
+    remembered = _REMEMBERED.of(session.traces)
+    if step in remembered:
+        return remembered[step]
+    say = progress or _silent
+    chosen, notices = _chosen(session, step)
+    parts = []
+    for number, trace in enumerate(chosen, 1):
+        who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
+        say(f"linking {who}")
+        parts.append(link_rank(trace) if step is None else _step_of(trace, step))
+    say("joining ranks and calibrating")
+    graph = linked(parts, session.name, notices)
+    if len(remembered) >= _KEPT:
+        del remembered[next(iter(remembered))]
+    remembered[step] = graph
+    return graph
+
+
+def _chosen(session: Session, step: int | None) -> tuple[list[Trace], list[Notice]]:
+    """One trace per rank: with a step those that have it, else all."""
+    if step is None:
+        _one_per_rank(session.traces)
+        return list(session.traces), []
+    having = [trace for trace in session.traces if step_bounds(trace, step) is not None]
+    if not having:
+        raise UsageError(_no_step(session, step), slug="no-such-step")
+    first: dict[int | None, Trace] = {}
+    for trace in having:
+        first.setdefault(trace.rank, trace)
+    if len(first) < len(having) and None in first:
+        _one_per_rank(tuple(having))
+    lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
+    notices = []
+    if lacking:
+        who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
+        said = f"step {step} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
+        notices.append(Notice("step-missing", "warning", said, len(lacking)))
+    return list(first.values()), notices
+
+
+def _one_per_rank(traces: Iterable[Trace]) -> None:
+    seen: dict[int | None, Trace] = {}
+    for trace in traces:
+        if trace.rank in seen:
+            both = f"{seen[trace.rank].meta.path}, {trace.meta.path}"
+            if trace.rank is None:
+                raise InputError(
+                    f"several traces do not say their rank: {both}",
+                    slug="unknown-ranks",
+                    hint="put the rank into the file names, as in rank0.json.gz",
+                )
+            raise InputError(
+                f"there are two device traces of rank {trace.rank}: {both}",
+                slug="several-windows",
+                hint="a graph is of one window; give one device trace per rank, or ask for one step",
+            )
+        seen[trace.rank] = trace
+
+
+def _no_step(session: Session, step: int) -> str:
+    known = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+    if not known:
+        return f"there is no step {step}: the traces have no steps"
+    return f"there is no step {step}; the traces have {known[0]} to {known[-1]}"
+
+
+def _step_of(trace: Trace, step: int) -> Graph:
+    bounds = step_bounds(trace, step)
+    assert bounds is not None, "only traces that have the step are chosen"
+    part = cut_to_step(trace, *bounds)
+    return _with_rows(link_rank(part.trace), part)
+
+
+def _with_rows(graph: Graph, part: Part) -> Graph:
+    """The graph of a part, its events named by their rows in the whole trace."""
+    rows = pl.Series(part.row, dtype=pl.UInt32)
+    nodes = graph.nodes
+    return replace(
+        graph, nodes=nodes.with_columns(rows.gather(nodes[column]).alias(column) for column in ("event", "op"))
+    )
+
+
+def _silent(_: str) -> None:
+    """Nobody wants to know."""
