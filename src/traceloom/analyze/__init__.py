@@ -8,6 +8,7 @@ from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
 from traceloom.analyze.kernels import kernels
+from traceloom.analyze.longest_gaps import longest_gaps
 from traceloom.analyze.memory import memory
 from traceloom.analyze.modules import modules
 from traceloom.analyze.operators import operators
@@ -24,6 +25,7 @@ __all__ = [
     "host",
     "idle",
     "kernels",
+    "longest_gaps",
     "memory",
     "modules",
     "operators",

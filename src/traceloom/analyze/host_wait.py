@@ -11,11 +11,14 @@ from traceloom.analyze.ancestry import Forest, Segments, forest, host_segments
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
+from traceloom.read.ondisk import lookup
 
 HOST_CAUSES = {
     "host_data_loading": "the host waited for or made the next batch",
     "host_garbage_collection": "Python collected garbage",
+    "host_lock": "the host waited for a lock",
     "host_blocking_call": "the host stood in a call that waits",
     "host_launch": "the host made other runtime calls",
     "host_op": "the host worked inside framework operators",
@@ -23,9 +26,25 @@ HOST_CAUSES = {
     "host_unobserved": "nothing is recorded of what the host did",
 }
 _CAUSES = list(HOST_CAUSES)
-_OF_ACTIVITY = {BLOCKING_CALL: 2, LAUNCH: 3, OP: 4, PYTHON: 5}
+_OF_ACTIVITY = {
+    BLOCKING_CALL: _CAUSES.index("host_blocking_call"),
+    LAUNCH: _CAUSES.index("host_launch"),
+    OP: _CAUSES.index("host_op"),
+    PYTHON: _CAUSES.index("host_python"),
+}
 _UNOBSERVED = len(_CAUSES) - 1
-_COLLECTIONS = ("Python GC", "<built-in function collect>")
+# What the collector is called in recordings: Python's own event, annotations of it, and calls of `gc.collect`.
+COLLECTIONS = (
+    r"^(Python )?GC\b|^gc($|[.: (])|^garbage[ _]collect"
+    r"|^<built-in (function|method) collect( of module '?gc'?.*)?>$|(^|/)gc\.py\(\d+\): "
+)
+# Waiting for a lock, a condition or a semaphore; `run_backward` and synchronisations are no locks.
+LOCKS = (
+    r"^<built-in method (acquire|__enter__|_acquire_restore) of _?(thread|multiprocessing|threading)\."
+    r"|(^|/)threading\.py\(\d+\): (acquire|wait|wait_for|_wait_for_tstate_lock|_acquire_restore|join)$"
+    r"|(^|/)(multiprocessing/(synchronize|queues)|queue)\.py\(\d+\): (acquire|__enter__|wait|get)$"
+    r"|\bLock\.acquire\b|(?i:\bfutex|pthread_(mutex|rwlock|cond)_\w*(lock|wait)|\bsem_(timed)?wait\b)"
+)
 
 
 class Stretches(NamedTuple):
@@ -153,9 +172,11 @@ def _cause(trace: Trace, tree: Forest, pieces: _Pieces) -> Ints:
     cause = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
     for code, number in _OF_ACTIVITY.items():
         cause[doing == code] = number
-    owner = np.unique(pieces.owner[pieces.owner >= 0])
-    names = trace.events["name"].gather(tree.row[owner])
-    cause[owner[names.is_in(_COLLECTIONS).to_numpy()]] = _CAUSES.index("host_garbage_collection")
+    words = vocabulary(trace)
+    for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
+        known = words.matching(pattern)
+        if known.any():
+            cause[tree.outermost_or_self(lookup(known, words.code[tree.row])) >= 0] = _CAUSES.index(name)
     cause[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
     seen = pieces.owner >= 0
     found = np.full(seen.size, _UNOBSERVED)

@@ -15,6 +15,7 @@ import polars as pl
 from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
 from traceloom.analyze.intervals import Bools, Ints, overlaps
+from traceloom.analyze.producers import producers
 from traceloom.analyze.steps import Tiles, tiles
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
@@ -64,6 +65,9 @@ GAP_SCHEMA = pl.Schema(
         "launch": pl.UInt32(),
         "step": pl.Int32(),
         "host_activity": pl.String(),
+        "host_event": pl.UInt32(),
+        "producer": pl.UInt32(),
+        "wait": pl.UInt32(),
     }
 )
 
@@ -96,7 +100,7 @@ def idle(trace: Trace) -> Idle:
     parts = [
         _host_part(trace, found, waiting),
         _part(_cut(cut, called, taken), *_constant(LAUNCH_LATENCY, "correlated", found.low)),
-        _part(_cut(cut, taken, found.high), *_queued(trace, found)),
+        _queued_part(trace, found, _cut(cut, taken, found.high)),
     ]
     rows = on_disk(trace, _rows(trace, found, parts))
     return Idle(rows, _added(rows, ["device", "step", "cause"]), _added(rows, ["device", "cause"]))
@@ -121,8 +125,17 @@ def _calls(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
     return called, np.where(prompt, high, returned)
 
 
-def _queued(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
-    """Cause and evidence (numbers) of the time in which the work was already submitted, per gap."""
+def _queued_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
+    """The time in which the work was already submitted; what waited has its producer."""
+    cause, evidence, waited = _queued(trace, found)
+    told = producers(trace, found, waited, KERNEL_TO_KERNEL_NS)
+    return _part(cut, cause, evidence).with_columns(
+        pl.Series("producer", told.work[cut.gap]), pl.Series("wait", told.wait[cut.gap])
+    )
+
+
+def _queued(trace: Trace, found: Gaps) -> tuple[Ints, Ints, Bools]:
+    """Cause and evidence (numbers) of the time in which the work was already submitted, per gap; which are waits."""
     told, recorded = stream_waits(trace, found.after)
     short = found.high - found.low <= KERNEL_TO_KERNEL_NS
     # A short gap after work of the same stream is that order's; a long one is a wait only if something ended just
@@ -139,6 +152,7 @@ def _queued(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
     return (
         lookup(np.array([_CODES[choice[1]] for choice in choices]), which),
         np.array([_NONE if choice[2] is None else EVIDENCE.index(choice[2]) for choice in choices])[which],
+        which == [choice[1] for choice in choices].index(DEPENDENCY),
     )
 
 
@@ -170,6 +184,8 @@ def _part(cut: Stretches, cause: Ints, evidence: Ints) -> pl.DataFrame:
             "cause": cause[cut.gap],
             "evidence": evidence[cut.gap],
             "activity": np.full(cut.gap.size, _NONE, like=cut.gap),
+            "producer": np.full(cut.gap.size, _NONE, like=cut.gap),
+            "wait": np.full(cut.gap.size, _NONE, like=cut.gap),
         }
     )
 
@@ -185,6 +201,8 @@ def _host_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
         pl.when(pl.col("sure")).then(EVIDENCE.index("correlated")).otherwise(EVIDENCE.index("inferred")).cast(pl.Int64)
         .alias("evidence"),
         "activity",
+        pl.lit(_NONE, dtype=pl.Int64).alias("producer"),
+        pl.lit(_NONE, dtype=pl.Int64).alias("wait"),
     )  # fmt: skip
 
 
@@ -209,6 +227,9 @@ def _rows(trace: Trace, found: Gaps, some: list[pl.DataFrame]) -> pl.DataFrame:
             "launch": _or_null(found.launch[gap]),
             "step": _gather(trace.steps["step"], parts["step_row"].to_numpy()),
             "host_activity": _gather(trace.events["name"], parts["activity"].to_numpy()),
+            "host_event": _or_null(parts["activity"].to_numpy()),
+            "producer": _or_null(parts["producer"].to_numpy()),
+            "wait": _or_null(parts["wait"].to_numpy()),
         }
     ).cast(GAP_SCHEMA)
 

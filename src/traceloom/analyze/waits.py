@@ -9,8 +9,8 @@ from traceloom.analyze.intervals import Bools, Ints
 from traceloom.model import Trace
 from traceloom.model.category import LAUNCHES
 
-_CALL = "StreamWaitEvent"  # cudaStreamWaitEvent, hipStreamWaitEvent, cuStreamWaitEvent
-_RECORD = "Stream Wait Event"
+CALL = "StreamWaitEvent"  # cudaStreamWaitEvent, hipStreamWaitEvent, cuStreamWaitEvent
+RECORD = "Stream Wait Event"
 
 
 def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
@@ -30,7 +30,7 @@ def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
     calls = (
         trace.events.lazy()
         .filter(pl.col("category").is_in(LAUNCHES))
-        .filter(pl.col("name").str.contains(_CALL, literal=True))
+        .filter(pl.col("name").str.contains(CALL, literal=True))
         .select("lane", pl.col("start_ns").alias("wait_ns"))
         .collect()
     )
@@ -41,7 +41,7 @@ def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
 
 def _records(trace: Trace) -> pl.DataFrame:
     """Recorded waits of streams: device, stream, and when the host asked for it (or, without its call, the record)."""
-    waits = trace.syncs.filter(pl.col("kind") == _RECORD).select("event", "stream")
+    waits = trace.syncs.filter(pl.col("kind") == RECORD).select("event", "stream")
     if not waits.height:
         return pl.DataFrame(schema={"device": pl.Int32, "stream": pl.Int64, "wait_ns": pl.Int64})
     calls = (

@@ -9,6 +9,7 @@ import pytest
 
 from traceloom.analyze import idle
 from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.longest_gaps import longest_gaps
 from traceloom.testing import TraceBuilder
 
 
@@ -61,6 +62,40 @@ def test_a_garbage_collection_in_sight_is_named() -> None:
     builder = first().python("train.py(3): main", 0, 100).python("Python GC", 25, 15)
     builder.launch("cudaLaunchKernel", 45, 4, correlation=2).kernel("two", 50, 5, correlation=2)
     assert causes(builder) == {"host_garbage_collection": 15, "host_python": 10, "launch_latency": 5}
+
+
+def test_what_the_collector_calls_is_garbage_collection_too() -> None:
+    builder = first().python("<built-in function collect>", 20, 20).python("cache.py(3): _finalize", 25, 10)
+    builder.launch("cudaLaunchKernel", 45, 4, correlation=2).kernel("two", 50, 5, correlation=2)
+    assert causes(builder) == {"host_garbage_collection": 20, "host_unobserved": 5, "launch_latency": 5}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "<built-in method acquire of _thread.lock object at 0x7f00>",
+        "<built-in method acquire of _thread.RLock object at 0x7f00>",
+        "threading.py(324): wait",
+        "python3.12/multiprocessing/synchronize.py(95): __enter__",
+        "queue.py(154): get",
+        "Lock.acquire",
+        "futex_wait",
+    ],
+)
+def test_a_lock_in_sight_is_named(frame: str) -> None:
+    builder = first().python("train.py(3): main", 0, 100).python(frame, 25, 15).python("inner.py(1): spin", 30, 5)
+    builder.launch("cudaLaunchKernel", 45, 4, correlation=2).kernel("two", 50, 5, correlation=2)
+    assert causes(builder) == {"host_lock": 15, "host_python": 10, "launch_latency": 5}
+    assert next(row for row in parts(builder) if row["cause"] == "host_lock")["host_activity"] == frame
+
+
+@pytest.mark.parametrize(
+    "frame", ["locking.py(3): unlock", "<built-in method release of _thread.lock object>", "blocks"]
+)
+def test_what_only_sounds_like_a_lock_is_none(frame: str) -> None:
+    builder = first().python(frame, 20, 25)
+    builder.launch("cudaLaunchKernel", 45, 4, correlation=2).kernel("two", 50, 5, correlation=2)
+    assert causes(builder) == {"host_python": 25, "launch_latency": 5}
 
 
 def test_an_annotation_alone_is_unobserved_but_named() -> None:
@@ -129,6 +164,52 @@ def test_a_recorded_wait_makes_the_dependency_measured() -> None:
     assert [(row["cause"], row["evidence"]) for row in found if row["start_ns"] == 20_000] == [
         ("dependency", "measured")
     ]
+
+
+def test_the_recorded_wait_names_its_producer() -> None:
+    builder = (
+        TraceBuilder().launch("cudaLaunchKernel", 0, 1, correlation=5).kernel("own", 6, 2, correlation=5, stream=9)
+    )
+    builder.launch("cudaLaunchKernel", 1, 1, correlation=1).kernel("awaited", 10, 50, correlation=1, stream=7)
+    builder.launch("cudaEventRecord", 3, 1, correlation=3, flow=False)
+    builder.launch("cudaLaunchKernel", 4, 1, correlation=4).kernel("not awaited", 10, 52, correlation=4, stream=8)
+    builder.launch("cudaStreamWaitEvent", 6, 1, correlation=6, flow=False)
+    builder.sync(
+        "Stream Wait Event", 6, 1, stream=9, correlation=6, wait_on_stream=7, wait_on_cuda_event_record_corr_id=3
+    )
+    builder.launch("cudaLaunchKernel", 8, 2, correlation=2).kernel("two", 70, 5, correlation=2, stream=9)
+    trace = builder.build()
+    name = trace.events["name"]
+    row = idle(trace).gaps.filter(start_ns=62_000).to_dicts()[0]
+    assert (row["cause"], row["evidence"], name[row["producer"]]) == ("dependency", "measured", "awaited")
+    assert name[row["wait"]] == "Stream Wait Event"
+
+
+def test_without_a_record_the_producer_is_the_other_streams_work_that_ended_last() -> None:
+    builder = first().launch("cudaLaunchKernel", 4, 1, correlation=5).kernel("zero", 6, 2, correlation=5, stream=9)
+    builder.launch("cudaStreamWaitEvent", 6, 1, correlation=6, flow=False)
+    builder.launch("cudaLaunchKernel", 8, 2, correlation=2).kernel("two", 24, 5, correlation=2, stream=9)
+    trace = builder.build()
+    name = trace.events["name"]
+    row = longest_gaps(trace, idle(trace), 1).to_dicts()[0]
+    assert (row["cause"], row["evidence"], row["producer_name"]) == ("dependency", "inferred", "one")
+    assert (row["wait_name"], row["launch_name"]) == ("cudaStreamWaitEvent", "cudaLaunchKernel")
+    assert (row["before_name"], row["after_name"]) == ("one", "two")
+    assert name[row["producer"]] == "one"
+
+
+def test_the_longest_gaps_come_first_with_their_main_cause_and_its_stack() -> None:
+    builder = first().python("train.py(3): main", 0, 300).op("aten::mm", 30, 40)
+    builder.launch("cudaLaunchKernel", 75, 4, correlation=2).kernel("two", 82, 5, correlation=2)
+    builder.op("aten::item", 90, 100).launch("cudaStreamSynchronize", 95, 90, correlation=9, flow=False)
+    builder.launch("cudaLaunchKernel", 200, 4, correlation=3).kernel("three", 207, 5, correlation=3)
+    trace = builder.build()
+    rows = longest_gaps(trace, idle(trace)).to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in rows] == [(87, 120), (20, 62)]
+    assert [(row["cause"], row["cause_ns"] // 1000) for row in rows] == [("host_blocking_call", 90), ("host_op", 40)]
+    assert [row["host_activity"] for row in rows] == ["cudaStreamSynchronize", "aten::mm"]
+    assert [row["stack"] for row in rows] == [["train.py(3): main", "aten::item"], ["train.py(3): main"]]
+    assert longest_gaps(trace, idle(trace), 1).height == 1
 
 
 def test_a_wait_that_a_call_of_another_stream_made_does_not_count_where_waits_are_recorded() -> None:

@@ -1,0 +1,93 @@
+"""The longest gaps, each with all that is known of it: what the evidence of a cause is, as rows of the trace."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from traceloom.analyze.idle import CauseType, EvidenceType, Idle
+from traceloom.model import Trace
+
+SCHEMA = pl.Schema(
+    {
+        "gap": pl.UInt32(),
+        "device": pl.Int32(),
+        "step": pl.Int32(),
+        "start_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        "cause": CauseType,
+        "cause_ns": pl.Int64(),
+        "evidence": EvidenceType,
+        "before": pl.UInt32(),
+        "before_name": pl.String(),
+        "after": pl.UInt32(),
+        "after_name": pl.String(),
+        "launch": pl.UInt32(),
+        "launch_name": pl.String(),
+        "host_event": pl.UInt32(),
+        "host_activity": pl.String(),
+        "stack": pl.List(pl.String()),
+        "producer": pl.UInt32(),
+        "producer_name": pl.String(),
+        "wait": pl.UInt32(),
+        "wait_name": pl.String(),
+    }
+)
+_MOST_FRAMES = 64
+_NAMED = ("before", "after", "launch", "producer", "wait")
+
+
+def longest_gaps(trace: Trace, found: Idle, count: int = 20) -> pl.DataFrame:
+    """The longest gaps, longest first, with their main cause and what stands for it.
+
+    Args:
+        trace: The trace.
+        found: What `idle` found in it.
+        count: How many.
+
+    Returns:
+        One row per gap: gap, device, step (of its main part), start_ns, duration_ns (of the whole gap), cause (the one
+        with most of the gap's time), cause_ns (its time in the gap), evidence; then rows of `trace.events` with their
+        names: before and after (the GPU work around it), launch (the call that submitted `after`), host_event (the
+        longest thing the host did in the cause's time) with host_activity (its name) and stack (names of what it stood
+        in, outermost first), producer (the GPU work that a dependency waited for), wait (the record of the wait or the
+        call that asked for it). Null where there is none.
+    """
+    parts = found.gaps
+    whole = (
+        parts.group_by("gap")
+        .agg(pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns"))
+        .sort("whole_ns", "gap", descending=[True, False])
+        .head(count)
+    )
+    main = (
+        parts.join(whole.select("gap"), on="gap", how="semi")
+        .with_columns(pl.col("duration_ns").sum().over("gap", "cause").alias("cause_ns"))
+        .sort("cause_ns", "duration_ns", "start_ns", descending=[True, True, False])
+        .unique("gap", keep="first", maintain_order=True)
+    )
+    rows = whole.join(main.drop("start_ns", "duration_ns"), on="gap", how="left", maintain_order="left")
+    names = trace.events["name"]
+    return rows.select(
+        "gap",
+        "device",
+        "step",
+        pl.col("from_ns").alias("start_ns"),
+        pl.col("whole_ns").alias("duration_ns"),
+        *("cause", "cause_ns", "evidence", "host_event", "host_activity"),
+        *_NAMED,
+        *(names.gather(rows[name]).alias(f"{name}_name") for name in _NAMED),
+        pl.Series("stack", [_stack(trace, row) for row in rows["host_event"].to_list()], dtype=pl.List(pl.String)),
+    ).select(list(SCHEMA)).cast(SCHEMA)  # fmt: skip
+
+
+def _stack(trace: Trace, event: int | None) -> list[str] | None:
+    """Names of the events around an event, outermost first; the event itself is not among them."""
+    if event is None:
+        return None
+    parent, name = trace.events["parent"], trace.events["name"]
+    rows: list[int] = []
+    above = parent[event]
+    while above is not None and len(rows) < _MOST_FRAMES:
+        rows.append(above)
+        above = parent[above]
+    return [name[row] for row in reversed(rows)]
