@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
 from traceloom.errors import InvariantError
 from traceloom.model.category import GPU_WORK
+from traceloom.model.deferred import Deferred
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS
 
@@ -42,7 +43,10 @@ class Meta:
 
 @dataclass(frozen=True)
 class Trace:
-    """One process's part of a run: fixed columns (see `traceloom.model.schema`), small tables, notices."""
+    """One process's part of a run: fixed columns (see `traceloom.model.schema`), small tables, notices.
+
+    A frame may be given as `Deferred`: it is made when it is first asked for, and kept then.
+    """
 
     meta: Meta
     events: pl.DataFrame
@@ -61,6 +65,27 @@ class Trace:
     marks: pl.DataFrame
     sources: pl.DataFrame
     notices: tuple[Notice, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Set the frames apart that are made later."""
+        own = self.__dict__
+        own["_waiting"] = {name: own.pop(name) for name in list(own) if isinstance(own[name], Deferred)}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A frame that was not asked for before; nothing else is missing."""
+            waiting = self.__dict__.get("_waiting", {})
+            deferred = waiting.get(name)
+            if deferred is None:
+                raise AttributeError(f"a trace has no `{name}`")
+            frame = self.__dict__[name] = deferred.frame()
+            waiting.pop(name, None)
+            return frame
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All frames made, since what makes them cannot leave the process."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def rank(self) -> int | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model import category as cat
+from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS
 from traceloom.read import metadata as md
 from traceloom.read.captured import with_captured
@@ -19,7 +20,7 @@ from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTI
 from traceloom.read.fields import NULL
 from traceloom.read.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, Places, find_lanes, lane_frame
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
-from traceloom.read.memory import HostEvents, allocation_frame, counter_frame, mark_frame
+from traceloom.read.memory import allocation_frame, counter_frame, mark_frame, unknown_devices
 from traceloom.read.nesting import Nesting, nest
 from traceloom.read.ondisk import lookup
 from traceloom.read.order import Order, Texts, chosen, distinct, nearest, nullable, plain, row_numbers, time_order
@@ -40,11 +41,13 @@ def _flags(names: tuple[str, ...]) -> NDArray[np.bool_]:
 
 _IS_WORK, _IS_LAUNCH = _flags(cat.GPU_WORK), _flags(cat.LAUNCHES)
 _ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
-_ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
+_TIMED = ("flows", "marks", "counters", "allocations")  # tables with times of their own
 _SIDE: dict[str, dict[str, Any]] = {
-    "copies": dict.fromkeys(("row", "bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
-    "syncs": dict.fromkeys(("row", "kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
-    "collectives": dict.fromkeys(("row", *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
+    "copies": dict.fromkeys(("bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
+    "syncs": dict.fromkeys(("kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
+    "collectives": dict.fromkeys((*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
+    "tensors": dict.fromkeys(("shapes", "types", "strides", "concrete"), np.int32),
+    "frames": dict.fromkeys(("python_id", "python_parent", "module_id"), np.int64),
     "flows": {"phase": np.bool_, **dict.fromkeys(("flow", "kind", "place", "start"), np.int64)},
     "marks": dict.fromkeys(("start", "name", "place", "bytes"), np.int64),
     "counters": {**dict.fromkeys(("start", "name", "key", "place"), np.int64), "value": np.float64},
@@ -108,7 +111,7 @@ class _Builder:
         """Category codes; in files of 2021 annotations are called operators too."""
         code = self._span("category", np.uint8)
         annotations = [
-            number for number, text in enumerate(self.texts.values) if text.startswith(("ProfilerStep#", "Optimizer."))
+            number for number, text in enumerate(self.texts.names) if text.startswith(("ProfilerStep#", "Optimizer."))
         ]
         if annotations:
             code[np.isin(self.name, annotations) & (code == _OP)] = _ANNOTATION
@@ -128,8 +131,9 @@ class _Builder:
         return out
 
     def side(self, table: str) -> dict[str, Array]:
-        """All columns of a side table, empty ones too."""
-        return {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE[table].items()}
+        """All columns of a side table, empty ones too; `event` where its rows are about events."""
+        columns = {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE[table].items()}
+        return columns if table in _TIMED else {"event": self.rows(table), **columns}
 
     def device_and_stream(self) -> tuple[Ints, Ints]:
         """Of device-side events: the arguments, else pid and tid; NULL on the host."""
@@ -156,33 +160,23 @@ def assemble(columns: Columns, file: File) -> Trace:
     events = _events(made, device, stream, lanes.lane, nesting)
     autograd = _autograd(made)
     lane_table = lane_frame(lanes, made.start, nesting.nested_end_ns, autograd)
-    events, steps, step_notices = _linked(made, events, nesting, lane_table)
-    spot = np.where(lookup(_ON_HOST, made.category), made.place, -1)
-    host = HostEvents(spot, made.start, nesting.nested_end_ns, nesting.parent, made.category == _OP)
-    tensors = _tensors(made)
     used = {int(number) for number in distinct(device[lookup(_IS_WORK, made.category)]) if number != NULL}
-    groups = md.group_frame(file.metadata, file.capture)
+    events, steps, step_notices = _linked(made, events, nesting, lane_table)
+    del device, stream, lanes
+    tensors = Deferred(_tensors, made.side("tensors"), made.texts)
     described = made.side("collectives")
     ranks = described["rank"]
-    collectives = collective_frame(described, made.texts, made.order, events, tensors)
+    collectives = collective_frame(described, made.texts, events, tensors)
     collectives, capture_notices = with_captured(collectives, events, file.capture)
-    sides = {
+    allocations = made.side("allocations")
+    sides: dict[str, Any] = {
         "lanes": lane_table,
         "devices": md.device_frame(file.metadata, used),
-        "groups": groups,
+        "groups": md.group_frame(file.metadata, file.capture),
         "steps": steps,
         "collectives": collectives,
-        "copies": copy_frame(made.side("copies"), made.texts, made.order, events),
-        "syncs": sync_frame(made.side("syncs"), made.texts, made.order, events),
-        "flows": _flows(made),
-        "python": _python(made),
+        **_deferred(made, events, steps, allocations),
         "tensors": tensors,
-        "allocations": allocation_frame(made.side("allocations"), made.base_ns, made.places, host, steps),
-        "counters": counter_frame(made.side("counters"), made.base_ns, made.places, made.texts),
-        "marks": mark_frame(made.side("marks"), made.base_ns, made.places, made.texts),
-        "sources": source_frame(
-            columns.take("spans", "offset", np.int64), columns.take("spans", "length", np.int32), made.order
-        ),
     }
     meta, rank_notices = _meta(made, ranks)
     notices = (
@@ -190,7 +184,7 @@ def assemble(columns: Columns, file: File) -> Trace:
         *rank_notices,
         *step_notices,
         *capture_notices,
-        *remarks(events, nesting, columns.unknown_categories, sides["allocations"]),
+        *remarks(events, nesting, columns.unknown_categories, unknown_devices(allocations)),
     )
     return Trace(meta=meta, events=events, notices=notices, **sides)
 
@@ -232,7 +226,7 @@ def _of_places(made: _Builder, which: int) -> Ints:
 
 
 def _autograd(made: _Builder) -> Array:
-    engine = [number for number, text in enumerate(made.texts.values) if text.startswith("autograd::engine::")]
+    engine = [number for number, text in enumerate(made.texts.names) if text.startswith("autograd::engine::")]
     return np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_, like=made.start)
 
 
@@ -244,7 +238,7 @@ def _linked(
     is_op = made.category == _OP
     launch = launches(made.correlation, is_launch, is_work)
     op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, made.external)
-    steps, notices = find_steps(events, lanes, made.texts.values)
+    steps, notices = find_steps(events, lanes, made.texts.names)
     step = event_steps(steps, made.start, launch, is_work)
     linked = events.with_columns(
         row_numbers(op).alias("op"),
@@ -254,28 +248,38 @@ def _linked(
     return linked.select(list(SCHEMAS["events"])), steps, notices
 
 
-def _tensors(made: _Builder) -> pl.DataFrame:
-    codes = {name: made.columns.take("tensors", name, np.int32) for name in ("shapes", "types", "strides", "concrete")}
-    rows = made.rows("tensors")
-    order = np.argsort(rows, kind="stable")
-    listed = {name: made.texts.column(values[order]) for name, values in codes.items()}
-    return pl.DataFrame({"event": plain(rows[order], pl.UInt32), **listed}, schema=SCHEMAS["tensors"])
+def _tensors(columns: dict[str, Array], texts: Texts) -> pl.DataFrame:
+    order = np.argsort(columns["event"], kind="stable")
+    codes = {name: values[order] for name, values in columns.items()}
+    event = plain(codes.pop("event"), pl.UInt32)
+    listed = {name: texts.column(values) for name, values in codes.items()}
+    return pl.DataFrame({"event": event, **listed}, schema=SCHEMAS["tensors"])
 
 
-def _python(made: _Builder) -> pl.DataFrame:
-    rows = made.rows("frames")
-    order = np.argsort(rows, kind="stable")
-    values = {
-        name: nullable(made.columns.take("frames", name, np.int64)[order])
-        for name in ("python_id", "python_parent", "module_id")
+def _python(columns: dict[str, Array]) -> pl.DataFrame:
+    order = np.argsort(columns["event"], kind="stable")
+    values = {name: nullable(column[order]) for name, column in columns.items() if name != "event"}
+    return pl.DataFrame({"event": plain(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS["python"])
+
+
+def _deferred(
+    made: _Builder, events: pl.DataFrame, steps: pl.DataFrame, allocations: dict[str, Array]
+) -> dict[str, Deferred]:
+    """The frames that not everybody asks for; each keeps only what it is made of."""
+    texts, places, base_ns, columns = made.texts, made.places, made.base_ns, made.columns
+    spans = {name: columns.take("spans", name, dtype) for name, dtype in (("offset", np.int64), ("length", np.int32))}
+    flows = made.side("flows")
+    flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
+    return {
+        "copies": Deferred(copy_frame, made.side("copies"), texts, events),
+        "syncs": Deferred(sync_frame, made.side("syncs"), texts, events),
+        "flows": Deferred(flow_frame, flows, texts, events, made.place),
+        "python": Deferred(_python, made.side("frames")),
+        "allocations": Deferred(allocation_frame, allocations, base_ns, places, (events, made.place), steps),
+        "counters": Deferred(counter_frame, made.side("counters"), base_ns, places, texts),
+        "marks": Deferred(mark_frame, made.side("marks"), base_ns, places, texts),
+        "sources": Deferred(source_frame, spans["offset"], spans["length"], made.order.rows),
     }
-    return pl.DataFrame({"event": plain(rows[order], pl.UInt32), **values}, schema=SCHEMAS["python"])
-
-
-def _flows(made: _Builder) -> pl.DataFrame:
-    columns = made.side("flows")
-    columns["start"] = np.where(columns["start"] == NULL, NULL, columns["start"] + made.base_ns)
-    return flow_frame(columns, made.texts, (made.start, made.category, made.place, made.correlation))
 
 
 def _meta(made: _Builder, ranks: Ints) -> tuple[Meta, list[Notice]]:

@@ -10,9 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
-from traceloom.read.order import Order, Texts, nullable
+from traceloom.read.order import Texts, nullable
 
 Array = NDArray[Any]
 
@@ -62,23 +63,21 @@ def element_size(name: str | None) -> int | None:
     return 1 if plain.startswith("float8") else _SIZES.get(plain)
 
 
-def collective_frame(
-    columns: dict[str, Array], texts: Texts, order: Order, events: pl.DataFrame, tensors: pl.DataFrame
-) -> pl.DataFrame:
+def collective_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, tensors: Deferred) -> pl.DataFrame:
     """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
-    described = _with_arguments(columns, texts, order)
-    if not any(_CALLED.match(text) for text in texts.values):
+    described = _with_arguments(columns, texts)
+    if not any(_CALLED.match(text) for text in texts.names):
         return described.sort("event")
-    annotated = _annotations(events, tensors)
+    annotated = _annotations(events, tensors.frame())
     return pl.concat([described, annotated]).sort("event")
 
 
-def _with_arguments(columns: dict[str, Array], texts: Texts, order: Order) -> pl.DataFrame:
-    if not len(columns["row"]):
+def _with_arguments(columns: dict[str, Array], texts: Texts) -> pl.DataFrame:
+    if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["collectives"])
     text = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
     value = {key: nullable(columns[key]) for key in COLLECTIVE_NUMBERS}
-    frame = pl.DataFrame({"event": order.event[columns["row"]], **text, **value})
+    frame = pl.DataFrame({"event": columns["event"], **text, **value})
     kinds = mapped(frame["collective"], kind_of)
     sizes = mapped(frame["element_type"], element_size, pl.Int64)
     none = pl.lit(None, dtype=pl.Int64)

@@ -35,10 +35,15 @@ def column(trace: Trace, name: str, absent: int | None = None) -> Array:
         name: The column; categories as their numbers.
         absent: What stands for null; the column is int64 then. None for columns without nulls.
     """
-    series = trace.events[name]
+    return column_of(trace.events, name, absent, large=is_large(trace))
+
+
+def column_of(events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool) -> Array:
+    """The same of a frame of events, where it is known whether what is computed from it goes to disk."""
+    series = events[name]
     if isinstance(series.dtype, pl.Enum):
         series = series.to_physical()
-    if not is_large(trace):
+    if not large:
         return _filled(series, absent)
     if absent is None:
         return series.to_numpy().view(ondisk.OnDisk)

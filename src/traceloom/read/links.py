@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
-from traceloom.read.ondisk import lookup
-from traceloom.read.order import NO_ROW, Order, Texts, chosen, nullable, plain, row_numbers
+from traceloom.read.large import column_of
+from traceloom.read.ondisk import OnDisk, lookup
+from traceloom.read.order import NO_ROW, Texts, chosen, nullable, plain, row_numbers
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -82,20 +83,24 @@ def repeats_correlation(external: Ints, correlation: Ints, is_work: Bools) -> bo
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
 
 
-def flow_frame(columns: dict[str, Array], texts: Texts, events: tuple[Ints, Array, Array, Ints]) -> pl.DataFrame:
+def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, place: Array) -> pl.DataFrame:
     """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its place and time.
 
     Args:
         columns: `phase` (True = start), `flow`, `kind` (number of a text), `place`, `start` of all arrow ends.
         texts: What the numbers of `kind` stand for.
-        events: Starts of the events, sorted; codes of their categories; their places; their correlations.
+        events: The `events` frame.
+        place: The place of each event.
     """
     if not len(columns["flow"]):
         return pl.DataFrame(schema=SCHEMAS["flows"])
-    kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.values])
+    kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = lookup(kinds, columns["kind"])
     row, other = _pairs(columns["phase"], columns["flow"], kind)
-    event = _at(columns, kind, events)
+    large = isinstance(place, OnDisk)
+    start, category = column_of(events, "start_ns", large=large), column_of(events, "category", large=large)
+    correlation = column_of(events, "correlation", NULL, large=large)
+    event = _at(columns, kind, (start, category, place, correlation))
     ends = event[row], np.where(other >= 0, event[other], NO_ROW)
     begins = columns["phase"][row]
     return pl.DataFrame(
@@ -154,13 +159,13 @@ def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, I
     return found
 
 
-def source_frame(offset: Array, length: Array, order: Order) -> pl.DataFrame:
-    """Where each event stands in the text of the file."""
+def source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:
+    """Where each event stands in the text of the file; `rows` puts the columns of the file in time order."""
     return pl.DataFrame(
         {
             "event": plain(np.arange(len(offset), dtype=np.uint32, like=offset), pl.UInt32),
-            "offset": plain(offset[order.rows], pl.Int64),
-            "length": plain(length[order.rows], pl.Int32),
+            "offset": plain(offset[rows], pl.Int64),
+            "length": plain(length[rows], pl.Int32),
         },
         schema=SCHEMAS["sources"],
     )

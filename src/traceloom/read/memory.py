@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
-from traceloom.read.lanes import Places
-from traceloom.read.ondisk import lookup
+from traceloom.read.lanes import KIND_OF_CODE, KINDS, Places
+from traceloom.read.large import column_of
+from traceloom.read.ondisk import OnDisk, lookup
 from traceloom.read.order import NO_ROW, Texts, distinct, nearest, nullable, plain, row_numbers
 from traceloom.read.steps import NO_STEP, step_of
 
@@ -26,8 +29,12 @@ DEVICE_TYPES = {
 }  # fmt: skip
 
 
+_ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
+_IS_OP = np.array([name == cat.OP for name in cat.CATEGORIES])
+
+
 class HostEvents(NamedTuple):
-    """Arrays of shape (events,), in time order.
+    """What stands on the host's lanes; arrays of shape (events,), in time order.
 
     Attributes:
         spot: Number of the event's (pid, tid); -1 for those that are not on a host lane.
@@ -43,9 +50,19 @@ class HostEvents(NamedTuple):
     parent: Ints
     is_op: Array
 
+    @classmethod
+    def of(cls, events: pl.DataFrame, place: Array) -> HostEvents:
+        """From the `events` frame and the place of each event."""
+        column = partial(column_of, events, large=isinstance(place, OnDisk))
+        category = column("category")
+        spot = np.where(lookup(_ON_HOST, category), place, -1)
+        return cls(
+            spot, column("start_ns"), column("nested_end_ns"), column("parent", NO_ROW), lookup(_IS_OP, category)
+        )
+
 
 def allocation_frame(
-    columns: dict[str, Array], base_ns: int, places: Places, host: HostEvents, steps: pl.DataFrame
+    columns: dict[str, Array], base_ns: int, places: Places, on_host: tuple[pl.DataFrame, Array], steps: pl.DataFrame
 ) -> pl.DataFrame:
     """The `allocations` frame, by time; `op` is the innermost op on that thread then.
 
@@ -53,7 +70,7 @@ def allocation_frame(
         columns: The raw columns of `[memory]` events.
         base_ns: Added to their times.
         places: (pid, tid) pairs.
-        host: What stands on the host's lanes.
+        on_host: The `events` frame and the place of each event.
         steps: The `steps` frame.
     """
     if not len(columns["start"]):
@@ -61,7 +78,7 @@ def allocation_frame(
     order = np.argsort(columns["start"], kind="stable")
     some = {name: values[order] for name, values in columns.items()}
     time = some["start"] + base_ns
-    inside = _innermost_op(time, some["place"], host)
+    inside = _innermost_op(time, some["place"], HostEvents.of(*on_host))
     step = step_of(steps, time)
     process, thread = lookup(places.numbers(0), some["place"]), lookup(places.numbers(1), some["place"])
     kind, device = some["device_type"], some["device_id"]
@@ -110,6 +127,12 @@ def _innermost_op(time: Ints, place: Array, host: HostEvents) -> Ints:
     known = out >= 0
     out[known] = np.where(is_op[out[known]], out[known], above[out[known]])
     return out
+
+
+def unknown_devices(columns: dict[str, Array]) -> int:
+    """How many allocations are of a type of device that has no name here."""
+    kind = columns["device_type"]
+    return int(((kind < 0) | (kind >= len(DEVICE_TYPES))).sum())
 
 
 def mark_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: Texts) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from traceloom.read import mapped
 from traceloom.read.fields import NULL
-from traceloom.read.ondisk import OnDisk, pieces
+from traceloom.read.ondisk import OnDisk, lookup, pieces
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]
@@ -100,20 +100,38 @@ def chosen(values: pl.Series, codes: Array) -> pl.Series:
 
 
 class Texts:
-    """Texts by number: names as they are, lists as compact JSON text."""
+    """Texts by number: names as they are, lists as compact JSON text, which is made when first asked for.
+
+    Attributes:
+        names: The texts that stand in the file as text; empty in the places of lists.
+    """
 
     def __init__(self, table: Iterable[Any]) -> None:
-        self.values = [_text(key) for key in table]
-        self._series = pl.Series([*self.values, None], dtype=pl.String)
-        self._table: mapped.TextTable | None = None
+        self._keys = list(table)
+        self.names = [key if isinstance(key, str) else "" for key in self._keys]
+        self._is_list = np.array([not isinstance(key, str) for key in self._keys] + [False])
+        self._tables: dict[bool, _TextColumn] = {}
 
     def column(self, codes: Array) -> pl.Series:
         """The texts of these numbers; null for -1."""
+        lists = bool(lookup(self._is_list, codes).any())
+        if lists not in self._tables:
+            self._tables[lists] = _TextColumn([_text(key) for key in self._keys] if lists else self.names)
+        return self._tables[lists].column(codes)
+
+
+class _TextColumn:
+    def __init__(self, values: list[str]) -> None:
+        self._values = values
+        self._series = pl.Series([*values, None], dtype=pl.String)
+        self._table: mapped.TextTable | None = None
+
+    def column(self, codes: Array) -> pl.Series:
         if isinstance(codes, OnDisk):
-            self._table = self._table or mapped.TextTable(self.values)
+            self._table = self._table or mapped.TextTable(self._values)
             if self._table.fits:
                 return self._table.column(codes)
-        return self._series[pl.Series(np.where(codes < 0, len(self.values), codes).astype(np.uint32))]
+        return self._series[pl.Series(np.where(codes < 0, len(self._values), codes).astype(np.uint32))]
 
 
 def _text(key: Any) -> str:

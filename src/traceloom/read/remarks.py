@@ -12,7 +12,7 @@ _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
 
 def remarks(
-    events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], allocations: pl.DataFrame
+    events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], unknown_devices: int
 ) -> list[Notice]:
     """Notices about crossing spans, orphans, impossible durations and unknown categories."""
     out: list[Notice] = []
@@ -51,10 +51,9 @@ def remarks(
         names = ", ".join(f"`{name}`" for name in sorted(unknown_categories)[:4])
         said = f"of a category this version does not know ({names}), kept as `other`: {_events(count)}"
         out.append(Notice("unknown-category", "info", said, count))
-    if allocations.height and allocations["device_type"].eq("other").any():
-        count = int(allocations["device_type"].eq("other").sum())
-        said = f"{count:,} memory events are of a device type this version does not know"
-        out.append(Notice("unknown-device-type", "info", said, count))
+    if unknown_devices:
+        said = f"{unknown_devices:,} memory events are of a device type this version does not know"
+        out.append(Notice("unknown-device-type", "info", said, unknown_devices))
     return out
 
 

@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model.schema import SCHEMAS
-from traceloom.read.order import Order, Texts, nullable
+from traceloom.read.order import Texts, nullable, plain
 
 Array = NDArray[Any]
 
@@ -53,13 +53,13 @@ def _memory(argument: str | None) -> str | None:
     return _CUPTI_MEMORY.get(argument, argument.lower() if not argument.isdigit() else None)
 
 
-def copy_frame(columns: dict[str, Array], texts: Texts, order: Order, events: pl.DataFrame) -> pl.DataFrame:
+def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:
     """The `copies` frame: copies and fills in time order."""
-    if not len(columns["row"]):
+    if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["copies"])
     frame = pl.DataFrame(
         {
-            "event": pl.Series(order.event[columns["row"]], dtype=pl.UInt32),
+            "event": plain(columns["event"], pl.UInt32),
             "bytes": nullable(columns["bytes"]),
             "copy_kind": texts.column(columns["copy_kind"]),
             "rocm_kind": texts.column(columns["kind"]),
@@ -100,13 +100,13 @@ def _filled(name: str) -> str | None:
     return inside.group(1).lower() if inside else None
 
 
-def sync_frame(columns: dict[str, Array], texts: Texts, order: Order, events: pl.DataFrame) -> pl.DataFrame:
+def sync_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:
     """The `syncs` frame: what was waited for (or recorded), in time order."""
-    if not len(columns["row"]):
+    if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["syncs"])
     frame = pl.DataFrame(
         {
-            "event": pl.Series(order.event[columns["row"]], dtype=pl.UInt32),
+            "event": plain(columns["event"], pl.UInt32),
             "kind": texts.column(columns["kind"]),
             "awaited_stream": nullable(columns["awaited_stream"]),
             "record_correlation": nullable(columns["record_correlation"]),
