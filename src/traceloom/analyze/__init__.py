@@ -8,6 +8,7 @@ from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
 from traceloom.analyze.kernels import kernels
+from traceloom.analyze.launches import launches
 from traceloom.analyze.longest_gaps import longest_gaps
 from traceloom.analyze.memory import memory
 from traceloom.analyze.modules import modules
@@ -25,6 +26,7 @@ __all__ = [
     "host",
     "idle",
     "kernels",
+    "launches",
     "longest_gaps",
     "memory",
     "modules",

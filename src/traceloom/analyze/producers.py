@@ -72,8 +72,10 @@ def _last_elsewhere(trace: Trace, found: Gaps, at: Ints, near_ns: int) -> Ints:
         mine, others = np.flatnonzero(found.device[at] == one), np.flatnonzero(device != one)
         others = others[np.argsort(end[others], kind="stable")]
         last = np.searchsorted(end[others], found.high[at[mine]], side="right") - 1
-        known = (last >= 0) & (end[others[last]] > found.high[at[mine]] - near_ns)
-        out[mine[known]] = row[others[last[known]]]
+        some = np.flatnonzero(last >= 0)
+        mine, last = mine[some], others[last[some]]
+        near = end[last] > found.high[at[mine]] - near_ns
+        out[mine[near]] = row[last[near]]
     return out
 
 

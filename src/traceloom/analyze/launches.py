@@ -1,0 +1,287 @@
+"""How launches reach the GPU: launch delays, queues, calls that were held up, kernels shorter than their launch.
+
+Definitions: docs/concepts/launches.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.queue_depth import QUEUES, Held, curve, held_up, queues
+from traceloom.analyze.short_kernels import BINS, SHORT, histogram, short_by_name
+from traceloom.analyze.submissions import Submissions, submissions
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+LONG_CALL_NS = 50_000
+"""A launch call this long is listed: it usually takes 2 to 10 µs."""
+LONG_DELAY_NS = 100_000
+"""Work that starts this long after nothing held it back any more is listed."""
+
+_TIMES = ("delay", "span", "latency")
+_STATISTICS = {f"{name}_{how}_ns": pl.Int64() for name in _TIMES for how in ("median", "p95", "max")}
+TOTALS = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "work_count": pl.Int64(),
+        "launch_count": pl.Int64(),
+        "graph_work_count": pl.Int64(),
+        "unknown_count": pl.Int64(),
+        "early_count": pl.Int64(),
+        **_STATISTICS,
+        "late_count": pl.Int64(),
+    }
+)
+NAMES = pl.Schema({"name": pl.String(), "launch_count": pl.Int64(), **_STATISTICS, "late_count": pl.Int64()})
+CALLS = pl.Schema(
+    {
+        "name": pl.String(),
+        "call_count": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "median_ns": pl.Int64(),
+        "p95_ns": pl.Int64(),
+        "max_ns": pl.Int64(),
+        "long_count": pl.Int64(),
+        "long_ns": pl.Int64(),
+    }
+)
+OUTLIERS = pl.Schema(
+    {
+        "kind": pl.Enum(["late work", "long call", "full queue"]),
+        "duration_ns": pl.Int64(),
+        "start_ns": pl.Int64(),
+        "device": pl.Int32(),
+        "stream": pl.Int64(),
+        "step": pl.Int32(),
+        "work": pl.UInt32(),
+        "work_name": pl.String(),
+        "launch": pl.UInt32(),
+        "launch_name": pl.String(),
+    }
+)
+STEPS = pl.Schema(
+    {
+        "device": pl.Int32(),
+        **{
+            f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
+            for value in ("launch_count", "work_count", "call_ns", "short_count", "held_ns")
+            for how in ("mean", "min", "max")
+        },
+        "step_count": pl.Int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Launches(Result):
+    """Launching of one trace. Times are of the first GPU work of each launch on its device.
+
+    Attributes:
+        totals: Per device: work_count (all GPU work), launch_count (calls whose work is recorded), graph_work_count
+            (work after the first of its launch), unknown_count (work whose launch is not recorded), early_count (work
+            that seems to start before its call returned); then median, 95th percentile and maximum of delay (start of
+            the work - end of the call, at least 0), span (start - start of the call) and latency (the part of the
+            delay in which no earlier work of the stream ran), and late_count (latency >= 100 µs). Null without one.
+        names: The same per name of GPU work, the largest total delay first.
+        calls: Launch calls by name: call_count, total_ns, median_ns, p95_ns, max_ns, long_count and long_ns (calls of
+            at least 50 µs).
+        outliers: Work with a latency of at least 100 µs, calls of at least 50 µs, and calls held up by a full queue,
+            the longest first; a call that was held up is not listed as long, too.
+        queues: Per stream, see `queue_depth.QUEUES`.
+        curve: device, stream, time_ns, launches and works (how many are pending from then on), by stream and time.
+        bins: Histogram of kernel durations, see `short_kernels.BINS`.
+        short: Kernels shorter than their launch call, by name, see `short_kernels.SHORT`.
+        steps: Per device what a whole step launches, as mean, min and max over the steps.
+    """
+
+    totals: pl.DataFrame
+    names: pl.DataFrame
+    calls: pl.DataFrame
+    outliers: pl.DataFrame
+    queues: pl.DataFrame
+    curve: pl.DataFrame
+    bins: pl.DataFrame
+    short: pl.DataFrame
+    steps: pl.DataFrame
+
+
+def launches(trace: Trace) -> Launches:
+    """Look at the way of every launch from the call to the start of its work."""
+    made = submissions(trace)
+    held = held_up(trace, made)
+    at = np.flatnonzero(made.first)
+    times = _times(trace, made, at)
+    calls = _calls(trace, made)
+    return Launches(
+        totals=_totals(made, times),
+        names=_statistics(times.select("name", *_TIMES), ["name"])
+        .join(times.group_by("name").agg(pl.col("delay").sum().alias("sum")), on="name")
+        .sort("sum", "name", descending=[True, False])
+        .select(list(NAMES))
+        .cast(NAMES),
+        calls=_by_call(calls),
+        outliers=_outliers(trace, made, times, calls, held),
+        queues=queues(made, held),
+        curve=curve(made),
+        bins=histogram(made),
+        short=short_by_name(trace, made),
+        steps=_steps(trace, made, held),
+    )
+
+
+def _times(trace: Trace, made: Submissions, at: Ints) -> pl.DataFrame:
+    """One row per launch and device: its first work (`at`), delay, span and latency."""
+    start, returned = made.start[at], made.call_end[at]
+    # what the stream did before: the end of everything that began earlier on it
+    reach = np.zeros(made.row.size, dtype=np.int64)
+    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
+        reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
+    free = np.maximum(returned, reach[at])
+    return pl.DataFrame(
+        {
+            "at": at,
+            "device": made.device[at],
+            "name": trace.events["name"].gather(made.row[at]),
+            "delay": np.maximum(start - returned, 0),
+            "span": np.maximum(start - made.call_start[at], 0),
+            "latency": np.maximum(start - free, 0),
+            "early": start < returned,
+        }
+    )
+
+
+def _statistics(times: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
+    return times.group_by(keys, maintain_order=True).agg(
+        pl.len().cast(pl.Int64).alias("launch_count"),
+        *(
+            told
+            for name in _TIMES
+            for told in (
+                pl.col(name).median().floor().cast(pl.Int64).alias(f"{name}_median_ns"),
+                pl.col(name).quantile(0.95, "nearest").cast(pl.Int64).alias(f"{name}_p95_ns"),
+                pl.col(name).max().alias(f"{name}_max_ns"),
+            )
+        ),
+        (pl.col("latency") >= LONG_DELAY_NS).sum().cast(pl.Int64).alias("late_count"),
+    )
+
+
+def _totals(made: Submissions, times: pl.DataFrame) -> pl.DataFrame:
+    whole = (
+        pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
+        .group_by("device")
+        .agg(
+            pl.len().alias("work_count"),
+            pl.col("inner").sum().alias("graph_work_count"),
+            (~pl.col("known")).sum().alias("unknown_count"),
+        )
+    )
+    early = times.group_by("device").agg(pl.col("early").sum().alias("early_count"))
+    return (
+        whole.join(_statistics(times.select("device", *_TIMES), ["device"]), on="device", how="left")
+        .join(early, on="device", how="left")
+        .with_columns(pl.col("launch_count", "late_count", "early_count").fill_null(0))
+        .sort("device")
+        .with_columns(_or_null("device"))
+        .select(list(TOTALS))
+        .cast(TOTALS)
+    )
+
+
+def _or_null(name: str) -> pl.Expr:
+    return pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name)
+
+
+def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
+    """Every call that submitted GPU work: its first work (position), its row, start and duration."""
+    known = np.flatnonzero(made.first)
+    row, place = np.unique(made.launch[known], return_index=True)
+    at = known[place]
+    return pl.DataFrame(
+        {
+            "at": at,
+            "launch": row,
+            "name": trace.events["name"].gather(row),
+            "call_ns": made.call_end[at] - made.call_start[at],
+        }
+    )
+
+
+def _by_call(calls: pl.DataFrame) -> pl.DataFrame:
+    call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
+    return (
+        calls.group_by("name")
+        .agg(
+            pl.len().alias("call_count"),
+            call.sum().alias("total_ns"),
+            call.median().floor().alias("median_ns"),
+            call.quantile(0.95, "nearest").alias("p95_ns"),
+            call.max().alias("max_ns"),
+            long.sum().alias("long_count"),
+            call.filter(long).sum().alias("long_ns"),
+        )
+        .sort("total_ns", "name", descending=[True, False])
+        .select(list(CALLS))
+        .cast(CALLS)
+    )
+
+
+def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.DataFrame, held: Held) -> pl.DataFrame:
+    late = times.filter(pl.col("latency") >= LONG_DELAY_NS)
+    long = calls.filter(pl.col("call_ns") >= LONG_CALL_NS, ~pl.col("at").is_in(held.at))
+    at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
+    kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size])
+    length = np.concatenate([late["latency"].to_numpy(), long["call_ns"].to_numpy(), held.ns])
+    names = trace.events["name"]
+    steps = trace.steps["step"]
+    step = made.step[at]
+    return (
+        pl.DataFrame(
+            {
+                "kind": kind,
+                "duration_ns": length,
+                "start_ns": np.where(kind == "late work", made.start[at] - length, made.call_start[at]),
+                "device": made.device[at],
+                "stream": made.stream[at],
+                "step": steps.gather(pl.Series(step).set(pl.Series(step < 0), None).cast(pl.UInt32)),
+                "work": made.row[at],
+                "work_name": names.gather(made.row[at]),
+                "launch": made.launch[at],
+                "launch_name": names.gather(made.launch[at]),
+            }
+        )
+        .with_columns(_or_null("device"), _or_null("stream"))
+        .sort("duration_ns", "start_ns", "kind", descending=[True, False, False])
+        .cast(OUTLIERS)
+    )
+
+
+def _steps(trace: Trace, made: Submissions, held: Held) -> pl.DataFrame:
+    """Whole steps: launches, work, time in launch calls, short kernels, time held up."""
+    stepped = np.flatnonzero(made.step >= 0)
+    one = np.zeros(made.row.size, dtype=np.int64)
+    one[held.at] = held.ns
+    call = made.call_end - made.call_start
+    short: Bools = made.first & made.kernel & ~made.many & (made.end - made.start < call)
+    frame = pl.DataFrame(
+        {
+            "device": made.device[stepped],
+            "step": trace.steps["step"].gather(made.step[stepped]),
+            "launch_count": made.first[stepped].astype(np.int64),
+            "work_count": np.ones(stepped.size, dtype=np.int64),
+            "call_ns": np.where(made.first, call, 0)[stepped],
+            "short_count": short[stepped].astype(np.int64),
+            "held_ns": one[stepped],
+        }
+    )
+    values = ["launch_count", "work_count", "call_ns", "short_count", "held_ns"]
+    told = per_step(frame, ["device"], values, whole_steps(trace))
+    return told.sort("device").with_columns(_or_null("device")).select(list(STEPS)).cast(STEPS)
+
+
+__all__ = ["BINS", "CALLS", "NAMES", "OUTLIERS", "QUEUES", "SHORT", "STEPS", "TOTALS", "Launches", "launches"]

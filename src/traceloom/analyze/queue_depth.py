@@ -1,0 +1,213 @@
+"""How much work waits on each stream, and which launch calls had to wait because a queue was full."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.submissions import Submissions
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+
+DEEP = 900
+"""Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per stream."""
+_LONGER_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+_TIMES = 2.5
+_AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
+_CLOCK_NS = 2_000
+
+QUEUES = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "stream": pl.Int64(),
+        "launch_count": pl.Int64(),
+        "work_count": pl.Int64(),
+        "unknown_count": pl.Int64(),
+        "max_launches": pl.Int64(),
+        "mean_launches": pl.Float64(),
+        "max_works": pl.Int64(),
+        "mean_works": pl.Float64(),
+        "window_ns": pl.Int64(),
+        "empty_ns": pl.Int64(),
+        "deep_ns": pl.Int64(),
+        "held_count": pl.Int64(),
+        "held_ns": pl.Int64(),
+        "capacity": pl.Int64(),
+    }
+)
+"""Per stream: its launches, its work, work of unknown launches (not in the depths); the largest number of pending
+launches and pieces of work and their means over the window (first call or work .. last end); empty_ns in which nothing
+is pending, deep_ns with at least 900 launches pending; launch calls that were held up by a full queue, for how long
+beyond the usual, and how many launches the queue held then (null where none was held up)."""
+CURVE = pl.Schema(
+    {"device": pl.Int32(), "stream": pl.Int64(), "time_ns": pl.Int64(), "launches": pl.Int64(), "works": pl.Int64()}
+)
+
+
+class Held(NamedTuple):
+    """Launches that a full queue held up; arrays of one length, by position.
+
+    Attributes:
+        at: Position in the submissions.
+        ns: For how long beyond the usual duration of such a call.
+        pending: How many launches were pending when the call returned.
+    """
+
+    at: Ints
+    ns: Ints
+    pending: Ints
+
+
+class _Curve(NamedTuple):
+    """Changes of the depths, by lane and time; one row per instant."""
+
+    lane: Ints
+    time: Ints
+    launches: Ints
+    works: Ints
+
+
+def curve(made: Submissions) -> pl.DataFrame:
+    """How many launches and pieces of work are pending on each stream after every change: `CURVE`."""
+    found = _curve(made)
+    bounds = made.bounds()[:-1]
+    place = bounds[found.lane] if bounds.size else found.lane
+    return (
+        pl.DataFrame(
+            {
+                "device": made.device[place],
+                "stream": made.stream[place],
+                "time_ns": found.time,
+                "launches": found.launches,
+                "works": found.works,
+            }
+        )
+        .with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in ("device", "stream"))
+        .cast(CURVE)
+    )
+
+
+def _curve(made: Submissions) -> _Curve:
+    """+1 where a call begins, -1 where its work starts: per piece of work, and per launch where its first one starts.
+
+    Work that seems to start before its call (clocks differ) starts with it, so that no depth is negative.
+    """
+    known = np.flatnonzero(made.known)
+    first = _first_on_lane(made, known)
+    begun = made.call_start[known]
+    started = np.maximum(made.start[known], begun)
+    lane = np.tile(made.lane[known], 2)
+    time = np.concatenate([begun, started])
+    works = np.repeat([1, -1], known.size)
+    launches = works * np.tile(first, 2)
+    order = np.lexsort((time, lane))
+    lane, time = lane[order], time[order]
+    last = np.ones(lane.size, dtype=np.bool_)
+    last[:-1] = (lane[1:] != lane[:-1]) | (time[1:] != time[:-1])
+    # every +1 has its -1 on the same lane: the running sums begin and end at 0 on each
+    return _Curve(lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last])
+
+
+def _first_on_lane(made: Submissions, known: Ints) -> Ints:
+    """1 for the first work of its launch on its stream, else 0."""
+    first = np.zeros(known.size, dtype=np.int64)
+    if known.size:
+        pair = made.launch[known] * (int(made.lane.max()) + 1) + made.lane[known]
+        first[np.unique(pair, return_index=True)[1]] = 1  # positions are by start within a lane
+    return first
+
+
+def held_up(trace: Trace, made: Submissions) -> Held:
+    """Launch calls that a full queue held up.
+
+    Such a call finds at least 900 launches pending, is longer than calls of its name usually are (by 8 µs and 2.5
+    times), and returns within 100 µs after the end of earlier work of its stream, which made room.
+    """
+    at, ns, pending = ([np.zeros(0, dtype=np.int64)] for _ in range(3))
+    usual = None
+    for low, high in pairwise(made.bounds().tolist()):
+        if high - low < DEEP:
+            continue
+        usual = _usual(trace, made) if usual is None else usual
+        found = _held_on_lane(made, usual, low, high)
+        for kept, part in zip((at, ns, pending), found, strict=True):
+            kept.append(part)
+    return Held(np.concatenate(at), np.concatenate(ns), np.concatenate(pending))
+
+
+def _held_on_lane(made: Submissions, usual: Ints, low: int, high: int) -> Held:
+    inside = np.arange(low, high)
+    asked = inside[np.argsort(made.call_start[low:high], kind="stable")]  # in the order of launches
+    ends = np.maximum.accumulate(np.sort(made.end[low:high]))
+    number = np.flatnonzero(made.first[asked] & ~made.many[asked])
+    at = asked[number]
+    returned = made.call_end[at]
+    span = returned - made.call_start[at]
+    done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
+    pending = number + 1 - done
+    freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
+    held = (pending >= DEEP) & (span >= np.maximum(usual[at] + _LONGER_NS, _TIMES * usual[at]))
+    held &= (returned - freed <= _AT_ONCE_NS) & (freed > made.call_start[at])
+    return Held(at[held], (span - usual[at])[held], pending[held])
+
+
+def _usual(trace: Trace, made: Submissions) -> Ints:
+    """For each work the median duration of the launch calls that have the name of its call; 0 without a call."""
+    usual = np.zeros(made.row.size, dtype=np.int64)
+    at = np.flatnonzero(made.first)
+    code = vocabulary(trace).code[made.launch[at]].astype(np.int64)
+    span = made.call_end[at] - made.call_start[at]
+    order = np.lexsort((span, code))
+    bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
+    for low, high in pairwise(bounds.tolist()):  # names
+        usual[at[order[low:high]]] = span[order[(low + high) // 2]]
+    return usual
+
+
+def queues(made: Submissions, held: Held) -> pl.DataFrame:
+    """The queues of all streams: `QUEUES`."""
+    found = _curve(made)
+    bounds = made.bounds()
+    changes = np.searchsorted(found.lane, np.arange(bounds.size))
+    rows = []
+    for lane, (low, high) in enumerate(pairwise(bounds.tolist())):
+        here = slice(changes[lane], changes[lane + 1])
+        mine = held.pending[(held.at >= low) & (held.at < high)]
+        counts, often = np.unique(mine, return_counts=True)
+        start = min(int(made.start[low:high].min()), int(made.call_start[low:high].min()))
+        end = int(made.end[low:high].max())
+        known = made.known[low:high]
+        rows.append(
+            {
+                "device": int(made.device[low]) if made.device[low] >= 0 else None,
+                "stream": int(made.stream[low]) if made.stream[low] >= 0 else None,
+                "launch_count": int(np.unique(made.launch[low:high][known]).size),
+                "work_count": high - low,
+                "unknown_count": int((~known).sum()),
+                **_depths(found.time[here], found.launches[here], found.works[here], start, end),
+                "held_count": mine.size,
+                "held_ns": int(held.ns[(held.at >= low) & (held.at < high)].sum()),
+                "capacity": int(counts[::-1][often[::-1].argmax()]) if mine.size else None,
+            }
+        )
+    return pl.DataFrame(rows, schema=QUEUES)
+
+
+def _depths(time: Ints, launches: Ints, works: Ints, start: int, end: int) -> dict[str, int | float]:
+    lasts = np.diff(time, append=end)
+    lasts = np.maximum(lasts, 0)
+    window = end - start
+    pending = int(lasts[launches > 0].sum())
+    return {
+        "max_launches": int(launches.max(initial=0)),
+        "mean_launches": float((launches * lasts).sum() / window) if window else 0.0,
+        "max_works": int(works.max(initial=0)),
+        "mean_works": float((works * lasts).sum() / window) if window else 0.0,
+        "window_ns": window,
+        "empty_ns": window - pending,
+        "deep_ns": int(lasts[launches >= DEEP].sum()),
+    }

@@ -1,0 +1,117 @@
+"""GPU work beside the calls that submitted it: what every question about launching starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from traceloom.analyze.gaps import gpu_rows
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.remembered import per_trace
+from traceloom.model import Trace
+from traceloom.model.category import CATEGORIES, KERNEL
+from traceloom.read.large import column
+
+UNKNOWN = -1
+_KERNEL = CATEGORIES.index(KERNEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Submissions:
+    """All GPU work, by device, stream, start; arrays of shape (GPU work,). Shared between analyses: do not change.
+
+    Attributes:
+        row: Row of `trace.events`.
+        device: Device; -1 where the file gives no number.
+        stream: Stream; -1 where the file gives no number.
+        lane: Number of the (device, stream), from 0.
+        start: Start of the work, ns.
+        end: Its end; a negative duration in a damaged file counts as 0.
+        launch: Row of the call that submitted it; -1 where that is not recorded.
+        call_start: Start of that call; the start of the work where it is not recorded.
+        call_end: End of that call; the start of the work where it is not recorded.
+        kernel: True for kernels, False for copies and fills.
+        first: True for the first work of its launch on its device: the one that a launch delay is of.
+        many: True where the launch submitted other work to the device, too (graphs).
+        step: Row of `trace.steps` of the launch; -1 outside.
+    """
+
+    row: Ints
+    device: Ints
+    stream: Ints
+    lane: Ints
+    start: Ints
+    end: Ints
+    launch: Ints
+    call_start: Ints
+    call_end: Ints
+    kernel: Bools
+    first: Bools
+    many: Bools
+    step: Ints
+
+    @property
+    def known(self) -> Bools:
+        """Where the launch is recorded."""
+        return self.launch >= 0
+
+    def bounds(self) -> Ints:
+        """Where each lane begins, and the end of the last; shape (lanes + 1,)."""
+        return np.searchsorted(self.lane, np.arange((int(self.lane[-1]) if self.lane.size else -1) + 2))
+
+
+@per_trace
+def submissions(trace: Trace) -> Submissions:
+    """All GPU work of the trace with its launches."""
+    row = gpu_rows(trace)
+    device, stream, launch = (column(trace, name, UNKNOWN)[row] for name in ("device", "stream", "launch"))
+    order = np.lexsort((stream, device))  # stable: by start within a stream
+    row, device, stream, launch = row[order], device[order], stream[order], launch[order]
+    opens = np.ones(row.size, dtype=np.bool_)
+    opens[1:] = (device[1:] != device[:-1]) | (stream[1:] != stream[:-1])
+    starts, durations = column(trace, "start_ns"), column(trace, "duration_ns")
+    start = starts[row]
+    known = launch >= 0
+    call = np.where(known, launch, row)
+    call_start = starts[call]
+    call_end = call_start + np.where(known, np.maximum(durations[call], 0), 0)
+    first, many = _place_in_launch(device, launch, start)
+    return Submissions(
+        row=row,
+        device=device,
+        stream=stream,
+        lane=np.cumsum(opens) - 1,
+        start=start,
+        end=start + np.maximum(durations[row], 0),
+        launch=launch,
+        call_start=call_start,
+        call_end=call_end,
+        kernel=column(trace, "category")[row] == _KERNEL,
+        first=first,
+        many=many,
+        step=_step_row(trace, row),
+    )
+
+
+def _place_in_launch(device: Ints, launch: Ints, start: Ints) -> tuple[Bools, Bools]:
+    """Which work is the first of its launch on its device, and which launch has several."""
+    first = np.zeros(launch.size, dtype=np.bool_)
+    many = np.zeros(launch.size, dtype=np.bool_)
+    order = np.lexsort((start, device, launch))
+    new = np.ones(launch.size, dtype=np.bool_)
+    new[1:] = (launch[order][1:] != launch[order][:-1]) | (device[order][1:] != device[order][:-1])
+    first[order] = new
+    group = np.cumsum(new) - 1
+    many[order] = np.bincount(group)[group] > 1 if group.size else False
+    known = launch >= 0
+    return first & known, many & known
+
+
+def _step_row(trace: Trace, row: Ints) -> Ints:
+    """Row of the step in `trace.steps`; step numbers are unique and ascending."""
+    numbers = trace.steps["step"].to_numpy()
+    none = np.iinfo(np.int32).min
+    step = column(trace, "step", none)[row]
+    at = np.minimum(np.searchsorted(numbers, step), max(numbers.size - 1, 0))
+    return np.where((step != none) & (numbers[at] == step), at, UNKNOWN) if numbers.size else np.full(row.size, UNKNOWN)

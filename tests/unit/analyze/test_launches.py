@@ -1,0 +1,138 @@
+"""Launching: delays, queues, calls that were held up, short kernels; small traces with known answers, in µs."""
+
+from __future__ import annotations
+
+import pytest
+
+from traceloom.analyze import launches
+from traceloom.testing import TraceBuilder
+
+
+def two() -> TraceBuilder:
+    """A kernel that begins 6 µs after its call, and one that has to wait until 50 for it to end."""
+    builder = TraceBuilder().launch("cudaLaunchKernel", 0, 4, correlation=1).kernel("one", 10, 40, correlation=1)
+    return builder.launch("cudaLaunchKernel", 5, 5, correlation=2).kernel("two", 53, 2, correlation=2)
+
+
+def test_delay_span_and_latency() -> None:
+    names = {row["name"]: row for row in launches(two().build()).names.to_dicts()}
+    assert [names["one"][f"{key}_max_ns"] for key in ("delay", "span", "latency")] == [6_000, 10_000, 6_000]
+    assert [names["two"][f"{key}_max_ns"] for key in ("delay", "span", "latency")] == [43_000, 48_000, 3_000]
+    total = launches(two().build()).totals.to_dicts()[0]
+    assert (total["launch_count"], total["work_count"], total["unknown_count"]) == (2, 2, 0)
+    assert (total["delay_median_ns"], total["delay_max_ns"]) == (24_500, 43_000)
+
+
+def test_work_that_seems_to_start_before_its_call_returned_has_no_delay_and_is_counted() -> None:
+    builder = TraceBuilder().launch("cudaLaunchKernel", 10, 20, correlation=1).kernel("one", 12, 5, correlation=1)
+    total = launches(builder.build()).totals.to_dicts()[0]
+    assert (total["delay_max_ns"], total["early_count"], total["span_max_ns"]) == (0, 1, 2_000)
+
+
+def test_the_queue_grows_with_the_call_and_shrinks_with_the_start() -> None:
+    found = launches(two().build())
+    assert found.curve.select("time_ns", "launches", "works").rows() == [
+        (0, 1, 1),
+        (5_000, 2, 2),
+        (10_000, 1, 1),
+        (53_000, 0, 0),
+    ]
+    queue = found.queues.to_dicts()[0]
+    assert (queue["max_launches"], queue["window_ns"], queue["empty_ns"]) == (2, 55_000, 2_000)
+    assert queue["mean_launches"] == pytest.approx((5 + 10 + 43) / 55)
+
+
+def test_a_graph_is_one_launch_and_many_pieces_of_work() -> None:
+    builder = TraceBuilder().launch("cudaGraphLaunch", 0, 4, correlation=1)
+    for number in range(5):
+        builder.kernel(f"node {number}", 10 + 10 * number, 8, correlation=1)
+    found = launches(builder.build())
+    total = found.totals.to_dicts()[0]
+    assert (total["launch_count"], total["work_count"], total["graph_work_count"]) == (1, 5, 4)
+    assert found.curve.select("launches", "works").rows() == [(1, 5), (0, 4), (0, 3), (0, 2), (0, 1), (0, 0)]
+    assert found.names["name"].to_list() == ["node 0"]
+    assert not found.short.height, "a graph's call submits many kernels, and is not compared with one"
+
+
+def test_a_graph_over_two_streams_is_pending_on_both() -> None:
+    builder = TraceBuilder().launch("cudaGraphLaunch", 0, 4, correlation=1)
+    for number in range(4):
+        builder.kernel(f"node {number}", 10 + 10 * number, 8, correlation=1, stream=7 + number % 2)
+    found = launches(builder.build())
+    assert found.queues.select("stream", "launch_count", "work_count", "max_launches", "max_works").rows() == [
+        (7, 1, 2, 1, 2),
+        (8, 1, 2, 1, 2),
+    ]
+    assert found.totals["launch_count"].to_list() == [1]
+
+
+def test_clock_skew_and_unknown_launches_never_make_a_depth_negative() -> None:
+    builder = TraceBuilder().kernel("orphan", 0, 5).launch("cudaLaunchKernel", 10, 4, correlation=1)
+    builder.kernel("early", 8, 5, correlation=1)
+    found = launches(builder.build())
+    assert found.curve["works"].to_list() == [0]
+    assert found.totals["unknown_count"].to_list() == [1]
+    assert found.queues["unknown_count"].to_list() == [1]
+
+
+def full(capacity: int, kernels: int) -> TraceBuilder:
+    """Kernels of 100 µs, one after the other; calls take 2 µs as long as fewer than `capacity` are pending.
+
+    A call that finds the queue full returns 3 µs after the end of the kernel that made room.
+    """
+    builder = TraceBuilder()
+    now, ends = 0.0, []
+    for number in range(kernels):
+        room = ends[number - capacity] + 3 if number >= capacity else 0.0
+        returns = max(now + 2, room)
+        start = max(ends[-1] + 1 if ends else 0.0, returns + 4)
+        builder.launch("cudaLaunchKernel", now, returns - now, correlation=number + 1, flow=False)
+        builder.kernel("work", start, 100, correlation=number + 1)
+        ends.append(start + 100)
+        now = returns
+    return builder
+
+
+def test_calls_that_a_full_queue_held_up_are_found_with_its_size() -> None:
+    found = launches(full(1022, 1082).build())
+    queue = found.queues.to_dicts()[0]
+    assert (queue["held_count"], queue["capacity"]) == (40, 1022)
+    # 20 kernels have ended when the queue is full. They end every 101 µs; each held call but the first lasts from one end to the next, instead of 2 µs
+    assert queue["held_ns"] == pytest.approx(39 * 99_000, rel=0.05)
+    assert set(found.outliers["kind"]) == {"full queue"}
+
+
+def test_long_calls_with_few_launches_pending_were_not_held_up_by_the_queue() -> None:
+    queue = launches(full(40, 200).build()).queues.to_dicts()[0]
+    assert (queue["held_count"], queue["held_ns"], queue["capacity"]) == (0, 0, None)
+    assert queue["max_launches"] >= 39
+
+
+def test_outliers_are_late_work_and_long_calls() -> None:
+    builder = two().launch("cudaLaunchKernel", 100, 60, correlation=3).kernel("three", 400, 5, correlation=3)
+    found = launches(builder.build()).outliers.select("kind", "duration_ns", "start_ns", "work_name").rows()
+    assert found == [("late work", 240_000, 160_000, "three"), ("long call", 60_000, 100_000, "three")]
+
+
+def test_short_kernels_are_counted_beside_their_calls() -> None:
+    found = launches(two().build())
+    assert found.short.rows() == [("two", 1, 1, 2_000, 5_000, 2_000)]
+    bins = found.bins.filter(kernel_count=1).select("low_ns", "high_ns", "total_ns", "short_count").rows()
+    assert bins == [(2_000, 4_000, 2_000, 1), (32_000, 64_000, 40_000, 0)]
+    assert found.bins["kernel_count"].sum() == 2
+
+
+def test_steps_hold_their_launches() -> None:
+    builder = two().step(1, 0, 60).step(2, 60, 40)
+    builder.launch("cudaLaunchKernel", 70, 4, correlation=3).kernel("three", 80, 5, correlation=3)
+    row = launches(builder.build()).steps.to_dicts()[0]
+    assert (row["min_launch_count"], row["mean_launch_count"], row["max_launch_count"]) == (1, 1.5, 2)
+    assert (row["min_short_count"], row["max_short_count"]) == (0, 1)
+
+
+def test_without_gpu_work_there_is_nothing() -> None:
+    found = launches(TraceBuilder().op("aten::mm", 0, 5).build())
+    assert [getattr(found, name).height for name in ("totals", "names", "calls", "outliers", "queues", "curve")] == [
+        0
+    ] * 6
+    assert found.bins["kernel_count"].sum() == 0
