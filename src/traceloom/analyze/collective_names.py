@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
+from traceloom.link.communication import whole_list
 from traceloom.model import Trace
 from traceloom.model.category import ANNOTATION, COLLECTIVE
 
 # First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
 KERNEL_KINDS = (
+    ("layout", r"\bep::(\w+::)*get_dispatch_layout"),
     ("notify", r"\bep::(\w+::)*\w*notify"),
     ("dispatch", r"\bep::(\w+::)*dispatch"),
     ("combine", r"\bep::(\w+::)*combine"),
@@ -19,6 +21,9 @@ KERNEL_KINDS = (
     ("broadcast", r"broadcast"),
     ("send_recv", r"send_?recv"),
     ("reduce", r"nccl(dev)?kernel_reduce_"),
+    ("barrier", r"nvshmem\w*(barrier|sync)|rocshmem\w*barrier"),
+    ("put", r"(nv|roc)shmem\w*_(put|p_)"),
+    ("get", r"(nv|roc)shmem\w*_(get|g_)"),
 )
 
 # C++ types, as annotations have them, with the names that recorded arguments use.
@@ -47,10 +52,12 @@ def kind_of_kernel(column: str) -> pl.Expr:
     return pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in KERNEL_KINDS)
 
 
-def arguments(trace: Trace) -> pl.DataFrame:
-    """What the file says of each collective: event, kind, group, group_size, element_type, bytes.
+def described(trace: Trace) -> pl.DataFrame:
+    """What the file says of each collective: event, kind, group, group_size, members, sequence, element_type,
+    in_bytes, out_bytes, peer, in_splits, out_splits, bytes.
 
-    `bytes` is the larger of what goes in and what comes out; null where that is not known.
+    `members` (global ranks) is null where the file cuts the list. `bytes` is the larger of what goes in and what comes
+    out; null where that is not known.
     """
     incoming, outgoing = pl.col("in_bytes"), pl.col("out_bytes")
     alone = pl.when(~pl.col("kind").is_in(_SIZE_UNSEEN)).then(incoming)
@@ -60,7 +67,14 @@ def arguments(trace: Trace) -> pl.DataFrame:
         "kind",
         "group",
         "group_size",
+        whole_list("ranks", pl.Int32).alias("members"),
+        "sequence",
         pl.col("element_type").str.strip_prefix("c10::").replace(_TYPES),
+        "in_bytes",
+        "out_bytes",
+        "peer",
+        whole_list("in_splits", pl.Int64),
+        whole_list("out_splits", pl.Int64),
         pl.coalesce(larger, outgoing, alone).alias("bytes"),
     ).unique("event", keep="first", maintain_order=True)
 
@@ -70,11 +84,10 @@ def host_calls(trace: Trace, said: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         trace: One process's trace.
-        said: The arguments of collectives, by event.
+        said: Of `described`.
 
     Returns:
-        Columns event, kind, group, group_size, element_type, bytes (what the call itself does not say comes from the
-        op around it), start_ns, end_ns.
+        The columns of `said` (what the call itself does not say comes from the op around it), start_ns, end_ns.
     """
     spans = trace.events.select("event", "category", "parent", "start_ns", "duration_ns")[said["event"]]
     own = said.with_columns(spans.drop("event")).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))

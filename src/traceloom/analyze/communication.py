@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import polars as pl
 
 from traceloom.analyze.classify import Rule, gpu_work
-from traceloom.analyze.collective_names import arguments, host_calls, kind_of_kernel
+from traceloom.analyze.collective.calls import WhereType, communication_calls
 from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
-WhereType = pl.Enum(["device", "host"])
 KEYS = ("kind", "group", "group_description", "group_size", "element_type", "where")
 COLLECTIVE_SCHEMA = pl.Schema(
     {
@@ -65,13 +64,12 @@ class Communication(Result):
 
 def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     """Add up communication kernels, and collectives that run on the host, by what they did."""
+    rules = tuple(rules)
     work = gpu_work(trace, rules)
-    said = arguments(trace)
-    calls = host_calls(trace, said)
-    kernels = _of(work, "communication")
-    if not calls.height and not kernels.height:
+    calls = communication_calls(trace, rules)
+    if not calls.height:
         return Communication(pl.DataFrame(schema=COLLECTIVE_SCHEMA), pl.DataFrame(schema=DEVICE_SCHEMA))
-    kernels = _described(trace, kernels, said, calls)
+    kernels, calls = (calls.filter(pl.col("where") == where) for where in ("device", "host"))
     on_host = _grouped(trace, calls, "host")
     on_device = _grouped(trace, kernels, "device")
     compute = {device: _union(part) for (device,), part in _of(work, "compute").group_by("device")}
@@ -87,7 +85,6 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     )
 
 
-_LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
 _ROW_KEYS = ("kind", "group", "group_size", "element_type")
 
 
@@ -97,46 +94,6 @@ def _of(work: pl.DataFrame, category: str) -> pl.DataFrame:
 
 def _union(part: pl.DataFrame) -> Spans:
     return union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy())
-
-
-def _described(trace: Trace, kernels: pl.DataFrame, said: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Communication kernels with kind, group, group_size, element_type and bytes.
-
-    They stand in the kernel's own arguments, else in those of the op that launched it, else in the annotation around
-    the launch (the bytes only where those launched no other such kernel); the kind is else in the kernel's name.
-    """
-    fields = [name for name in said.columns if name != "event"]
-    sources = [
-        _joined(kernels["event"], said),
-        _joined(kernels["op"], said),
-        _joined(_around(kernels["launch"], trace, calls), calls),
-    ]
-    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
-    by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
-    known = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in fields}
-    return kernels.with_columns(
-        *(series.alias(name) for name, series in known.items() if name != "kind"),
-        kind=known["kind"].fill_null(by_kernel),
-    )
-
-
-def _joined(events: pl.Series, said: pl.DataFrame) -> pl.DataFrame:
-    """What is said of each event; bytes only where the event comes once, or they would count several times."""
-    rows = pl.DataFrame({"event": events})
-    once = pl.col("event").is_unique() & pl.col("event").is_not_null()
-    found = rows.join(said, on="event", how="left", maintain_order="left")
-    return found.with_columns(pl.when(once).then("bytes"))
-
-
-def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
-    """The annotation (`nccl:all_to_all`) around each launch, within a few levels; null where there is none."""
-    above = launch
-    found = pl.Series([None] * launch.len(), dtype=launch.dtype)
-    parents = trace.events["parent"]
-    for _ in range(_LEVELS if calls.height else 0):
-        above = parents.gather(above)
-        found = found.fill_null(pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series())
-    return found
 
 
 def _grouped(trace: Trace, calls: pl.DataFrame, where: str) -> pl.DataFrame:

@@ -1,0 +1,143 @@
+"""Bandwidth of collectives: which size counts, by which factor, and against which link."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import polars as pl
+
+from traceloom.model import Trace
+
+_RANKS = pl.col("group_size").cast(pl.Int64)
+_SHARE = (_RANKS - 1) / _RANKS
+_IN, _OUT = pl.col("in_bytes"), pl.col("out_bytes")
+# Where only the side of one rank is recorded, the whole is that times the ranks.
+_SIZES = {
+    "all_reduce": pl.coalesce(_IN, _OUT),
+    "all_gather": pl.coalesce(_OUT, _IN * _RANKS),
+    "reduce_scatter": pl.coalesce(_IN, _OUT * _RANKS),
+    "all_to_all": _IN,
+    "gather": _IN * _RANKS,
+    "scatter": _OUT * _RANKS,
+    "broadcast": pl.coalesce(_IN, _OUT),
+    "reduce": pl.coalesce(_IN, _OUT),
+    "send": pl.coalesce(_IN, _OUT),
+    "recv": pl.coalesce(_OUT, _IN),
+}
+_FACTORS = {
+    "all_reduce": 2 * _SHARE,
+    "all_gather": _SHARE,
+    "reduce_scatter": _SHARE,
+    "all_to_all": _SHARE,
+    "gather": _SHARE,
+    "scatter": _SHARE,
+    "broadcast": pl.lit(1.0),
+    "reduce": pl.lit(1.0),
+    "send": pl.lit(1.0),
+    "recv": pl.lit(1.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins the devices of one host.
+
+    Attributes:
+        name: NVLink, xGMI, PCIe ...
+        peak_gb_per_s: 10^9 bytes per second of one device in one direction.
+    """
+
+    name: str
+    peak_gb_per_s: float
+
+
+@lru_cache(maxsize=1)
+def _links() -> list[dict[str, Any]]:
+    text = files("traceloom.analyze.collective").joinpath("links.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = json.loads(text)
+    return rows
+
+
+@lru_cache(maxsize=64)
+def link_of(device: str | None) -> Link | None:
+    """The link of a device by the name that the driver gives it; None where it is not known.
+
+    Example:
+        >>> link_of("NVIDIA H100 80GB HBM3")
+        Link(name='NVLink 4', peak_gb_per_s=450.0)
+    """
+    if not device:
+        return None
+    names = pl.Series([device])
+    row = next((row for row in _links() if names.str.contains(f"(?i){row['pattern']}")[0]), None)
+    return None if row is None else Link(row["link"], row["both_directions_gb_per_s"] / 2)
+
+
+def with_sizes(calls: pl.DataFrame) -> pl.DataFrame:
+    """Add `size_bytes` and `bus_factor` (docs/concepts/collectives.md); null where kind, bytes or group are unknown."""
+    return calls.with_columns(
+        _by_kind(_SIZES).cast(pl.Int64).alias("size_bytes"), _by_kind(_FACTORS).cast(pl.Float64).alias("bus_factor")
+    )
+
+
+def _by_kind(table: dict[str, Any]) -> pl.Expr:
+    return pl.coalesce(pl.when(pl.col("kind") == kind).then(value) for kind, value in table.items())
+
+
+def with_bandwidth(calls: pl.DataFrame) -> pl.DataFrame:
+    """Add `algorithm_gb_per_s` and `bus_gb_per_s` of the whole duration, waiting included; null where unknown."""
+    duration = pl.col("end_ns") - pl.col("start_ns")
+    # bytes per ns are 10^9 bytes per second
+    rate = pl.when(duration > 0).then(pl.col("size_bytes") / duration)
+    return calls.with_columns(
+        rate.alias("algorithm_gb_per_s"), (rate * pl.col("bus_factor")).alias("bus_gb_per_s")
+    )  # fmt: skip
+
+
+def with_peaks(calls: pl.DataFrame, trace: Trace, peak_gb_per_s: float | None = None) -> pl.DataFrame:
+    """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the host.
+
+    Args:
+        calls: With `members`, `group_size`, `device`, `bus_gb_per_s`.
+        trace: One process's trace.
+        peak_gb_per_s: The user's own: of one device in one direction, for every group.
+    """
+    if peak_gb_per_s is not None:
+        told = calls.with_columns(
+            pl.when(pl.col("where") == "device").then(pl.lit("given")).alias("link"),
+            pl.when(pl.col("where") == "device").then(pl.lit(float(peak_gb_per_s))).alias("link_peak_gb_per_s"),
+        )
+    else:
+        used = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
+        found = {device: link for device, link in used.items() if link is not None}
+        inside = inside_host(trace.meta.world_size, trace.devices.height)
+        link = _named(found, "name", pl.String)
+        peak = _named(found, "peak_gb_per_s", pl.Float64)
+        told = calls.with_columns(
+            pl.when(inside).then(link).alias("link"), pl.when(inside).then(peak).alias("link_peak_gb_per_s")
+        )
+    return told.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
+
+
+def _named(links: dict[Any, Link], field: str, kind: type[pl.DataType]) -> pl.Expr:
+    values = {device: getattr(link, field) for device, link in links.items()}
+    if not values:
+        return pl.lit(None, kind)
+    return pl.col("device").replace_strict(values, default=None, return_dtype=kind)
+
+
+def inside_host(world_size: int | None, visible: int) -> pl.Expr:
+    """Whether a group stays inside one host: the whole job does, or all members stand in one block of as many ranks
+    as the host has visible devices (launchers number ranks host by host). False where that cannot be told.
+    """
+    if world_size is not None and 1 < world_size <= visible:
+        return pl.lit(value=True)
+    if visible < 2:
+        return pl.lit(value=False)
+    members = pl.col("members")
+    one_block = (members.list.min() // visible) == (members.list.max() // visible)
+    return one_block.fill_null(value=False)

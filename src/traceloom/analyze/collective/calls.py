@@ -1,0 +1,156 @@
+"""Each communication kernel, and each collective that runs on the host, with what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.classify import Rule, gpu_work
+from traceloom.analyze.collective.kernel_names import backend_of
+from traceloom.analyze.collective_names import described, host_calls, kind_of_kernel
+from traceloom.analyze.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, meaning
+from traceloom.analyze.remembered import per_trace
+from traceloom.model import Trace
+
+WhereType = pl.Enum(["device", "host"])
+PhaseType = pl.Enum(PHASES)
+FIELDS = (
+    "kind",
+    "group",
+    "group_size",
+    "members",
+    "sequence",
+    "element_type",
+    "in_bytes",
+    "out_bytes",
+    "peer",
+    "in_splits",
+    "out_splits",
+    "bytes",
+)
+"""What the file can say of a collective."""
+
+_OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
+_LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
+
+
+def communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+    """Communication of a trace, kernels first, each by start.
+
+    Returns:
+        Columns where (device, host), event, name, backend, device, stream (null on the host), step, phase, start_ns,
+        end_ns (>= start), launch (the call that submitted it; null on the host and where it is not recorded) and
+        `FIELDS`.
+    """
+    rules = tuple(rules)
+    return _calls(trace, rules) if rules else _calls_by_table(trace)
+
+
+@per_trace
+def _calls_by_table(trace: Trace) -> pl.DataFrame:
+    return _calls(trace, ())
+
+
+def _calls(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
+    kernels = gpu_work(trace, rules).filter(pl.col("category") == "communication")
+    said = described(trace)
+    on_host = host_calls(trace, said)
+    amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or _amd(trace)
+    kernels = _told(trace, kernels, said, on_host).with_columns(backend_of("rule", amd=amd).alias("backend"))
+    frames = [_placed(trace, kernels, "device"), _placed(trace, _hosted(trace, on_host), "host")]
+    return pl.concat(frames)
+
+
+def _amd(trace: Trace) -> bool:
+    return bool(trace.devices["name"].fill_null("").str.contains(r"(?i)\bMI\d|AMD|Radeon").any())
+
+
+def _told(trace: Trace, kernels: pl.DataFrame, said: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """What is known of each kernel: from its own arguments, else from those of the op that launched it, else from the
+    annotation around the launch (sizes only where those launched no other such kernel); the kind else from its name.
+    """
+    sources = [
+        _joined(kernels["event"], said),
+        _joined(kernels["op"], said),
+        _joined(_around(kernels["launch"], trace, calls), calls),
+    ]
+    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
+    by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
+    known = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in FIELDS}
+    return kernels.with_columns(
+        *(series.alias(name) for name, series in known.items() if name != "kind"),
+        kind=known["kind"].fill_null(by_kernel),
+    )
+
+
+def _joined(events: pl.Series, said: pl.DataFrame) -> pl.DataFrame:
+    """What is said of each event; sizes only where the event comes once, or they would count several times."""
+    rows = pl.DataFrame({"event": events})
+    once = pl.col("event").is_unique() & pl.col("event").is_not_null()
+    found = rows.join(said, on="event", how="left", maintain_order="left")
+    return found.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES)
+
+
+def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
+    """The annotation (`nccl:all_to_all`) around each launch, within a few levels; null where there is none."""
+    above = launch
+    found = pl.Series([None] * launch.len(), dtype=launch.dtype)
+    parents = trace.events["parent"]
+    for _ in range(_LEVELS if calls.height else 0):
+        above = parents.gather(above)
+        found = found.fill_null(pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series())
+    return found
+
+
+def _hosted(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
+    names = trace.events["name"].gather(calls["event"])
+    none = [pl.lit(None, kind).alias(name) for name, kind in (("device", pl.Int32), ("stream", pl.Int64))]
+    return calls.with_columns(
+        names.alias("name"), pl.lit(None, pl.UInt32).alias("launch"), pl.lit(None, pl.UInt32).alias("op"), *none
+    ).with_columns(pl.col("name").str.extract(r"^(\w+):").str.to_lowercase().alias("backend"))
+
+
+def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:
+    """With step and phase: of the kernel's launch, or of the call itself."""
+    members = trace.groups.select("group", pl.col("ranks").alias("of_group"), pl.col("size").alias("of_size"))
+    at = rows["event"]
+    told = rows.join(members.unique("group", keep="first"), on="group", how="left", maintain_order="left")
+    return told.with_columns(
+        trace.events["step"].gather(at),
+        _phases(trace, rows.select(pl.coalesce("launch", "op", "event")).to_series()),
+        pl.lit(where).cast(WhereType).alias("where"),
+        pl.coalesce("members", "of_group").alias("members"),
+        pl.coalesce("group_size", "of_size", pl.coalesce("members", "of_group").list.len().cast(pl.Int32)).alias(
+            "group_size"
+        ),
+    ).select(
+        "where",
+        pl.col("event").cast(pl.UInt32),
+        pl.col("name").cast(pl.String),
+        pl.col("backend").cast(pl.String),
+        "device",
+        "stream",
+        "step",
+        "phase",
+        "start_ns",
+        "end_ns",
+        "launch",
+        *FIELDS,
+    )
+
+
+def _phases(trace: Trace, events: pl.Series) -> pl.Series:
+    """Forward, backward or optimizer, where something around the event says so; null elsewhere."""
+    none = pl.Series("phase", [None] * events.len(), dtype=PhaseType)
+    tree = forest(trace)
+    if not events.len() or not tree.row.size:
+        return none
+    says = meaning(trace).phase
+    at = tree.position[events.fill_null(0).to_numpy()]
+    nearest = tree.nearest_or_self(np.isin(says, (FORWARD, BACKWARD, OPTIMIZER)))
+    found = np.where((at >= 0) & events.is_not_null().to_numpy(), nearest[np.maximum(at, 0)], -1)
+    codes = np.where(found >= 0, says[np.maximum(found, 0)], len(PHASES))
+    return pl.Series([*PHASES, None], dtype=PhaseType).gather(codes).alias("phase")

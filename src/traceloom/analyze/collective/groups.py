@@ -1,0 +1,212 @@
+"""Which groups communicate, and what they are for: data, tensor, pipeline, expert ... parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+ROLES = (
+    "data",
+    "sharded data",
+    "tensor",
+    "pipeline",
+    "expert",
+    "context",
+    "embedding",
+    "world",
+    "unknown",
+)
+RoleType = pl.Enum(ROLES)
+GROUP_SCHEMA = pl.Schema(
+    {
+        "group": pl.String(),
+        "description": pl.String(),
+        "backend": pl.String(),
+        "group_size": pl.Int32(),
+        "members": pl.List(pl.Int32()),
+        "stride": pl.Int32(),
+        "recorded_ranks": pl.Int32(),
+        "kinds": pl.String(),
+        "count": pl.Int64(),
+        "bytes": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "exposed_ns": pl.Int64(),
+        "role": RoleType,
+        "evidence": pl.String(),
+    }
+)
+
+# First match wins; names and descriptions in lower case.
+_WORDS = (
+    ("expert", r"expert_data_parallel|expert_dp|edp_?group", "data"),
+    ("expert", r"expert|(^|[^a-z])(ep|moe)([^a-z]|$)|(^|_)ep_size", "expert"),
+    ("tensor", r"tensor|(^|[^a-z])(tp|mp)([^a-z]|$)", "tensor"),
+    ("pipeline", r"pipeline|(^|[^a-z])(pp|pipe)([^a-z]|$)", "pipeline"),
+    ("context", r"context|sequence_parallel|ulysses|(^|[^a-z])(cp|sp)([^a-z]|$)", "context"),
+    ("embedding", r"embedding", "embedding"),
+    ("sharded", r"fsdp|dp_shard|zero|(^|[^a-z])(shard|hsdp)([^a-z]|$)", "sharded data"),
+    ("data", r"data_parallel|dp_replicate|(^|[^a-z])(dp|ddp|replicate)([^a-z]|$)", "data"),
+)
+_SHARES = ("pairs", "exchange", "backward", "forward", "gathers", "scatters", "reduces")
+_MOSTLY = 0.6  # share of a group's calls that decides what it is for
+
+
+@dataclass(frozen=True)
+class Groups(Result):
+    """The groups of a job. Rules of the roles: docs/concepts/groups.md.
+
+    Attributes:
+        groups: One row per group (name and members): group, description, backend, group_size, members (null where no
+            file has the whole list), stride (distance of neighbours; null where it is not even), recorded_ranks (ranks
+            at hand that call it), kinds (what was called, the most frequent first), count, bytes, total_ns and
+            exposed_ns over the recorded ranks, role and the evidence for it.
+    """
+
+    groups: pl.DataFrame
+
+
+def declared_groups(trace: Trace) -> pl.DataFrame:
+    """The groups that the file lists: group, description, backend, size, members."""
+    return trace.groups.select("group", "description", "backend", pl.col("size"), pl.col("ranks").alias("members"))
+
+
+def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) -> Groups:
+    """Find the groups of a job and their roles.
+
+    Args:
+        calls: Rows of `collectives(...).calls`, of any number of ranks.
+        declared: Rows of `declared_groups` of the same ranks.
+        world_size: Ranks of the job, where known.
+    """
+    declared = declared.unique(["group", "members"], keep="first", maintain_order=True)
+    known = calls.with_columns(
+        pl.col("group").fill_null("").alias("key"), _text(pl.col("members")).fill_null("").alias("whom")
+    )
+    used = known.group_by("key", "whom", maintain_order=True).agg(
+        pl.col("group").first(),
+        pl.col("group_size").drop_nulls().first(),
+        pl.col("members").first(),
+        pl.col("backend").drop_nulls().mode().sort().first(),
+        pl.col("rank").n_unique().alias("recorded_ranks"),
+        pl.len().alias("count"),
+        pl.when(pl.col("size_bytes").is_not_null().all()).then(pl.col("size_bytes").sum()).alias("bytes"),
+        pl.col("duration_ns").sum().alias("total_ns"),
+        pl.when(pl.col("exposed_ns").is_not_null().all()).then(pl.col("exposed_ns").sum()).alias("exposed_ns"),
+        *_shares(),
+    )
+    kinds = _kinds(known)
+    told = declared.group_by("group", maintain_order=True).agg(pl.col("description").first())
+    rows = (
+        used.join(kinds, on=["key", "whom"], how="left", maintain_order="left")
+        .join(told, on="group", how="left", maintain_order="left")
+        .pipe(_with_silent, declared)
+        .with_columns(_stride())
+    )
+    decided = [_role(row, world_size) for row in rows.to_dicts()]
+    schema = {"role": RoleType, "evidence": pl.String()}
+    roles = pl.DataFrame(decided, schema=schema, orient="row")
+    frame = rows.hstack(roles).select(list(GROUP_SCHEMA)).cast(dict(GROUP_SCHEMA))  # type: ignore[arg-type]
+    return Groups(frame.sort("total_ns", "group", descending=[True, False], nulls_last=True))
+
+
+def _text(members: pl.Expr) -> pl.Expr:
+    return members.cast(pl.List(pl.String)).list.join(",")
+
+
+def _kinds(known: pl.DataFrame) -> pl.DataFrame:
+    """Kinds of each group with their counts as text, the most frequent first."""
+    counts = known.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
+    counts = counts.sort("n", "kind", descending=[True, False], nulls_last=True)
+    word = pl.format("{} {}", pl.col("kind").fill_null("unknown"), pl.col("n"))
+    return counts.group_by("key", "whom", maintain_order=True).agg(word.str.join(", ").alias("kinds"))
+
+
+def _shares() -> list[pl.Expr]:
+    """Shares of the calls that speak for a role."""
+    kind, phase = pl.col("kind").fill_null(""), pl.col("phase").cast(pl.String).fill_null("")
+    moved = kind.is_in(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
+    return [
+        kind.is_in(["send", "recv", "send_recv"]).mean().alias("pairs"),
+        kind.is_in(["all_to_all", "dispatch", "combine", "notify", "layout"]).mean().alias("exchange"),
+        (moved & (phase == "backward")).mean().alias("backward"),
+        (moved & (phase == "forward")).mean().alias("forward"),
+        ((kind == "all_gather") & (phase != "backward")).mean().alias("gathers"),
+        (kind == "reduce_scatter").mean().alias("scatters"),
+        (kind == "all_reduce").mean().alias("reduces"),
+    ]
+
+
+def _with_silent(used: pl.DataFrame, declared: pl.DataFrame) -> pl.DataFrame:
+    """Groups that the files list and nobody called in the window are rows too."""
+    silent = declared.filter(~pl.col("group").is_in(used["group"].drop_nulls().implode()))
+    more = silent.select(
+        "group",
+        "description",
+        "backend",
+        pl.col("size").cast(pl.Int32).alias("group_size"),
+        "members",
+        pl.lit(0, pl.Int64).alias("count"),
+        pl.lit(0, pl.UInt32).alias("recorded_ranks"),
+    )
+    return pl.concat([used.with_columns(pl.col("count").cast(pl.Int64)), more], how="diagonal_relaxed")
+
+
+def _stride() -> pl.Expr:
+    steps = pl.col("members").list.diff(null_behavior="drop")
+    even = (steps.list.n_unique() == 1) & (steps.list.len() > 0)
+    return pl.when(even).then(steps.list.first()).alias("stride")
+
+
+def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
+    """Role of a group and what speaks for it: its words first, then what it does, then whom it joins."""
+    for source in ("description", "group"):
+        words = str(row.get(source) or "").lower()
+        if words and not words.isdigit() and words not in ("default_pg", "undefined"):
+            found = pl.Series([words])
+            for _, pattern, role in _WORDS:
+                if found.str.contains(pattern)[0]:
+                    return role, f"its {'description' if source == 'description' else 'name'} is `{words[:60]}`"
+    if row.get("key") is None:  # listed, never called
+        return "unknown", "no calls in the window"
+    if (
+        row["group"] is None
+        and row["members"] is None
+        and "," in str(row["kinds"])
+        and "dispatch" not in str(row["kinds"])
+    ):
+        return "unknown", f"calls: {row['kinds']}; the file does not say their groups"
+    size, world = row["group_size"], world_size
+    whole = isinstance(size, int) and size == world
+    return _by_doing(row, whole=whole)
+
+
+def _by_doing(row: dict[str, object], *, whole: bool) -> tuple[str, str]:
+    """The role by kinds, phases and layout of the calls."""
+    share = {name: float(str(row[name])) for name in _SHARES}
+    said = f"calls: {row['kinds']}"
+    if share["pairs"] >= _MOSTLY:
+        return "pipeline", f"{said}; sends and receives between single ranks"
+    if share["exchange"] >= _MOSTLY:
+        if "all_to_all" in str(row["kinds"]):
+            return "unknown", f"{said}; exchanges rows of experts or of sharded embeddings, which calls do not tell"
+        return "expert", f"{said}; dispatches tokens to experts and combines them"
+    if share["scatters"] > 0 and share["gathers"] > 0 and share["scatters"] + share["gathers"] >= 0.3:
+        if row["stride"] == 1 and not whole and share["reduces"] == 0 and _both(share):
+            return "unknown", f"{said}; sharded weights or sequence-parallel tensors, both gather and scatter"
+        return "sharded data", f"{said}; weights gathered before use, gradients scattered in the backward pass"
+    if share["reduces"] >= _MOSTLY and share["backward"] >= _MOSTLY:
+        return "data", f"{said}; {share['backward']:.0%} of them in the backward pass: gradients"
+    if share["reduces"] >= _MOSTLY and _both(share) and row["stride"] == 1:
+        return "tensor", f"{said}; all-reduces in forward and backward passes over neighbouring ranks"
+    if whole:
+        return "world", f"{said}; it holds all ranks of the job"
+    return "unknown", f"{said}; neither name nor calls tell what it is for"
+
+
+def _both(share: dict[str, float]) -> bool:
+    """Calls of a layer: about as many forward as backward."""
+    return share["forward"] >= 0.25 and share["backward"] >= 0.25

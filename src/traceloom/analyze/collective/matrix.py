@@ -1,0 +1,186 @@
+"""Who sends how much to whom: rank × rank, and how even all-to-alls are."""
+
+from __future__ import annotations
+
+import polars as pl
+
+MATRIX_SCHEMA = pl.Schema(
+    {
+        "source": pl.Int32(),
+        "target": pl.Int32(),
+        "bytes": pl.Int64(),
+        "exact_bytes": pl.Int64(),
+        "time_ns": pl.Int64(),
+        "count": pl.Int64(),
+    }
+)
+EXCHANGE_SCHEMA = pl.Schema(
+    {
+        "group": pl.String(),
+        "rank": pl.Int32(),
+        "count": pl.Int64(),
+        "sent_bytes": pl.Int64(),
+        "received_bytes": pl.Int64(),
+        "peer_max_over_mean": pl.Float64(),
+        "split_count": pl.Int64(),
+    }
+)
+_EVEN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
+_ONCE = pl.lit(1, pl.Int64).alias("count")
+
+
+def matrix(calls: pl.DataFrame) -> pl.DataFrame:
+    """Bytes from rank to rank.
+
+    Sends, receives and all-to-alls with recorded splits say exactly who got what. Of every other collective the ring or
+    tree that ran is not in the trace: what a rank sends (`bus_factor` × `size_bytes`) is shared evenly among the other
+    members; a root that is known sends to (or gets from) each of them. Time is shared like bytes.
+
+    Args:
+        calls: Rows of `collectives(...).calls`, of any number of ranks.
+
+    Returns:
+        source, target (global ranks), bytes, exact_bytes (the part that is recorded), time_ns (duration of the calls
+        of the source, waiting included), count; by source, then target. Calls without members, bytes or rank are not
+        in it.
+    """
+    parts = [_pairs(calls), _splits(calls), _shared(calls)]
+    return (
+        pl.concat(parts)
+        .group_by("source", "target")
+        .agg(
+            pl.col("bytes").sum(),
+            pl.when("exact").then("bytes").otherwise(0).sum().alias("exact_bytes"),
+            pl.col("time_ns").sum(),
+            pl.col("count").sum(),
+        )
+        .sort("source", "target")
+        .select(list(MATRIX_SCHEMA))
+        .cast(dict(MATRIX_SCHEMA))  # type: ignore[arg-type]
+    )
+
+
+def _row(source: pl.Expr, target: pl.Expr, size: pl.Expr, time: pl.Expr, *, exact: bool) -> list[pl.Expr]:
+    return [
+        source.cast(pl.Int32).alias("source"),
+        target.cast(pl.Int32).alias("target"),
+        size.round().cast(pl.Int64).alias("bytes"),
+        time.round().cast(pl.Int64).alias("time_ns"),
+        pl.lit(exact).alias("exact"),
+    ]
+
+
+def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
+    """Sends, and receives from ranks that are not recorded."""
+    known = calls.filter(
+        pl.col("kind").is_in(["send", "recv"]),
+        pl.col("rank").is_not_null(),
+        pl.col("peer").is_not_null(),
+        pl.col("size_bytes").is_not_null(),
+    )
+    recorded = known.filter(pl.col("kind") == "send").select("rank", "peer").unique()
+    got = known.filter(pl.col("kind") == "recv").join(
+        recorded, left_on=["peer", "rank"], right_on=["rank", "peer"], how="anti", maintain_order="left"
+    )
+    size, time = pl.col("size_bytes"), pl.col("duration_ns")
+    sent = known.filter(pl.col("kind") == "send").select(
+        *_row(pl.col("rank"), pl.col("peer"), size, time, exact=True), _ONCE
+    )
+    return pl.concat([sent, got.select(*_row(pl.col("peer"), pl.col("rank"), size, time, exact=True), _ONCE)])
+
+
+def _with_splits() -> pl.Expr:
+    return (
+        (pl.col("kind") == "all_to_all")
+        & pl.col("members").is_not_null()
+        & pl.col("in_bytes").is_not_null()
+        & (pl.col("in_splits").list.len() == pl.col("members").list.len())
+        & (pl.col("in_splits").list.sum() > 0)
+    ).fill_null(value=False)
+
+
+def _splits(calls: pl.DataFrame) -> pl.DataFrame:
+    """All-to-alls whose splits are recorded, in rows of the first dimension: shares of the bytes."""
+    known = calls.filter(_with_splits(), pl.col("rank").is_not_null())
+    share = pl.col("in_splits") / pl.col("whole")
+    each = (
+        known.with_columns(pl.col("in_splits").list.sum().alias("whole"))
+        .explode("members", "in_splits")
+        .filter(pl.col("members") != pl.col("rank"))
+    )
+    return each.select(
+        *_row(pl.col("rank"), pl.col("members"), pl.col("in_bytes") * share, pl.col("duration_ns") * share, exact=True),
+        _ONCE,
+    )
+
+
+def _shared(calls: pl.DataFrame) -> pl.DataFrame:
+    """Collectives whose way through the ranks is not recorded; those with a known root go from or to it."""
+    known = calls.filter(
+        pl.col("kind").is_in([*_EVEN, *_FROM_ROOT, *_TO_ROOT]),
+        ~_with_splits(),
+        pl.col("rank").is_not_null(),
+        pl.col("members").list.len() > 1,
+        pl.col("size_bytes").is_not_null(),
+    )
+    ranks = pl.col("members").list.len()
+    rooted = pl.col("kind").is_in([*_FROM_ROOT, *_TO_ROOT])
+    one_way = pl.when(pl.col("kind").is_in(["gather", "scatter"])).then(pl.col("size_bytes") / ranks)
+    to_each = (
+        # without a root every rank stands for its share of the one way through all
+        pl.when(rooted & pl.col("peer").is_null()).then(one_way.otherwise("size_bytes") / ranks)
+        .when(rooted).then(one_way.otherwise("size_bytes"))
+        .otherwise(pl.col("size_bytes") * pl.col("bus_factor") / (ranks - 1))
+    )  # fmt: skip
+    # calls of one group and size fill the same cells
+    whom = pl.col("members").cast(pl.List(pl.String)).list.join(",").alias("whom")
+    alike = known.group_by("rank", "peer", whom, "kind", "size_bytes", maintain_order=True).agg(
+        pl.col("members").first(), to_each.sum().alias("moved"), pl.col("duration_ns").sum(), pl.len().alias("count")
+    )
+    to_root = pl.col("kind").is_in(_TO_ROOT) & pl.col("peer").is_not_null()
+    from_other = pl.col("kind").is_in(_FROM_ROOT) & (pl.col("peer") != pl.col("rank")).fill_null(value=False)
+    each = (
+        alike.filter(~from_other)
+        .with_columns((pl.col("duration_ns") / pl.when(to_root).then(1).otherwise(ranks - 1)).alias("took"))
+        .explode("members")
+        .filter(pl.col("members") != pl.col("rank"), ~to_root | (pl.col("members") == pl.col("peer")))
+    )
+    return each.select(
+        *_row(pl.col("rank"), pl.col("members"), pl.col("moved"), pl.col("took"), exact=False),
+        pl.col("count").cast(pl.Int64),
+    )
+
+
+def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
+    """How much each rank sends and receives in all-to-alls, and how unevenly over its peers.
+
+    Returns:
+        group, rank, count, sent_bytes, received_bytes (null where unknown), peer_max_over_mean (of the bytes to each
+        peer, summed over the calls; null without splits), split_count (calls with recorded splits).
+    """
+    mine = calls.filter(pl.col("kind") == "all_to_all")
+    known = mine.with_columns(_with_splits().alias("split"))
+    sums = known.group_by("group", "rank", maintain_order=True).agg(
+        pl.len().alias("count"),
+        *(
+            pl.when(pl.col(side).is_not_null().all()).then(pl.col(side).sum()).alias(name)
+            for side, name in (("in_bytes", "sent_bytes"), ("out_bytes", "received_bytes"))
+        ),
+        pl.col("split").sum().alias("split_count"),
+    )
+    peers = (
+        known.filter("split")
+        .with_columns((pl.col("in_bytes") / pl.col("in_splits").list.sum()).alias("each"))
+        .explode("members", "in_splits")
+        .group_by("group", "rank", "members")
+        .agg((pl.col("in_splits") * pl.col("each")).sum().alias("sent"))
+        .group_by("group", "rank")
+        .agg((pl.col("sent").max() / pl.col("sent").mean()).alias("peer_max_over_mean"))
+    )
+    return (
+        sums.join(peers, on=["group", "rank"], how="left", nulls_equal=True, maintain_order="left")
+        .select(list(EXCHANGE_SCHEMA))
+        .cast(dict(EXCHANGE_SCHEMA))  # type: ignore[arg-type]
+        .sort("group", "rank", nulls_last=True)
+    )
