@@ -32,7 +32,7 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
         raise UsageError("the trace came from standard input, which cannot be read again", slug="no-file")
     offset, length = trace.sources.row(event)[1:]
     text = _stretch(trace.meta.path, offset, length)
-    entries = _parsed(text)
+    entries = parsed(text)
     name = trace.events["name"][event]
     for entry in entries:
         if str(entry.get("name", "")) == name:
@@ -60,7 +60,8 @@ def _stretch(path: str, offset: int, length: int) -> bytes:
     return b"".join(parts)
 
 
-def _parsed(text: bytes) -> list[dict[str, Any]]:
+def parsed(text: bytes) -> list[dict[str, Any]]:
+    """The entries in a stretch of a file, mended where it is damaged."""
     try:
         entries = json.loads(b"[" + text + b"]", strict=False, parse_constant=lambda _: None)
     except (ValueError, RecursionError):

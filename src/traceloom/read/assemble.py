@@ -18,7 +18,7 @@ from traceloom.read.captured import with_captured
 from traceloom.read.collectives import collective_frame
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS, Columns
 from traceloom.read.fields import NULL
-from traceloom.read.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, Places, find_lanes, lane_frame
+from traceloom.read.lanes import KIND_OF_CODE, ON_DEVICE, Places, find_lanes, lane_frame
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
 from traceloom.read.memory import allocation_frame, counter_frame, mark_frame, unknown_devices
 from traceloom.read.nesting import Nesting, nest

@@ -66,7 +66,7 @@ def element_size(name: str | None) -> int | None:
 def collective_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, tensors: Deferred) -> pl.DataFrame:
     """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
     described = _with_arguments(columns, texts)
-    if not any(_CALLED.match(text) for text in texts.names):
+    if not any(":" in text and _CALLED.match(text) for text in texts.names):
         return described.sort("event")
     annotated = _annotations(events, tensors.frame())
     return pl.concat([described, annotated]).sort("event")

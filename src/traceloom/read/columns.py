@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -195,7 +196,7 @@ class Columns:
 
     def _codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
-        return np.fromiter([texts[value] for value in values], dtype=np.int32, count=len(values))
+        return packed("i", [texts[value] for value in values])
 
     def _raw_codes(self, values: Sequence[Any]) -> Array:
         """Numbers of lists as JSON text; -1 where absent."""
@@ -224,8 +225,7 @@ class Columns:
         starts, durations = [entry.ts for entry in entries], [entry.dur for entry in entries]
         if exact:
             return from_text(starts, durations)
-        count = len(entries)
-        return from_doubles(np.fromiter(starts, np.float64, count), np.fromiter(durations, np.float64, count))
+        return from_doubles(packed("d", starts), packed("d", durations))
 
     def _add_spans(self, spans: list[Any], part: Slice, offsets: Array, lengths: Array) -> None:
         start, duration, timed, lasting = self._times(spans, exact=part.exact)
@@ -242,7 +242,7 @@ class Columns:
             self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
         count = len(spans)
         categories = self._categories
-        code = np.fromiter([categories[span.cat] for span in spans], dtype=np.uint8, count=count)
+        code = packed("B", [categories[span.cat] for span in spans])
         self._put(
             "spans",
             name=self._codes([span.name for span in spans]),
@@ -411,7 +411,7 @@ class Columns:
     def _places_of(self, entries: list[Any]) -> Array:
         # zip hands out one tuple again and again, which saves making one per entry.
         pairs = zip([entry.pid for entry in entries], [entry.tid for entry in entries], strict=True)
-        return np.fromiter(map(self.places.__getitem__, pairs), dtype=np.int32, count=len(entries))
+        return packed("i", list(map(self.places.__getitem__, pairs)))
 
     def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         """Counters have keys of any name, so their text is decoded again."""
@@ -445,12 +445,25 @@ def _external(args: list[Any]) -> Array:
     return numbers(values)
 
 
+def packed(kind: str, values: Sequence[Any]) -> Array:
+    """An array of values of one kind, read-only; in half of the time that NumPy takes to look at each of them.
+
+    Args:
+        kind: As in `struct`.
+        values: Numbers.
+
+    Raises:
+        struct.error: A value is no number of that kind.
+    """
+    return np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), dtype=kind)
+
+
 def numbers(values: Sequence[Any]) -> Array:
     """int64 of numbers, numbers in quotes, and what is no number (NULL)."""
     try:
-        return np.fromiter(values, dtype=np.int64, count=len(values))
-    except (TypeError, ValueError, OverflowError):
-        return np.fromiter([number(value) for value in values], dtype=np.int64, count=len(values))
+        return packed("q", values)
+    except struct.error:
+        return packed("q", [number(value) for value in values])
 
 
 def number(value: Any) -> int:
@@ -464,9 +477,7 @@ def number(value: Any) -> int:
 
 def _addresses(values: Sequence[Any]) -> Array:
     try:
-        return np.fromiter(values, dtype=np.uint64, count=len(values))
-    except (TypeError, ValueError, OverflowError):
+        return packed("Q", values)
+    except struct.error:
         whole = [number(value) if not isinstance(value, int) else value for value in values]
-        return np.fromiter(
-            [value % 2**64 if value != NULL else 0 for value in whole], dtype=np.uint64, count=len(whole)
-        )
+        return packed("Q", [value % 2**64 if value != NULL else 0 for value in whole])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from traceloom.model import category as cat
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
+from traceloom.read.nesting import stable_order
 from traceloom.read.ondisk import lookup
 
 Ints = NDArray[np.int64]
@@ -161,8 +162,8 @@ def lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> 
         autograd: Whether an event is an evaluation of the autograd engine.
     """
     count = len(lanes.rows)
-    order = np.argsort(lanes.lane, kind="stable")
-    bounds = np.searchsorted(lanes.lane[order], np.arange(count + 1))
+    order = stable_order(lanes.lane)
+    bounds = np.cumsum(np.concatenate([[0], np.bincount(lanes.lane, minlength=count)]))
     rows = []
     for number, described in enumerate(lanes.rows):
         members = order[bounds[number] : bounds[number + 1]]

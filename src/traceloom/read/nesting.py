@@ -8,11 +8,21 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from traceloom.read.ondisk import OnDisk
+
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+_SMALL = 1 << 16  # whole numbers below are sorted in one pass
 _ROUNDS = 4  # of cutting; what still crosses then is clipped
 _CLIMB = 100  # ancestors looked at; chains of crossing spans are as long as the trace
+
+
+def stable_order(numbers: Ints) -> Ints:
+    """The rows in the order of small numbers >= 0 (lanes, depths), equal ones as they stand."""
+    if isinstance(numbers, OnDisk) or int(numbers.max(initial=0)) >= _SMALL:
+        return np.argsort(numbers, kind="stable")
+    return np.argsort(numbers.astype(np.uint16), kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
         nests: False for rows that stand alone (device lanes, where overlap is not nesting).
     """
     rows = np.flatnonzero(nests)
-    order = rows[np.argsort(lane[rows], kind="stable")]
+    order = rows[stable_order(lane[rows])]
     lanes, starts, raw = lane[order], start_ns[order], end_ns[order]
     above, depths, ends = _settle(starts, *_cut(lanes, starts, raw))
     parent = np.full(len(lane), -1, dtype=np.int64, like=lane)
@@ -61,7 +71,7 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
 def _cut(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints]:
     """Candidate parents, and ends after parents were cut where an overrunning child would lose more."""
     ends = raw
-    above = _previous_open(lanes, starts, ends)
+    above = _previous_open(starts, ends, _before(lanes))
     for _ in range(_ROUNDS):
         child = np.flatnonzero((above >= 0) & (ends > ends[above]))
         parent = above[child]
@@ -78,7 +88,7 @@ def _cut(lanes: Ints, starts: Ints, raw: Ints) -> tuple[Ints, Ints]:
         if np.array_equal(shorter, ends):
             break
         ends = shorter
-        above = _previous_open(lanes, starts, ends)
+        above = _previous_open(starts, ends, above)
     return above, ends
 
 
@@ -125,31 +135,46 @@ def _walk(low: int, high: int, starts: Ints, raw: Ints, found: tuple[Ints, Ints,
     """Find parents, depths and ends of the rows low..high-1 of one lane again, by a stack, in place."""
     above, depths, ends = found
     outer, base = int(above[low]), int(depths[low])
-    stack: list[int] = []
-    for row in range(low, high):
-        while stack and ends[stack[-1]] <= starts[row]:
+    limit = int(ends[outer]) if outer >= 0 else None
+    stack: list[tuple[int, int]] = []  # rows and their ends
+    parents, levels, clipped = [], [], []
+    for row, (start, own) in enumerate(zip(starts[low:high].tolist(), raw[low:high].tolist(), strict=True), low):
+        while stack and stack[-1][1] <= start:
             stack.pop()
-        parent = stack[-1] if stack else outer
-        above[row], depths[row] = parent, base + len(stack)
-        ends[row] = min(raw[row], ends[parent]) if parent >= 0 else raw[row]
-        stack.append(row)
+        parent, bound = stack[-1] if stack else (outer, limit)
+        end = own if bound is None else min(own, bound)
+        parents.append(parent)
+        levels.append(base + len(stack))
+        clipped.append(end)
+        stack.append((row, end))
+    above[low:high], depths[low:high], ends[low:high] = parents, levels, clipped
 
 
-def _previous_open(lanes: Ints, starts: Ints, ends: Ints) -> Ints:
+def _before(lanes: Ints) -> Ints:
+    """The row before each row, -1 where that is of another lane."""
+    before = np.arange(-1, len(lanes) - 1, dtype=np.int64, like=lanes)
+    before[1:][lanes[1:] != lanes[:-1]] = -1
+    return before
+
+
+def _previous_open(starts: Ints, ends: Ints, above: Ints) -> Ints:
     """The nearest earlier row of the same lane whose end is after the start, by pointer jumping.
 
     A row that has ended lets its successors jump to its own candidate: all rows between had ended before it began.
+
+    Args:
+        starts: Starts.
+        ends: Ends.
+        above: First candidates: `_before`, or what was found for later ends.
     """
-    above = np.arange(-1, len(starts) - 1, dtype=np.int64, like=starts)
-    open_rows = np.arange(len(starts), dtype=np.int64, like=starts)
-    while open_rows.size:
-        candidate = above[open_rows]
-        foreign = (candidate < 0) | (lanes[candidate] != lanes[open_rows])
-        above[open_rows[foreign]] = -1
-        open_rows, candidate = open_rows[~foreign], candidate[~foreign]
-        ended = ends[candidate] <= starts[open_rows]
-        open_rows, candidate = open_rows[ended], candidate[ended]
-        above[open_rows] = above[candidate]
+    above = above.copy()
+    rows = np.flatnonzero(above >= 0)
+    while rows.size:
+        candidate = above[rows]
+        ended = ends[candidate] <= starts[rows]
+        rows = rows[ended]
+        above[rows] = candidate = above[candidate[ended]]
+        rows = rows[candidate >= 0]
     return above
 
 
@@ -169,8 +194,8 @@ def nesting_depths(above: Ints) -> Ints:
 def _clip(above: Ints, depths: Ints, raw: Ints) -> Ints:
     """The ends, each bounded by its parent's, from the roots down."""
     ends = raw.copy()
-    order = np.argsort(depths, kind="stable")
-    bounds = np.searchsorted(depths[order], np.arange(1, int(depths.max(initial=0)) + 2))
+    order = stable_order(depths)
+    bounds = np.cumsum(np.bincount(depths))
     for low, high in pairwise(bounds):
         rows = order[low:high]
         ends[rows] = np.minimum(ends[rows], ends[above[rows]])

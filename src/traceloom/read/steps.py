@@ -19,6 +19,7 @@ _FEWEST = 3  # occurrences that make an annotation regular
 _LEAST_COVER = 0.5  # of the host's window, from the first to the last of them
 _MOST_VARIATION = 0.5  # standard deviation of the distances over their mean
 _PROFILER = r"^ProfilerStep#\s*(\d+)$"
+_NUMBERED = ("ProfilerStep#", "traceloom.step#")
 _MARK = r"^traceloom\.step#\s*(\d+)$"
 _NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
 
@@ -37,7 +38,8 @@ def find_steps(events: pl.DataFrame, lanes: pl.DataFrame, texts: list[str]) -> t
     hosts = lanes.filter(pl.col("kind") == "host")["lane"]
     on_host = pl.col("lane").is_in(hosts.implode())
     for pattern, evidence, fewest in ((_PROFILER, "profiler-step", 1), (_MARK, "mark", 2)):
-        numbers = {text: match.group(1) for text in texts if (match := re.match(pattern, text))}
+        candidates = [text for text in texts if text.startswith(_NUMBERED)]
+        numbers = {text: match.group(1) for text in candidates if (match := re.match(pattern, text))}
         if not numbers:
             continue
         called = pl.col("name").is_in(list(numbers)) & pl.col("category").is_in(["annotation", "op"])

@@ -1,0 +1,154 @@
+"""Arguments of many events, read again from the file in one pass.
+
+For what few questions need of few events: the reader itself then need not decode it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import UsageError
+from traceloom.model import Trace
+from traceloom.read.arguments import parsed
+from traceloom.read.damage import Damage
+from traceloom.read.source import open_input, text_pieces
+
+Ints = NDArray[np.int64]
+_BATCH = 4096  # events decoded at once
+
+
+def readable(trace: Trace) -> bool:
+    """Whether the events of the trace can be read again: it came from a file that is still there."""
+    return trace.meta.path != "-" and Path(trace.meta.path).is_file()
+
+
+def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame:
+    """Some numeric arguments of some events.
+
+    Args:
+        trace: A trace for which `readable` holds; the file is decompressed up to the last of the events.
+        events: Rows of `trace.events`, ascending.
+        keys: Name of a column -> key of the argument in the file.
+
+    Returns:
+        The column `event` and one Float64 column per name, in the order of `events`; null where the argument is absent,
+        is no finite number, or the file no longer holds that event.
+
+    Raises:
+        InputError: `unreadable`: the file is gone.
+    """
+    record = msgspec.defstruct(
+        "Numbers", [(name, Any, msgspec.field(default=None, name=key)) for name, key in keys.items()], gc=False
+    )
+    columns: dict[str, list[float | None]] = {name: [] for name in keys}
+    none = record()
+    for found in _decoded(trace, events, record):
+        for name, values in columns.items():
+            values.extend(_number(getattr(args if args is not None else none, name)) for args in found)
+    return pl.DataFrame(
+        {"event": pl.Series(events).cast(pl.UInt32), **columns},
+        schema={"event": pl.UInt32, **dict.fromkeys(keys, pl.Float64)},
+    )
+
+
+def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
+    """All arguments of some events, one after the other, in the order of `events` (rows, ascending).
+
+    An event that the file no longer holds has none.
+
+    Raises:
+        InputError: `unreadable`: the file is gone.
+    """
+    for found in _decoded(trace, events, dict[str, Any]):
+        for args in found:
+            yield args if args is not None else {}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if np.isfinite(value) else None
+
+
+def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[list[Any]]:
+    """The arguments of the events as `arguments`, batch by batch; None where there are none."""
+    entry = msgspec.defstruct("Again", [("name", str, ""), ("args", arguments | None, None)], gc=False)
+    decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
+    order = np.argsort(trace.sources["offset"].gather(events).to_numpy(), kind="stable")
+    place = np.argsort(order, kind="stable")
+    rows = events[order]
+    names = trace.events["name"].gather(rows).to_list()
+    made: list[Any] = []
+    texts: list[bytes] = []
+    for text in stretches(trace, rows):
+        texts.append(text)
+        if len(texts) == _BATCH:
+            made += _batch(decoder, texts, names[len(made) : len(made) + len(texts)], arguments)
+            texts = []
+    made += _batch(decoder, texts, names[len(made) :], arguments)
+    made += [None] * (len(names) - len(made))
+    for low in range(0, len(made), _BATCH):
+        yield [made[at] for at in place[low : low + _BATCH].tolist()]
+
+
+def _batch(decoder: Any, texts: list[bytes], names: list[str], arguments: Any) -> list[Any]:
+    try:
+        entries = decoder.decode(b"[" + b",".join(texts) + b"]")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        entries = []
+    if len(entries) == len(texts):
+        return [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
+    return [_slowly(text, name, arguments) for text, name in zip(texts, names, strict=False)]
+
+
+def _slowly(text: bytes, name: str, arguments: Any) -> Any:
+    """The arguments of an event in a damaged stretch of the file, which may hold others too."""
+    for entry in parsed(text):
+        if str(entry.get("name", "")) == name and isinstance(entry.get("args"), dict):
+            try:
+                return msgspec.convert(entry["args"], arguments)
+            except msgspec.ValidationError:
+                return None
+    return None
+
+
+def stretches(trace: Trace, events: Ints) -> Iterator[bytes]:
+    """The text of events, which stand in the order of the file; ends early where the file does.
+
+    Raises:
+        InputError: `unreadable`: the file is gone.
+        UsageError: `no-file`: the trace came from standard input.
+    """
+    if trace.meta.path == "-":
+        raise UsageError("the trace came from standard input, which cannot be read again", slug="no-file")
+    where = trace.sources.select("offset", "length")[events]
+    offset = where["offset"].to_numpy()
+    stop = np.maximum.accumulate(offset + where["length"].cast(pl.Int64).to_numpy())
+    at = base = 0  # next event, byte at which what is held begins
+    held = b""
+    with open_input(Path(trace.meta.path)) as stream:
+        pieces = text_pieces(stream, Damage())
+        for piece in pieces:
+            held += piece
+            end = base + len(held)
+            ready = int(np.searchsorted(stop, end, side="right"))
+            for low, high in zip((offset[at:ready] - base).tolist(), (stop[at:ready] - base).tolist(), strict=True):
+                yield held[low:high]  # ready >= at: what is held only grows
+            at = ready
+            if at >= stop.size:
+                break
+            keep = min(max(int(offset[at]) - base, 0), len(held))
+            held, base = held[keep:], base + keep
+        pieces.close()  # type: ignore[attr-defined]
