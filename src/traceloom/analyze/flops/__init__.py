@@ -1,0 +1,38 @@
+"""How many FLOPs and bytes one call of an operator needs, from its recorded inputs; and the registry of such models.
+
+    from traceloom.analyze import flops
+
+    @flops.register("my::scale")
+    def scale(call):
+        return flops.Work(flops=call.tensor(0).numel, bytes=2 * call.tensor(0).bytes, dtype=call.tensor(0).dtype)
+
+Conventions: a multiply-add counts 2; causal attention counts the pairs that the mask leaves; a backward op is counted
+from its own recorded inputs; bytes are the least traffic, every operand once. See docs/concepts/roofline.md.
+"""
+
+from traceloom.analyze.flops import (
+    attention,
+    convolution,
+    elementwise,
+    gemm,
+    inductor,
+    losses,
+    movement,
+    normalisation,
+    optimizers,
+    reduction,
+    serving,
+)
+from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.registry import MODELS, Registry, Work
+
+BUILT_IN = (
+    gemm, convolution, attention, normalisation, losses, elementwise, reduction, movement, optimizers, serving,
+    inductor,
+)  # fmt: skip
+"""The modules whose models come with Traceloom."""
+
+register = MODELS.register
+remove = MODELS.remove
+
+__all__ = ["BUILT_IN", "MODELS", "Call", "Registry", "Tensor", "Unknown", "Work", "register", "remove"]

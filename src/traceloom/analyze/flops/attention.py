@@ -1,0 +1,192 @@
+"""Attention: 2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask leaves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.registry import MODELS, Work
+
+FAMILY = "attention"
+
+
+def unmasked_pairs(queries: int, keys: int, *, bottom_right: bool, left: int = -1, right: int = 0) -> int:
+    """How many (query, key) pairs a causal or sliding mask leaves, exactly.
+
+    Args:
+        queries: Number of queries.
+        keys: Number of keys.
+        bottom_right: The last query sees the last key (decode, chunked prefill); else the first sees the first.
+        left: How many keys before its own a query sees; -1 for all.
+        right: How many keys after its own; 0 is causal, -1 for all.
+
+    Example:
+        >>> unmasked_pairs(4, 4, bottom_right=False), unmasked_pairs(1, 100, bottom_right=True)
+        (10, 100)
+    """
+    own = np.arange(queries, dtype=np.int64) + (keys - queries if bottom_right else 0)
+    last = np.full(queries, keys - 1) if right < 0 else np.minimum(own + right, keys - 1)
+    first = np.zeros(queries, dtype=np.int64) if left < 0 else np.maximum(own - left, 0)
+    return int(np.maximum(last - first + 1, 0).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the inputs of one spelling stand.
+
+    Attributes:
+        causal: Place of the flag (of the kind of mask for efficient attention); None for full attention.
+        heads_first: (batch, heads, length, size) instead of (batch, length, heads, size).
+        query: Place of the query; key and value follow it.
+        mask: Place of a mask or bias that is read.
+        bottom_right: The causal mask ends at the last key.
+        lengths: Place of the first of: offsets of the queries, of the keys, longest of each; None without them.
+        window: Place of the left reach of a sliding window; the right one follows.
+    """
+
+    causal: int | None
+    heads_first: bool = True
+    query: int = 0
+    mask: int | None = None
+    bottom_right: bool = False
+    lengths: int | None = None
+    window: int | None = None
+
+
+_FORWARD = {
+    "aten::scaled_dot_product_attention": Places(5, mask=3),
+    "aten::_scaled_dot_product_attention_math": Places(5, mask=3),
+    "aten::_scaled_dot_product_flash_attention": Places(4, bottom_right=True),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Places(4, mask=5),
+    "aten::_scaled_dot_product_efficient_attention": Places(6, mask=3),
+    "aten::_scaled_dot_product_cudnn_attention": Places(6, mask=3),
+    "aten::_scaled_dot_product_fused_attention_overrideable": Places(5, mask=3),
+    "aten::_flash_attention_forward": Places(8, heads_first=False, bottom_right=True, lengths=3, window=11),
+    "aten::_efficient_attention_forward": Places(9, heads_first=False, mask=3, lengths=4),
+    "flash_attn::_flash_attn_forward": Places(5, heads_first=False, bottom_right=True, window=6),
+    "flash_attn::_flash_attn_varlen_forward": Places(9, heads_first=False, bottom_right=True, lengths=3, window=10),
+}
+_BACKWARD = {
+    "aten::_scaled_dot_product_flash_attention_backward": Places(11, query=1, bottom_right=True),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Places(7, query=1, mask=8),
+    "aten::_scaled_dot_product_efficient_attention_backward": Places(11, query=1, mask=4),
+    "aten::_scaled_dot_product_cudnn_attention_backward": Places(14, query=1, mask=8),
+    "aten::_flash_attention_backward": Places(11, query=1, heads_first=False, bottom_right=True, lengths=6, window=16),
+    "aten::_efficient_attention_backward": Places(14, query=1, heads_first=False, mask=4, lengths=6),
+    "flash_attn::_flash_attn_backward": Places(11, query=1, heads_first=False, bottom_right=True, window=12),
+    "flash_attn::_flash_attn_varlen_backward": Places(
+        15, query=1, heads_first=False, bottom_right=True, lengths=9, window=16
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    heads: int
+    pairs: int  # over the batch, of one head
+
+
+def _sizes(call: Call, where: Places) -> _Sizes:
+    query, key, value = (call.tensor(where.query + at) for at in range(3))
+    mask = call.tensor(where.mask) if where.mask is not None and call.has(where.mask) else None
+    if where.lengths is not None and call.has(where.lengths):
+        batch, queries, keys = _of_equal_lengths(call, where.lengths, query, key)
+        heads = query.shape[-2]
+    else:
+        shape, other = (one.shape if len(one.shape) == 4 else (1, *one.shape) for one in (query, key))
+        batch, at = shape[0], 2 if where.heads_first else 1
+        queries, keys, heads = shape[at], other[at], shape[3 - at]
+    return _Sizes(query, key, value, mask, heads, batch * _pairs(call, where, queries, keys))
+
+
+def _of_equal_lengths(call: Call, at: int, query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """(sequences, queries, keys) of packed sequences that all have the greatest length; else nobody can tell."""
+    sequences = call.tensor(at).shape[0] - 1
+    other = call.tensor(at + 1).shape[0] - 1 if call.has(at + 1) else sequences
+    rows, columns = query.numel // (query.shape[-1] * query.shape[-2]), key.numel // (key.shape[-1] * key.shape[-2])
+    queries, keys = call.integer(at + 2), call.integer(at + 3)
+    if sequences < 1 or other != sequences or queries * sequences != rows or keys * sequences != columns:
+        raise Unknown("the lengths of the packed sequences are not recorded")
+    return sequences, queries, keys
+
+
+def _pairs(call: Call, where: Places, queries: int, keys: int) -> int:
+    if where.causal is None:
+        return queries * keys
+    left = call.integer(where.window, -1) if where.window is not None else -1
+    right = call.integer(where.window + 1, -1) if where.window is not None else -1
+    if call.name.startswith("aten::_efficient_attention"):
+        kind = call.integer(where.causal)
+        causal, bottom_right = kind > 0, kind == 2
+    else:
+        causal, bottom_right = call.flag(where.causal), where.bottom_right
+    if not causal and left < 0 and right < 0:
+        return queries * keys
+    return unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=0 if causal else right)
+
+
+def _widths(sizes: _Sizes) -> tuple[int, int]:
+    return sizes.query.shape[-1], sizes.value.shape[-1]
+
+
+@MODELS.register(*_FORWARD, family=FAMILY)
+def _forward(call: Call) -> Work:
+    sizes = _sizes(call, _FORWARD[call.name])
+    d_qk, d_v = _widths(sizes)
+    out = sizes.query.numel // d_qk * d_v * sizes.query.size
+    moved = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes + out + (sizes.mask.bytes if sizes.mask else 0)
+    return Work(2 * sizes.heads * sizes.pairs * (d_qk + d_v), moved, sizes.query.dtype, matrix=True)
+
+
+@MODELS.register(*_BACKWARD, family=FAMILY)
+def _backward(call: Call) -> Work:
+    """Five products: the scores again (d_qk), and the gradients of V, of the scores (d_v), of Q and of K (d_qk)."""
+    sizes = _sizes(call, _BACKWARD[call.name])
+    d_qk, d_v = _widths(sizes)
+    one = 2 * sizes.heads * sizes.pairs
+    out = sizes.query.numel // d_qk * d_v * sizes.query.size
+    read = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes + (sizes.mask.bytes if sizes.mask else 0)
+    written = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes
+    flops = one * (3 * d_qk + 2 * d_v)
+    return Work(flops, read + 2 * out + written, sizes.query.dtype, matrix=True, recomputed=one * d_qk)
+
+
+_PAGED = (
+    "vllm::unified_attention", "vllm::unified_attention_with_output", "sglang::unified_attention_with_output",
+)  # fmt: skip
+_SUMS = re.compile(r"(?:context|generation)_\d+\(sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)\)")
+
+
+def batch_sums(annotation: str) -> tuple[int, int, int, int]:
+    """Sums over the requests of a serving engine's step: queries, keys, queries squared, queries times keys.
+
+    They stand in annotations such as `execute_32_context_0(sq0sk0sqsq0sqsk0)_generation_32(sq32sk900sqsq32sqsk900)`.
+
+    Raises:
+        Unknown: The annotation holds none.
+    """
+    found = _SUMS.findall(annotation)
+    if not found:
+        raise Unknown("the lengths of the requests are not recorded (no annotation tells the batch)")
+    queries, keys, squares, products = (sum(int(one[at]) for one in found) for at in range(4))
+    return queries, keys, squares, products
+
+
+@MODELS.register(*_PAGED, family="paged attention")
+def _paged(call: Call) -> Work:
+    """Causal attention over a paged cache: a request with q queries and k keys has q·k - q·(q - 1)/2 pairs."""
+    query, key, value = call.tensor(0), call.tensor(1), call.tensor(2)
+    if len(query.shape) != 3 or len(key.shape) != 3:
+        raise Unknown("the heads cannot be told from the recorded shapes")
+    queries, keys, squares, products = batch_sums(call.batch)
+    (_, heads, d_qk), (_, kv_heads, d_v) = query.shape, value.shape
+    pairs = products - (squares - queries) // 2
+    moved = queries * heads * (d_qk + d_v) * query.size + keys * kv_heads * (d_qk + d_v) * key.size
+    return Work(2 * heads * pairs * (d_qk + d_v), moved, query.dtype, matrix=True)

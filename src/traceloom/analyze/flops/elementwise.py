@@ -1,0 +1,127 @@
+"""Elementwise operators: a number of operations per element of the result; inputs and result once."""
+
+from __future__ import annotations
+
+import math
+
+from traceloom.analyze.flops.call import Call, Tensor, Unknown, broadcast, promoted
+from traceloom.analyze.flops.registry import MODELS, Work
+
+FAMILY = "elementwise"
+
+_ONE = (
+    "abs acos acosh add angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu "
+    "clamp clamp_max clamp_min clip copysign cos cosh deg2rad div elu erf erfc erfinv exp exp2 expm1 floor "
+    "floor_divide fmod frac gelu hardsigmoid hardswish hardtanh leaky_relu lgamma log log10 log1p log2 log_sigmoid "
+    "logaddexp logit masked_fill maximum minimum mish mul nan_to_num neg pow prelu reciprocal relu relu6 remainder "
+    "round rsqrt rsub selu sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold "
+    "tril triu trunc true_divide xlogy where bitwise_left_shift bitwise_right_shift sgn"
+)
+_COMPARE = (
+    "eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne isclose isposinf isneginf"
+)
+_THREE = "addcmul addcdiv lerp"
+_BACKWARD = (
+    "elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
+    "logit_backward mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward "
+    "native_dropout_backward log_sigmoid_backward"
+)
+_FLOATS = ("cos", "sin", "exp", "log", "rsqrt", "sqrt", "sigmoid", "tanh", "reciprocal", "div", "true_divide", "log2")
+_COPIES = ("where", "masked_fill", "tril", "triu")
+
+
+def _spelled(names: str) -> list[str]:
+    """Each name, and with the underscore of its in-place form."""
+    return [f"aten::{name}{end}" for name in names.split() for end in ("", "_")]
+
+
+def _operands(call: Call) -> list[Tensor]:
+    found = call.tensors()
+    if not found:
+        raise Unknown("no input is recorded as a tensor")
+    return found
+
+
+def _result(call: Call, operands: list[Tensor]) -> Tensor:
+    """An in-place call writes its first input; else the shapes broadcast and the types promote."""
+    name = call.name.removeprefix("aten::")
+    if name.endswith("_"):
+        return operands[0]
+    of_type = operands[1:] if name == "where" and len(operands) > 1 else operands
+    dtype = promoted(of_type)
+    if name in _FLOATS and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
+        dtype = "fp32"
+    return Tensor(broadcast(*(one.shape for one in operands)), dtype)
+
+
+def simple(call: Call, per_element: int) -> Work:
+    """Every operand once, the result once, and so many operations per element of the result."""
+    operands = _operands(call)
+    out = _result(call, operands)
+    moved = sum(one.bytes for one in operands) + out.numel * out.size
+    return Work(per_element * out.numel, moved, out.dtype)
+
+
+@MODELS.register(*_spelled(_ONE), *(f"aten::{name}" for name in _BACKWARD.split()), family=FAMILY)
+def _one(call: Call) -> Work:
+    copies = call.name.removeprefix("aten::").rstrip("_") in _COPIES
+    return simple(call, 0 if copies else 1)
+
+
+@MODELS.register(*_spelled(_THREE), family=FAMILY)
+def _three(call: Call) -> Work:
+    return simple(call, 3)
+
+
+@MODELS.register(*_spelled(_COMPARE), family=FAMILY)
+def _compare(call: Call) -> Work:
+    operands = _operands(call)
+    shape = operands[0].shape if call.name.endswith("_") else broadcast(*(one.shape for one in operands))
+    size = operands[0].size if call.name.endswith("_") else 1
+    moved = sum(one.bytes for one in operands) + math.prod(shape) * size
+    return Work(math.prod(shape), moved, promoted(operands))
+
+
+@MODELS.register("aten::native_dropout", "aten::_fused_dropout", family=FAMILY)
+def _dropout(call: Call) -> Work:
+    x = call.tensor(0)
+    return Work(2 * x.numel, x.bytes + x.numel * (x.size + 1), x.dtype)
+
+
+@MODELS.register("aten::glu", family=FAMILY)
+def _glu(call: Call) -> Work:
+    x = call.tensor(0)
+    return Work(x.numel, x.bytes + x.numel // 2 * x.size, x.dtype)
+
+
+@MODELS.register(
+    "_C::silu_and_mul", "_C::gelu_and_mul", "_C::gelu_tanh_and_mul", "_C::mul_and_silu", "_C::swigluoai_and_mul",
+    "sgl_kernel::silu_and_mul", "sgl_kernel::gelu_and_mul", "sgl_kernel::gelu_tanh_and_mul",
+    "flashinfer::silu_and_mul", "flashinfer::gelu_and_mul", "flashinfer::gelu_tanh_and_mul", "aiter::silu_and_mul",
+    "aiter::gelu_and_mul", "aiter::gelu_tanh_and_mul", family="gated activation",
+)  # fmt: skip
+def _gated(call: Call) -> Work:
+    """(result, input twice as wide): one activation and one product per element of the result."""
+    out, x = call.tensor(0), call.tensor(1)
+    return Work(2 * out.numel, out.bytes + x.bytes, x.dtype)
+
+
+@MODELS.register(
+    "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
+    "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_", family="fill",
+)  # fmt: skip
+def _fill(call: Call) -> Work:
+    x = call.tensor(0)
+    return Work(0, x.bytes, x.dtype)
+
+
+@MODELS.register("aten::arange", family="fill")
+def _arange(call: Call) -> Work:
+    """(end, result) or (start, end, step, result)."""
+    out = call.tensors()
+    if len(out) != 1:
+        raise Unknown("the element type of the result is not recorded")
+    numbers = [float(call.text(at)) for at in range(len(call.types) - 1) if call.text(at)]
+    start, end, step = (0.0, *numbers, 1.0) if len(numbers) == 1 else (*numbers, 1.0)[:3]
+    count = max(0, math.ceil((end - start) / step))
+    return Work(0, count * out[0].size, out[0].dtype)

@@ -1,0 +1,178 @@
+"""Matrix products: 2·M·N·K, a bias adds bytes only (as `torch.utils.flop_counter` counts)."""
+
+from __future__ import annotations
+
+import math
+
+from traceloom.analyze.flops.call import SIZES, Call, Tensor, Unknown, broadcast
+from traceloom.analyze.flops.registry import MODELS, Work
+
+FAMILY = "matrix product"
+
+
+def product(a: Tensor, b: Tensor, out_dtype: str, *extra: Tensor, b_is_nk: bool = False) -> Work:
+    """(..., M, K) by (K, N), or by (N, K) where `b_is_nk`; every operand and the result once."""
+    k = a.shape[-1]
+    n, inner = (b.shape[0], b.shape[1]) if b_is_nk else (b.shape[1], b.shape[0])
+    if k != inner or len(b.shape) != 2:
+        raise Unknown("the recorded shapes are no matrix product")
+    m = math.prod(a.shape[:-1])
+    moved = a.bytes + b.bytes + m * n * SIZES[out_dtype] + sum(one.bytes for one in extra)
+    return Work(2 * m * n * k, moved, _arithmetic(a, b), matrix=True)
+
+
+def _arithmetic(a: Tensor, b: Tensor) -> str:
+    """The type the matrix units work in: that of the wider operand (8-bit weights are widened for 16-bit inputs)."""
+    wide = a if a.size >= b.size else b
+    return "int8" if wide.dtype == "uint8" else wide.dtype
+
+
+def _optional(call: Call, *places: int) -> list[Tensor]:
+    return [call.tensor(at) for at in places if call.has(at)]
+
+
+@MODELS.register("aten::mm", "aten::_sparse_semi_structured_mm", family=FAMILY)
+def _mm(call: Call) -> Work:
+    a, b = call.tensor(0), call.tensor(1)
+    return product(a, b, a.dtype)
+
+
+@MODELS.register("aten::addmm", "aten::addmm_", "aten::_addmm_activation", family=FAMILY)
+def _addmm(call: Call) -> Work:
+    a, b = call.tensor(1), call.tensor(2)
+    bias = [call.tensor(0)] if call.number(3, 1.0) else []
+    return product(a, b, a.dtype, *bias)
+
+
+@MODELS.register("aten::bmm", family=FAMILY)
+def _bmm(call: Call) -> Work:
+    return _batched(call.tensor(0), call.tensor(1))
+
+
+@MODELS.register("aten::baddbmm", "aten::baddbmm_", family=FAMILY)
+def _baddbmm(call: Call) -> Work:
+    return _batched(call.tensor(1), call.tensor(2), *([call.tensor(0)] if call.number(3, 1.0) else []))
+
+
+def _batched(a: Tensor, b: Tensor, *extra: Tensor) -> Work:
+    (batch, m, k), (other, inner, n) = a.shape, b.shape
+    if batch != other or k != inner:
+        raise Unknown("the recorded shapes are no batched matrix product")
+    moved = a.bytes + b.bytes + batch * m * n * a.size + sum(one.bytes for one in extra)
+    return Work(2 * batch * m * n * k, moved, _arithmetic(a, b), matrix=True)
+
+
+@MODELS.register("aten::addbmm", family=FAMILY)
+def _addbmm(call: Call) -> Work:
+    out, a, b = call.tensor(0), call.tensor(1), call.tensor(2)
+    (batch, m, k), n = a.shape, b.shape[2]
+    return Work(2 * batch * m * n * k, a.bytes + b.bytes + 2 * out.bytes, a.dtype, matrix=True)
+
+
+@MODELS.register(
+    "aten::linear", "vllm::rocm_unquantized_gemm", "vllm::rocm_unquantized_gemm_impl",
+    "aten::_weight_int8pack_mm", "bitsandbytes::int8_linear_matmul", "aiter::gemm_a16w16", family=FAMILY,
+)  # fmt: skip
+def _linear(call: Call) -> Work:
+    a, weight = call.tensor(0), call.tensor(1)
+    out = "int32" if call.name.startswith("bitsandbytes") else a.dtype
+    if len(weight.shape) == 1:
+        return _vectors(a, weight)
+    return product(a, weight, out, *_optional(call, 2), b_is_nk=True)
+
+
+@MODELS.register("aten::mv", "aten::dot", "aten::vdot", family=FAMILY)
+def _mv(call: Call) -> Work:
+    return _vectors(call.tensor(0), call.tensor(1))
+
+
+@MODELS.register("aten::addmv", "aten::addmv_", family=FAMILY)
+def _addmv(call: Call) -> Work:
+    work = _vectors(call.tensor(1), call.tensor(2))
+    return Work(work.flops, work.bytes + call.tensor(0).bytes, work.dtype, matrix=True)
+
+
+def _vectors(a: Tensor, b: Tensor) -> Work:
+    rows = math.prod(a.shape[:-1])
+    return Work(2 * a.numel, a.bytes + b.bytes + rows * a.size, _arithmetic(a, b), matrix=True)
+
+
+@MODELS.register("aten::matmul", family=FAMILY)
+def _matmul(call: Call) -> Work:
+    a, b = call.tensor(0), call.tensor(1)
+    if not a.shape or not b.shape or a.shape[-1] != b.shape[-2 if len(b.shape) > 1 else 0]:
+        raise Unknown("the recorded shapes are no matrix product")
+    left = a.shape if len(a.shape) > 1 else (1, *a.shape)
+    right = b.shape if len(b.shape) > 1 else (*b.shape, 1)
+    result = math.prod(broadcast(left[:-2], right[:-2])) * left[-2] * right[-1]
+    return Work(2 * result * a.shape[-1], a.bytes + b.bytes + result * a.size, _arithmetic(a, b), matrix=True)
+
+
+@MODELS.register("aten::_int_mm", family=FAMILY)
+def _int_mm(call: Call) -> Work:
+    return product(call.tensor(0), call.tensor(1), "int32")
+
+
+@MODELS.register("aten::_scaled_mm", "trtllm::cublas_scaled_mm", family=FAMILY)
+def _scaled_mm(call: Call) -> Work:
+    """(a, b, scale_a, scale_b, bias, ..., out_dtype): the type of the result stands among the numbers after."""
+    a, b = call.tensor(0), call.tensor(1)
+    packed = 2 if a.dtype == "fp4" else 1
+    given = next((call.dtype_code(at) for at in range(2, len(call.types)) if call.dtype_code(at)), None)
+    out = given or ("bf16" if call.name.startswith("trtllm") else a.dtype)
+    work = product(a, b, out, *_optional(call, 2, 3, 4))
+    return Work(work.flops * packed, work.bytes, a.dtype, matrix=True)
+
+
+@MODELS.register("_C::cutlass_scaled_mm", "_C::cutlass_scaled_mm_azp", family=FAMILY)
+def _cutlass_scaled_mm(call: Call) -> Work:
+    out, a, b = call.tensor(0), call.tensor(1), call.tensor(2)
+    return product(a, b, out.dtype, *_optional(call, 3, 4, 5))
+
+
+@MODELS.register(
+    "sgl_kernel::fp8_scaled_mm", "sgl_kernel::int8_scaled_mm", "sgl_kernel::fp8_blockwise_scaled_mm", family=FAMILY
+)
+def _sgl_scaled_mm(call: Call) -> Work:
+    return product(call.tensor(0), call.tensor(1), call.dtype_code(4) or "bf16", *_optional(call, 2, 3, 5))
+
+
+@MODELS.register(
+    "aiter::gemm_a8w8", "aiter::gemm_a8w8_blockscale", "aiter::gemm_a8w8_CK", "aiter::gemm_a8w8_bpreshuffle",
+    "aiter::gemm_a8w8_blockscale_bpreshuffle", "vllm::gemm_with_dynamic_quant", family=FAMILY,
+)  # fmt: skip
+def _aiter_gemm(call: Call) -> Work:
+    return product(call.tensor(0), call.tensor(1), "bf16", *_optional(call, 2, 3), b_is_nk=True)
+
+
+@MODELS.register("tex_ts::te_gemm_ts", family=FAMILY)
+def _te_gemm(call: Call) -> Work:
+    """TransformerEngine 1: (A, A_scale, fp8, type, transa, B, B_scale, fp8, type, transb, D, ...), column-major."""
+    a, b, out = call.tensor(0), call.tensor(5), call.tensor(10)
+    turned_a, turned_b = bool(call.integer(4)), bool(call.integer(9))
+    m, k = (a.shape[0], a.shape[1]) if turned_a else (a.shape[1], a.shape[0])
+    n = b.shape[1] if turned_b else b.shape[0]
+    fp8 = a.dtype in ("uint8", "fp8") and b.dtype in ("uint8", "fp8")
+    return Work(2 * m * n * k, a.bytes + b.bytes + out.bytes, "fp8" if fp8 else a.dtype, matrix=True)
+
+
+@MODELS.register("aten::_grouped_mm", "aten::_scaled_grouped_mm", family="grouped matrix product")
+def _grouped_mm(call: Call) -> Work:
+    """Rows (or the inner dimension) are cut in groups by offsets that do not change the sum of the work."""
+    a, b = call.tensor(0), call.tensor(1)
+    out = "bf16" if a.dtype == "fp8" else a.dtype
+    groups, m, k, n = 1, a.shape[-2], a.shape[-1], b.shape[-1]
+    if len(a.shape) == len(b.shape) == 3:
+        groups = a.shape[0]
+        rows = groups * m
+    elif len(a.shape) == len(b.shape) == 2:
+        offsets = next((one for one in call.tensors()[2:] if one.dtype == "int32"), None)
+        if offsets is None:
+            raise Unknown("the number of groups is not recorded")
+        rows = offsets.shape[0] * m
+        return Work(2 * m * n * k, a.bytes + b.bytes + rows * n * SIZES[out], a.dtype, matrix=True)
+    elif len(a.shape) == 2:
+        rows = m
+    else:
+        raise Unknown("groups of columns are not modelled")
+    return Work(2 * rows * n * k, a.bytes + b.bytes + rows * n * SIZES[out], a.dtype, matrix=True)

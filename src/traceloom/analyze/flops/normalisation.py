@@ -1,0 +1,158 @@
+"""Normalisations: fixed operations per element (they are bound by memory; the numbers only place them on the picture).
+
+Forward: mean 1, variance 3, subtract and scale 2, weight 1, bias 1 per element; RMS norm: square and sum 2, scale 1,
+weight 1. Backward: two sums over the group (4), the gradient of the input (5), of the weight (2), of the bias (1).
+"""
+
+from __future__ import annotations
+
+import math
+
+from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.registry import MODELS, Work
+
+FAMILY = "normalisation"
+_CENTRED, _RMS, _AFFINE = 6, 3, 1
+_BACKWARD, _RMS_BACKWARD = 9, 6
+
+
+def _present(call: Call, *places: int) -> list[Tensor]:
+    return [call.tensor(at) for at in places if call.has(at)]
+
+
+def _forward(x: Tensor, affine: list[Tensor], statistics: int, per_element: int) -> Work:
+    moved = x.bytes + x.numel * x.size + sum(one.bytes for one in affine) + statistics
+    return Work((per_element + _AFFINE * len(affine)) * x.numel, moved, x.dtype)
+
+
+def _rows(call: Call, x: Tensor, at: int) -> int:
+    dims = call.integers(at)
+    width = math.prod(dims) if dims else x.shape[-1]
+    return x.numel // width if width else 0
+
+
+@MODELS.register("aten::native_layer_norm", family=FAMILY)
+def _native_layer_norm(call: Call) -> Work:
+    x = call.tensor(0)
+    return _forward(x, _present(call, 2, 3), 2 * 4 * _rows(call, x, 1), _CENTRED)
+
+
+@MODELS.register("aten::layer_norm", family=FAMILY)
+def _layer_norm(call: Call) -> Work:
+    return _native_layer_norm(call)
+
+
+@MODELS.register("aten::rms_norm", "aten::_fused_rms_norm", "fb::rms_norm", family=FAMILY)
+def _rms_norm(call: Call) -> Work:
+    x = call.tensor(0)
+    places = (1, 2) if call.name.startswith("fb::") else (2,)
+    rows = 4 * _rows(call, x, 1) if call.name == "aten::_fused_rms_norm" else 0
+    return _forward(x, _present(call, *places), rows, _RMS)
+
+
+@MODELS.register(
+    "aten::batch_norm", "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
+    "aten::_native_batch_norm_legit", "aten::_batch_norm_impl_index", "aten::_batch_norm_with_update",
+    "aten::instance_norm", family=FAMILY,
+)  # fmt: skip
+def _batch_norm(call: Call) -> Work:
+    """(input, weight, bias, running mean, running variance, training, ...): frozen statistics are read, not made."""
+    x = call.tensor(0)
+    affine, running = _present(call, 1, 2), _present(call, 3, 4)
+    training = call.flag(5)
+    of_channels = sum(one.bytes for one in running) * (2 if training else 1)
+    return _forward(x, affine, of_channels, _CENTRED if training else 2)
+
+
+@MODELS.register("aten::group_norm", "aten::native_group_norm", family=FAMILY)
+def _group_norm(call: Call) -> Work:
+    x = call.tensor(0)
+    affine = _present(call, *((1, 2) if call.name.endswith("native_group_norm") else (2, 3)))
+    groups = call.integer(6) if call.name.endswith("native_group_norm") else 0
+    return _forward(x, affine, 2 * x.size * x.shape[0] * groups, _CENTRED)
+
+
+def _gradients(grad: Tensor, x: Tensor, read: list[Tensor], weights: int, per_element: int) -> Work:
+    """Reads the incoming gradient, the input and the statistics; writes the gradients of input, weight and bias."""
+    moved = grad.bytes + x.bytes + x.numel * x.size + sum(one.bytes for one in read) + weights
+    return Work(per_element * x.numel, moved, x.dtype)
+
+
+@MODELS.register("aten::native_layer_norm_backward", family=FAMILY)
+def _layer_norm_backward(call: Call) -> Work:
+    grad, x = call.tensor(0), call.tensor(1)
+    affine = _present(call, 5, 6)
+    read = [*_present(call, 3, 4), *affine[:1]]
+    return _gradients(grad, x, read, sum(one.bytes for one in affine), _BACKWARD + (3 if affine else 0))
+
+
+@MODELS.register("aten::_fused_rms_norm_backward", family=FAMILY)
+def _rms_norm_backward(call: Call) -> Work:
+    grad, x, weight = call.tensor(0), call.tensor(1), _present(call, 4)
+    read = [*_present(call, 3), *weight]
+    return _gradients(grad, x, read, sum(one.bytes for one in weight), _RMS_BACKWARD + 2 * len(weight))
+
+
+_BATCH_BACKWARD = {
+    "aten::cudnn_batch_norm_backward": (1, 0, 2, (5, 6)),
+    "aten::miopen_batch_norm_backward": (0, 1, 2, (5, 6)),
+    "aten::native_batch_norm_backward": (0, 1, 2, (5, 6)),
+    "aten::batch_norm_backward": (0, 1, 2, (5, 6)),
+}
+"""Places of gradient, input, weight, and of what the forward pass saved."""
+
+
+@MODELS.register(*_BATCH_BACKWARD, family=FAMILY)
+def _batch_norm_backward(call: Call) -> Work:
+    at_grad, at_input, at_weight, saved = _BATCH_BACKWARD[call.name]
+    grad, x = call.tensor(at_grad), call.tensor(at_input)
+    weight = _present(call, at_weight)
+    read = [*_present(call, *saved), *weight]
+    return _gradients(grad, x, read, 2 * sum(one.bytes for one in weight), _BACKWARD + (3 if weight else 0))
+
+
+@MODELS.register("aten::native_group_norm_backward", family=FAMILY)
+def _group_norm_backward(call: Call) -> Work:
+    grad, x = call.tensor(0), call.tensor(1)
+    weight = _present(call, 4)
+    read = [*_present(call, 2, 3), *weight]
+    return _gradients(grad, x, read, 2 * sum(one.bytes for one in weight), _BACKWARD + (3 if weight else 0))
+
+
+@MODELS.register(
+    "_C::rms_norm", "sgl_kernel::rmsnorm", "sgl_kernel::gemma_rmsnorm", "flashinfer::rmsnorm", "flashinfer::norm",
+    "aiter::rms_norm", "aiter::rmsnorm2d_fwd", family=FAMILY,
+)  # fmt: skip
+def _engine_rms_norm(call: Call) -> Work:
+    """Serving engines write the result into their first input, but for aiter, which returns it."""
+    if call.name.startswith("aiter::"):
+        x, weight = call.tensor(0), call.tensor(1)
+        return _forward(x, [weight], 0, _RMS)
+    out, x, weight = call.tensor(0), call.tensor(1), call.tensor(2)
+    return Work((_RMS + _AFFINE) * x.numel, out.bytes + x.bytes + weight.bytes, x.dtype)
+
+
+@MODELS.register(
+    "_C::fused_add_rms_norm", "sgl_kernel::fused_add_rmsnorm", "sgl_kernel::gemma_fused_add_rmsnorm",
+    "flashinfer::fused_add_rmsnorm", family=FAMILY,
+)  # fmt: skip
+def _engine_add_rms_norm(call: Call) -> Work:
+    """(input, residual, weight): both are read and written."""
+    x, residual, weight = call.tensor(0), call.tensor(1), call.tensor(2)
+    if x.shape != residual.shape:
+        raise Unknown("the recorded shapes are no sum and normalisation")
+    return Work((1 + _RMS + _AFFINE) * x.numel, 2 * (x.bytes + residual.bytes) + weight.bytes, x.dtype)
+
+
+@MODELS.register(
+    "_C::rms_norm_static_fp8_quant", "_C::rms_norm_dynamic_per_token_quant",
+    "_C::fused_add_rms_norm_static_fp8_quant", family=FAMILY,
+)  # fmt: skip
+def _engine_rms_norm_quant(call: Call) -> Work:
+    """(result, input, ...): everything once, the sum with a residual reads and writes that."""
+    out, x = call.tensor(0), call.tensor(1)
+    again = call.tensor(2).bytes if "fused_add" in call.name else 0
+    more = 3 if "fused_add" in call.name else 2
+    return Work(
+        (_RMS + _AFFINE + more) * x.numel, out.bytes + sum(t.bytes for t in call.tensors()[1:]) + again, x.dtype
+    )

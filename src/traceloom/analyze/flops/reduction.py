@@ -1,0 +1,149 @@
+"""Reductions and scans: one operation per element of the input; poolings."""
+
+from __future__ import annotations
+
+import math
+
+from traceloom.analyze.flops.call import SIZES, Call, Tensor, Unknown
+from traceloom.analyze.flops.registry import MODELS, Work
+
+FAMILY = "reduction"
+
+_TO_BOOL = ("all", "any")
+_TO_INDEX = ("argmax", "argmin", "count_nonzero")
+_PAIRS = ("max", "min", "var_mean", "std_mean", "aminmax", "median", "mode", "kthvalue")
+_DIMS_AT_1 = (
+    "sum", "mean", "prod", "amax", "amin", "max", "min", "all", "any", "argmax", "argmin", "var", "std", "nansum",
+    "logsumexp", "var_mean", "std_mean", "count_nonzero", "median", "nanmean",
+)  # fmt: skip
+_DIMS_AT_2 = ("norm", "linalg_vector_norm")
+_PER_ELEMENT = {"var": 3, "std": 3, "var_mean": 3, "std_mean": 3, "norm": 2, "linalg_vector_norm": 2, "logsumexp": 3}
+
+
+def _dims(call: Call, x: Tensor, at: int) -> list[int]:
+    """The reduced dimensions; all where the call has no such input, or an empty one.
+
+    Raises:
+        Unknown: There is one, but its value is not recorded.
+    """
+    listed = at < len(call.types) and call.types[at] in ("ScalarList", "Scalar")
+    text = call.text(at)
+    if not listed and len(call.types) > at + 1 and not call.concrete:
+        raise Unknown("the reduced dimensions are not recorded")
+    if not listed or text in ("", "[]"):
+        if listed and not text:
+            raise Unknown("the reduced dimensions are not recorded")
+        return list(range(len(x.shape)))
+    dims = call.integers(at)
+    if dims is None or any(not -len(x.shape) <= dim < max(len(x.shape), 1) for dim in dims):
+        raise Unknown("the reduced dimensions are not recorded")
+    return [dim % len(x.shape) if x.shape else 0 for dim in dims]
+
+
+def _reduced(call: Call, at: int) -> Work:
+    short = call.name.removeprefix("aten::")
+    x = call.tensor(0)
+    one_type_code = at == 1 and short in ("sum", "mean", "prod") and len(call.types) == 2  # sum(x, dtype)
+    dims = list(range(len(x.shape))) if one_type_code else _dims(call, x, at)
+    kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
+    size = 1 if short in _TO_BOOL else 8 if short in _TO_INDEX else x.size
+    if short == "sum" and x.dtype in ("bool", "int32", "int16", "uint8", "int8"):
+        size = 8
+    if short in _PAIRS and len(dims) < max(len(x.shape), 1):
+        size += 8 if short in ("max", "min", "median", "mode", "kthvalue") else size
+    return Work(_PER_ELEMENT.get(short, 1) * x.numel, x.bytes + kept * size, x.dtype)
+
+
+@MODELS.register(*(f"aten::{name}" for name in _DIMS_AT_1), family=FAMILY)
+def _dims_first(call: Call) -> Work:
+    if call.name in ("aten::max", "aten::min") and call.has(1):  # the larger of two tensors
+        raise Unknown("it is elementwise here, under another name")
+    return _reduced(call, 1)
+
+
+@MODELS.register(*(f"aten::{name}" for name in _DIMS_AT_2), family=FAMILY)
+def _dims_second(call: Call) -> Work:
+    return _reduced(call, 2)
+
+
+@MODELS.register("aten::cumsum", "aten::cumprod", "aten::cumsum_", "aten::logcumsumexp", family="scan")
+def _scan(call: Call) -> Work:
+    x = call.tensor(0)
+    size = 8 if x.dtype in ("bool", "int32", "int16", "uint8", "int8") and not call.name.endswith("_") else x.size
+    return Work(x.numel, x.bytes + x.numel * size, x.dtype)
+
+
+@MODELS.register(
+    "fbgemm::asynchronous_complete_cumsum", "fb::asynchronous_complete_cumsum", "fb::offsets_range", family="scan"
+)
+def _complete_scan(call: Call) -> Work:
+    """The running sum with a leading zero; `offsets_range` counts up within each range, as long as it is told to."""
+    x = call.tensor(0)
+    if call.name == "fb::offsets_range":
+        out = call.tensor(1).numel
+        return Work(0, x.bytes + out * x.size, x.dtype)
+    return Work(x.numel, x.bytes + (x.numel + 1) * x.size, x.dtype)
+
+
+@MODELS.register("aten::topk", family="selection")
+def _topk(call: Call) -> Work:
+    """No arithmetic is counted: comparisons depend on the algorithm."""
+    x, k = call.tensor(0), call.integer(1)
+    dims = call.integers(2) or [-1]
+    width = x.shape[dims[0]] if x.shape else 1
+    kept = x.numel // width * k if width else 0
+    return Work(0, x.bytes + kept * (x.size + 8), x.dtype)
+
+
+@MODELS.register("aten::sort", "aten::argsort", family="selection")
+def _sort(call: Call) -> Work:
+    x = call.tensor(0)
+    return Work(0, x.bytes + x.numel * ((0 if call.name == "aten::argsort" else x.size) + 8), x.dtype)
+
+
+def _window(call: Call, shape: tuple[int, ...], rank: int) -> tuple[int, list[int]]:
+    """Elements per window and output sizes of (input, kernel, stride, padding, [dilation], ceil)."""
+    kernel = call.sizes(1, rank)
+    stride = call.sizes(2, rank) if call.integers(2) else kernel
+    padding = call.sizes(3, rank)
+    is_max = "max" in call.name
+    dilation = call.sizes(4, rank) if is_max else [1] * rank
+    up = call.text(5 if is_max else 4) == "True"
+    sizes = []
+    for at in range(rank):
+        span = shape[at - rank] + 2 * padding[at] - dilation[at] * (kernel[at] - 1) - 1
+        steps = -(-span // stride[at]) if up else span // stride[at]
+        if up and steps * stride[at] >= shape[at - rank] + padding[at]:
+            steps -= 1
+        sizes.append(steps + 1)
+    return math.prod(kernel), sizes
+
+
+_POOLS = {
+    "aten::max_pool2d_with_indices": 2, "aten::max_pool3d_with_indices": 3, "aten::avg_pool2d": 2,
+    "aten::avg_pool3d": 3,
+}  # fmt: skip
+
+
+@MODELS.register(*_POOLS, family="pooling")
+def _pool(call: Call) -> Work:
+    x, rank = call.tensor(0), _POOLS[call.name]
+    window, sizes = _window(call, x.shape, rank)
+    out = math.prod(x.shape[:-rank]) * math.prod(sizes)
+    size = x.size + (8 if "max" in call.name else 0)
+    return Work(out * window, x.bytes + out * size, x.dtype)
+
+
+@MODELS.register("aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", family="pooling")
+def _pool_backward(call: Call) -> Work:
+    """(gradient, input, ..., indices): the values of the input are not needed, its gradient is written."""
+    grad, x = call.tensor(0), call.tensor(1)
+    indices = call.tensors()[2:] if "max" in call.name else []
+    return Work(grad.numel, grad.bytes + x.numel * x.size + sum(one.bytes for one in indices), x.dtype)
+
+
+@MODELS.register("aten::_adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", family="pooling")
+def _adaptive(call: Call) -> Work:
+    x = call.tensor(0)
+    out = math.prod(x.shape[:-2]) * math.prod(call.sizes(1, 2))
+    return Work(x.numel, x.bytes + out * SIZES[x.dtype], x.dtype)

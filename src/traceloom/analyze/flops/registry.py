@@ -1,0 +1,96 @@
+"""The registry: which operator has which model of its FLOPs and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from traceloom.analyze.flops.call import SIZES, Call, Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call has to do, whatever the kernel.
+
+    Attributes:
+        flops: Floating-point operations (integer ones for integer types); a multiply-add counts 2.
+        bytes: Least traffic with the device's memory: every operand is read or written once.
+        dtype: Element type of the arithmetic: fp64, fp32, bf16, fp16, fp8, fp4, int8, ...
+        matrix: The arithmetic can run on matrix units (tensor cores, matrix cores).
+        recomputed: How many of `flops` do again what the forward pass did (attention backward without stored scores).
+    """
+
+    flops: int
+    bytes: int
+    dtype: str
+    matrix: bool = False
+    recomputed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.flops < 0 or self.bytes < 0:
+            raise ValueError("FLOPs and bytes cannot be negative")
+
+
+Model = Callable[[Call], Work]
+
+
+class Registry:
+    """Models by the names of operators."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, tuple[Model, str]] = {}
+        self._patterns: dict[str, tuple[Model, str]] = {}
+        self.generation = 0  # grows with every change, so that remembered results are not used after it
+
+    def register(self, *names: str, family: str = "own") -> Callable[[Model], Model]:
+        """Give operators a model; a later one replaces an earlier one.
+
+        Args:
+            names: Names as they stand in traces; `*` stands for anything (an exact name goes before a pattern).
+            family: What kind of operator it is; for tables.
+        """
+
+        def add(model: Model) -> Model:
+            for name in names:
+                (self._patterns if "*" in name else self._exact)[name] = (model, family)
+            self.generation += 1
+            return model
+
+        return add
+
+    def remove(self, *names: str) -> None:
+        """Take models away; names without one are passed over."""
+        for name in names:
+            self._exact.pop(name, None)
+            self._patterns.pop(name, None)
+        self.generation += 1
+
+    def find(self, name: str) -> Model | None:
+        """The model of an operator, or None."""
+        found = self._exact.get(name)
+        if found is None:
+            found = next((one for pattern, one in self._patterns.items() if fnmatchcase(name, pattern)), None)
+        return found[0] if found else None
+
+    def names(self) -> dict[str, str]:
+        """Name or pattern -> family, in the order of registration."""
+        return {name: family for table in (self._exact, self._patterns) for name, (_, family) in table.items()}
+
+    def work(self, call: Call) -> Work | str:
+        """What the call has to do, or the reason why that is not known."""
+        model = self.find(call.name)
+        if model is None:
+            return "no model for this operator"
+        try:
+            work = model(call)
+        except Unknown as why:
+            return str(why)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return f"the model cannot read the recorded inputs ({type(error).__name__}: {error})"
+        if not isinstance(work, Work) or work.dtype not in SIZES:
+            return "the model gave no usable answer"
+        return work
+
+
+MODELS = Registry()

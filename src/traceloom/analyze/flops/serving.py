@@ -1,0 +1,107 @@
+"""Operators of serving engines: mixture of experts, rotary embedding, quantisation."""
+
+from __future__ import annotations
+
+import math
+
+from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.registry import MODELS, Work
+
+_EXPERTS = {
+    "vllm::fused_experts": (0, 1, 2, 3),
+    "vllm::inplace_fused_experts": (0, 1, 2, 3),
+    "vllm::outplace_fused_experts": (0, 1, 2, 3),
+    "sglang::inplace_fused_experts": (0, 1, 2, 3),
+    "sglang::outplace_fused_experts": (0, 1, 2, 3),
+    "aiter::fused_moe_": (0, 1, 2, 3),
+    "vllm::rocm_aiter_fused_moe": (0, 1, 2, 3),
+}
+"""Places of the tokens, of both weights, and of the routing weights (tokens by experts per token)."""
+
+
+@MODELS.register(*_EXPERTS, family="mixture of experts")
+def _fused_experts(call: Call) -> Work:
+    """Each token goes through its chosen experts: 2·K·N1 + 2·N2·K; no more experts are read than are chosen."""
+    at = _EXPERTS[call.name]
+    tokens, first, second, routing = (call.tensor(place) for place in at)
+    if len(first.shape) != 3 or len(second.shape) != 3 or len(routing.shape) != 2:
+        raise Unknown("the recorded shapes are no mixture of experts")
+    chosen = routing.numel
+    experts, n1, k = first.shape
+    n2 = second.shape[2]
+    if k != tokens.shape[-1]:
+        raise Unknown("the weights are packed, and the recorded shapes do not tell how")
+    used = min(experts, chosen)
+    weights = used * (first.bytes + second.bytes) // experts
+    moved = 2 * tokens.bytes + weights + 2 * routing.bytes
+    return Work(2 * chosen * (k * n1 + n2 * second.shape[1]), moved, first.dtype, matrix=True)
+
+
+@MODELS.register(
+    "_moe_C::topk_softmax", "sgl_kernel::topk_softmax", "aiter::topk_softmax", "_moe_C::grouped_topk",
+    "sgl_kernel::moe_fused_gate", family="mixture of experts",
+)  # fmt: skip
+def _gating(call: Call) -> Work:
+    """Softmax over the experts (5 per score); every tensor once."""
+    tensors = call.tensors()
+    scores = max(tensors, key=lambda one: one.numel)
+    return Work(5 * scores.numel, sum(one.bytes for one in tensors), scores.dtype)
+
+
+@MODELS.register("_moe_C::moe_sum", "sgl_kernel::moe_sum", "aiter::moe_sum", family="mixture of experts")
+def _combine(call: Call) -> Work:
+    """(tokens by experts per token by width, result): the outputs of a token's experts are added."""
+    x, out = call.tensor(0), call.tensor(1)
+    return Work(x.numel, x.bytes + out.bytes, x.dtype)
+
+
+@MODELS.register("_C::rotary_embedding", "aiter::rope_cached_positions_2c_fwd_inplace", family="rotary embedding")
+def _rotary(call: Call) -> Work:
+    """(positions, query, key, ...): both are turned in place, 3 operations per element; cosines per position."""
+    positions, query = call.tensor(0), call.tensor(1)
+    key = [call.tensor(2)] if call.has(2) else []
+    table = call.tensor(4) if call.has(4) else None
+    cosines = positions.numel * table.shape[-1] * table.size if table else 0
+    return _turned([query, *key], positions.bytes + cosines)
+
+
+@MODELS.register("sgl_kernel::apply_rope_pos_ids_cos_sin_cache", family="rotary embedding")
+def _sgl_rotary(call: Call) -> Work:
+    """(query, key, turned query, turned key, table, positions, ...)."""
+    query, key, table, positions = call.tensor(0), call.tensor(1), call.tensor(4), call.tensor(5)
+    return _turned([query, key], positions.bytes + positions.numel * table.shape[-1] * table.size)
+
+
+def _turned(parts: list[Tensor], more: int) -> Work:
+    return Work(3 * sum(one.numel for one in parts), 2 * sum(one.bytes for one in parts) + more, parts[0].dtype)
+
+
+@MODELS.register(
+    "_C::static_scaled_fp8_quant", "_C::dynamic_scaled_fp8_quant", "_C::dynamic_per_token_scaled_fp8_quant",
+    "_C::static_scaled_int8_quant", "_C::dynamic_scaled_int8_quant", "_C::per_token_group_fp8_quant",
+    "_C::scaled_fp4_quant", "sgl_kernel::sgl_per_token_group_quant_fp8", "sgl_kernel::sgl_per_token_quant_fp8",
+    "sgl_kernel::sgl_per_tensor_quant_fp8", "sgl_kernel::sgl_per_token_group_quant_int8",
+    "aiter::dynamic_per_token_scaled_quant", "aiter::static_per_tensor_quant", "aiter::dynamic_per_tensor_quant",
+    family="quantisation",
+)  # fmt: skip
+def _quantise(call: Call) -> Work:
+    """Input, result and scales once; scale and round: 2 per element."""
+    tensors = call.tensors()
+    if len(tensors) < 2:
+        raise Unknown("input and result are not both recorded")
+    widest = max(tensors, key=lambda one: (one.numel, one.size))
+    return Work(2 * widest.numel, sum(one.bytes for one in tensors), widest.dtype)
+
+
+@MODELS.register(
+    "fbgemm::FloatToFP8RowwiseQuantized", "fbgemm::FP8RowwiseQuantizedToFloat", "fbgemm::FloatToHFP8Quantized",
+    "fbgemm::HFP8QuantizedToFloat", family="quantisation",
+)  # fmt: skip
+def _fbgemm(call: Call) -> Work:
+    """Between floats and bytes; rowwise rows carry 8 bytes of scale behind them."""
+    x = call.tensor(0)
+    rowwise, to_float = "Rowwise" in call.name, call.name.endswith("ToFloat")
+    rows = math.prod(x.shape[:-1])
+    width = x.shape[-1] + (0 if not rowwise else -8 if to_float else 8)
+    out = rows * width * (4 if to_float else 1)
+    return Work(2 * rows * min(width, x.shape[-1]), x.bytes + out, "fp32")
