@@ -85,10 +85,17 @@ class TraceBuilder:
         return self._span(self._spell.op, name, start_us, duration_us, thread, more | args)
 
     def annotation(
-        self, name: str, start_us: float, duration_us: float, *, thread: int = 1, **args: Any
+        self,
+        name: str,
+        start_us: float,
+        duration_us: float,
+        *,
+        thread: int = 1,
+        external_id: int | None = None,
+        **args: Any,
     ) -> TraceBuilder:
         """A user annotation (`record_function`, `Optimizer.step#SGD.step`, `nccl:all_reduce`)."""
-        more = {"External id": self._next_id()}
+        more = {"External id": self._next_id() if external_id is None else external_id}
         return self._span(self._spell.annotation, name, start_us, duration_us, thread, more | args)
 
     def step(self, number: int, start_us: float, duration_us: float, *, thread: int = 1) -> TraceBuilder:
@@ -108,9 +115,11 @@ class TraceBuilder:
         thread: int = 1,
         module_id: int | None = None,
         parent_id: int | None = None,
+        python_id: int | None = None,
     ) -> TraceBuilder:
         """A Python frame (`train.py(3): main`) or module call (`nn.Module: Linear_0`)."""
-        args: dict[str, Any] = {"Python parent id": parent_id, "Python id": self._next_id()}
+        own = self._next_id() if python_id is None else python_id
+        args: dict[str, Any] = {"Python parent id": parent_id, "Python id": own}
         if module_id is not None:
             args["Python module id"] = module_id
         return self._span(self._spell.python, name, start_us, duration_us, thread, args)

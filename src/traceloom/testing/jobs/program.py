@@ -15,11 +15,21 @@ EVENT = "event"
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """An op or annotation begins; what follows until its `End` is inside."""
+    """An op, annotation or Python frame begins; what follows until its `End` is inside.
+
+    Attributes:
+        name: Its name.
+        annotation: Whether it is an annotation.
+        args: Arguments of the op, as `TraceBuilder.op` takes them.
+        python: Whether it is a Python frame or the call of a module.
+        meeting: The communication that the op describes.
+    """
 
     name: str
     annotation: bool = False
     args: dict[str, Any] = field(default_factory=dict)
+    python: bool = False
+    meeting: Meeting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +58,18 @@ class Meeting:
         kind: `allreduce`, `_allgather_base`, ..., `send`, `recv`.
         group: Name of the group.
         members: Ranks that meet.
-        sequence: Number within the group.
-        elements: Elements of 4 bytes.
+        sequence: Number within the group; of the messages from one rank to another, for `send` and `recv`.
+        elements: Elements that this rank puts in.
         transfer: From the moment when all have come to the end of this part.
+        out_elements: Elements that this rank gets; as many as it puts in where None.
+        element_type: As PyTorch writes it.
+        in_splits: Elements to each member, of an all-to-all.
+        out_splits: Elements from each member.
+        ranks: Members of the group, where they are not those that meet.
+        description: What the group is for.
+        written_sequence: The number that the trace shows, where it is not `sequence`.
+        slowed: The part of `transfer` that a fault is to blame for.
+        label: Of that fault: a run can leave it out.
     """
 
     kind: str
@@ -59,6 +78,41 @@ class Meeting:
     sequence: int
     elements: int
     transfer: int
+    out_elements: int | None = None
+    element_type: str = "Float"
+    in_splits: tuple[int, ...] = ()
+    out_splits: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    description: str = ""
+    written_sequence: int | None = None
+    slowed: int = 0
+    label: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What its parts have in common: the group and the number in it; for a message, sender and receiver too."""
+        if self.kind in ("send", "recv"):
+            return f"{self.group} {self.members[0]}>{self.members[1]}", self.sequence
+        return self.group, self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """A kernel of a CUDA graph.
+
+    Attributes:
+        name: Its name.
+        duration: Its duration.
+        node: Its id, the same in every replay.
+        slowed: The part of `duration` that a fault is to blame for.
+        label: Of that fault.
+    """
+
+    name: str
+    duration: int
+    node: int
+    slowed: int = 0
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +121,7 @@ class Submit:
 
     Attributes:
         name: Of the work.
-        kind: kernel, copy or fill.
+        kind: kernel, copy, fill or graph.
         stream: Where it is submitted.
         duration: Of the work; 0 for communication.
         cost: What the call takes where it needs not wait.
@@ -77,6 +131,14 @@ class Submit:
         blocking: Whether the call returns only when the work is done.
         meeting: The communication that this is a part of.
         size: Bytes of copies.
+        slowed: The part of `duration` that a fault is to blame for.
+        label: Of that fault: a run can leave it out.
+        early: How long before its end a kernel lets a programmatic one go.
+        programmatic: Whether the kernel may start before the one before it on its stream has ended.
+        graph: Id of the CUDA graph that the call launches.
+        nodes: The kernels of that graph, one after the other, `gap` apart.
+        args: Arguments of the kernel, as the trace shows them.
+        call: Name of the runtime call; the usual one of the kind where "".
     """
 
     name: str
@@ -90,6 +152,14 @@ class Submit:
     blocking: bool = False
     meeting: Meeting | None = None
     size: int = 0
+    slowed: int = 0
+    label: str = ""
+    early: int = 0
+    programmatic: bool = False
+    graph: int = 0
+    nodes: tuple[GraphNode, ...] = ()
+    args: dict[str, Any] = field(default_factory=dict)
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Change:
         kernels: Factor on GPU work but communication.
         host: Factor on host work: ops, think time, what calls take themselves.
         collectives: Factor on the transfers of communication.
-        without: Labels of work that is not done and of synchronisations that do not wait.
+        without: Labels of work that is not done, of synchronisations that do not wait, and of faults that are not.
     """
 
     kernels: float = 1.0
@@ -34,7 +34,7 @@ class Span:
     """Something that took time, in ns of the job's true clock; a thread's or a stream's."""
 
     rank: int
-    kind: str  # op, annotation, call, kernel, copy, fill
+    kind: str  # op, annotation, python, call, kernel, copy, fill
     name: str
     start: int
     end: int
@@ -51,6 +51,13 @@ class Signal:
         self.at: int | None = None
         self.waiting: list[Process] = []
 
+
+CALLS = {
+    "kernel": "cudaLaunchKernel",
+    "copy": "cudaMemcpyAsync",
+    "fill": "cudaMemsetAsync",
+    "graph": "cudaGraphLaunch",
+}
 
 # A process yields nanoseconds to wait, or a signal.
 Process = Generator[int | Signal, None, None]
@@ -107,7 +114,8 @@ class _Stream:
         self.number = number
         self.items: deque[_Item] = deque()
         self.arrived = Signal()
-        self.free_at = 0  # when the work before was done
+        self.free_at = 0  # when the work before is done
+        self.early_at = 0  # when the work before lets a programmatic kernel go
         self.held = 0  # until when a wait for an event holds back
         self.pending: deque[_Item] = deque()  # submitted and not done
         self.last = Signal()
@@ -163,7 +171,7 @@ class Simulation:
 
     def meeting(self, meeting: do.Meeting) -> _Gathering:
         """Where the parts of a communication meet."""
-        return self._meetings.setdefault((meeting.group, meeting.sequence), _Gathering())
+        return self._meetings.setdefault(meeting.key, _Gathering())
 
 
 class _Rank:
@@ -192,8 +200,9 @@ class _Rank:
                 open_spans.append((step, self.engine.now))
             elif isinstance(step, do.End):
                 begun, start = open_spans.pop()
-                kind = "annotation" if begun.annotation else "op"
-                self._log(kind, begun.name, start, thread=number, args=begun.args)
+                kind = "annotation" if begun.annotation else "python" if begun.python else "op"
+                args = begun.args if begun.meeting is None else {**begun.args, "meeting": begun.meeting}
+                self._log(kind, begun.name, start, thread=number, args=args)
             elif isinstance(step, do.Work):
                 if step.label not in self.sim.change.without:
                     yield self._own(step.duration)
@@ -221,8 +230,7 @@ class _Rank:
             yield from self._until([item.done], until, step.back)
         elif until > self.engine.now:
             yield until - self.engine.now
-        names = {"kernel": "cudaLaunchKernel", "copy": "cudaMemcpyAsync", "fill": "cudaMemsetAsync"}
-        self._log("call", names[step.kind], start, thread=thread, correlation=item.correlation)
+        self._log("call", step.call or CALLS[step.kind], start, thread=thread, correlation=item.correlation)
 
     def _record(self, thread: int, step: do.Record) -> Process:
         stream = self._stream(step.stream)
@@ -291,32 +299,79 @@ class _Rank:
                 assert item.waits.at is not None
                 stream.held = max(stream.held, item.waits.at + item.delay)
             elif item.submit is None:
+                if stream.free_at > self.engine.now:  # the kernel before has let others go, and still runs
+                    yield stream.free_at - self.engine.now
                 self.engine.fire(item.done)
             else:
                 yield from self._execute(stream, item, item.submit)
 
     def _execute(self, stream: _Stream, item: _Item, submit: do.Submit) -> Process:
-        begin = max(item.ready, stream.free_at + submit.gap, stream.held)
+        before = stream.early_at if submit.programmatic else stream.free_at
+        begin = max(item.ready, before + submit.gap, stream.held)
         if begin > self.engine.now:
             yield begin - self.engine.now
-        start, meeting = self.engine.now, submit.meeting
-        args: dict[str, Any] = {"bytes": submit.size} if submit.size else {}
-        if meeting is None:
-            yield round(submit.duration * self.sim.change.kernels)
+        if submit.kind == "graph":
+            yield from self._replay(stream, item, submit)
+        elif submit.meeting is not None:
+            yield from self._meet(stream, item, submit, submit.meeting)
         else:
-            args = {"meeting": meeting}
-            gathering = self.sim.meeting(meeting)
-            gathering.come += 1
-            if gathering.come == len(meeting.members):
-                self.engine.fire(gathering.all_here)
-            yield gathering.all_here
-            yield round(meeting.transfer * self.sim.change.collectives)
+            yield from self._alone(stream, item, submit)
+
+    def _alone(self, stream: _Stream, item: _Item, submit: do.Submit) -> Process:
+        """A kernel, copy or fill; where it lets a programmatic kernel go early, it ends in a process of its own."""
+        start = self.engine.now
+        # A programmatic kernel waits for the end of the one before it, however early it began.
+        end = max(start + self._takes(submit.duration, submit.slowed, submit.label), stream.free_at)
+        early = min(submit.early, end - start)
+        stream.free_at, stream.early_at = end, end - early
+        ending = self._end(stream, item, submit, start, end)
+        if early:
+            self.engine.start(ending)
+            if end - early > start:
+                yield end - early - start
+        else:
+            yield from ending
+
+    def _end(self, stream: _Stream, item: _Item, submit: do.Submit, start: int, end: int) -> Process:
+        yield end - start
+        args: dict[str, Any] = {"bytes": submit.size, **submit.args} if submit.size else submit.args
         self._log(
             submit.kind, submit.name, start, stream=stream.number, correlation=item.correlation, args=args
         )  # fmt: skip
-        stream.free_at = self.engine.now
+        self._done(stream, item)
+
+    def _meet(self, stream: _Stream, item: _Item, submit: do.Submit, meeting: do.Meeting) -> Process:
+        start, gathering = self.engine.now, self.sim.meeting(meeting)
+        gathering.come += 1
+        if gathering.come == len(meeting.members):
+            self.engine.fire(gathering.all_here)
+        yield gathering.all_here
+        transfer = meeting.transfer - (meeting.slowed if meeting.label in self.sim.change.without else 0)
+        yield round(transfer * self.sim.change.collectives)
+        about = {**submit.args, "meeting": meeting, "met": gathering.all_here.at}
+        self._log("kernel", submit.name, start, stream=stream.number, correlation=item.correlation, args=about)
+        stream.free_at = stream.early_at = self.engine.now
+        self._done(stream, item)
+
+    def _replay(self, stream: _Stream, item: _Item, submit: do.Submit) -> Process:
+        """The kernels of a CUDA graph: one launch, one correlation."""
+        for number, node in enumerate(submit.nodes):
+            if number:
+                yield submit.gap
+            start = self.engine.now
+            yield self._takes(node.duration, node.slowed, node.label)
+            about = {"graph id": submit.graph, "graph node id": node.node}
+            self._log("kernel", node.name, start, stream=stream.number, correlation=item.correlation, args=about)
+        stream.free_at = stream.early_at = self.engine.now
+        self._done(stream, item)
+
+    def _done(self, stream: _Stream, item: _Item) -> None:
         stream.pending.popleft()
         self.engine.fire(item.done)
+
+    def _takes(self, duration: int, slowed: int, label: str) -> int:
+        change = self.sim.change
+        return round((duration - (slowed if label in change.without else 0)) * change.kernels)
 
     def _own(self, duration: int) -> int:
         return round(duration * self.sim.change.host)

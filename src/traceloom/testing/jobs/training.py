@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from traceloom.testing.jobs import program as do
+from traceloom.testing.jobs.chance import Chance, Shared
 
 COMPUTE = 7
 SIDE = 13
@@ -77,7 +77,7 @@ class Recipe:
 
 def programs(recipe: Recipe) -> list[do.Rank]:
     """The processes of the job."""
-    shared = _Shared(recipe)
+    shared = Shared(recipe.seed, recipe.spread)
     return [
         do.Rank(
             rank,
@@ -89,38 +89,14 @@ def programs(recipe: Recipe) -> list[do.Rank]:
     ]
 
 
-class _Chance:
-    def __init__(self, recipe: Recipe, number: int) -> None:
-        self._random = random.Random(recipe.seed * 100_003 + number)  # noqa: S311  (made-up durations)
-        self._spread = recipe.spread
-
-    def draw(self, us: float, spread: float | None = None) -> int:
-        """Nanoseconds around a median of microseconds."""
-        return round(us * 1000 * self._random.lognormvariate(0, self._spread if spread is None else spread))
-
-
-class _Shared:
-    """What all ranks must agree about: how long each communication takes."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._chance = _Chance(recipe, 10_000)
-        self._drawn: dict[tuple[str, int], int] = {}
-
-    def transfer(self, group: str, sequence: int, us: float) -> int:
-        """Of one communication, drawn when the first rank asks."""
-        if (group, sequence) not in self._drawn:
-            self._drawn[group, sequence] = self._chance.draw(us)
-        return self._drawn[group, sequence]
-
-
 class _Writer:
     """Writes the instructions of one rank's threads."""
 
-    def __init__(self, recipe: Recipe, rank: int, shared: _Shared) -> None:
+    def __init__(self, recipe: Recipe, rank: int, shared: Shared) -> None:
         self.recipe = recipe
         self.rank = rank
         self.shared = shared
-        self.chance = _Chance(recipe, rank)
+        self.chance = Chance(recipe.seed, rank, recipe.spread)
         self.main: list[do.Instruction] = []
         self.autograd: list[do.Instruction] = []
         self.loader: list[do.Instruction] = []
