@@ -5,6 +5,7 @@ from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.classify import Rule, read_rules
 from traceloom.analyze.communication import communication
 from traceloom.analyze.data_loading import data_loading
+from traceloom.analyze.graph_launches import graph_launches
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
 from traceloom.analyze.kernels import kernels
@@ -23,6 +24,7 @@ __all__ = [
     "communication",
     "data_loading",
     "gpu_time",
+    "graph_launches",
     "host",
     "idle",
     "kernels",
