@@ -1,0 +1,401 @@
+"""CUDA and HIP graph launches: one call, many pieces of work; the replays of a graph laid node upon node.
+
+Definitions: docs/concepts/graph-launches.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.submissions import submissions
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model.result import Result
+from traceloom.read.again import numbers, readable
+
+GRAPH_CALLS = r"(?i)graph_?launch"
+_LONGER = 1.1  # a replay deviates when its span is this many times the median ...
+_SPREADS = 5  # ... and this many median absolute deviations above it
+_ENOUGH = 3  # replays for a spread
+_ALIKE = 0.8  # share of nodes that two graphs have in common
+_MOST_COMPARED = 64  # graphs that are compared with each other
+
+GRAPHS = pl.Schema(
+    {
+        "graph": pl.UInt32(),
+        "graph_id": pl.Int64(),
+        "evidence": pl.Enum(["correlated", "inferred"]),
+        "launch_name": pl.String(),
+        "replay_count": pl.Int64(),
+        "node_count": pl.Int64(),
+        "stream_count": pl.Int64(),
+        "span_median_ns": pl.Int64(),
+        "span_min_ns": pl.Int64(),
+        "span_max_ns": pl.Int64(),
+        "work_median_ns": pl.Int64(),
+        "idle_median_ns": pl.Int64(),
+        "call_median_ns": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "deviating_count": pl.Int64(),
+        "like": pl.UInt32(),
+    }
+)
+REPLAYS = pl.Schema(
+    {
+        "graph": pl.UInt32(),
+        "replay": pl.UInt32(),
+        "launch": pl.UInt32(),
+        "step": pl.Int32(),
+        "start_ns": pl.Int64(),
+        "span_ns": pl.Int64(),
+        "work_ns": pl.Int64(),
+        "idle_ns": pl.Int64(),
+        "call_ns": pl.Int64(),
+        "delay_ns": pl.Int64(),
+        "node_count": pl.Int64(),
+        "deviation": pl.String(),
+        "worst_node": pl.UInt32(),
+        "worst_excess_ns": pl.Int64(),
+    }
+)
+NODES = pl.Schema(
+    {
+        "graph": pl.UInt32(),
+        "node": pl.UInt32(),
+        "node_id": pl.Int64(),
+        "name": pl.String(),
+        "replay_count": pl.Int64(),
+        "mean_ns": pl.Float64(),
+        "min_ns": pl.Int64(),
+        "max_ns": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "gap_mean_ns": pl.Float64(),
+        "example": pl.UInt32(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class GraphLaunches(Result):
+    """Graph launches of one trace.
+
+    Attributes:
+        graphs: One row per graph, by first launch: graph (a number from 0), graph_id (the recorder's; null where there
+            is none), evidence (correlated: replays are joined by graph id; inferred: by the sequence of names),
+            launch_name, replay_count, node_count (of most replays), stream_count, then over replays median, min and max
+            of span (first start to last end), medians of work (sum of durations), idle (time of the span in which
+            nothing of the replay runs) and of the call; total_ns (work of all replays), deviating_count, like (the
+            graph of more replays that shares at least 80 % of its nodes; null without one).
+        replays: One row per launch: graph, replay (its number within the graph), launch (row of the call), step,
+            start_ns (of the first work), span_ns, work_ns, idle_ns, call_ns, delay_ns (start - end of the call, at
+            least 0), node_count, deviation (in words; null where it is as the others), worst_node (the node that is
+            most above its median over the replays, null where none is) and worst_excess_ns (by how much).
+        nodes: One row per graph and node: node (position), node_id (the recorder's), name, replay_count, mean_ns,
+            min_ns, max_ns and total_ns of its work, gap_mean_ns (time before it in which nothing of the replay ran),
+            example (row of its work in the first replay that has it). The totals of a graph add up to its `total_ns`.
+        work_count: GPU work of graph launches.
+        fraction: Its share of the summed durations of all GPU work; None without GPU work.
+    """
+
+    graphs: pl.DataFrame
+    replays: pl.DataFrame
+    nodes: pl.DataFrame
+    work_count: int
+    fraction: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Work of graph launches, by launch, then start; `replay` numbers the launches by row."""
+
+    row: Ints
+    replay: Ints
+    start: Ints
+    length: Ints
+    gap: Ints
+    stream: Ints
+    code: Ints
+    launch: Ints  # of each replay
+    call_start: Ints  # of each replay
+    call_end: Ints  # of each replay
+    first: Ints  # where each replay begins
+
+
+def graph_launches(trace: Trace) -> GraphLaunches:
+    """Find the graph launches and lay their replays upon each other."""
+    pieces, whole = _pieces(trace)
+    graph_id, node_id = _ids(trace, pieces)
+    order = np.lexsort((pieces.start, pieces.stream, pieces.replay))
+    place = np.empty(order.size, dtype=np.int64)
+    place[order] = np.arange(order.size) - pieces.first[pieces.replay[order]]
+    sequence = _sequences(pieces.code, place, pieces.replay, pieces.launch.size)
+    known = graph_id >= 0
+    # numbers of graphs in the order of their first launch
+    key = np.where(known, graph_id, -1 - np.unique(sequence, return_inverse=True)[1])
+    _, first, graph = np.unique(key, return_index=True, return_inverse=True)
+    graph = np.argsort(np.argsort(first, kind="stable"), kind="stable")[graph] if graph.size else graph
+    usual = _most_frequent(graph, sequence)
+    other = sequence != usual[graph]
+    placed = _placed(pieces, graph, np.where(known[pieces.replay], node_id, -1), place)
+    nodes = _nodes(trace, placed)
+    replays = _replays(trace, pieces, graph, other, _usual_nodes(pieces, graph, sequence, usual))
+    replays = replays.join(_worst(placed, nodes), on=["graph", "launch"], how="left", maintain_order="left")
+    replays = replays.select(list(REPLAYS)).cast(REPLAYS)
+    nodes = nodes.select(list(NODES)).cast(NODES)
+    graphs = _graphs(trace, pieces, graph, graph_id, replays)
+    graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
+    work = int(pieces.length.sum())
+    return GraphLaunches(graphs, replays, nodes, pieces.row.size, work / whole if whole else None)
+
+
+def _pieces(trace: Trace) -> tuple[_Pieces, int]:
+    """The work of graph launches, and the summed time of all GPU work."""
+    made = submissions(trace)
+    words = vocabulary(trace)
+    called = words.matching(GRAPH_CALLS)
+    at = np.flatnonzero(made.known)
+    at = at[called[words.code[made.launch[at]]]]
+    at = at[np.lexsort((made.start[at], made.launch[at]))]
+    launch, first, replay = np.unique(made.launch[at], return_index=True, return_inverse=True)
+    start, length = made.start[at], (made.end - made.start)[at]
+    row = made.row[at]
+    found = _Pieces(
+        row=row,
+        replay=replay,
+        start=start,
+        length=length,
+        gap=_gaps(replay, first, start, start + length),
+        stream=made.lane[at],
+        code=words.code[row].astype(np.int64),
+        launch=launch,
+        call_start=made.call_start[at[first]],
+        call_end=made.call_end[at[first]],
+        first=first,
+    )
+    return found, int((made.end - made.start).sum())
+
+
+def _gaps(replay: Ints, first: Ints, start: Ints, end: Ints) -> Ints:
+    """Time before each piece in which nothing of its replay ran; 0 for the first of a replay."""
+    if not start.size:
+        return start
+    zero = start[first][replay]
+    apart = int((end - zero).max()) + 1
+    reach = np.maximum.accumulate(end - zero + replay * apart)
+    before = np.concatenate([[0], reach[:-1]])
+    gap: Ints = np.maximum(start - zero + replay * apart - before, 0)
+    gap[first] = 0
+    return gap
+
+
+def _ids(trace: Trace, pieces: _Pieces) -> tuple[Ints, Ints]:
+    """Graph id of each replay and node id of each piece, where the recorder wrote them; -1 elsewhere."""
+    graph_id = np.full(pieces.launch.size, -1, dtype=np.int64)
+    node_id = np.full(pieces.row.size, -1, dtype=np.int64)
+    named = trace.events["name"].gather(pieces.launch)
+    if not pieces.row.size or named.str.starts_with("hip").all() or not readable(trace):
+        return graph_id, node_id
+    order = np.argsort(pieces.row, kind="stable")
+    read = numbers(trace, pieces.row[order], {"graph": "graph id", "node": "graph node id"})
+    told = np.full((2, pieces.row.size), -1, dtype=np.int64)
+    for values, name in zip(told, ("graph", "node"), strict=True):
+        values[order] = read[name].fill_null(0).cast(pl.Int64).to_numpy()
+    graph_id[:] = told[0][pieces.first]
+    graph_id[graph_id <= 0] = -1
+    node_id[:] = np.where(told[1] > 0, told[1], -1)
+    return graph_id, node_id
+
+
+def _sequences(code: Ints, place: Ints, replay: Ints, count: int) -> NDArray[np.uint64]:
+    """One number per replay that stands for its names in order: equal for equal sequences."""
+    with np.errstate(over="ignore"):
+        mixed = code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + place.astype(np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        sums = np.zeros(count, dtype=np.uint64)
+        np.add.at(sums, replay, mixed ^ (mixed >> np.uint64(31)))
+    return sums
+
+
+def _most_frequent(graph: Ints, sequence: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The most frequent sequence of each graph; of equals the one that came first."""
+    frame = pl.DataFrame({"graph": graph, "sequence": sequence}).with_row_index("at")
+    counted = frame.group_by("graph", "sequence").agg(pl.len().alias("often"), pl.col("at").min())
+    best = counted.sort("graph", "often", "at", descending=[False, True, False]).unique(
+        "graph", keep="first", maintain_order=True
+    )
+    found: NDArray[np.uint64] = best["sequence"].to_numpy()
+    return found
+
+
+def _usual_nodes(pieces: _Pieces, graph: Ints, sequence: NDArray[np.uint64], usual: NDArray[np.uint64]) -> Ints:
+    count = np.bincount(pieces.replay, minlength=graph.size)
+    nodes = np.zeros(usual.size, dtype=np.int64)
+    like = sequence == usual[graph] if graph.size else np.zeros(0, dtype=np.bool_)
+    nodes[graph[like]] = count[like]
+    return nodes
+
+
+def _replays(trace: Trace, pieces: _Pieces, graph: Ints, other: Bools, usual_nodes: Ints) -> pl.DataFrame:
+    size = pieces.launch.size
+    end = np.full(size, np.iinfo(np.int64).min)
+    np.maximum.at(end, pieces.replay, pieces.start + pieces.length)
+    sums = {name: np.zeros(size, dtype=np.int64) for name in ("work", "idle")}
+    np.add.at(sums["work"], pieces.replay, pieces.length)
+    np.add.at(sums["idle"], pieces.replay, pieces.gap)
+    start = pieces.start[pieces.first]
+    span = end - start
+    nodes = np.bincount(pieces.replay, minlength=size)
+    frame = pl.DataFrame(
+        {
+            "graph": graph,
+            "launch": pieces.launch,
+            "step": trace.events["step"].gather(pieces.launch),
+            "start_ns": start,
+            "span_ns": span,
+            "work_ns": sums["work"],
+            "idle_ns": sums["idle"],
+            "call_ns": pieces.call_end - pieces.call_start,
+            "delay_ns": np.maximum(start - pieces.call_end, 0),
+            "node_count": nodes,
+            "usual_nodes": usual_nodes[graph] if size else nodes,
+            "other": other,
+        }
+    )
+    middle = pl.col("span_ns").median().over("graph")
+    spread = (pl.col("span_ns") - middle).abs().median().over("graph")
+    longer = (pl.col("span_ns") > middle * _LONGER) & (pl.col("span_ns") > middle + _SPREADS * spread)
+    enough = pl.len().over("graph") >= _ENOUGH
+    times = (pl.col("span_ns") / middle).round(2).cast(pl.String)
+    fewer = pl.format("{} nodes instead of {}", "node_count", "usual_nodes")
+    deviation = (
+        pl.when(pl.col("other") & (pl.col("node_count") != pl.col("usual_nodes"))).then(fewer)
+        .when("other").then(pl.lit("other nodes"))
+        .when(longer & enough).then(pl.format("{} times as long as the median", times))
+    )  # fmt: skip
+    return (
+        frame.with_columns(deviation.alias("deviation"))
+        .sort("graph", "launch")
+        .with_columns(pl.int_range(pl.len()).over("graph").alias("replay"))
+        .cast({"graph": pl.UInt32, "launch": pl.UInt32})
+    )
+
+
+_NODE = ["graph", "node_id", "place", "code"]
+
+
+def _placed(pieces: _Pieces, graph: Ints, node_id: Ints, place: Ints) -> pl.DataFrame:
+    """The work with what tells its node: the node id where there is one, else position and name."""
+    return pl.DataFrame(
+        {
+            "graph": graph[pieces.replay] if graph.size else pieces.replay,
+            "launch": pieces.launch[pieces.replay] if graph.size else pieces.replay,
+            "node_id": node_id,
+            "place": np.where(node_id < 0, place, -1),
+            "code": np.where(node_id < 0, pieces.code, -1),
+            "at": place,
+            "row": pieces.row,
+            "length": pieces.length,
+            "gap": pieces.gap,
+        }
+    ).cast({"graph": pl.UInt32, "launch": pl.UInt32})
+
+
+def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
+    """The nodes of every graph in their order, with what tells them and their median."""
+    length = pl.col("length")
+    added = (
+        placed.group_by(_NODE)
+        .agg(
+            pl.col("at").min(),
+            pl.col("row").min().alias("example"),
+            pl.len().alias("replay_count"),
+            length.mean().alias("mean_ns"),
+            length.median().alias("median"),
+            length.min().alias("min_ns"),
+            length.max().alias("max_ns"),
+            length.sum().alias("total_ns"),
+            pl.col("gap").mean().alias("gap_mean_ns"),
+        )
+        .sort("graph", "at", "replay_count", "example", descending=[False, False, True, False])
+        .with_columns(
+            pl.int_range(pl.len()).over("graph").alias("node"),
+            pl.when(pl.col("node_id") >= 0).then("node_id").alias("id"),
+        )
+    )
+    named = added.with_columns(trace.events["name"].gather(added["example"]).alias("name"))
+    return named.rename({"node_id": "told", "id": "node_id"})
+
+
+def _worst(placed: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
+    """For each replay the node that is most above its median."""
+    medians = nodes.select(pl.col("told").alias("node_id"), "graph", "place", "code", "node", "median")
+    excess = (pl.col("length") - pl.col("median")).floor()
+    return (
+        placed.join(medians, on=_NODE, how="left")
+        .with_columns(excess.alias("worst_excess_ns"))
+        .filter(pl.col("worst_excess_ns") > 0)
+        .sort("worst_excess_ns", "node", descending=[True, False])
+        .unique(["graph", "launch"], keep="first", maintain_order=True)
+        .select("graph", "launch", pl.col("node").alias("worst_node"), "worst_excess_ns")
+    )
+
+
+def _graphs(trace: Trace, pieces: _Pieces, graph: Ints, graph_id: Ints, replays: pl.DataFrame) -> pl.DataFrame:
+    span = pl.col("span_ns")
+
+    def middle(name: str) -> pl.Expr:
+        return pl.col(f"{name}_ns").median().floor().alias(f"{name}_median_ns")
+
+    added = replays.group_by("graph").agg(
+        pl.len().alias("replay_count"),
+        pl.col("node_count").mode().min(),
+        middle("span"),
+        span.min().alias("span_min_ns"),
+        span.max().alias("span_max_ns"),
+        *(middle(name) for name in ("work", "idle", "call")),
+        pl.col("work_ns").sum().alias("total_ns"),
+        pl.col("deviation").is_not_null().sum().alias("deviating_count"),
+        pl.col("launch").first(),
+    )
+    numbers_of = (
+        pl.DataFrame({"graph": graph, "graph_id": graph_id}).unique("graph", keep="first").cast({"graph": pl.UInt32})
+    )
+    streams = pl.DataFrame({"graph": graph[pieces.replay] if graph.size else graph, "stream": pieces.stream})
+    streams = streams.group_by(pl.col("graph").cast(pl.UInt32)).agg(pl.col("stream").n_unique().alias("stream_count"))
+    rows = added.join(numbers_of, on="graph").join(streams, on="graph").sort("graph")
+    known = pl.col("graph_id") >= 0
+    return (
+        rows.with_columns(
+            pl.when(known).then("graph_id").alias("graph_id"),
+            pl.when(known).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
+            trace.events["name"].gather(rows["launch"]).alias("launch_name"),
+        )
+        .select(name for name in GRAPHS if name != "like")
+        .cast({name: kind for name, kind in GRAPHS.items() if name != "like"})
+    )
+
+
+def _alike(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:
+    """For each graph the one of more replays (or more nodes) whose names are nearly the same; few graphs only."""
+    ordered = graphs.sort("replay_count", "node_count", "graph", descending=[True, True, False])["graph"].to_list()
+    if len(ordered) > _MOST_COMPARED:
+        return [None] * graphs.height
+    names = {
+        graph: dict(part.group_by("name").len().iter_rows())
+        for (graph,), part in nodes.select("graph", "name").group_by("graph")
+    }
+    like: dict[int, int] = {}
+    for at, one in enumerate(ordered):
+        for other in ordered[:at]:
+            shared = sum(min(count, names[other].get(name, 0)) for name, count in names[one].items())
+            most = max(sum(names[one].values()), sum(names[other].values()))
+            if shared >= _ALIKE * most:
+                like[one] = other
+                break
+    return [like.get(graph) for graph in graphs["graph"].to_list()]
