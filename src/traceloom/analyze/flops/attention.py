@@ -161,7 +161,8 @@ def _backward(call: Call) -> Work:
 _PAGED = (
     "vllm::unified_attention", "vllm::unified_attention_with_output", "sglang::unified_attention_with_output",
 )  # fmt: skip
-_SUMS = re.compile(r"(?:context|generation)_\d+\(sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)\)")
+BATCH = re.compile(r"(?:context|generation)_\d+\(sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+)\)")
+"""How serving engines annotate their steps: sums over the requests."""
 
 
 def batch_sums(annotation: str) -> tuple[int, int, int, int]:
@@ -172,7 +173,7 @@ def batch_sums(annotation: str) -> tuple[int, int, int, int]:
     Raises:
         Unknown: The annotation holds none.
     """
-    found = _SUMS.findall(annotation)
+    found = BATCH.findall(annotation)
     if not found:
         raise Unknown("the lengths of the requests are not recorded (no annotation tells the batch)")
     queries, keys, squares, products = (sum(int(one[at]) for one in found) for at in range(4))

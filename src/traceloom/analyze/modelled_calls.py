@@ -1,0 +1,199 @@
+"""Calls of operators whose FLOPs and bytes are known, and the GPU work that belongs to each: every FLOP once."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.flops import MODELS, Call, Work
+from traceloom.analyze.flops.attention import BATCH
+from traceloom.analyze.flops.call import parsed
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.model import Trace
+from traceloom.model import category as cat
+
+LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")
+"""Copies that the link between host and devices bounds, not the memory of the device."""
+
+_SIZE_IN_NAME = r"OpaqueType<(\d+)u?>"
+_TYPE_IN_NAME = (
+    (r"c10::BFloat16|__nv_bfloat16|__hip_bfloat16", "bf16"),
+    (r"c10::Half|__half", "fp16"),
+    (r"<double|\bdouble[,>]", "fp64"),
+    (r"<float|\bfloat[,>]", "fp32"),
+    (r"<long|\blong[,>]", "int64"),
+    (r"<int[,>]|Functor<int\b", "int32"),
+)
+_TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
+_PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
+
+GROUPS = pl.Schema(
+    {
+        "group": pl.UInt32,
+        "name": pl.String,
+        "shapes": pl.String,
+        "types": pl.String,
+        "flops": pl.Int64,
+        "recomputed": pl.Int64,
+        "bytes": pl.Int64,
+        "dtype": pl.String,
+        "matrix": pl.Boolean,
+        "reason": pl.String,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledCalls:
+    """What is modelled in one trace.
+
+    Attributes:
+        groups: One row per distinct (name, shapes, types, values): FLOPs and bytes of one call, its element type,
+            whether matrix units can do it; else null with the reason.
+        group: For each host event (position in the forest) its group; -1 for none.
+        owner: For each host event the outermost modelled call around it or it itself; -1 for none. Only calls with GPU
+            work count; in a trace without GPU work all do.
+        work_owner: For each piece of GPU work (rows of `trace.gpu_work()`) the modelled call it belongs to; -1 for
+            none, and for copies that a link bounds.
+        link: Which GPU work is such a copy.
+    """
+
+    groups: pl.DataFrame
+    group: Ints
+    owner: Ints
+    work_owner: Ints
+    link: Bools
+
+
+_kept: dict[str, tuple[weakref.ref[Trace], int, ModelledCalls]] = {}
+
+
+def modelled_calls(trace: Trace) -> ModelledCalls:
+    """Model the operators of a trace; remembered for the last trace, until a model is registered."""
+    kept = _kept.get("last")
+    if kept is not None and kept[0]() is trace and kept[1] == MODELS.generation:
+        return kept[2]
+    found = _modelled_calls(trace)
+    _kept["last"] = (weakref.ref(trace, lambda _: _kept.clear()), MODELS.generation, found)
+    return found
+
+
+def _modelled_calls(trace: Trace) -> ModelledCalls:
+    tree = forest(trace)
+    work = launched_work(trace)
+    link = _link_copies(trace)
+    origin = np.where(link, -1, work.origin)
+    launches = np.bincount(origin[origin >= 0], minlength=tree.row.size).astype(np.int64)
+    relevant = tree.subtree_sums(launches) > 0 if work.origin.size else np.ones(tree.row.size, dtype=np.bool_)
+    calls = _distinct(_recorded(trace, tree, relevant))
+    groups = _modelled(calls)
+    group = np.full(tree.row.size, -1, dtype=np.int64)
+    members = calls.select("group", "event").explode("event")
+    group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
+    known = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
+    owner = tree.outermost_or_self(known[group])
+    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link)
+
+
+def _link_copies(trace: Trace) -> Bools:
+    copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
+    events = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))["event"]
+    return events.is_in(copies.implode()).to_numpy()
+
+
+def _recorded(trace: Trace, tree: Forest, relevant: Bools) -> pl.DataFrame:
+    """Calls with recorded inputs that launch GPU work and whose operator has a model."""
+    tensors = trace.tensors
+    position = tree.position[tensors["event"].to_numpy()]
+    wanted = (position >= 0) & np.append(relevant, np.False_)[position]
+    calls = tensors.filter(pl.Series(wanted, dtype=pl.Boolean))
+    names = trace.events["name"].gather(calls["event"])
+    modelled = [name for name in names.unique().to_list() if MODELS.find(name) is not None]
+    calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
+    strides = pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").fill_null("")
+    calls = calls.with_columns(strides.alias("strides"), pl.col("concrete").fill_null(""))
+    return calls.with_columns(_list_types(trace, calls), _batches(trace, tree, calls))
+
+
+def _list_types(trace: Trace, calls: pl.DataFrame) -> pl.Series:
+    """Element type of the tensors in lists, from the name of the kernel that the call launched itself."""
+    none = pl.Series("list_type", [""]).new_from_index(0, calls.height)
+    lists = calls.filter(pl.col("types").str.contains("TensorList", literal=True))
+    if not lists.height:
+        return none
+    kernels = (
+        trace.events.lazy()
+        .filter(pl.col("category") == cat.KERNEL, pl.col("op").is_in(lists["event"].implode()))
+        .group_by("op")
+        .agg(pl.col("name").first())
+        .collect()
+    )
+    size = pl.col("name").str.extract(_SIZE_IN_NAME) + "-byte"
+    typed = [pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for pattern, dtype in _TYPE_IN_NAME]
+    told = kernels.select(event="op", list_type=pl.coalesce(size, *typed).fill_null(""))
+    joined = calls.select("event").join(told, on="event", how="left", maintain_order="left")
+    return joined["list_type"].fill_null("")
+
+
+def _batches(trace: Trace, tree: Forest, calls: pl.DataFrame) -> pl.Series:
+    """The innermost annotation around each call that tells the batch of a serving engine."""
+    said = trace.events.filter(pl.col("category") == cat.ANNOTATION, pl.col("name").str.contains(BATCH.pattern))
+    marks = np.zeros(tree.row.size, dtype=np.bool_)
+    places = tree.position[said["event"].to_numpy()]
+    marks[places[places >= 0]] = True
+    if not marks.any():
+        return pl.Series("batch", [""]).new_from_index(0, calls.height)
+    above = tree.nearest(marks)[tree.position[calls["event"].to_numpy()]]
+    rows = np.where(above >= 0, tree.row[above], -1)
+    names = trace.events["name"].gather(np.maximum(rows, 0))
+    return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
+
+
+def _distinct(calls: pl.DataFrame) -> pl.DataFrame:
+    keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
+    return calls.group_by(keys, maintain_order=True).agg("event").with_row_index("group")
+
+
+def _modelled(calls: pl.DataFrame) -> pl.DataFrame:
+    """Each distinct call goes through its model once."""
+    rows = [_row(values) for values in calls.drop("group", "event").rows()]
+    told = pl.DataFrame(
+        rows,
+        schema=["flops", "recomputed", "bytes", "dtype", "matrix", "reason"],
+        orient="row",
+        infer_schema_length=None,
+    )
+    return pl.concat([calls.select("group", "name", "shapes", "types"), told], how="horizontal").cast(GROUPS)
+
+
+def _row(recorded: tuple[str, ...]) -> tuple[int | None, int | None, int | None, str | None, bool | None, str | None]:
+    name, shapes, types, concrete, strides, list_type, batch = recorded
+    call = Call(
+        name,
+        parsed(shapes),
+        [str(one) for one in parsed(types)],
+        [str(one) for one in parsed(concrete)],
+        parsed(strides),
+        list_type,
+        batch,
+    )
+    work = MODELS.work(call)
+    if isinstance(work, Work):
+        return work.flops, work.recomputed, work.bytes, work.dtype, work.matrix, None
+    return None, None, None, None, None, work
+
+
+def float_evidence(names: pl.Series) -> pl.Series:
+    """What kernels' names tell of the arithmetic of fp32 matrix work: tf32, fp32, or null."""
+    frame = names.to_frame("name")
+    return frame.select(
+        pl.when(pl.col("name").str.contains(_TENSOR_FLOAT))
+        .then(pl.lit("tf32"))
+        .when(pl.col("name").str.contains(_PLAIN_FLOAT))
+        .then(pl.lit("fp32"))
+    ).to_series()

@@ -1,0 +1,145 @@
+"""Peaks: how fast a device could be, so that what it did can be compared with that."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from traceloom.errors import UsageError
+from traceloom.model import Trace
+
+_MATRIX = {"fp64": ("fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
+TYPES = ("fp64", "fp64_matrix", "fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+"""What `flops` of a peak may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense peaks of one device.
+
+    Attributes:
+        name: What to call it.
+        flops: FLOP/s (integer operations for int8) by element type; `fp32_matrix` and `fp64_matrix` where matrix units
+            differ from vector units.
+        memory: Bytes/s of the device memory; None where unknown.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: float | None
+
+    def rate(self, dtype: str, *, matrix: bool) -> float | None:
+        """FLOP/s of this element type, or None.
+
+        Vector units compute 16-bit floats, integers and comparisons at the rate of fp32 at best.
+        """
+        if matrix:
+            return next((self.flops[key] for key in _MATRIX.get(dtype, (dtype,)) if key in self.flops), None)
+        return self.flops.get("fp64" if dtype in ("fp64", "complex128") else "fp32")
+
+
+@cache
+def _table() -> tuple[dict[str, tuple[Peak, int | None]], tuple[str, ...]]:
+    text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
+    known: dict[str, tuple[Peak, int | None]] = {}
+    names = []
+    for entry in json.loads(text)["devices"]:
+        peak = Peak(entry["name"], entry["flops"], entry["memory"])
+        names.append(entry["name"])
+        for alias in (entry["name"], *entry["aliases"]):
+            known[_plain(alias)] = (peak, entry["multiprocessors"])
+    return known, tuple(names)
+
+
+def _plain(name: str) -> str:
+    """Capitals and blanks do not tell devices apart; everything else does."""
+    return re.sub(r"\s+", " ", name).strip().lower()
+
+
+def known_devices() -> tuple[str, ...]:
+    """The devices whose peaks come with Traceloom."""
+    return _table()[1]
+
+
+def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
+    """The peaks of a device by its name as it stands in a trace, or the reason why there are none.
+
+    Only whole names match: a part of a name can be another device. Where the number of multiprocessors is told and is
+    another one, the device is a part of the known one (MIG, partitions) or something else.
+    """
+    if not name:
+        return "the trace does not name the device"
+    found = _table()[0].get(_plain(name))
+    if found is None:
+        return f"the peaks of {name!r} are not known"
+    peak, expected = found
+    if multiprocessors and expected and multiprocessors != expected:
+        return f"{name} has {expected} multiprocessors, this one {multiprocessors}: it is a part of one, or another"
+    return peak
+
+
+def peak_of(given: Peak | str | Mapping[str, float]) -> Peak:
+    """The peaks that a user gives: themselves, a device's name, or numbers.
+
+    Args:
+        given: `H100 SXM`, or `bf16=989e12,memory=3.35e12`, or the same as a mapping.
+
+    Raises:
+        UsageError: slugs `no-such-device`, `bad-peak`.
+    """
+    if isinstance(given, Peak):
+        return given
+    if isinstance(given, str) and "=" not in given:
+        found = find(given)
+        if isinstance(found, str):
+            hint = f"use one of {', '.join(known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
+            raise UsageError(f"there are no peaks for a device called {given!r}", slug="no-such-device", hint=hint)
+        return found
+    numbers = _numbers(given) if isinstance(given, str) else {str(key): given[key] for key in given}
+    for key, value in numbers.items():
+        if key not in (*TYPES, "memory"):
+            raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
+        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise _bad(f"`{key}` is not a number above 0")
+    return Peak("given", {key: float(value) for key, value in numbers.items() if key != "memory"}, _memory(numbers))
+
+
+def _memory(numbers: Mapping[str, float]) -> float | None:
+    return float(numbers["memory"]) if "memory" in numbers else None
+
+
+def _numbers(text: str) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        try:
+            numbers[key.strip()] = float(value)
+        except ValueError:
+            raise _bad(f"`{part.strip()}` is no pair of a name and a number") from None
+    return numbers
+
+
+def _bad(message: str) -> UsageError:
+    return UsageError(message, slug="bad-peak", hint="give FLOP/s and bytes/s: bf16=989e12,memory=3.35e12")
+
+
+def peaks(trace: Trace, given: Peak | None = None) -> dict[int, Peak | str]:
+    """The peaks of every device with GPU work, or the reason why they are unknown.
+
+    A device that the file does not describe takes the name that all devices it describes share: a process that sees one
+    device of many may number it differently.
+    """
+    used = trace.devices.filter("used").select("device", "name", "multiprocessors")
+    if given is not None:
+        return {int(device): given for device in used["device"]}
+    described = trace.devices.filter(trace.devices["name"].is_not_null()).select("name", "multiprocessors").unique()
+    shared: tuple[Any, Any] = described.row(0) if described.height == 1 else (None, None)
+    return {
+        int(device): find(name, processors) if name or processors else find(*shared)
+        for device, name, processors in used.rows()
+    }
