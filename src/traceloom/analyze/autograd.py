@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest
-from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Ints
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model import category as cat
+
+_ENOUGH = 0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,48 +20,81 @@ class Backward:
     """Backward ops whose forward op is known; arrays of shape (joined backward ops,).
 
     Attributes:
-        backward: Position (in the forest) of the outermost op of each backward node.
+        backward: Position (in the forest) of the backward op; where several of one node enclose each other, of each.
         forward: Position of the forward op that made the node.
-        host_ns: Duration of the backward op.
-        device_ns: Summed duration of the GPU work launched in it.
     """
 
     backward: Ints
     forward: Ints
-    host_ns: Ints
-    device_ns: Ints
 
 
-def backward_of(trace: Trace, tree: Forest) -> Backward | None:
-    """Join backward ops to forward ops by (process, sequence number); None where the recording does not tell.
+@per_trace
+def backward_of(trace: Trace) -> Backward | None:
+    """Join backward ops to forward ops by forward thread and sequence number; None where nothing can be joined.
 
     A sequence number is unique only within the thread that ran the forward pass, and the file numbers those threads in
-    a way of its own (`Fwd thread id`). The join is exact where each process has one forward thread; otherwise nothing
-    is joined. Several ops can carry one number, since it is read when an op begins: the one that began last made the
-    node.
+    a way of its own (`Fwd thread id`). Which lane such a number means is known from the file's forward-backward
+    arrows; where there are none, from the only lane of the process with forward ops; where there are several, from the
+    one lane that holds (nearly) all of the thread's sequence numbers. Otherwise its ops are not joined. Several ops can
+    carry one number, since it is read when an op begins: the one that began last made the node.
     """
-    columns = trace.events.select("process", "sequence", "forward_thread", "category", "lane")
-    known = columns.with_columns(pl.Series("position", tree.position)).filter(
-        (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
+    tree = forest(trace)
+    columns = trace.events.lazy().select("process", "sequence", "forward_thread", "category", "lane")
+    known = (
+        columns.with_columns(pl.Series("position", tree.position))
+        .filter((pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0))
+        .drop("category")
+        .collect()
     )
     forward = known.filter(pl.col("forward_thread").fill_null(0) == 0)
     backward = known.filter(pl.col("forward_thread") > 0)
-    threads = pl.concat(
-        [
-            forward.group_by("process").agg(pl.col("lane").n_unique().alias("threads")),
-            backward.group_by("process").agg(pl.col("forward_thread").n_unique().alias("threads")),
-        ]
-    )
-    if not forward.height or not backward.height or (threads["threads"] > 1).any():
+    if not forward.height or not backward.height:
         return None
-    is_backward = np.zeros(tree.row.size, dtype=np.bool_, like=tree.row)
-    is_backward[backward["position"].to_numpy()] = True
-    top = tree.topmost(is_backward)
-    made = forward.group_by("process", "sequence").agg(pl.col("position").max().alias("forward"))
-    joined = backward.filter(pl.Series(top[backward["position"].to_numpy()])).join(
-        made, on=["process", "sequence"], how="inner"
+    threads = _threads(trace, forward, backward)
+    if not threads.height:
+        return None
+    made = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
+    joined = (
+        backward.drop("lane")
+        .join(threads, on=["process", "forward_thread"], how="inner")
+        .join(made, on=["process", "lane", "sequence"], how="inner")
+        .sort("position")
     )
-    position = joined["position"].to_numpy()
-    direct, _, _ = launched_work(trace).by_owner(np.arange(tree.row.size, like=tree.row))
-    device = tree.subtree_sums(direct)
-    return Backward(position, joined["forward"].to_numpy(), tree.span_ns()[position], device[position])
+    earlier = tree.row[joined["forward"].to_numpy()] < tree.row[joined["position"].to_numpy()]
+    joined = joined.filter(pl.Series(earlier))
+    return Backward(joined["position"].to_numpy(), joined["forward"].to_numpy()) if joined.height else None
+
+
+def _threads(trace: Trace, forward: pl.DataFrame, backward: pl.DataFrame) -> pl.DataFrame:
+    """The lane of each (process, forward_thread): columns process, forward_thread, lane."""
+    keys = ["process", "forward_thread"]
+    by_flow = _by_flow(trace, keys)
+    rest = backward.join(by_flow, on=keys, how="anti")
+    if not rest.height:
+        return by_flow
+    lanes = forward.select("process", "lane", "sequence").unique()
+    numbers = rest.select(*keys, "sequence").unique()
+    wanted = numbers.group_by(keys).agg(pl.len().alias("wanted"))
+    held = numbers.join(lanes, on=["process", "sequence"], how="inner").group_by(*keys, "lane").agg(pl.len().alias("n"))
+    most = pl.col("n") == pl.col("n").max().over(keys)
+    found = (
+        held.filter(most)
+        .join(wanted, on=keys)
+        .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
+    )
+    return pl.concat([by_flow, found.select(*keys, "lane")])
+
+
+def _by_flow(trace: Trace, keys: list[str]) -> pl.DataFrame:
+    """What the arrows say: each joins a forward op (its lane) to a backward op (its forward thread)."""
+    events = trace.events.select("event", "process", "lane", "forward_thread")
+    arrows = (
+        trace.flows.filter(pl.col("kind") == "forward-backward")
+        .select("source", "target")
+        .drop_nulls()
+        .join(events.select(source="event", lane="lane"), on="source")
+        .join(events.select("process", "forward_thread", target="event"), on="target")
+        .filter(pl.col("forward_thread") > 0)
+    )
+    counted = arrows.group_by(*keys, "lane").agg(pl.len().alias("n")).sort("n", "lane", descending=[True, False])
+    return counted.unique(keys, keep="first", maintain_order=True).select(*keys, "lane")

@@ -1,4 +1,4 @@
-"""Which module, scope or annotation the time belongs to, as a tree."""
+"""Which module, scope or annotation the time belongs to, as a tree: forward, backward and what is computed again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.ancestry import Forest, forest, host_segments
 from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.phases import SCOPE_PREFIX
+from traceloom.analyze.regions import BACKWARD, FORWARD, KINDS, MODULE, PARTS, RECOMPUTE, Regions, levels, regions
+from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.model import category as cat
 from traceloom.model.result import Result
-from traceloom.read.large import column, engine
-from traceloom.read.ondisk import lookup
 
-KINDS = ("module", "scope", "annotation")
+_SPREAD = {
+    f"{how}_{what}": pl.Float64() if how == "mean" else pl.Int64()
+    for what in ("all_host_ns", "all_device_ns")
+    for how in ("mean", "min", "max")
+}
+_TIMES = ("host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
 TREE = pl.Schema(
     {
         "node": pl.UInt32(),
@@ -29,92 +33,175 @@ TREE = pl.Schema(
         "name": pl.String(),
         "kind": pl.Enum(KINDS),
         "count": pl.Int64(),
-        "host_ns": pl.Int64(),
-        "self_host_ns": pl.Int64(),
-        "device_ns": pl.Int64(),
-        "self_device_ns": pl.Int64(),
-        "kernel_count": pl.Int64(),
-        "backward_host_ns": pl.Int64(),
-        "backward_device_ns": pl.Int64(),
+        **{name: pl.Int64() for name in _TIMES},
+        **{f"backward_{name}": pl.Int64() for name in _TIMES},
+        "recompute_count": pl.Int64(),
+        **{f"recompute_{name}": pl.Int64() for name in _TIMES},
+        **_SPREAD,
+        "step_count": pl.Int64(),
     }
 )
-MODULE = "nn.Module: "
-_DEEPEST = 256  # levels of nested regions; what lies deeper counts to the region above
+STEPS = pl.Schema({"node": pl.UInt32(), "step": pl.Int32(), "all_host_ns": pl.Int64(), "all_device_ns": pl.Int64()})
 
 
 @dataclass(frozen=True)
 class Modules(Result):
-    """The tree of regions; parents stand before their children, siblings by host time.
+    """The tree of regions; parents stand before their children, siblings by all their time.
 
     Attributes:
-        tree: One row per path; calls of one path are one row. `host_ns` is the time of the calls on their threads (of
-            a module: its forward), `device_ns` the summed duration of the GPU work launched in it, `self_` the part
-            outside child rows; self times of a tree add up to its root's total. `backward_host_ns` and
-            `backward_device_ns` are those of the backward ops whose forward op ran in the region; null where the
-            recording does not tell.
-        evidence: `python-modules` (module calls and scopes), `annotations` (annotations and scopes) or `none`.
+        tree: One row per path; calls of one path are one row. `host_ns` is the time its threads spend in the region
+            outside the backward pass, `device_ns` the summed duration of the GPU work launched in that time, `self_`
+            the part outside child rows. `backward_` is the same of the backward pass: of the nodes that the region's
+            forward ops made, on whatever thread they run. `recompute_` is the same of forward work repeated inside the
+            backward pass by activation checkpointing. In each of the three the self times of a row and of all rows
+            below it add up to its total. `backward_` and `recompute_` are null where no backward op could be joined
+            to the forward op it belongs to. `mean_all_host_ns` and so on: all three parts together, per whole step.
+        steps: All three parts together by node and step (null outside all steps); rows without time are left out.
+        outside_host_ns: Time of the threads in which something is recorded, in no region; with the `self_` columns of
+            all rows it is the busy time of the threads.
+        outside_device_ns: GPU work launched in no region, or not known to be launched; with the `self_` columns it is
+            all GPU work.
+        unjoined_host_ns: The part of `outside_host_ns` in the backward pass: of forward ops in no region, of gradients
+            being accumulated, or of ops that could not be joined.
+        unjoined_device_ns: The same of `outside_device_ns`.
+        evidence: `python-modules` (module calls, with annotations and scopes), `annotations` (annotations and scopes)
+            or `none`.
+        recompute_evidence: `frames`, `operators` or `none`; see `recompute.recomputed`.
     """
 
     tree: pl.DataFrame
+    steps: pl.DataFrame
+    outside_host_ns: int
+    outside_device_ns: int
+    unjoined_host_ns: int
+    unjoined_device_ns: int
     evidence: str
+    recompute_evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one length."""
+
+    node: Ints
+    part: Ints
+    step: Ints
+    value: Ints
 
 
 def modules(trace: Trace) -> Modules:
-    """Build the tree from `nn.Module` calls where Python frames were recorded, else from annotations and scopes."""
+    """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and from scopes."""
     tree = forest(trace)
-    evidence, kind = _regions(trace, tree)
-    if not (kind >= 0).any():
-        return Modules(TREE.to_frame(), "none")
-    wanted = kind >= 0
-    above = tree.nearest(wanted)
-    level = _levels(above, wanted)
-    if (level > _DEEPEST).any():
-        kind[level > _DEEPEST] = level[level > _DEEPEST] = -1
-        wanted = kind >= 0
-        above = tree.nearest(wanted)
-    node, table = _paths(trace, tree, kind, level, above)
-    span, own = tree.span_ns(), tree.self_ns(wanted, above)
-    owner = tree.nearest_or_self(wanted, above)
-    device, kernels, _ = launched_work(trace).by_owner(owner)
-    backward = _backward(trace, tree, owner)
-    values = {
-        "host_ns": span,
-        "self_host_ns": own,
-        "device_ns": tree.subtree_sums(device),
-        "self_device_ns": device,
-        "kernel_count": tree.subtree_sums(kernels),
+    found = regions(trace)
+    nothing = found.evidence == "none"
+    node, table = (found.region, STEPS.to_frame()) if nothing else _paths(trace, tree, found)
+    of_event = np.append(np.append(node, -1)[found.region], -1)
+    host = _host_time(trace, of_event, found)
+    device, kernels = _device_time(trace, of_event, found)
+    outside = _outside(host, device)
+    if nothing:
+        return Modules(TREE.to_frame(), STEPS.to_frame(), **outside, evidence="none", recompute_evidence="none")
+    numbers = _totals(table, {"host_ns": host, "device_ns": device, "kernel_count": kernels})
+    calls = found.kind >= 0
+    for name, mine in (("count", found.part != RECOMPUTE), ("recompute_count", found.part == RECOMPUTE)):
+        numbers[name] = np.bincount(node[calls & mine], minlength=table.height)
+    if not found.backward:
+        numbers = {name: column for name, column in numbers.items() if not name.startswith(("backward_", "recompute_"))}
+    steps = _by_step(table, host, device)
+    spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
+    whole = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
+    whole = whole.join(spread, on="node", how="left", maintain_order="left")
+    missing = [pl.lit(None).alias(name) for name in TREE if name not in {*whole.columns, "path"}]
+    ordered, number = _ordered(whole.with_columns(missing))
+    return Modules(
+        ordered,
+        steps.with_columns(pl.Series(number)[steps["node"]].alias("node")).sort("step", "node").cast(STEPS),
+        **outside,
+        evidence=found.evidence,
+        recompute_evidence=found.recompute,
+    )
+
+
+def _outside(host: _Sums, device: _Sums) -> dict[str, int]:
+    """What no region has, and the part of it in the backward pass."""
+    out = {}
+    for name, sums in (("host_ns", host), ("device_ns", device)):
+        without = sums.node < 0
+        out[f"outside_{name}"] = int(sums.value[without].sum())
+        out[f"unjoined_{name}"] = int(sums.value[without & (sums.part == BACKWARD)].sum())
+    return out
+
+
+def _host_time(trace: Trace, of_event: Ints, found: Regions) -> _Sums:
+    """Every stretch in which something is recorded, by its innermost event's node, part and step."""
+    segments = host_segments(trace)
+    cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
+    owner = segments.owner[cuts.source]
+    rows = np.flatnonzero(owner >= 0)
+    owner = owner[rows]
+    return _Sums(of_event[owner], found.part[owner], step[rows], (cuts.end_ns - cuts.start_ns)[rows])
+
+
+def _device_time(trace: Trace, of_event: Ints, found: Regions) -> tuple[_Sums, _Sums]:
+    """GPU work by the node, part and step of the host event that launched it: durations, and numbers of pieces."""
+    work = launched_work(trace)
+    step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
+    node, part = of_event[work.origin], np.append(found.part, FORWARD)[work.origin]
+    return _Sums(node, part, step, work.duration_ns), _Sums(node, part, step, work.kernel.astype(np.int64))
+
+
+def _totals(table: pl.DataFrame, values: dict[str, _Sums]) -> dict[str, Ints]:
+    """Own sums of every node and part, and with those of the nodes below; columns of the tree."""
+    columns: dict[str, Ints] = {}
+    for name, sums in values.items():
+        own = np.zeros((table.height, len(PARTS)), dtype=np.int64)
+        inside = np.flatnonzero(sums.node >= 0)
+        np.add.at(own, (sums.node[inside], sums.part[inside]), sums.value[inside])
+        whole = _summed_up(table, own)
+        for number, prefix in enumerate(("", "backward_", "recompute_")):
+            columns[f"{prefix}{name}"] = whole[:, number]
+            columns[f"{prefix}self_{name}"] = own[:, number]
+    del columns["self_kernel_count"], columns["backward_self_kernel_count"], columns["recompute_self_kernel_count"]
+    return columns
+
+
+def _summed_up(table: pl.DataFrame, own: Ints) -> Ints:
+    """Values of the nodes with those of all below; nodes are numbered level by level."""
+    whole = own.copy()
+    parent, depth = table["parent"].to_numpy(), table["depth"].to_numpy()
+    for level in range(int(depth.max(initial=0)), 0, -1):
+        here = np.flatnonzero(depth == level)
+        np.add.at(whole, parent[here], whole[here])
+    return whole
+
+
+def _by_step(table: pl.DataFrame, host: _Sums, device: _Sums) -> pl.DataFrame:
+    """Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns."""
+    numbers = np.unique(np.concatenate([host.step[host.node >= 0], device.step[device.node >= 0]]))
+    out = []
+    for sums in (host, device):
+        own = np.zeros((table.height, numbers.size), dtype=np.int64)
+        inside = np.flatnonzero(sums.node >= 0)
+        np.add.at(own, (sums.node[inside], np.searchsorted(numbers, sums.step[inside])), sums.value[inside])
+        out.append(_summed_up(table, own))
+    node, place = np.nonzero((out[0] > 0) | (out[1] > 0))
+    frame = {
+        "node": node,
+        "step": pl.Series(numbers[place]).replace(int(NO_STEP), None),
+        "all_host_ns": out[0][node, place],
+        "all_device_ns": out[1][node, place],
     }
-    if backward is not None:
-        values |= {f"backward_{name}": tree.subtree_sums(part) for name, part in backward.items()}
-    calls = pl.LazyFrame({"node": node, "wanted": wanted, **values}).filter("wanted").group_by("node")
-    sums = calls.agg(pl.len().alias("count"), pl.col(list(values)).sum()).collect(engine=engine(trace))
-    missing = [pl.lit(None).alias(name) for name in TREE if name not in {*table.columns, *sums.columns}]
-    return Modules(_ordered(table.join(sums, on="node").with_columns(missing)), evidence)
+    return pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).cast(STEPS)
 
 
-def _regions(trace: Trace, tree: Forest) -> tuple[str, Ints]:
-    """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
-    words = vocabulary(trace)
-    category = column(trace, "category")[tree.row]
-    python, op, annotation = (category == cat.CATEGORIES.index(one) for one in (cat.PYTHON, cat.OP, cat.ANNOTATION))
-    code = words.code[tree.row]
-    scope = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
-    module = python & lookup(words.names.str.starts_with(MODULE).to_numpy(), code)
-    kind = np.full(tree.row.size, -1, like=tree.row)
-    kind[module] = KINDS.index("module")
-    kind[scope & (op | annotation)] = KINDS.index("scope")
-    if module.any():
-        return "python-modules", kind
-    kind[annotation & ~scope & ~lookup(words.matching(STEP_MARK), code)] = KINDS.index("annotation")
-    return "annotations", kind
-
-
-def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints, above: Ints) -> tuple[Ints, pl.DataFrame]:
+def _paths(trace: Trace, tree: Forest, found: Regions) -> tuple[Ints, pl.DataFrame]:
     """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
 
     Goes down level by level: a path is known by its parent's number and its own name, and nesting is shallow.
     """
     words = vocabulary(trace)
+    kind, above = found.kind, found.above
+    level = levels(above, kind >= 0)
     node = np.full(kind.size + 1, -1, like=kind)  # one more at the end, for those with nobody above
     label = words.code[tree.row].astype(np.int64) * len(KINDS) + kind
     labels = len(words.names) * len(KINDS)
@@ -140,43 +227,21 @@ def _paths(trace: Trace, tree: Forest, kind: Ints, level: Ints, above: Ints) -> 
             )
         )
         count += distinct.size
-    return node[:-1], pl.concat(rows)
+    return node[:-1], pl.concat(rows).with_columns(pl.col("node").cast(pl.UInt32))
 
 
-def _levels(above: Ints, wanted: Bools) -> Ints:
-    """How many regions stand above each region, at most one more than the deepest level; -1 for what is none."""
-    level = np.where(wanted, 0, -1)
-    rows = np.flatnonzero(wanted & (above >= 0))
-    up = above[rows]
-    for depth in range(1, _DEEPEST + 2):
-        level[rows] = depth
-        up = above[up]
-        rows, up = rows[up >= 0], up[up >= 0]
-    return level
+def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+    """Name the paths and number the rows so that parents come before their children, the largest child first.
 
-
-def _backward(trace: Trace, tree: Forest, owner: Ints) -> dict[str, Ints] | None:
-    """Host and device time of backward ops, added up at the innermost region of their forward ops."""
-    joined = backward_of(trace, tree)
-    if joined is None:
-        return None
-    region = owner[joined.forward]
-    known = region >= 0
-    out = {}
-    for name, values in (("host_ns", joined.host_ns), ("device_ns", joined.device_ns)):
-        total = np.zeros(owner.size, dtype=np.int64, like=owner)
-        np.add.at(total, region[known], values[known])
-        out[name] = total
-    return out
-
-
-def _ordered(table: pl.DataFrame) -> pl.DataFrame:
-    """Name the paths and number the rows so that parents come before their children, the largest child first."""
-    rows = table.sort(["depth", "host_ns", "node"], descending=[False, True, False]).to_dicts()
+    Returns the rows and, for each node of `table`, its new number.
+    """
+    shown = pl.sum_horizontal(f"{part}host_ns" for part in ("", "backward_", "recompute_"))
+    rows = table.sort([pl.col("depth"), shown, pl.col("node")], descending=[False, True, False]).to_dicts()
     children: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         children.setdefault(row["parent"], []).append(index)
     ordered: list[dict[str, object]] = []
+    number_of = np.zeros(len(rows), dtype=np.int64)
     stack: list[tuple[int, int | None, str, str]] = [(index, None, "", "") for index in reversed(children.get(-1, []))]
     while stack:
         index, parent, path, above = stack.pop()
@@ -184,10 +249,11 @@ def _ordered(table: pl.DataFrame) -> pl.DataFrame:
         name = _shown(row["name"], above)
         path = f"{path}/{name}" if path else name
         number = len(ordered)
+        number_of[row["node"]] = number
         place = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
         ordered.append({**row, **place})
         stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
-    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).select(list(TREE)).cast(TREE)
+    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).select(list(TREE)).cast(TREE), number_of
 
 
 def _shown(name: str, above: str) -> str:

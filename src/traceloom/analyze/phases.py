@@ -67,6 +67,8 @@ BLOCKING_RUNTIME = (
 BLOCKING_PYTHON = (
     r"^<built-in (method|function) "
     r"(acquire|wait|poll|select|sleep|waitpid|wait4|recv|recv_into|accept|barrier|run_backward)( |>)"
+    # where the frame of the lock itself is missing, as in threads that waited before the recording began
+    r"|(^|/)threading\.py\(\d+\): (wait|_wait_for_tstate_lock)$"
 )
 
 

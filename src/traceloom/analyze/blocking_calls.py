@@ -1,0 +1,274 @@
+"""Where does the program stop and wait: which line asks for it, and what does the GPU do meanwhile and after?"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.call_tree import KINDS as NODE_KINDS
+from traceloom.analyze.call_tree import CallTree, call_tree
+from traceloom.analyze.intervals import Ints, Spans, coverage, union
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.phases import BLOCKING_CALL, meaning
+from traceloom.analyze.splitting import NO_STEP
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.result import Result
+from traceloom.read.large import column
+
+KINDS = {
+    "item": "a value is read from the GPU: .item(), bool(), float()",
+    "data_dependent_shape": "the size of a result is needed: nonzero, unique, boolean masks",
+    "copy_to_host": "a copy from the GPU is waited for: .cpu(), .to('cpu'), printing",
+    "copy_to_device": "a copy to the GPU holds its caller: pageable memory, no non_blocking",
+    "other_copy": "a copy whose direction is not recorded, or within one memory",
+    "synchronize": "the device or a stream is waited for",
+    "event_synchronize": "an event is waited for",
+    "allocation": "memory of the device, or pinned memory, is taken or given back",
+    "module_load": "code is loaded onto the device",
+    "fill": "a fill that is not asynchronous",
+    "python": "Python waits: a lock, a queue, a socket, sleep",
+    "other": "another call that waits",
+}
+SITES = pl.Schema(
+    {
+        "kind": pl.Enum(list(KINDS)),
+        "call": pl.String(),
+        "op": pl.String(),
+        "frame": pl.String(),
+        "stack": pl.String(),
+        "lane": pl.UInt32(),
+        "count": pl.Int64(),
+        "pageable_count": pl.Int64(),
+        "blocked_ns": pl.Int64(),
+        "max_ns": pl.Int64(),
+        "gpu_busy_ns": pl.Int64(),
+        "gpu_idle_ns": pl.Int64(),
+        "idle_after_ns": pl.Int64(),
+        "mean_blocked_ns": pl.Float64(),
+        "min_blocked_ns": pl.Int64(),
+        "max_blocked_ns": pl.Int64(),
+        "step_count": pl.Int64(),
+    }
+)
+CALLS = pl.Schema(
+    {
+        "event": pl.UInt32(),
+        "site": pl.UInt32(),
+        "step": pl.Int32(),
+        "start_ns": pl.Int64(),
+        "blocked_ns": pl.Int64(),
+        "gpu_busy_ns": pl.Int64(),
+        "gpu_idle_ns": pl.Int64(),
+        "idle_after_ns": pl.Int64(),
+    }
+)
+_DEEPEST_STACK = 8
+
+# The first that fits: by the operators around the call, then by its own name.
+_BY_OP = (
+    ("item", re.compile(r"^aten::(item|_local_scalar_dense|is_nonzero|equal)$")),
+    ("data_dependent_shape", re.compile(r"^aten::(nonzero|_?unique|masked_select|repeat_interleave|bincount)")),
+)
+_BY_CALL = (
+    ("event_synchronize", re.compile(r"EventSynchronize|EventHostSynchronize|Events?Wait$")),
+    ("synchronize", re.compile(r"(?i)synchronize|QueueFinish")),
+    ("allocation", re.compile(r"Malloc|Free|HostAlloc|HostRegister|HostUnregister|MemCreate|MemMap|MemUnmap")),
+    ("module_load", re.compile(r"(Module|Library)(Load|Unload)")),
+    ("fill", re.compile(r"Memset")),
+    ("other_copy", re.compile(r"Memcpy")),
+)
+_FRAMEWORK = re.compile(r"^(<|nn\.Module: |torch/|.*/(torch|site-packages|dist-packages)/|.*/lib/python3[^/]*/)")
+
+
+@dataclass(frozen=True)
+class BlockingCalls(Result):
+    """Calls in which host threads wait, by place.
+
+    Attributes:
+        sites: One row per place, the longest wait first: what kind of wait (`KINDS`), the call, the operators around
+            it from outermost to innermost, the innermost Python frame that is neither the framework's nor the standard
+            library's, and up to eight such frames above it (outermost first, one per line); `op` and `frame` are null
+            where none is recorded. `pageable_count` are calls that copy from or to pageable memory. `blocked_ns` is
+            the host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its parts in which any GPU work ran and
+            none did. `idle_after_ns` is the time after the calls in which the GPU
+            had nothing to do, until its next work or the thread's next such call. The GPU's three are null without GPU
+            work. `mean_blocked_ns` and so on are per whole step.
+        calls: One row per call, in time order; `site` is the row of `sites`.
+        blocked_ns: Sum over all calls; calls inside each other count once.
+        idle_after_ns: Sum over all calls; None without GPU work.
+    """
+
+    sites: pl.DataFrame
+    calls: pl.DataFrame
+    blocked_ns: int
+    idle_after_ns: int | None
+
+
+def blocking_calls(trace: Trace) -> BlockingCalls:
+    """Find every call that waits and say who asked for it.
+
+    Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main thread waits for
+    autograd's threads (`run_backward`) is no such call.
+    """
+    tree = forest(trace)
+    waits = meaning(trace).activity == BLOCKING_CALL
+    folded = call_tree(trace)
+    waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
+    rows = np.flatnonzero(tree.topmost(waits))
+    rows = rows[np.argsort(tree.row[rows], kind="stable")]
+    if not rows.size:
+        return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if _busy(trace).start.size else None)
+    named = _named(trace, folded, tree.row[rows], folded.node[rows])
+    calls = _calls(trace, rows)
+    sites, site = _sites(trace, calls, named)
+    frame = calls.with_columns(site=pl.Series(site)).select(list(CALLS)).cast(CALLS)
+    idle = None if frame["idle_after_ns"].null_count() == frame.height else int(frame["idle_after_ns"].sum())
+    return BlockingCalls(sites, frame, int(frame["blocked_ns"].sum()), idle)
+
+
+def _busy(trace: Trace) -> Spans:
+    """When any GPU work ran, on any device."""
+    work = trace.gpu_work()
+    start = work["start_ns"].to_numpy()
+    return union(start, start + work["duration_ns"].clip(lower_bound=0).to_numpy())
+
+
+def _calls(trace: Trace, rows: Ints) -> pl.DataFrame:
+    """Times of each call, and what the GPU did; rows are positions in the forest, in time order."""
+    tree, busy = forest(trace), _busy(trace)
+    start, end, lane = tree.start_ns[rows], tree.end_ns[rows], tree.lane[rows]
+    frame = {
+        "event": tree.row[rows],
+        "lane": lane,
+        "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+        "start_ns": start,
+        "blocked_ns": end - start,
+    }
+    if not busy.start.size:
+        nothing = pl.Series([None] * rows.size, dtype=pl.Int64)
+        return pl.DataFrame({**frame, **dict.fromkeys(("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns"), nothing)})
+    covered = coverage(busy, start, end)
+    after = np.searchsorted(busy.end, end, side="right")  # the first stretch of GPU work that ends later
+    next_work = np.append(busy.start, end.max(initial=0))[after]
+    last = after == busy.start.size
+    idle = np.maximum(np.minimum(next_work, _next_call(lane, start, end)) - end, 0)
+    idle_after = pl.Series(np.where(last, 0, idle))
+    return pl.DataFrame(
+        {**frame, "gpu_busy_ns": covered, "gpu_idle_ns": end - start - covered, "idle_after_ns": idle_after}
+    )
+
+
+def _next_call(lane: Ints, start: Ints, end: Ints) -> Ints:
+    """Start of the next call of the same lane; the greatest time where there is none."""
+    order = np.lexsort((start, lane))
+    following = np.full(lane.size, np.iinfo(np.int64).max)
+    same = lane[order][1:] == lane[order][:-1]
+    following[order[:-1][same]] = start[order][1:][same]
+    later: Ints = np.maximum(following, end)
+    return later
+
+
+def _named(trace: Trace, folded: CallTree, row: Ints, node: Ints) -> pl.DataFrame:
+    """Kind, call, op path, frame and stack of each call; told once per distinct path."""
+    used, place = np.unique(node, return_inverse=True)
+    told = pl.DataFrame(
+        [_path(folded, path) for path in folded.paths(used)],
+        schema={"by_op": pl.String, "call": pl.String, "op": pl.String, "frame": pl.String, "stack": pl.String},
+        orient="row",
+    )[pl.Series(place, dtype=pl.UInt32)]
+    copied = _copies(trace, row)
+    by_call = told["call"].replace_strict({c: _kind_of(c) for c in told["call"].unique()}, return_dtype=pl.String)
+    python = pl.Series(column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON))
+    kind = (
+        pl.when(python)
+        .then(pl.lit("python"))
+        .when((by_call == "allocation") | (by_call == "module_load"))
+        .then(by_call)
+        .otherwise(pl.coalesce(told["by_op"], copied["way"], by_call))
+    )
+    return told.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
+
+
+def _path(folded: CallTree, path: list[int]) -> tuple[str | None, ...]:
+    """(kind by operators or None, call, op path, innermost user frame, user frames) of a path from its thread down."""
+    names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
+    kinds = [NODE_KINDS[int(folded.kind[at])] for at in path[1:]]
+    ops: list[str] = []
+    for name, kind in zip(reversed(names[:-1]), reversed(kinds[:-1]), strict=True):
+        if kind == "op":
+            ops.append(name)
+    ops.reverse()
+    frames = [n for n, k in zip(names[:-1], kinds[:-1], strict=True) if k == "python" and is_users(n)]
+    by_op = next((kind for kind, known in _BY_OP if any(known.search(op) for op in ops)), None)
+    stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
+    return by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack
+
+
+def is_users(frame: str) -> bool:
+    """Whether a Python frame is neither PyTorch's nor the standard library's nor a built-in function."""
+    if _FRAMEWORK.match(frame):
+        return False
+    top = frame.split("(", 1)[0].split("/", 1)[0].removesuffix(".py")
+    return top not in sys.stdlib_module_names
+
+
+def _kind_of(call: str) -> str:
+    return next((kind for kind, known in _BY_CALL if known.search(call)), "other")
+
+
+def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
+    """For calls that submitted a copy, and for those that wait under the same operator: its way, and whether pageable.
+
+    A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`): both calls are its.
+    """
+    to = {"DtoH": "copy_to_host", "HtoD": "copy_to_device"}
+    pageable = pl.any_horizontal(
+        (pl.col(side) == "pageable").fill_null(False) for side in ("source_memory", "target_memory")
+    )
+    submitted = (
+        trace.copies.join(trace.events.select("event", "launch", "op"), on="event")
+        .drop_nulls("launch")
+        .select("launch", "op", way=pl.col("kind").replace_strict(to, default=None), pageable=pageable)
+    )
+    asked = trace.events.select("event", "op")[pl.Series(row, dtype=pl.UInt32)]
+    own = asked.join(submitted.unique("launch"), left_on="event", right_on="launch", how="left", maintain_order="left")
+    by_op = submitted.drop("launch").drop_nulls("op").unique("op", keep="last")
+    beside = asked.join(by_op, on="op", how="left", maintain_order="left")
+    return pl.DataFrame(
+        {
+            "way": own.select(pl.coalesce("way", beside["way"])).to_series(),
+            "pageable": own["pageable"].fill_null(False) | beside["pageable"].fill_null(False),
+        }
+    )
+
+
+def _sites(trace: Trace, calls: pl.DataFrame, named: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+    """The places, the longest wait first, and the place of each call."""
+    keys = ["kind", "call", "op", "frame", "stack", "lane"]
+    whole = pl.concat([calls, named], how="horizontal")
+    gpu = [
+        pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
+        for name in ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
+    ]
+    summed = (
+        whole.group_by(keys, maintain_order=True)
+        .agg(
+            pl.len().alias("count"),
+            pl.col("pageable").sum().alias("pageable_count"),
+            pl.col("blocked_ns").sum(),
+            pl.col("blocked_ns").max().alias("max_ns"),
+            *gpu,
+        )
+        .sort("blocked_ns", descending=True, maintain_order=True)
+        .with_row_index("site")
+    )
+    numbered = whole.join(summed.select(*keys, "site"), on=keys, how="left", nulls_equal=True, maintain_order="left")
+    spread = per_step(numbered.cast({"step": pl.Int32}), ["site"], ["blocked_ns"], whole_steps(trace))
+    table = summed.join(spread, on="site", how="left", maintain_order="left")
+    return table.select(list(SITES)).cast(SITES), numbered["site"].cast(pl.Int64).to_numpy()

@@ -1,0 +1,152 @@
+"""Host events folded by path: calls with the same names above them, on the same thread, are one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.large import column
+
+KINDS = ("thread", "python", "module", "op", "annotation", "launch", "other")
+THREAD = 0
+MODULE = "nn.Module: "
+DEEPEST = 1024  # levels; what lies deeper counts to the level above
+
+# Parts of names that differ from call to call and name no other place: addresses of objects, numbers of steps.
+_ADDRESS = r" (?:object )?at 0x[0-9a-fA-F]+"
+_STEP = r"^(ProfilerStep|traceloom\.step)#.*$"
+
+
+@dataclass(frozen=True, slots=True)
+class CallTree:
+    """Paths of calls, one level after the other: parents stand before their children.
+
+    Attributes:
+        node: For each host event (in the forest's order) its node; shape (host events,).
+        parent: For each node its parent; -1 for threads. Shape (nodes,).
+        label: For each node the index of its name in `names`; -1 for threads.
+        kind: For each node its index in KINDS.
+        lane: For each node the lane it stands on.
+        level: First node of each level, and the number of nodes at the end; level 0 are the threads.
+        names: The distinct names, without addresses and step numbers.
+        name_of: For each host event the index of its name.
+    """
+
+    node: Ints
+    parent: Ints
+    label: Ints
+    kind: Ints
+    lane: Ints
+    level: tuple[int, ...]
+    names: pl.Series
+    name_of: Ints
+
+    def sums(self, values: Ints) -> Ints:
+        """Per node the sum of `values`, given per host event."""
+        total = np.zeros(self.parent.size, dtype=np.int64)
+        np.add.at(total, self.node, values)
+        return total
+
+    def totals(self, own: Ints) -> Ints:
+        """Per node its own value and those of all nodes below it."""
+        total = own.copy()
+        for low, high in reversed(list(zip(self.level[1:-1], self.level[2:], strict=True))):
+            np.add.at(total, self.parent[low:high], total[low:high])
+        return total
+
+    def paths(self, nodes: Ints) -> list[list[int]]:
+        """For some nodes the nodes from the thread down to each, itself included; for few, since it walks up."""
+        found = []
+        for node in nodes.tolist():
+            path = []
+            at = node
+            while at >= 0:
+                path.append(at)
+                at = int(self.parent[at])
+            found.append(path[::-1])
+        return found
+
+
+@per_trace
+def call_tree(trace: Trace) -> CallTree:
+    """Fold the host events of a trace.
+
+    Goes down level by level, where a path is known by its parent's node and its own name; the work is that of sorting
+    the events once.
+    """
+    tree = forest(trace)
+    names, code = _names(trace)
+    name_of = code[vocabulary(trace).code[tree.row]]
+    depth = np.minimum(column(trace, "depth")[tree.row].astype(np.int64), DEEPEST)
+    lanes = int(tree.lane.max(initial=-1)) + 1
+    order = np.argsort(depth, kind="stable")
+    bounds = np.searchsorted(depth[order], np.arange(int(depth.max(initial=-1)) + 2))
+    node = np.full(tree.row.size, -1, dtype=np.int64, like=tree.row)
+    parents, labels, examples = [np.full(lanes, -1)], [np.full(lanes, -1)], [np.full(lanes, -1)]
+    starts, count = [0], lanes
+    above = np.where(tree.parent >= 0, tree.parent, 0)
+    for level, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        if level == DEEPEST:
+            break
+        here = order[low:high]
+        up = tree.lane[here] if level == 0 else node[above[here]]
+        key = up * max(len(names), 1) + name_of[here]
+        distinct, first, number = np.unique(key, return_index=True, return_inverse=True)
+        node[here] = count + number
+        parents.append(distinct // max(len(names), 1))
+        labels.append(distinct % max(len(names), 1))
+        examples.append(here[first])
+        starts.append(count)
+        count += distinct.size
+    if bounds.size > DEEPEST:
+        node = node[tree.nearest_or_self(depth < DEEPEST)]
+    example = np.concatenate(examples)
+    return CallTree(
+        node,
+        np.concatenate(parents),
+        np.concatenate(labels),
+        _kinds(trace, tree.row, example, name_of, names),
+        np.concatenate([np.arange(lanes), tree.lane[example[lanes:]]]),
+        (*starts, count),
+        names,
+        name_of,
+    )
+
+
+def _names(trace: Trace) -> tuple[pl.Series, Ints]:
+    """The distinct names without what differs from call to call, and for each name of the vocabulary its index."""
+    said = vocabulary(trace).names.fill_null("")
+    plain = said.str.replace_all(_ADDRESS, "").str.replace(_STEP, "${1}#")
+    names = plain.unique(maintain_order=True)
+    index = pl.DataFrame({"name": names}).with_row_index("number")
+    code = pl.DataFrame({"name": plain}).join(index, on="name", how="left", maintain_order="left")["number"]
+    return names, code.cast(pl.Int64).to_numpy()
+
+
+_KIND_OF = {
+    cat.PYTHON: "python",
+    cat.OP: "op",
+    cat.ANNOTATION: "annotation",
+    cat.RUNTIME: "launch",
+    cat.DRIVER: "launch",
+}
+_KIND_OF_CODE = np.array([KINDS.index(_KIND_OF.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64)
+
+
+def _kinds(trace: Trace, row: Ints, example: Ints, name_of: Ints, names: pl.Series) -> Ints:
+    """The kind of each node, by the first event of it; -1 examples are threads."""
+    kind = np.full(example.size, THREAD, dtype=np.int64)
+    events = example >= 0
+    found = example[events]
+    kind[events] = _KIND_OF_CODE[column(trace, "category")[row[found]]]
+    module = names.str.starts_with(MODULE).to_numpy()[name_of[found]] if found.size else np.zeros(0, dtype=np.bool_)
+    kind[np.flatnonzero(events)[module]] = KINDS.index("module")
+    return kind

@@ -1,0 +1,254 @@
+"""Where does the host spend its time, frame by frame, and which frames feed the GPU?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest, host_segments
+from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.call_tree import KINDS, THREAD, CallTree, call_tree
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.splitting import NO_STEP, split_at_steps
+from traceloom.model import Session, Trace
+from traceloom.model.result import Result
+from traceloom.read.large import column
+
+FRAMES = pl.Schema(
+    {
+        "rank": pl.Int32(),
+        "node": pl.UInt32(),
+        "parent": pl.UInt32(),
+        "depth": pl.UInt16(),
+        "lane": pl.UInt32(),
+        "kind": pl.Enum(KINDS),
+        "name": pl.String(),
+        "file": pl.String(),
+        "line": pl.Int32(),
+        "calls": pl.Int64(),
+        "self_ns": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "self_device_ns": pl.Int64(),
+        "device_ns": pl.Int64(),
+    }
+)
+_SPREAD = {f"{how}_self_ns": pl.Float64() if how == "mean" else pl.Int64() for how in ("mean", "min", "max")}
+FUNCTIONS = pl.Schema(
+    {
+        "rank": pl.Int32(),
+        "kind": pl.Enum(KINDS),
+        "name": pl.String(),
+        "file": pl.String(),
+        "line": pl.Int32(),
+        "calls": pl.Int64(),
+        "self_ns": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "self_device_ns": pl.Int64(),
+        "device_ns": pl.Int64(),
+        **_SPREAD,
+        "step_count": pl.Int64(),
+    }
+)
+_PLACE = r"^(.*)\((\d+)\): (.*)$"  # file.py(12): function
+
+
+@dataclass(frozen=True)
+class Flame(Result):
+    """The folded call stacks of host threads.
+
+    Attributes:
+        frames: One row per path; parents before their children, a thread is the root of its calls. `calls` counts the
+            events of the path, `self_ns` the time in which one of them is innermost, `total_ns` that of the path and
+            all below. `self_device_ns` is the summed duration of the GPU work launched right there, `device_ns` there
+            and below. `name` of a Python frame is the function, with `file` and `line`; null for others.
+        functions: The same summed by name wherever it is called from; `total_ns` and `device_ns` count a function that
+            calls itself once. `mean_self_ns`, `min_self_ns`, `max_self_ns` are per whole step; null without steps.
+        busy_ns: Sum of all `self_ns`: the time in which anything is recorded on the threads.
+        gpu_work_ns: Summed duration of the GPU work of the chosen steps.
+        unattributed_device_ns: The part of it that no host event is known to have launched; with all
+            `self_device_ns` it is `gpu_work_ns`.
+    """
+
+    frames: pl.DataFrame
+    functions: pl.DataFrame
+    busy_ns: int
+    gpu_work_ns: int
+    unattributed_device_ns: int
+
+
+def flame(run: Trace | Session, steps: tuple[int, int] | None = None, lane: int | None = None) -> Flame:
+    """Fold the call stacks: Python frames, modules, operators, annotations and runtime calls in one tree.
+
+    Args:
+        run: One process's trace, or a session (its ranks stand one after the other, nodes numbered on).
+        steps: First and last step to count, both included; None for all time. Host time is cut at the steps' bounds,
+            calls count where they start, GPU work where it was launched.
+        lane: Only this thread; None for all.
+    """
+    if isinstance(run, Trace):
+        return _of_trace(run, steps, lane)
+    parts = [_of_trace(trace, steps, lane) for trace in run.traces]
+    first = 0
+    frames = []
+    for part in parts:
+        frames.append(part.frames.with_columns(pl.col("node", "parent") + first))
+        first += part.frames.height
+    return Flame(
+        pl.concat([FRAMES.to_frame(), *frames]),
+        pl.concat([FUNCTIONS.to_frame(), *(part.functions for part in parts)]),
+        sum(part.busy_ns for part in parts),
+        sum(part.gpu_work_ns for part in parts),
+        sum(part.unattributed_device_ns for part in parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """What is counted: innermost stretches by event and step, which events count, GPU work by event."""
+
+    owner: Ints
+    ns: Ints
+    step: Ints
+    called: Ints
+    origin: Ints
+    device_ns: Ints
+    gpu_work_ns: int
+
+
+def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> Flame:
+    folded = call_tree(trace)
+    times = _times(trace, steps, lane)
+    own = _added(folded.parent.size, folded.node[times.owner], times.ns)
+    device = _added(folded.parent.size, folded.node[times.origin], times.device_ns)
+    calls = np.bincount(folded.node[times.called], minlength=folded.parent.size)
+    total, device_total = folded.totals(own), folded.totals(device)
+    used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
+    values = {
+        "calls": calls,
+        "self_ns": own,
+        "total_ns": total,
+        "self_device_ns": device,
+        "device_ns": device_total,
+    }
+    places = _places(folded.names)
+    frames = _frames(trace, folded, used, values, places)
+    functions = _functions(trace, folded, times, values, places)
+    return Flame(frames, functions, int(own.sum()), times.gpu_work_ns, times.gpu_work_ns - int(device.sum()))
+
+
+def _added(size: int, place: Ints, values: Ints) -> Ints:
+    total = np.zeros(size, dtype=np.int64)
+    np.add.at(total, place, values)
+    return total
+
+
+def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Times:
+    tree, segments = forest(trace), host_segments(trace)
+    cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
+    owner = segments.owner[cuts.source]
+    counted = owner >= 0
+    called = np.ones(tree.row.size, dtype=np.bool_)
+    work = launched_work(trace)
+    launched = work.origin >= 0
+    of_work = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
+    chosen = np.ones(of_work.size, dtype=np.bool_)
+    if steps is not None:
+        low, high = steps
+        counted &= (step >= low) & (step <= high)
+        of_event = column(trace, "step", int(NO_STEP))[tree.row]
+        called &= (of_event >= low) & (of_event <= high)
+        chosen = (of_work >= low) & (of_work <= high)
+    if lane is not None:
+        counted &= segments.lane[cuts.source] == lane
+        called &= tree.lane == lane
+        launched &= tree.lane[np.maximum(work.origin, 0)] == lane if tree.row.size else launched
+    mine = np.flatnonzero(launched & chosen)
+    rows = np.flatnonzero(counted)
+    return _Times(
+        owner[rows],
+        (cuts.end_ns - cuts.start_ns)[rows],
+        step[rows],
+        np.flatnonzero(called),
+        work.origin[mine],
+        work.duration_ns[mine],
+        int(work.duration_ns[chosen].sum()),
+    )
+
+
+def _places(names: pl.Series) -> pl.DataFrame:
+    """Name, file and line by label; the last row is for threads, which have none."""
+    said = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("said")
+    return said.select(
+        name=pl.coalesce(pl.col("said").str.extract(_PLACE, 3), pl.col("said")),
+        file=pl.col("said").str.extract(_PLACE, 1),
+        line=pl.col("said").str.extract(_PLACE, 2).cast(pl.Int32, strict=False),
+    )
+
+
+def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints], places: pl.DataFrame) -> pl.DataFrame:
+    rows = np.flatnonzero(used)
+    number = np.cumsum(used) - 1
+    parent = folded.parent[rows]
+    depth = np.searchsorted(np.array(folded.level), rows, side="right") - 1
+    named = places[pl.Series(folded.label[rows] % places.height, dtype=pl.UInt32)]
+    threads = trace.lanes["name"].gather(pl.Series(folded.lane[rows], dtype=pl.UInt32))
+    is_thread = pl.Series(folded.kind[rows] == THREAD)
+    return pl.DataFrame(
+        {
+            "rank": pl.Series([trace.rank] * rows.size, dtype=pl.Int32),
+            "node": np.arange(rows.size),
+            "parent": pl.Series(np.where(parent >= 0, number[np.maximum(parent, 0)], -1)).replace(-1, None),
+            "depth": depth,
+            "lane": folded.lane[rows],
+            "kind": pl.Series(KINDS).gather(folded.kind[rows]),
+            "name": threads.zip_with(is_thread, named["name"]),
+            "file": named["file"],
+            "line": named["line"],
+            **{name: column[rows] for name, column in values.items()},
+        }
+    ).cast(FRAMES)
+
+
+def _functions(
+    trace: Trace, folded: CallTree, times: _Times, values: dict[str, Ints], places: pl.DataFrame
+) -> pl.DataFrame:
+    """Sums by name; of nested calls of one name only the outermost counts to the totals."""
+    top = np.zeros(folded.parent.size, dtype=np.bool_)
+    if folded.node.size:
+        top[folded.node] = forest(trace).topmost_of_kind(folded.name_of)
+    events = folded.label >= 0
+    nodes = pl.DataFrame({"label": folded.label, "top": top, "kind": folded.kind, **values}).filter(pl.Series(events))
+    once = [pl.col(name).filter("top").sum() for name in ("total_ns", "device_ns")]
+    summed = (
+        nodes.lazy()
+        .group_by("label")
+        .agg(pl.col("kind").first(), pl.col("calls", "self_ns", "self_device_ns").sum(), *once)
+        .filter((pl.col("calls") > 0) | (pl.col("self_ns") > 0) | (pl.col("device_ns") > 0))
+        .collect()
+    )
+    spread = _spread(trace, folded, times)
+    named = places[summed["label"].cast(pl.UInt32)]
+    return (
+        pl.concat([summed, named], how="horizontal")
+        .join(spread, on="label", how="left")
+        .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS).gather(summed["kind"]))
+        .select(list(FUNCTIONS))
+        .cast(FUNCTIONS)
+        .sort(["self_ns", "total_ns", "name", "file", "line"], descending=[True, True, False, False, False])
+    )
+
+
+def _spread(trace: Trace, folded: CallTree, times: _Times) -> pl.DataFrame:
+    steps = whole_steps(trace)
+    rows = np.flatnonzero(times.step != NO_STEP)
+    numbers, place = np.unique(times.step[rows], return_inverse=True)
+    width = max(numbers.size, 1)
+    size = len(folded.names) * width
+    key = folded.name_of[times.owner[rows]] * width + place
+    sums, seen = _added(size, key, times.ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
+    step = numbers[seen % width] if numbers.size else seen
+    frame = pl.DataFrame({"label": seen // width, "step": step, "self_ns": sums[seen]})
+    return per_step(frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], steps)

@@ -1,0 +1,179 @@
+"""Which region (module, scope, annotation) each host event belongs to, and in which part of the training step.
+
+Forward work belongs to the innermost region around it; backward work to the region of the op that made its autograd
+node, wherever it runs; repeated work to the regions it repeats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.autograd import Backward, backward_of
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK
+from traceloom.analyze.recompute import ENGINE, recomputed
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.large import column
+from traceloom.read.ondisk import lookup
+
+KINDS = ("module", "scope", "annotation")
+PARTS = ("forward", "backward", "recompute")
+FORWARD, BACKWARD, RECOMPUTE = range(3)
+MODULE = "nn.Module: "
+DEEPEST = 256  # levels of nested regions; what lies deeper counts to the region above
+
+# The compiler's notes on its own phases (torch.compile); they are told under `compiled`.
+_COMPILER_NOTE = r"_data: (fn_name=.*, )?compile_id="
+_RUN_BACKWARD = r"^<built-in method run_backward "
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Arrays of shape (host events,), in the forest's order; regions are named by the position of their event.
+
+    Attributes:
+        evidence: `python-modules`, `annotations` or `none`.
+        kind: Index in KINDS; -1 for events that are no region.
+        region: The region of each event; -1 for none. A region is its own.
+        above: For regions the region they stand in; -1 for roots and for what is none.
+        part: Index in PARTS.
+        backward: Whether any backward op could be joined to its forward op.
+        recompute: How repeated work was recognised: `frames`, `operators`, `none`.
+    """
+
+    evidence: str
+    kind: Ints
+    region: Ints
+    above: Ints
+    part: Ints
+    backward: bool
+    recompute: str
+
+
+def regions(trace: Trace) -> Regions:
+    """Give every host event its region and its part."""
+    tree = forest(trace)
+    evidence, kind = _kinds(trace, tree)
+    joined, again = backward_of(trace), recomputed(trace)
+    part = _parts(trace, tree, joined, again.root)
+    while True:
+        region, above = _resolved(trace, tree, kind, joined, again.root, part)
+        level = levels(above, kind >= 0)
+        if not (level > DEEPEST).any():
+            break
+        kind[level > DEEPEST] = -1
+    return Regions(evidence, kind, region, above, part, joined is not None, again.evidence)
+
+
+def _kinds(trace: Trace, tree: Forest) -> tuple[str, Ints]:
+    """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
+    words = vocabulary(trace)
+    category = column(trace, "category")[tree.row]
+    python, op, annotation = (category == cat.CATEGORIES.index(one) for one in (cat.PYTHON, cat.OP, cat.ANNOTATION))
+    code = words.code[tree.row]
+    scope = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
+    module = python & lookup(words.names.str.starts_with(MODULE).to_numpy(), code)
+    left_out = lookup(words.matching(STEP_MARK) | words.matching(_COMPILER_NOTE), code)
+    kind = np.full(tree.row.size, -1, like=tree.row)
+    kind[module] = KINDS.index("module")
+    kind[scope & (op | annotation)] = KINDS.index("scope")
+    kind[annotation & ~scope & ~left_out] = KINDS.index("annotation")
+    evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
+    return evidence, kind
+
+
+def levels(above: Ints, wanted: Bools) -> Ints:
+    """How many regions stand above each region, at most one more than the deepest level; -1 for what is none."""
+    level = np.where(wanted, 0, -1)
+    rows = np.flatnonzero(wanted & (above >= 0))
+    up = above[rows]
+    for depth in range(1, DEEPEST + 2):
+        if not rows.size:
+            break
+        level[rows] = depth
+        up = above[up]
+        rows, up = rows[up >= 0], up[up >= 0]
+    return level
+
+
+def _parts(trace: Trace, tree: Forest, joined: Backward | None, again: Bools) -> Ints:
+    """The part each event belongs to: that of the nearest event above (or itself) that says one, else forward."""
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    says = np.full(tree.row.size, FORWARD, like=tree.row)
+    if joined is not None:
+        says[joined.backward] = BACKWARD
+    says[lookup(words.matching(ENGINE), code)] = BACKWARD
+    says[again] = RECOMPUTE
+    if again.any():  # the older way of checkpointing runs a backward pass of its own inside
+        inner = np.flatnonzero(lookup(words.matching(_RUN_BACKWARD), code))
+        above = tree.nearest(says != FORWARD)[inner]
+        says[inner[(above >= 0) & (says[above] == RECOMPUTE)]] = BACKWARD
+    return np.append(says, FORWARD)[tree.nearest_or_self(says != FORWARD)]
+
+
+def _resolved(  # noqa: PLR0917
+    trace: Trace, tree: Forest, kind: Ints, joined: Backward | None, again: Bools, part: Ints
+) -> tuple[Ints, Ints]:
+    """The region of each event, and that above each region.
+
+    Marks are regions, joined backward ops and the roots of repetitions; each event asks the nearest one. A region
+    answers itself, a backward op what its forward op is told, a repetition what stands around the work it repeats.
+    """
+    size = tree.row.size
+    is_region = kind >= 0
+    mark = is_region | again
+    forward = np.full(size, -1, like=tree.row)
+    if joined is not None:
+        forward[joined.backward] = joined.forward
+        mark = mark | (forward >= 0)
+    above = tree.nearest(mark)
+    nearest = tree.nearest_or_self(mark, above)
+    ask = np.full(size, -1, like=tree.row)  # the mark that answers for a mark
+    made = np.flatnonzero((forward >= 0) & ~is_region)
+    ask[made] = nearest[forward[made]]
+    up = above.copy()  # the mark above each region
+    repeats = np.flatnonzero(again & ~is_region)
+    if repeats.size:
+        enclosing = above[repeats]
+        ask[repeats] = np.where(forward[repeats] >= 0, ask[repeats], enclosing)
+        inner = np.flatnonzero(is_region & (above >= 0) & np.append(again & ~is_region, False)[above])
+        original = _original(trace, tree, kind, part, inner)
+        found = original >= 0
+        inner, original = inner[found], original[found]
+        up[inner] = above[original]
+        ask[above[inner][::-1]] = above[original][::-1]  # the first region inside tells where the repetition stands
+    settled = _settled(ask, is_region)
+    region = np.append(settled, -1)[nearest]
+    parent = np.where(is_region, np.append(settled, -1)[up], -1)
+    return region, parent
+
+
+def _settled(ask: Ints, is_region: Bools) -> Ints:
+    """Follow `ask` from every mark to a region; -1 where it ends without one."""
+    here = np.arange(ask.size, like=ask)
+    at = np.where(is_region, here, ask)
+    open_rows = np.flatnonzero((at >= 0) & ~is_region[at]) if at.size else at
+    while open_rows.size:  # ends: each answer began earlier than the one who asks
+        at[open_rows] = ask[at[open_rows]]
+        open_rows = open_rows[at[open_rows] >= 0]
+        open_rows = open_rows[~is_region[at[open_rows]]]
+    return at
+
+
+def _original(trace: Trace, tree: Forest, kind: Ints, part: Ints, inner: Ints) -> Ints:
+    """For regions that repeat one: the latest earlier region of the same name in the forward pass; -1 for none."""
+    code = vocabulary(trace).code[tree.row].astype(np.int64)
+    first = np.flatnonzero((kind >= 0) & (part == FORWARD))
+    if not first.size or not inner.size:
+        return np.full(inner.size, -1)
+    key = code * trace.events.height + tree.row  # rows are in the order of starts
+    order = first[np.argsort(key[first], kind="stable")]
+    at = np.searchsorted(key[order], key[inner], side="left") - 1
+    found = (at >= 0) & (code[order[np.maximum(at, 0)]] == code[inner])
+    return np.where(found, order[np.maximum(at, 0)], -1)

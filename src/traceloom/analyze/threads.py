@@ -1,0 +1,218 @@
+"""Which threads are there, what is each for, and how many of them work at the same time?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest, host_segments
+from traceloom.analyze.call_tree import KINDS as NODE_KINDS
+from traceloom.analyze.call_tree import call_tree
+from traceloom.analyze.host import main_lane
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.phases import ACTIVITIES, BACKWARD, BLOCKING_CALL, UNOBSERVED, activity, meaning
+from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.splitting import NO_STEP, split_at_steps
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.result import Result
+from traceloom.read.large import column
+from traceloom.read.ondisk import lookup
+
+ROLES = {
+    "main": "runs the program",
+    "autograd": "runs the backward pass",
+    "data_loader": "makes batches in this process",
+    "pin_memory": "copies batches into pinned memory",
+    "communication": "makes communication calls",
+    "compiler": "compiles (torch.compile)",
+    "operators": "runs operators for another thread",
+    "runtime": "only makes calls of the GPU's runtime",
+    "python": "runs other Python",
+    "annotations": "holds only annotations",
+}
+THREADS = pl.Schema(
+    {
+        "lane": pl.UInt32(),
+        "process": pl.String(),
+        "thread": pl.String(),
+        "name": pl.String(),
+        "role": pl.Enum(list(ROLES)),
+        "says": pl.String(),
+        "event_count": pl.Int64(),
+        "window_ns": pl.Int64(),
+        "busy_ns": pl.Int64(),
+        "active_ns": pl.Int64(),
+        **{f"{name}_ns": pl.Int64() for name in ACTIVITIES},
+        "launch_count": pl.Int64(),
+    }
+)
+CONCURRENCY = pl.Schema({"step": pl.Int32(), "threads": pl.Int64(), "ns": pl.Int64()})
+CURVE = pl.Schema({"start_ns": pl.Int64(), "active": pl.Float64()})
+PARTS = 200  # of the window, for the curve
+
+_LOADER = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
+_PIN = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
+_COMPILER = (
+    r"(^|/)torch/(_inductor|_dynamo|_functorch)/|\(dynamo_timed\)$|^(dynamo|inductor_compile|entire_\w+_compile)$"
+)
+_TALKS = r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
+_STARTER = r"^(threading|concurrent/futures/thread|multiprocessing/\w+)\.py\(\d+\): |^<"
+
+
+@dataclass(frozen=True)
+class Threads(Result):
+    """The host threads.
+
+    Attributes:
+        threads: One row per host lane, the main thread first, then by busy time. `role` is one of `ROLES`; `says` is
+            what it was told by: a name recorded on the thread. `busy_ns` is the time with any event open, `active_ns`
+            the part of it in which the thread does not stand in a call that waits; the five columns by activity
+            (docs/concepts/host-time.md) add up to `window_ns`.
+        concurrency: How long exactly so many threads were active at once, by step (null outside all steps); adds up to
+            the window of the trace.
+        curve: Mean number of active threads in each of up to 200 equal parts of the window.
+        most: The largest number of threads active at once.
+        mean: Mean number over the window; None for a window without length.
+    """
+
+    threads: pl.DataFrame
+    concurrency: pl.DataFrame
+    curve: pl.DataFrame
+    most: int
+    mean: float | None
+
+
+def threads(trace: Trace) -> Threads:
+    """Say of every host thread what it is for and what it did, and how many were active over time."""
+    lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
+    segments = host_segments(trace)
+    doing = np.append(activity(trace), UNOBSERVED)[segments.owner]
+    ns = segments.end_ns - segments.start_ns
+    size = int(trace.lanes["lane"].to_numpy().max(initial=0)) + 1
+    by_activity = np.zeros((size, len(ACTIVITIES)), dtype=np.int64)
+    np.add.at(by_activity, (segments.lane, doing), ns)
+    mine = lanes["lane"].to_numpy()
+    roles = _roles(trace)
+    window = trace.end_ns - trace.start_ns
+    busy = lanes["busy_ns"].fill_null(0).to_numpy()
+    table = pl.DataFrame(
+        {
+            "lane": mine,
+            "process": lanes["process"],
+            "thread": lanes["thread"],
+            "name": lanes["name"],
+            "role": pl.Series([roles[int(lane)][0] for lane in mine], dtype=pl.String),
+            "says": pl.Series([roles[int(lane)][1] for lane in mine], dtype=pl.String),
+            "event_count": lanes["events"].cast(pl.Int64),
+            "window_ns": np.full(mine.size, window),
+            "busy_ns": busy,
+            "active_ns": window - by_activity[mine, UNOBSERVED] - by_activity[mine, BLOCKING_CALL],
+            **{f"{name}_ns": by_activity[mine, at] for at, name in enumerate(ACTIVITIES)},
+            "launch_count": _launches(trace, size)[mine],
+        }
+    ).cast(THREADS)
+    is_main = (pl.col("role") == "main").fill_null(False)
+    active = (doing != UNOBSERVED) & (doing != BLOCKING_CALL)
+    rows = np.flatnonzero(active)
+    start, count = _levels(segments.start_ns[rows], segments.end_ns[rows], trace.start_ns, trace.end_ns)
+    total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
+    return Threads(
+        table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
+        _concurrency(trace, start, count),
+        _curve(trace, start, count),
+        int(count.max(initial=0)),
+        total / window if window else None,
+    )
+
+
+def _launches(trace: Trace, size: int) -> Ints:
+    """Number of calls of the runtime or driver on each lane."""
+    calls = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
+    return np.bincount(column(trace, "lane")[np.flatnonzero(calls)], minlength=size)
+
+
+def _levels(start: Ints, end: Ints, low: int, high: int) -> tuple[Ints, Ints]:
+    """Instants at which the number of open stretches changes, with the number from there on; the last is the end."""
+    times = np.concatenate([[low], start, end, [high]])
+    change = np.concatenate([[0], np.ones(start.size, dtype=np.int64), -np.ones(end.size, dtype=np.int64), [0]])
+    order = np.argsort(times, kind="stable")
+    times, counts = times[order], np.cumsum(change[order])
+    last = np.append(times[1:] != times[:-1], True)
+    return times[last], counts[last]
+
+
+def _concurrency(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
+    if start.size < 2:
+        return CONCURRENCY.to_frame()
+    pieces, step = split_at_steps(trace, start[:-1], start[1:])
+    frame = pl.DataFrame(
+        {
+            "step": pl.Series(step).replace(int(NO_STEP), None),
+            "threads": count[:-1][pieces.source],
+            "ns": pieces.end_ns - pieces.start_ns,
+        }
+    )
+    return frame.group_by("step", "threads").agg(pl.col("ns").sum()).sort("step", "threads").cast(CONCURRENCY)
+
+
+def _curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
+    window = trace.end_ns - trace.start_ns
+    parts = min(PARTS, window)
+    if start.size < 2 or not parts:
+        return CURVE.to_frame()
+    edges = trace.start_ns + window * np.arange(parts + 1) // parts
+    spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])  # thread-nanoseconds up to each instant
+    at = np.searchsorted(start, edges, side="right") - 1
+    until = spent[at] + count[at] * (edges - start[at])
+    return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).cast(CURVE)
+
+
+@per_trace
+def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
+    """Role of every host lane, and the name that says so."""
+    tree = forest(trace)
+    main = main_lane(trace)
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    category = column(trace, "category")[tree.row]
+    is_op = category == cat.CATEGORIES.index(cat.OP)
+    backward = (tree.parent < 0) & (meaning(trace).phase == BACKWARD) & is_op
+    launch = np.isin(category, [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
+    python = category == cat.CATEGORIES.index(cat.PYTHON)
+    tests = (
+        ("pin_memory", lookup(words.matching(_PIN), code)),
+        ("data_loader", lookup(words.matching(_LOADER), code) & python),
+        ("autograd", backward),
+        ("compiler", lookup(words.matching(_COMPILER), code) & ~launch),
+        ("communication", lookup(words.matching(_TALKS), code) & (tree.parent < 0)),
+        ("operators", is_op),
+        ("python", python),
+        ("runtime", launch),
+        ("annotations", category == cat.CATEGORIES.index(cat.ANNOTATION)),
+    )
+    found: dict[int, tuple[str, str | None]] = {}
+    for role, says in tests:
+        rows = np.flatnonzero(says)
+        lanes, first = np.unique(tree.lane[rows], return_index=True)
+        for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
+            found.setdefault(lane, (role, str(words.names[int(code[row])])))
+    for lane, (role, _) in list(found.items()):
+        if role == "python":
+            found[lane] = (role, _target(trace, lane) or found[lane][1])
+    if main is not None:
+        found[main] = ("main", None)
+    everything = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_list()
+    return {lane: found.get(lane, ("annotations", None)) for lane in everything}
+
+
+def _target(trace: Trace, lane: int) -> str | None:
+    """What a Python thread was started to do: its outermost frame that is not the machinery of starting threads."""
+    folded = call_tree(trace)
+    mine = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
+    names = folded.names[pl.Series(folded.label[mine], dtype=pl.UInt32)]
+    others = np.flatnonzero(~names.str.contains(_STARTER).to_numpy())
+    return str(names[int(others[0])]) if others.size else None
