@@ -4,11 +4,18 @@ from traceloom.analyze.answer import answer
 from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.classify import Rule, read_rules
 from traceloom.analyze.communication import communication
+from traceloom.analyze.copies import copies
+from traceloom.analyze.counters import counters
+from traceloom.analyze.critical_path import CriticalPath, critical_path
 from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.graph_launches import graph_launches
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
+from traceloom.analyze.kernel_efficiency import kernel_efficiency
+from traceloom.analyze.kernel_kinds import kernel_kinds
+from traceloom.analyze.kernel_shapes import kernel_shapes
 from traceloom.analyze.kernels import kernels
+from traceloom.analyze.kind_rules import KindRule, read_kind_rules
 from traceloom.analyze.launches import launches
 from traceloom.analyze.longest_gaps import longest_gaps
 from traceloom.analyze.memory import memory
@@ -19,14 +26,22 @@ from traceloom.analyze.steps import step_times
 from traceloom.analyze.work_per_step import work_per_step
 
 __all__ = [
+    "CriticalPath",
+    "KindRule",
     "Rule",
     "answer",
     "communication",
+    "copies",
+    "counters",
+    "critical_path",
     "data_loading",
     "gpu_time",
     "graph_launches",
     "host",
     "idle",
+    "kernel_efficiency",
+    "kernel_kinds",
+    "kernel_shapes",
     "kernels",
     "launches",
     "longest_gaps",
@@ -34,6 +49,7 @@ __all__ = [
     "modules",
     "operators",
     "quality",
+    "read_kind_rules",
     "read_rules",
     "step_times",
     "work_per_step",

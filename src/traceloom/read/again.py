@@ -47,15 +47,14 @@ def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame
     record = msgspec.defstruct(
         "Numbers", [(name, Any, msgspec.field(default=None, name=key)) for name, key in keys.items()], gc=False
     )
-    columns: dict[str, list[float | None]] = {name: [] for name in keys}
+    columns: dict[str, list[Any]] = {name: [] for name in keys}
     none = record()
     for found in _decoded(trace, events, record):
+        rows = [none if args is None else args for args in found]
         for name, values in columns.items():
-            values.extend(_number(getattr(args if args is not None else none, name)) for args in found)
-    return pl.DataFrame(
-        {"event": pl.Series(events).cast(pl.UInt32), **columns},
-        schema={"event": pl.UInt32, **dict.fromkeys(keys, pl.Float64)},
-    )
+            values += [getattr(row, name) for row in rows]
+    finite = [_finite(name, values) for name, values in columns.items()]
+    return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *finite])
 
 
 def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
@@ -71,15 +70,10 @@ def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
             yield args if args is not None else {}
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if np.isfinite(value) else None
+def _finite(name: str, values: list[Any]) -> pl.Series:
+    """Values of any kind as numbers; null for what is none."""
+    series = pl.Series(name, values, dtype=pl.Float64, strict=False)
+    return series.to_frame().select(pl.when(pl.col(name).is_finite()).then(pl.col(name)).alias(name)).to_series()
 
 
 def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[list[Any]]:
@@ -97,7 +91,7 @@ def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[list[Any]]:
         if len(texts) == _BATCH:
             made += _batch(decoder, texts, names[len(made) : len(made) + len(texts)], arguments)
             texts = []
-    made += _batch(decoder, texts, names[len(made) :], arguments)
+    made += _batch(decoder, texts, names[len(made) : len(made) + len(texts)], arguments)
     made += [None] * (len(names) - len(made))
     for low in range(0, len(made), _BATCH):
         yield [made[at] for at in place[low : low + _BATCH].tolist()]
@@ -110,7 +104,7 @@ def _batch(decoder: Any, texts: list[bytes], names: list[str], arguments: Any) -
         entries = []
     if len(entries) == len(texts):
         return [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
-    return [_slowly(text, name, arguments) for text, name in zip(texts, names, strict=False)]
+    return [_slowly(text, name, arguments) for text, name in zip(texts, names, strict=True)]
 
 
 def _slowly(text: bytes, name: str, arguments: Any) -> Any:

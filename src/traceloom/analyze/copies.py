@@ -1,0 +1,210 @@
+"""How much is copied and filled, in which direction, how fast, and for whom?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.intervals import union
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.model import Trace
+from traceloom.model.result import Result
+from traceloom.read.transfers import copy_kind
+
+KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
+KIND_SCHEMA = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "kind": pl.String(),
+        "source_memory": pl.String(),
+        "target_memory": pl.String(),
+        "by_kernel": pl.Boolean(),
+        "pageable": pl.Boolean(),
+        "count": pl.Int64(),
+        "bytes": pl.Int64(),
+        "unsized_count": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "union_ns": pl.Int64(),
+        "instant_count": pl.Int64(),
+        "instant_bytes": pl.Int64(),
+        "bytes_per_s": pl.Float64(),
+        "min_bytes_per_s": pl.Float64(),
+        "max_bytes_per_s": pl.Float64(),
+    }
+)
+OP_SCHEMA = pl.Schema(
+    {
+        "op": pl.String(),
+        "kind": pl.String(),
+        "pageable": pl.Boolean(),
+        "count": pl.Int64(),
+        "bytes": pl.Int64(),
+        "total_ns": pl.Int64(),
+    }
+)
+CURVE_SCHEMA = pl.Schema(
+    {"device": pl.Int32(), "kind": pl.String(), "time_ns": pl.Int64(), "bytes_per_s": pl.Float64()}
+)
+
+
+@dataclass(frozen=True)
+class Copies(Result):
+    """Copies and fills of GPU memory. Definitions: docs/concepts/copies.md.
+
+    Attributes:
+        kinds: One row per device, direction and kinds of memory, the longest total first: device, kind (HtoD, DtoH,
+            DtoD, PtoP, HtoH, fill, unknown), source_memory and target_memory (pageable, pinned, device ...; null where
+            not said), by_kernel (done by a kernel, as on ROCm 7; its bytes are not recorded), pageable (null where the
+            host's memory is not described), count, bytes (of those whose size is recorded; null where none is),
+            unsized_count (the others), total_ns (sum), union_ns (time in which at least one such copy runs),
+            instant_count and instant_bytes (of duration 0: too short for the clock; in no bandwidth), bytes_per_s
+            (bytes of the sized, timed copies over their summed time), min_bytes_per_s, max_bytes_per_s (of single
+            ones). Null where nothing is timed and sized. 1 GB/s is 10^9 bytes per second.
+        ops: The same by the operator that launched it: op (null for none), kind, pageable, count, bytes, total_ns.
+        per_step: Per device and kind the mean, least and most over whole steps of call_count, copied_bytes (null where
+            not all sizes are recorded) and total_ns.
+        curve: Bandwidth over time, per device and kind: from time_ns on, bytes_per_s flow, until the next row; the sum
+            over the copies that run. The area below it is the bytes of the timed copies.
+    """
+
+    kinds: pl.DataFrame
+    ops: pl.DataFrame
+    per_step: pl.DataFrame
+    curve: pl.DataFrame
+
+
+def copies(trace: Trace) -> Copies:
+    """Add up copies and fills."""
+    rows = _rows(trace)
+    return Copies(_kinds(rows), _ops(trace, rows), _usual(trace, rows), _curve(rows))
+
+
+def _usual(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
+    """Copies of a usual step."""
+    keys = ["device", "kind"]
+    counted = rows.with_columns(
+        call_count=pl.lit(1, pl.Int64), copied_bytes=pl.col("bytes").fill_null(0), total_ns="ns"
+    )
+    spread = per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], whole_steps(trace))
+    unsized = rows.filter(pl.col("bytes").is_null()).select(keys).unique().with_columns(unsized=pl.lit(True))
+    return (
+        spread.join(unsized, on=keys, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(
+            pl.when(pl.col("unsized").is_null()).then(f"{how}_copied_bytes").alias(f"{how}_copied_bytes")
+            for how in ("mean", "min", "max")
+        )
+        .drop("unsized")
+    )
+
+
+def _rows(trace: Trace) -> pl.DataFrame:
+    """One row per copy or fill: the keys, bytes, start_ns, end_ns, ns, op, step, pageable."""
+    work = gpu_work(trace).filter(pl.col("category") == "memory")
+    said = trace.copies.rename({"kind": "direction"})
+    named = work.filter(pl.col("kind") == "kernel").select("name").unique()
+    by_name = pl.DataFrame(
+        {"name": named["name"], "named": [copy_kind(name) for name in named["name"].to_list()]},
+        schema={"name": pl.String, "named": pl.String},
+    )
+    memory = (pl.col("source_memory"), pl.col("target_memory"))
+    host = [pl.col(side).is_in(["host", "memory"]) for side in ("source_memory", "target_memory")]
+    crosses = pl.col("kind").is_in(["HtoD", "DtoH", "HtoH"])
+    return (
+        work.join(said, on="event", how="left", maintain_order="left")
+        .join(by_name, on="name", how="left", maintain_order="left")
+        .select(
+            "event",
+            "device",
+            pl.coalesce("direction", "named", pl.lit("unknown")).alias("kind"),
+            *memory,
+            (pl.col("kind") == "kernel").alias("by_kernel"),
+            pl.when(pl.col("bytes") >= 0).then("bytes").alias("bytes"),
+            "start_ns",
+            "end_ns",
+            "op",
+            ns=pl.col("end_ns") - pl.col("start_ns"),
+        )
+        .with_columns(
+            pageable=pl.when(~crosses)
+            .then(False)
+            .when(memory[0].is_null() | memory[1].is_null() | host[0] | host[1])
+            .then(None)
+            .otherwise((memory[0] == "pageable") | (memory[1] == "pageable")),
+            step=trace.events["step"].gather(work["event"]),
+        )
+    )
+
+
+_TIMED = (pl.col("ns") > 0) & pl.col("bytes").is_not_null()
+_RATE = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
+_BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
+
+
+def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
+    if not rows.height:
+        return pl.DataFrame(schema=KIND_SCHEMA)
+    unions = [
+        (*key, union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total)
+        for key, part in rows.group_by(KEYS, maintain_order=True)
+    ]
+    together = pl.DataFrame(
+        unions, schema={**{key: KIND_SCHEMA[key] for key in KEYS}, "union_ns": pl.Int64}, orient="row"
+    )
+    instant = pl.col("ns") == 0
+    table = rows.group_by(KEYS).agg(
+        pl.col("pageable").first(),
+        pl.len().alias("count"),
+        _BYTES,
+        pl.col("bytes").null_count().alias("unsized_count"),
+        pl.col("ns").sum().alias("total_ns"),
+        instant.sum().alias("instant_count"),
+        pl.col("bytes").filter(instant).sum().alias("instant_bytes"),
+        (pl.col("bytes").filter(_TIMED).sum() / pl.col("ns").filter(_TIMED).sum() * 1e9)
+        .fill_nan(None)
+        .alias("bytes_per_s"),
+        _RATE.min().alias("min_bytes_per_s"),
+        _RATE.max().alias("max_bytes_per_s"),
+    )
+    return (
+        table.join(together, on=KEYS, how="left", nulls_equal=True)
+        .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
+        .select(list(KIND_SCHEMA))
+        .cast(KIND_SCHEMA)
+    )
+
+
+def _ops(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
+    named = rows.with_columns(op=trace.events["name"].gather(rows["op"]))
+    return (
+        named.group_by("op", "kind", "pageable")
+        .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
+        .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
+        .select(list(OP_SCHEMA))
+        .cast(OP_SCHEMA)
+    )
+
+
+def _curve(rows: pl.DataFrame) -> pl.DataFrame:
+    """Up by the copy's own bandwidth where it begins, down where it ends."""
+    timed = rows.filter(_TIMED)
+    parts = [pl.DataFrame(schema=CURVE_SCHEMA)]
+    for (device, kind), part in timed.group_by("device", "kind", maintain_order=True):
+        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
+        rate = part["bytes"].to_numpy() / (end - start) * 1e9
+        time, place = np.unique(np.concatenate([start, end]), return_inverse=True)
+        running = np.cumsum(
+            np.bincount(place, weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]), minlength=time.size)
+        )
+        flow = np.cumsum(np.bincount(place, weights=np.concatenate([rate, -rate]), minlength=time.size))
+        # what is left of a sum of floats when nothing runs is not a flow
+        flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
+        parts.append(
+            pl.DataFrame(
+                {"device": [device] * time.size, "kind": [kind] * time.size, "time_ns": time, "bytes_per_s": flow},
+                schema=CURVE_SCHEMA,
+            )
+        )
+    return pl.concat(parts)

@@ -1,0 +1,137 @@
+"""Which hardware counters were recorded, over time and per kernel, and whose are they?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.result import Result
+from traceloom.model.schema import Event
+from traceloom.read.again import readable, whole
+from traceloom.read.large import column
+
+KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
+SERIES_SCHEMA = pl.Schema(
+    {
+        "source": pl.String(),
+        "counter": pl.String(),
+        "samples": pl.Int64(),
+        "first_ns": pl.Int64(),
+        "last_ns": pl.Int64(),
+        "min": pl.Float64(),
+        "mean": pl.Float64(),
+        "max": pl.Float64(),
+    }
+)
+RANGE_SCHEMA = pl.Schema(
+    {
+        "range": pl.Int64(),
+        "kernel": pl.String(),
+        "launch": Event(),
+        "op": pl.String(),
+        "counter": pl.String(),
+        "value": pl.Float64(),
+    }
+)
+OP_SCHEMA = pl.Schema({"op": pl.String(), "counter": pl.String(), "ranges": pl.Int64(), "value": pl.Float64()})
+
+
+@dataclass(frozen=True)
+class Counters(Result):
+    """Recorded counters. Definitions: docs/concepts/counters.md.
+
+    Attributes:
+        series: Counters sampled over time (`hardware_counters` and others): source (the process they stand under),
+            counter, samples, first_ns, last_ns, min, mean (of the samples), max.
+        ranges: Counters of single kernels, as CUPTI's range profiler writes them (`cuda_profiler_range`): range (its
+            number, in order), kernel (null where the writer could not name it), launch (row of the call that launched
+            it), op (the operator around the launch), counter, value. The times of such ranges are equal parts of the
+            recording, no measurement, so the k-th range belongs to the k-th launch.
+        operators: Sums over the ranges of each operator: op, counter, ranges, value.
+        unpaired: Why ranges have no launch: `counts-differ` (as many ranges as kernel launches are needed); None where
+            they have, or where there are no ranges.
+        range_count: Ranges in the trace.
+        launch_count: Calls in the trace that launch one kernel.
+        absent: Why the values of ranges are unknown: `file-gone`; None where they are known.
+    """
+
+    series: pl.DataFrame
+    ranges: pl.DataFrame
+    operators: pl.DataFrame
+    unpaired: str | None
+    range_count: int
+    launch_count: int
+    absent: str | None
+
+
+def counters(trace: Trace) -> Counters:
+    """Gather counters, and pair those of kernels with their launches."""
+    category = column(trace, "category")
+    rows = np.flatnonzero(category == cat.CATEGORIES.index(cat.COUNTER_RANGE))
+    launches = _launches(trace) if rows.size else rows
+    paired = rows.size == launches.size
+    unpaired = None if paired else "counts-differ"
+    readable_ = readable(trace)
+    ranges = _ranges(trace, rows, launches if paired else None) if readable_ else pl.DataFrame(schema=RANGE_SCHEMA)
+    by_op = (
+        ranges.filter(pl.col("launch").is_not_null())
+        .group_by("op", "counter", maintain_order=True)
+        .agg(pl.len().alias("ranges"), pl.col("value").sum())
+        .sort("value", "op", "counter", descending=[True, False, False], nulls_last=True)
+        .select(list(OP_SCHEMA))
+        .cast(OP_SCHEMA)
+    )
+    absent = "file-gone" if rows.size and not readable_ else None
+    return Counters(_series(trace), ranges, by_op, unpaired, int(rows.size), int(launches.size), absent)
+
+
+def _series(trace: Trace) -> pl.DataFrame:
+    value = pl.col("value")
+    return (
+        trace.counters.drop_nulls("value")
+        .with_columns(counter=pl.concat_str(["name", "key"], separator=" ").str.strip_chars())
+        .group_by("counter", source="process", maintain_order=True)
+        .agg(
+            pl.len().alias("samples"),
+            pl.col("time_ns").min().alias("first_ns"),
+            pl.col("time_ns").max().alias("last_ns"),
+            value.min().alias("min"),
+            value.mean().alias("mean"),
+            value.max().alias("max"),
+        )
+        .sort("source", "counter", nulls_last=True)
+        .select(list(SERIES_SCHEMA))
+        .cast(SERIES_SCHEMA)
+    )
+
+
+def _launches(trace: Trace) -> Any:
+    """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the same launch."""
+    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
+    rows = np.flatnonzero(is_call & vocabulary(trace).events(KERNEL_LAUNCH))
+    inside = np.isin(column(trace, "parent", -1)[rows], rows)
+    return rows[~inside]
+
+
+def _ranges(trace: Trace, rows: Any, launches: Any) -> pl.DataFrame:
+    """Long form: one row per range and counter."""
+    said = list(whole(trace, rows))
+    names = trace.events["name"].gather(rows).to_list()
+    ops: list[Any] = [None] * rows.size
+    if launches is not None and rows.size:
+        ops = trace.events["name"].gather(trace.events["op"].gather(launches)).to_list()
+    made = [
+        (number, None if names[number] == "__missing__" else names[number], launch, ops[number], key, float(value))
+        for number, (args, launch) in enumerate(
+            zip(said, [None] * rows.size if launches is None else launches.tolist(), strict=True)
+        )
+        for key, value in args.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
+    ]
+    return pl.DataFrame(made, schema=RANGE_SCHEMA, orient="row")

@@ -1,0 +1,208 @@
+"""How well do kernels fill the GPU: SM efficiency, achieved occupancy, use of matrix units?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.kind_rules import KindOfWork
+from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
+from traceloom.analyze.steps import tiles
+from traceloom.model import Trace
+from traceloom.model.result import Result
+from traceloom.read.again import numbers, readable
+
+Floats = NDArray[np.float64]
+_ARGUMENTS = {"blocks_per_sm": "blocks per SM", "occupancy": "est. achieved occupancy %"}
+_FIGURES = {"sm_efficiency": pl.Float64(), "sm_fill": pl.Float64(), "occupancy": pl.Float64()}
+
+DEVICE_SCHEMA = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "window_ns": pl.Int64(),
+        "kernel_count": pl.Int64(),
+        "kernel_ns": pl.Int64(),
+        "measured_ns": pl.Int64(),
+        **_FIGURES,
+    }
+)
+STEP_SCHEMA = pl.Schema(
+    {"device": pl.Int32(), "step": pl.Int32(), "duration_ns": pl.Int64(), "sm_efficiency": pl.Float64()}
+)
+KERNEL_SCHEMA = pl.Schema(
+    {
+        "name": pl.String(),
+        "kind": KindOfWork,
+        "matrix_units": StateType,
+        "count": pl.Int64(),
+        "total_ns": pl.Int64(),
+        "blocks_per_sm": pl.Float64(),
+        "sm_fill": pl.Float64(),
+        "occupancy": pl.Float64(),
+    }
+)
+MATRIX_SCHEMA = pl.Schema({"matrix_units": StateType, "count": pl.Int64(), "total_ns": pl.Int64()})
+
+
+@dataclass(frozen=True)
+class KernelEfficiency(Result):
+    """How kernels fill the GPU. Definitions: docs/concepts/kernel-efficiency.md.
+
+    Attributes:
+        devices: device, window_ns (first start to last end of its GPU work), kernel_count, kernel_ns (sum),
+            measured_ns (sum over kernels whose blocks per SM are recorded), sm_efficiency (share of the window's SM
+            time that has a block: at every instant the blocks per SM of all running kernels, at most 1), sm_fill (the
+            same over the time of the measured kernels, each by itself), occupancy (mean of the estimated achieved
+            occupancy, 0 to 1, weighted by time). The last three are null where the writer does not record them.
+        steps: device, step, duration_ns, sm_efficiency of each whole step; null as above.
+        kernels: Per name and kind, the largest total first: name, kind, matrix_units (used, unused, unknown, none),
+            count, total_ns, blocks_per_sm, sm_fill and occupancy (means weighted by time; null where not recorded).
+        matrix: All kernels by use of matrix units: matrix_units, count, total_ns. They add up to all `kernel_ns`.
+        matrix_share: used / (used + unused) of the time; None where no product's name tells.
+        absent: Why blocks per SM and occupancy are unknown: `not-recorded`, `file-gone`; None where they are known.
+    """
+
+    devices: pl.DataFrame
+    steps: pl.DataFrame
+    kernels: pl.DataFrame
+    matrix: pl.DataFrame
+    matrix_share: float | None
+    absent: str | None
+
+
+def kernel_efficiency(trace: Trace) -> KernelEfficiency:
+    """Measure how kernels fill the GPU.
+
+    Blocks per SM and occupancy are arguments that the trace does not keep; they are read again from its file.
+    """
+    work = gpu_work(trace)
+    windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
+    work = work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"), told=kinds(trace)["kind"])
+    runs = work.filter(pl.col("kind") == "kernel")
+    absent = None if readable(trace) else "file-gone"
+    said = None if absent else numbers(trace, runs["event"].to_numpy().astype(np.int64), _ARGUMENTS)
+    runs = runs.with_columns(
+        pl.lit(None, pl.Float64).alias(name) if said is None else said[name] for name in _ARGUMENTS
+    ).with_columns(pl.col("occupancy") / 100)
+    if absent is None and runs.height and runs["blocks_per_sm"].null_count() == runs.height:
+        absent = "not-recorded"
+    table = _kernels(runs)
+    matrix = _matrix(table)
+    sums = dict(matrix.select("matrix_units", "total_ns").iter_rows())
+    told = sums["used"] + sums["unused"]
+    devices, steps = _devices(trace, runs, windows)
+    return KernelEfficiency(devices, steps, table, matrix, sums["used"] / told if told else None, absent)
+
+
+def _mean(value: pl.Expr, name: str) -> pl.Expr:
+    """A mean weighted by time, over what is known."""
+    weight = pl.col("ns").filter(value.is_not_null())
+    return ((value * pl.col("ns")).sum() / weight.sum()).fill_nan(None).alias(name)
+
+
+_FILL = pl.col("blocks_per_sm").clip(0, 1)
+
+
+def _kernels(runs: pl.DataFrame) -> pl.DataFrame:
+    table = runs.group_by("name", kind="told").agg(
+        pl.len().alias("count"),
+        pl.col("ns").sum().alias("total_ns"),
+        _mean(pl.col("blocks_per_sm"), "blocks_per_sm"),
+        _mean(_FILL, "sm_fill"),
+        _mean(pl.col("occupancy"), "occupancy"),
+    )
+    return (
+        table.with_columns(matrix_units(table).alias("matrix_units"))
+        .sort("total_ns", "name", "kind", descending=[True, False, False])
+        .select(list(KERNEL_SCHEMA))
+        .cast(KERNEL_SCHEMA)
+    )
+
+
+def _matrix(table: pl.DataFrame) -> pl.DataFrame:
+    sums = table.group_by("matrix_units").agg(pl.col("count", "total_ns").sum())
+    return (
+        pl.DataFrame({"matrix_units": STATES}, schema={"matrix_units": StateType})
+        .join(sums, on="matrix_units", how="left", maintain_order="left")
+        .with_columns(pl.col("count", "total_ns").fill_null(0))
+        .cast(MATRIX_SCHEMA)
+    )
+
+
+def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    known = pl.col("blocks_per_sm").is_not_null()
+    devices = (
+        windows.join(
+            runs.group_by("device").agg(
+                pl.len().alias("kernel_count"),
+                pl.col("ns").sum().alias("kernel_ns"),
+                pl.col("ns").filter(known).sum().alias("measured_ns"),
+                _mean(_FILL, "sm_fill"),
+                _mean(pl.col("occupancy"), "occupancy"),
+            ),
+            on="device",
+            how="left",
+            nulls_equal=True,
+        )
+        .with_columns(
+            pl.col("kernel_count", "kernel_ns", "measured_ns").fill_null(0), window_ns=pl.col("high") - pl.col("low")
+        )
+        .sort("device")
+    )
+    plan = tiles(trace)
+    inside = plan.row >= 0
+    low, high = plan.spans.start[inside], plan.spans.end[inside]
+    number = trace.steps["step"].to_numpy()[plan.row[inside]]
+    whole = trace.steps["complete"].to_numpy()[plan.row[inside]]
+    efficiency: list[float | None] = []
+    steps = []
+    measured = runs.filter(known)
+    for row in devices.rows(named=True):
+        mine = measured.filter(pl.col("device").eq_missing(row["device"]))
+        if not mine.height:
+            efficiency.append(None)
+            continue
+        filled = _filled(mine, np.append(low, row["low"]), np.append(high, row["high"]))
+        efficiency.append(float(filled[-1] / row["window_ns"]) if row["window_ns"] else None)
+        per_step = filled[:-1] / np.maximum(high - low, 1)
+        steps += [
+            (row["device"], *values)
+            for values, keep in zip(
+                zip(number.tolist(), (high - low).tolist(), per_step.tolist(), strict=True), whole, strict=True
+            )
+            if keep
+        ]
+    return (
+        devices.with_columns(pl.Series("sm_efficiency", efficiency, dtype=pl.Float64))
+        .select(list(DEVICE_SCHEMA))
+        .cast(DEVICE_SCHEMA),
+        pl.DataFrame(steps, schema=STEP_SCHEMA, orient="row"),
+    )
+
+
+def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
+    """SM time with a block in each [low, high), in ns of the whole device: the area under the blocks per SM, up to 1."""
+    start, end = runs["start_ns"].to_numpy(), runs["end_ns"].to_numpy()
+    blocks = runs["blocks_per_sm"].to_numpy()
+    time = np.concatenate([start, end])
+    change = np.concatenate([blocks, -blocks])
+    order = np.argsort(time, kind="stable")
+    time = time[order]
+    # what is left of a sum of floats after all has ended is not a block
+    level = np.where(np.cumsum(np.concatenate([np.ones(start.size), -np.ones(end.size)])[order]) > 0.5, 1.0, 0.0)
+    level *= np.clip(np.cumsum(change[order]), 0, 1)
+    area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(time))])
+
+    def until(at: Ints) -> Floats:
+        place = np.searchsorted(time, at, side="right") - 1
+        inside = np.maximum(place, 0)
+        beyond = np.where(place >= 0, level[inside] * (at - time[inside]), 0.0)
+        return np.where(place >= 0, area[inside] + beyond, 0.0)
+
+    return until(high) - until(low)

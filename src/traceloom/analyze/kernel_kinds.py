@@ -1,0 +1,169 @@
+"""What kind of work takes the time of each GPU?
+
+Every piece of GPU work has one kind, told by its name and, where that is ambiguous, by who launched it. Two accounts:
+the *sum* of durations, and the *exclusive* time, in which every busy nanosecond of a device belongs to one kind only,
+so that all kinds and the idle time are the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.exclusive import SHARES, Shares, shares
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.kind_rules import KINDS, KindOfWork, KindRule, Matcher, built_in_kind_rules
+from traceloom.analyze.launched_by import around
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model.result import Result
+from traceloom.model.schema import Event
+
+KIND_SCHEMA = pl.Schema({"event": Event(), "kind": KindOfWork, "rule": pl.String()})
+PRIORITY: tuple[str, ...] = (
+    "gemm",
+    "convolution",
+    "attention",
+    "embedding",
+    "normalisation",
+    "optimizer",
+    "reduction",
+    "elementwise",
+    "other",
+    "communication",
+    "copy",
+)
+"""Who owns a nanosecond in which several kinds run at once: the first of these that does. Calculating comes before
+communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden."""
+
+DEVICE_SCHEMA = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "window_ns": pl.Int64(),
+        "busy_ns": pl.Int64(),
+        "idle_ns": pl.Int64(),
+        "sum_ns": pl.Int64(),
+        "count": pl.Int64(),
+    }
+)
+KINDS_SCHEMA = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "kind": KindOfWork,
+        "count": pl.Int64(),
+        "sum_ns": pl.Int64(),
+        "exclusive_ns": pl.Int64(),
+        "fraction": pl.Float64(),
+    }
+)
+RULES_SCHEMA = pl.Schema(
+    {"kind": KindOfWork, "rule": pl.String(), "count": pl.Int64(), "sum_ns": pl.Int64(), "fraction": pl.Float64()}
+)
+
+
+@dataclass(frozen=True)
+class KernelKinds(Result):
+    """GPU time by kind. Definitions: docs/concepts/kernel-kinds.md.
+
+    Attributes:
+        devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns (of all durations), count.
+        kinds: One row per device and kind, also of kinds that do not occur: device, kind, count, sum_ns,
+            exclusive_ns, fraction (of the sum; null without any). Per device the sums add up to `sum_ns`, and the
+            exclusive times and `idle_ns` to `window_ns`.
+        rules: Which rules decided: kind, rule (`category`: the event's own category or the rule for communication and
+            memory named `category:...`; `none`: no rule knows the name), count, sum_ns, fraction.
+        steps: Per device, step (null outside all steps) and kind: count (of what starts there), sum_ns, exclusive_ns,
+            clipped to the step.
+        per_step: Per device and kind the mean, least and most over whole steps of count, sum_ns and exclusive_ns.
+    """
+
+    devices: pl.DataFrame
+    kinds: pl.DataFrame
+    rules: pl.DataFrame
+    steps: pl.DataFrame
+    per_step: pl.DataFrame
+
+    def check(self) -> None:
+        """Raise AssertionError where the parts do not add up."""
+        for row in self.devices.rows(named=True):
+            part = self.kinds.filter(pl.col("device").eq_missing(row["device"]))
+            assert part["sum_ns"].sum() == row["sum_ns"]
+            assert part["exclusive_ns"].sum() + row["idle_ns"] == row["window_ns"]
+
+
+def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
+    """Account for the time of each GPU by kind; `rules` of the user's come before the table."""
+    work = gpu_work(trace).with_columns(kinds(trace, rules).select("kind", named="rule"))
+    found = shares(trace, work, "kind", PRIORITY)
+    by_rule = (
+        work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
+        .group_by("kind", rule="named")
+        .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
+        .with_columns((pl.col("sum_ns") / pl.col("sum_ns").sum()).fill_nan(None).alias("fraction"))
+        .sort("sum_ns", "kind", "rule", descending=[True, False, False])
+        .select(list(RULES_SCHEMA))
+        .cast(RULES_SCHEMA)
+    )
+    return KernelKinds(found.devices, _cast(found), by_rule, found.steps, spread(trace, found, "kind"))
+
+
+def _cast(found: Shares) -> pl.DataFrame:
+    return found.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
+
+
+def spread(trace: Trace, found: Shares, key: str) -> pl.DataFrame:
+    """Mean, least and most over whole steps, per device and part."""
+    return per_step(found.steps, ["device", key], list(SHARES), whole_steps(trace))
+
+
+def kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
+    """The kind of every piece of GPU work.
+
+    Returns:
+        Columns event, kind, rule; one row per kernel, copy and fill, in the order of `events`.
+    """
+    rules = tuple(rules)
+    return _kinds(trace, rules) if rules else _kinds_by_table(trace)
+
+
+@per_trace
+def _kinds_by_table(trace: Trace) -> pl.DataFrame:
+    return _kinds(trace, ())
+
+
+def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
+    work = gpu_work(trace)
+    matcher = Matcher.of((*rules, *built_in_kind_rules()))
+    bits = matcher.context_bits(vocabulary(trace).names)
+    own, under = around(trace, _rows(work["op"]), _rows(work["launch"]), bits)
+    names, name = _distinct(trace, work)
+    first = matcher.first(names, name, own, under)
+    by_user = first < len(rules)
+    category = work["category"].to_physical().to_numpy()
+    settled = ~by_user & (category > 0)  # 0 is compute: only the name and the launch can tell
+    labels = [*matcher.rules, KindRule("none", "other", "")]
+    kind = np.array([KINDS.index(label.kind) for label in labels], dtype=np.uint32)[first]
+    kind[settled] = np.array([0, KINDS.index("communication"), KINDS.index("copy")], dtype=np.uint32)[category[settled]]
+    rule = pl.Series([label.name for label in labels]).gather(first.astype(np.uint32))
+    rule = rule.zip_with(pl.Series(~settled), "category:" + work["rule"].cast(pl.String)).replace(
+        "category:category", "category"
+    )
+    told = pl.Series(KINDS, dtype=KindOfWork).gather(kind)
+    return pl.DataFrame({"event": work["event"], "kind": told, "rule": rule}).cast(KIND_SCHEMA)
+
+
+def _rows(values: pl.Series) -> Ints:
+    return values.cast(pl.Int64).fill_null(-1).to_numpy()
+
+
+def _distinct(trace: Trace, work: pl.DataFrame) -> tuple[pl.Series, Ints]:
+    """The distinct names of the work, and the place of each piece's among them."""
+    words = vocabulary(trace)
+    used, place = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
+    return words.names.gather(used), place.astype(np.int64)

@@ -1,0 +1,181 @@
+"""The rules that tell the kind of a kernel: by its name and, where that is ambiguous, by who launched it.
+
+They stand in one table, `kind_rules.json` beside this file; the first that matches decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import InputError, UsageError
+
+KINDS: tuple[str, ...] = (
+    "gemm",
+    "attention",
+    "convolution",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "embedding",
+    "optimizer",
+    "copy",
+    "communication",
+    "other",
+)
+KindOfWork = pl.Enum(KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class KindRule:
+    """One row of the table; all that it states must hold.
+
+    Attributes:
+        name: Shown beside the GPU work that it decided.
+        kind: One of KINDS.
+        pattern: Regular expression (linear-time dialect: no look-around, no back references), found anywhere in the
+            kernel's name, upper and lower case alike; empty for any name.
+        op: The same for the name of the operator that launched it, the innermost one; empty for any, also none.
+        under: The same for the operator or any operator or annotation around it.
+    """
+
+    name: str
+    kind: str
+    pattern: str = ""
+    op: str = ""
+    under: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(
+                f"kernel rule {self.name!r} has the kind {self.kind!r}",
+                slug="bad-kernel-rule",
+                hint=f"use one of {', '.join(KINDS)}",
+            )
+        for expression in (self.pattern, self.op, self.under):
+            self._compile(expression)
+
+    def _compile(self, expression: str) -> None:
+        try:
+            pl.Series([""]).str.contains(f"(?i){expression}")
+        except pl.exceptions.ComputeError as error:
+            raise UsageError(
+                f"kernel rule {self.name!r} has a pattern that is no regular expression: {expression!r}",
+                slug="bad-kernel-rule",
+                hint="look-around and back references are not supported",
+            ) from error
+
+
+@lru_cache(maxsize=1)
+def built_in_kind_rules() -> tuple[KindRule, ...]:
+    """The table that comes with Traceloom, in order."""
+    text = files("traceloom.analyze").joinpath("kind_rules.json").read_text(encoding="utf-8")
+    return _rules(json.loads(text), "kind_rules.json")
+
+
+def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
+    """A table of the user's: a JSON list of objects with `rule`, `kind` and `pattern`, `op`, `under` as wanted.
+
+    Raises:
+        InputError: The file is not such a list.
+        UsageError: A pattern or a kind in it cannot be right.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(
+            f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
+        ) from error
+    return _rules(rows, str(path))
+
+
+def _rules(rows: Any, where: str) -> tuple[KindRule, ...]:
+    if not isinstance(rows, list):
+        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=where)
+    return tuple(_rule(row, f"{where}, $[{index}]") for index, row in enumerate(rows))
+
+
+def _rule(row: Any, where: str) -> KindRule:
+    wanted, choice = ("rule", "kind"), ("pattern", "op", "under")
+    if not isinstance(row, dict) or not (
+        all(isinstance(row.get(key), str) for key in wanted)
+        and all(isinstance(row.get(key, ""), str) for key in choice)
+        and any(row.get(key) for key in choice)
+    ):
+        raise InputError(
+            "expected an object with the texts `rule` and `kind` and at least one of `pattern`, `op` and `under`",
+            slug="kernel-rules-unreadable",
+            where=where,
+        )
+    return KindRule(row["rule"], row["kind"], *(row.get(key, "") for key in choice))
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """Which rules apply; patterns are compared once per distinct name.
+
+    Attributes:
+        rules: In order.
+        contexts: The distinct patterns of launching operators; a pattern's place here is its bit.
+    """
+
+    rules: tuple[KindRule, ...]
+    contexts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rules: Iterable[KindRule]) -> Matcher:
+        """The matcher of some rules."""
+        rules = tuple(rules)
+        contexts = tuple(dict.fromkeys(text for rule in rules for text in (rule.op, rule.under) if text))
+        if len(contexts) > 64:
+            raise UsageError(f"{len(contexts)} patterns of operators are too many: at most 64", slug="bad-kernel-rule")
+        return cls(rules, contexts)
+
+    def context_bits(self, names: pl.Series) -> NDArray[np.uint64]:
+        """For each name, a bit per context that it matches; shape (names,)."""
+        bits = np.zeros(names.len(), dtype=np.uint64)
+        for place, found in enumerate(_found(names, self.contexts)):
+            bits |= found.astype(np.uint64) << np.uint64(place)
+        return bits
+
+    def first(
+        self, names: pl.Series, name: NDArray[np.int64], own: NDArray[np.uint64], under: NDArray[np.uint64]
+    ) -> NDArray[np.int64]:
+        """The place of the first rule that holds for each piece of work; `len(rules)` where none does.
+
+        Args:
+            names: Distinct names of kernels.
+            name: Place of each piece's name in `names`; shape (work,).
+            own: Context bits of the operator that launched it.
+            under: Context bits of that operator and of all around it.
+        """
+        found = np.full(name.size, len(self.rules), dtype=np.int64)
+        open_ = np.ones(name.size, dtype=np.bool_)
+        matches = _found(names, [rule.pattern for rule in self.rules])
+        for place, rule in enumerate(self.rules):
+            fits = open_ & matches[place][name] & self._holds(rule.op, own) & self._holds(rule.under, under)
+            found[fits] = place
+            open_ = open_ & ~fits
+        return found
+
+    def _holds(self, text: str, bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        if not text:
+            return np.ones(bits.size, dtype=np.bool_)
+        holds: NDArray[np.bool_] = (bits >> np.uint64(self.contexts.index(text))) & np.uint64(1) == 1
+        return holds
+
+
+def _found(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:
+    """For each expression, which names hold it."""
+    frame = names.alias("name").to_frame()
+    columns = [pl.col("name").str.contains(f"(?i){text}").alias(str(at)) for at, text in enumerate(expressions)]
+    return [column.to_numpy() for column in frame.select(columns)] if columns else []

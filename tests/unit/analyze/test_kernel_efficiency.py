@@ -1,0 +1,123 @@
+"""SM efficiency, occupancy, use of matrix units, and kernels by operator and shapes."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from traceloom.analyze import kernel_efficiency, kernel_shapes
+from traceloom.analyze.matrix_units import matrix_units
+from traceloom.model import Trace
+from traceloom.read import read_kineto
+from traceloom.testing import TraceBuilder
+
+TABLE = json.loads(files("traceloom.analyze").joinpath("matrix_rules.json").read_text(encoding="utf-8"))
+STATE = {"yes": "used", "no": "unused", "none": "none"}
+
+
+def kept(made: TraceBuilder, folder: Path) -> Trace:
+    """The trace, with its file still there."""
+    return read_kineto(made.write(folder / "trace.json.gz"))
+
+
+def kernel(made: TraceBuilder, start: float, length: float, blocks: object, occupancy: object = 50) -> TraceBuilder:
+    said = {"blocks per SM": blocks, "est. achieved occupancy %": occupancy}
+    return made.kernel(f"kernel_{start}", start, length, stream=int(start) % 7, **said)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["rule"])
+def test_each_rule_of_matrix_units_decides_its_example(row: dict[str, str]) -> None:
+    found = matrix_units(pl.DataFrame({"name": [row["example"]], "kind": ["convolution"]}))
+    assert found.to_list() == [STATE[row["uses"]]]
+    assert row["why"]
+
+
+def test_only_matrix_products_can_use_matrix_units() -> None:
+    names = ["ampere_bf16_s16816gemm", "ampere_bf16_s16816gemm", "strange", "strange", "volta_sgemm_64x64_nt"]
+    frame = pl.DataFrame({"name": names, "kind": ["gemm", "elementwise", "gemm", "copy", "gemm"]})
+    assert matrix_units(frame).to_list() == ["used", "none", "unknown", "none", "unused"]
+
+
+def test_sm_efficiency_counts_blocks_up_to_one_per_sm(tmp_path: Path) -> None:
+    made = kernel(TraceBuilder(), 0, 10, 0.5, 20)
+    made = kernel(made, 20, 10, 8.0, 80)  # more blocks than SMs fill it once
+    made = kernel(made, 90, 10, 0.25, 50)
+    found = kernel_efficiency(kept(made, tmp_path))
+    device = found.devices.row(0, named=True)
+    assert device["sm_efficiency"] == pytest.approx((5 + 10 + 2.5) / 100)
+    assert device["sm_fill"] == pytest.approx((5 + 10 + 2.5) / 30)
+    assert device["occupancy"] == pytest.approx((0.2 + 0.8 + 0.5) / 3)
+    assert found.absent is None
+
+
+def test_kernels_that_run_at_once_fill_the_gpu_together_and_never_more_than_once(tmp_path: Path) -> None:
+    made = kernel(kernel(TraceBuilder(), 0, 10, 0.5), 5, 10, 0.8)
+    device = kernel_efficiency(kept(made, tmp_path)).devices.row(0, named=True)
+    assert device["sm_efficiency"] == pytest.approx((5 * 0.5 + 5 * 1.0 + 5 * 0.8) / 15)
+    assert device["sm_fill"] == pytest.approx((5 + 8) / 20)
+
+
+def test_kernels_without_the_argument_are_left_out_and_odd_values_are_none(tmp_path: Path) -> None:
+    made = kernel(kernel(TraceBuilder(), 0, 10, 0.5, "N/A"), 50, 10, "nan", True)
+    device = kernel_efficiency(kept(made.kernel("bare", 30, 10), tmp_path)).devices.row(0, named=True)
+    assert (device["kernel_ns"], device["measured_ns"]) == (30_000, 10_000)
+    assert device["sm_fill"] == pytest.approx(0.5)
+
+
+def test_writers_that_do_not_record_it_leave_it_unknown_with_a_reason(tmp_path: Path) -> None:
+    found = kernel_efficiency(kept(TraceBuilder(generation="rocm").kernel("k", 0, 10), tmp_path))
+    assert found.devices.select("sm_efficiency", "sm_fill", "occupancy").row(0) == (None, None, None)
+    assert found.absent == "not-recorded"
+    assert kernel_efficiency(TraceBuilder().kernel("k", 0, 10).build()).absent == "file-gone"
+
+
+def test_each_whole_step_has_its_own_sm_efficiency(tmp_path: Path) -> None:
+    made = TraceBuilder().step(1, 0, 100).step(2, 100, 100)
+    made = kernel(kernel(made, 10, 50, 1.0), 95, 10, 0.5)
+    steps = kernel_efficiency(kept(made, tmp_path)).steps
+    assert steps.select("step", "sm_efficiency").rows() == [
+        (1, pytest.approx((50 + 2.5) / 100)),
+        (2, pytest.approx(2.5 / 100)),
+    ]
+
+
+def test_time_by_use_of_matrix_units_adds_up_to_all_kernel_time(tmp_path: Path) -> None:
+    made = TraceBuilder().kernel("ampere_bf16_s16816gemm_bf16", 0, 30).kernel("volta_sgemm_64x64_nt", 40, 10)
+    made = (
+        made.kernel("splitKreduce_kernel", 60, 5)
+        .kernel("gemm_of_nobody", 70, 7)
+        .kernel("vectorized_elementwise_kernel", 80, 1)
+    )
+    found = kernel_efficiency(kept(made, tmp_path))
+    sums = dict(found.matrix.select("matrix_units", "total_ns").rows())
+    assert sums == {"used": 30_000, "unused": 10_000, "unknown": 7_000, "none": 6_000}
+    assert found.matrix_share == pytest.approx(0.75)
+
+
+def test_nothing_is_measured_where_nothing_ran(tmp_path: Path) -> None:
+    found = kernel_efficiency(kept(TraceBuilder().op("aten::add", 0, 5), tmp_path))
+    assert found.devices.height == found.steps.height == found.kernels.height == 0
+    assert found.matrix_share is None
+    assert kernel_shapes(TraceBuilder().op("aten::add", 0, 5).build()).rows.height == 0
+
+
+def test_kernels_by_operator_and_shapes() -> None:
+    made = TraceBuilder()
+    for number, (size, length) in enumerate([(8, 10), (8, 30), (4, 5)]):
+        at = 100 * number
+        made = made.step(number + 1, at, 100).op("aten::mm", at, 50, shapes=[[size, size], [size, 2]])
+        made = made.launch("cudaLaunchKernel", at + 1, 2, correlation=number + 1)
+        made = made.kernel("ampere_sgemm", at + 20, length, correlation=number + 1)
+    made = made.kernel("orphan", 290, 1)
+    found = kernel_shapes(made.build())
+    assert found.rows["total_ns"].sum() == found.total_ns == 46_000
+    big, small, orphan = found.rows.to_dicts()
+    assert (big["op"], json.loads(big["shapes"]), big["kind"]) == ("aten::mm", [[8, 8], [8, 2]], "gemm")
+    assert (big["count"], big["mean_ns"], big["min_ns"], big["max_ns"]) == (2, 20_000, 10_000, 30_000)
+    assert (big["min_total_ns"], big["max_total_ns"], big["step_count"]) == (0, 30_000, 2)
+    assert (json.loads(small["shapes"])[0], small["step_count"]) == ([4, 4], 1)
+    assert (orphan["op"], orphan["shapes"], orphan["mean_total_ns"]) == (None, None, None)
