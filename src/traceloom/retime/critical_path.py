@@ -60,6 +60,38 @@ def binding_edges(
     return bound
 
 
+def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None) -> tuple[Ints, Ints]:
+    """Walk back from a point over what each point waited for last.
+
+    Args:
+        graph: A calibrated graph.
+        last: The point to begin with.
+        times: Times of its points; the measured ones where None.
+        until: Stop at the first point that is not later than this; at the first that waits for nothing where None.
+
+    Returns:
+        The points, `last` first, and for each what bound it: the row of an edge (the next point is its source), -1 for
+        the node's own work (the next point is the node's start), -2 for nothing.
+    """
+    times = graph.point_times() if times is None else times
+    bound = binding_edges(graph, times)
+    # Of a point the one before it on the path, and itself where there is none.
+    before = np.arange(len(times))
+    before -= bound == _OWN
+    by_edge = bound >= 0
+    before[by_edge] = graph.points()[0][bound[by_edge]]
+    ends = before == np.arange(len(times))
+    if until is not None:
+        ends |= times <= until
+    earlier, stops = before.data, ends.data
+    points = [last]
+    while not stops[last]:
+        last = earlier[last]
+        points.append(last)
+    walked = np.array(points, dtype=np.int64)
+    return walked, bound[walked]
+
+
 def critical_path(graph: Graph, times: Ints | None = None) -> Path:
     """Walk back from the point that is reached last.
 
@@ -68,21 +100,9 @@ def critical_path(graph: Graph, times: Ints | None = None) -> Path:
         times: Times of its points; the measured ones where None.
     """
     times = graph.point_times() if times is None else times
-    bound = binding_edges(graph, times).tolist()
-    source = graph.points()[0].tolist()
-    last = point = int(np.flatnonzero(times == times.max())[-1])
-    edges: list[int] = []
-    nodes: list[int] = []
-    while True:
-        edge = bound[point]
-        if edge >= 0:
-            edges.append(edge)
-            point = source[edge]
-        elif edge == _OWN:
-            nodes.append(point >> 1)
-            point -= 1
-        else:
-            return Path(np.array(edges, dtype=np.int64), np.array(nodes, dtype=np.int64), point, last)
+    last = int(np.flatnonzero(times == times.max())[-1])
+    points, bound = trail(graph, last, times=times)
+    return Path(bound[bound >= 0], points[bound == _OWN] >> 1, int(points[-1]), last)
 
 
 def parts(graph: Graph, path: Path) -> pl.DataFrame:

@@ -1,0 +1,50 @@
+"""When the threads of a graph wait for the training loop's data, on the graph's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.data_loading import data_loading
+from traceloom.model import Trace
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+
+
+class Waits(NamedTuple):
+    """Waits of one thread.
+
+    Attributes:
+        lane: Lane of the graph.
+        start: Starts, ascending; waits do not overlap.
+        end: Ends.
+    """
+
+    lane: int
+    start: Ints
+    end: Ints
+
+
+def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterator[Waits]:
+    """The waits of a rank for its DataLoader, thread by thread.
+
+    Args:
+        graph: The graph.
+        trace: The trace of the rank.
+        rank: What the graph calls it.
+        shift: What makes a time of the trace a time of the graph.
+    """
+    waits = data_loading(trace).waits
+    if not waits.height:
+        return
+    nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("event").is_not_null() & pl.col("lane").is_not_null())
+    lane_of = nodes.select("lane", trace_lane=trace.events["lane"].gather(nodes["event"])).unique()
+    placed = waits.with_columns(trace_lane=trace.events["lane"].gather(waits["event"])).join(lane_of, on="trace_lane")
+    for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):
+        start = rows["start_ns"].to_numpy() + shift
+        yield Waits(int(lane), start, start + rows["duration_ns"].to_numpy())

@@ -1,0 +1,184 @@
+"""A way back through a graph as pieces of time that follow each other without a gap and add up to the window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.path.window import Window
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.retime.critical_path import trail
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+COPIES = "copies"
+HOST = "host"
+DATA = "data"
+LAUNCH = "launch"
+SYNCHRONISATION = "synchronisation"
+PAUSE = "pause"
+UNRECORDED = "unrecorded"
+RESIDUAL = "residual"
+CLASSES = {
+    COMPUTE: "kernels that compute",
+    COMMUNICATION: "communication, from the meeting of the ranks on",
+    COPIES: "copies and fills",
+    HOST: "the host's own work: operators, Python, what nothing names",
+    DATA: "the training loop waits for its data",
+    LAUNCH: "launch calls, and the way from a call to its work",
+    SYNCHRONISATION: "calls that wait: what they take themselves, and the way back to the host",
+    PAUSE: "the device's own pauses between pieces of work, and from stream to stream",
+    UNRECORDED: "waits for what was not recorded: peers, and work from before the window",
+    RESIDUAL: "no known cause",
+}
+"""Every class of time on a path with its meaning in a few words."""
+ClassType = pl.Enum(list(CLASSES))
+
+_OWN = -1
+_OF_NODE = {
+    gs.KERNEL: COMPUTE,
+    gs.COLLECTIVE: COMMUNICATION,
+    gs.SEND: COMMUNICATION,
+    gs.RECEIVE: COMMUNICATION,
+    gs.RENDEZVOUS: COMMUNICATION,
+    gs.COPY: COPIES,
+    gs.FILL: COPIES,
+    gs.LAUNCH: LAUNCH,
+    gs.BLOCK: SYNCHRONISATION,
+    gs.WAIT: SYNCHRONISATION,
+    gs.ARRIVAL: UNRECORDED,
+    gs.ORIGIN: UNRECORDED,
+}
+_OF_EDGE = {
+    "origin": UNRECORDED,
+    "launch": LAUNCH,
+    "queue": LAUNCH,
+    "stream": PAUSE,
+    "wait": PAUSE,
+    "occupancy": PAUSE,
+    "synchronize": SYNCHRONISATION,
+    "cross-thread": SYNCHRONISATION,
+    "rendezvous": COMMUNICATION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of time in their order; the end of one is the start of the next. Arrays of shape (pieces,).
+
+    Attributes:
+        start: Starts on the graph's clock, ns.
+        end: Ends, > starts.
+        node: Node whose time it is; of the time along an edge the node that was held back; -1 before the path begins.
+        edge: Edge along which the time went by, or by which the path came to the node; -1 for none.
+        along: Whether the time is that of the edge.
+        kind: Number of its class in CLASSES.
+    """
+
+    start: Ints
+    end: Ints
+    node: Ints
+    edge: Ints
+    along: Bools
+    kind: Ints
+
+    def take(self, rows: Ints) -> Pieces:
+        """Some of the pieces."""
+        return Pieces(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+def pieces(graph: Graph, window: Window) -> Pieces:
+    """Walk back from the last point of a window to its beginning.
+
+    Each node on the way gives the time of its work, each edge its delay, and what is left over on either is a residual.
+    Where an edge goes back in time (a call returned, by the clocks, before what it awaited was over), the earlier piece
+    is shortened, so that no time counts twice and none is negative.
+    """
+    times = graph.point_times()
+    points, bound = trail(graph, window.last, times=times, until=window.low)
+    points, bound = points[::-1], bound[::-1]
+    own, edge = bound[1:] == _OWN, np.where(bound[1:] >= 0, bound[1:], -1)
+    node = points[1:] >> 1
+    # What the path came along before the node's own work: the edge into its start.
+    came = np.where(own, bound[:-1], edge)
+    begin, finish = times[points[:-1]], times[points[1:]]
+    known = np.where(
+        own, graph.nodes["work_ns"].to_numpy()[node], np.append(graph.edges["delay_ns"].to_numpy(), 0)[edge]
+    )
+    bounds = np.empty(2 * node.size + 2, dtype=np.int64)
+    bounds[0], bounds[1] = window.low, times[points[0]]
+    bounds[2::2], bounds[3::2] = begin + known, finish
+    bounds = np.clip(np.minimum.accumulate(bounds[::-1])[::-1], window.low, window.high)
+    of_node, of_edge = _classes(graph, node, edge)
+    found = Pieces(
+        start=bounds[:-1],
+        end=bounds[1:],
+        node=np.append(-1, np.repeat(node, 2)),
+        edge=np.append(-1, np.repeat(np.maximum(came, -1), 2)),
+        along=np.append(False, np.repeat(~own, 2)),
+        kind=np.append(
+            _number(UNRECORDED),
+            np.stack([np.where(own, of_node, of_edge), np.full(node.size, _number(RESIDUAL))], axis=1).ravel(),
+        ),
+    )
+    kept = found.take(np.flatnonzero(found.end > found.start))
+    # A path that ends before the window does: nothing was recorded after it.
+    return kept if not kept.end.size or kept.end[-1] >= window.high else _with_end(kept, window)
+
+
+def _with_end(found: Pieces, window: Window) -> Pieces:
+    last = [found.end[-1], window.high, -1, -1, False, _number(UNRECORDED)]
+    return Pieces(*(np.append(getattr(found, name), value) for name, value in zip(found.__slots__, last, strict=True)))
+
+
+def _classes(graph: Graph, node: Ints, edge: Ints) -> tuple[Ints, Ints]:
+    """Numbers of the classes of each step's node and edge."""
+    node_kind = graph.nodes["kind"].to_physical().to_numpy()
+    by_node = np.array([_number(_OF_NODE.get(kind, HOST)) for kind in gs.NODE_KINDS])
+    by_edge = np.array([_number(_OF_EDGE.get(kind, HOST)) for kind in gs.EDGE_KINDS])
+    edge_kind = np.append(graph.edges["kind"].to_physical().to_numpy(), 0)
+    # Into an assumed arrival goes what the peers that were not recorded kept us waiting.
+    into = np.where(node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL), _number(UNRECORDED), by_edge[edge_kind[edge]])
+    return by_node[node_kind[node]], into
+
+
+def _number(name: str) -> int:
+    return list(CLASSES).index(name)
+
+
+def split(found: Pieces, at: Bools, start: Ints, end: Ints, kind: str) -> Pieces:
+    """Give the parts of some pieces that lie in spans of time another class.
+
+    Args:
+        found: The pieces.
+        at: Which of them may be cut; shape (pieces,).
+        start: Starts of the spans, ascending; they do not overlap.
+        end: Their ends.
+        kind: The class of what lies in a span.
+    """
+    if not at.any() or not start.size:
+        return found
+    # Cut all of these pieces at all bounds of spans that lie in them, then look where each part lies.
+    cuts = np.sort(np.concatenate([start, end]))
+    low = np.where(at, np.searchsorted(cuts, found.start, side="right"), 0)
+    high = np.where(at, np.searchsorted(cuts, found.end, side="left"), 0)
+    more = np.maximum(high - low, 0)
+    of = np.repeat(np.arange(found.start.size), more + 1)
+    nth = np.arange(of.size) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
+    begins, finishes = found.start[of].copy(), found.end[of].copy()
+    inner = nth > 0
+    begins[inner] = cuts[(low[of] + nth - 1)[inner]]
+    finishes[:-1][inner[1:]] = begins[1:][inner[1:]]
+    parts = found.take(of)
+    place = np.searchsorted(start, begins, side="right") - 1
+    inside = at[of] & (place >= 0) & (begins < end[place])
+    changed = np.where(inside, _number(kind), parts.kind)
+    cut = Pieces(begins, finishes, parts.node, parts.edge, parts.along, changed)
+    return cut.take(np.flatnonzero(cut.end > cut.start))

@@ -1,0 +1,163 @@
+"""The tables of a critical path."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.path.pieces import (
+    CLASSES,
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    DATA,
+    HOST,
+    LAUNCH,
+    RESIDUAL,
+    SYNCHRONISATION,
+    ClassType,
+    Pieces,
+)
+from traceloom.analyze.path.window import Window
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+
+PATH = pl.Schema(
+    {
+        "start_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        "class": ClassType,
+        "node": pl.UInt32(),
+        "kind": gs.NodeKind,
+        "name": pl.String(),
+        "rank": pl.Int32(),
+        "lane": pl.UInt32(),
+        "thread": pl.String(),
+        "event": pl.UInt32(),
+        "edge": gs.EdgeKind,
+        "along_edge": pl.Boolean(),
+        "evidence": gs.Evidence,
+    }
+)
+CLASS_ROWS = pl.Schema(
+    {"class": ClassType, "duration_ns": pl.Int64(), "fraction": pl.Float64(), "piece_count": pl.Int64()}
+)
+RANKS = pl.Schema({"rank": pl.Int32(), "class": ClassType, "duration_ns": pl.Int64(), "fraction": pl.Float64()})
+NAMES = pl.Schema(
+    {
+        "class": ClassType,
+        "name": pl.String(),
+        "count": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        "path_ns": pl.Int64(),
+        "path_fraction": pl.Float64(),
+        "least_slack_ns": pl.Int64(),
+        "near_count": pl.Int64(),
+        "near_ns": pl.Int64(),
+    }
+)
+_WORK = {
+    gs.KERNEL: COMPUTE,
+    gs.COLLECTIVE: COMMUNICATION,
+    gs.SEND: COMMUNICATION,
+    gs.RECEIVE: COMMUNICATION,
+    gs.COPY: COPIES,
+    gs.FILL: COPIES,
+    gs.HOST: HOST,
+    gs.THINK: HOST,
+    gs.LAUNCH: LAUNCH,
+    gs.BLOCK: SYNCHRONISATION,
+}
+
+
+def path(graph: Graph, found: Pieces) -> pl.DataFrame:
+    """The pieces with what they are of."""
+    node, edge = pl.Series(found.node).replace(-1, None), pl.Series(found.edge).replace(-1, None)
+    columns = ("node", "kind", "name", "rank", "lane", "event")
+    of_node = pl.DataFrame([graph.nodes[column].gather(node.cast(pl.UInt32)) for column in columns])
+    of_edge = pl.DataFrame([graph.edges[column].gather(edge.cast(pl.UInt32)) for column in ("kind", "evidence")])
+    threads = graph.lanes["name"].gather(of_node["lane"]) if graph.lanes.height else pl.Series([None] * node.len())
+    return (
+        of_node.with_columns(
+            # What comes before the path begins is waiting for the rank that it begins on.
+            pl.col("rank").fill_null(strategy="backward"),
+            pl.Series("start_ns", found.start + graph.epoch_ns),
+            pl.Series("duration_ns", found.end - found.start),
+            pl.Series(list(CLASSES), dtype=ClassType).gather(found.kind).alias("class"),
+            threads.alias("thread"),
+            of_edge["kind"].alias("edge"),
+            of_edge["evidence"],
+            pl.Series("along_edge", found.along),
+        )
+        .select(list(PATH))
+        .cast(PATH)
+    )
+
+
+def classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
+    """Time by class; every class has a row."""
+    summed = rows.group_by("class").agg(pl.col("duration_ns").sum(), pl.len().alias("piece_count"))
+    every = pl.DataFrame({"class": list(CLASSES)}, schema={"class": ClassType})
+    filled = every.join(summed, on="class", how="left", maintain_order="left").with_columns(
+        pl.col("duration_ns", "piece_count").fill_null(0)
+    )
+    return filled.with_columns(_fraction(length)).select(list(CLASS_ROWS)).cast(CLASS_ROWS)
+
+
+def ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
+    """Time by rank and class, the ranks with the most of the path first."""
+    summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
+    whole = pl.col("duration_ns").sum().over("rank")
+    ordered = summed.sort([whole, "rank", "duration_ns", "class"], descending=[True, False, True, False])
+    return ordered.with_columns(_fraction(length)).select(list(RANKS)).cast(RANKS)
+
+
+def names(graph: Graph, window: Window, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
+    """Work of the window by name, with its part of the path and the slack of what is not on it."""
+    # Of the way along edges only the transfer of a communication is its own time; the rest is between things.
+    own = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)
+    loading = pl.col("duration_ns").filter(pl.col("class") == DATA).sum().alias("data_ns")
+    on_path = own.drop_nulls("node").group_by("node").agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
+    start = pl.col("start_ns")
+    kind = pl.col("kind").cast(pl.String)
+    work = (
+        graph.nodes.lazy()
+        .with_columns(slack_ns=pl.Series(slack))
+        .filter((start < window.high) & (start + pl.col("duration_ns") >= window.low) & kind.is_in(list(_WORK)))
+        .join(on_path.lazy(), on="node", how="left", maintain_order="left")
+        .with_columns(
+            kind.replace_strict(list(_WORK), list(_WORK.values()), return_dtype=ClassType).alias("class"),
+            (pl.col("slack_ns") > 0).alias("off"),
+            ((pl.col("slack_ns") > 0) & (pl.col("slack_ns") <= near)).alias("near"),
+        )
+    )
+    summed = work.group_by("class", "name").agg(
+        pl.len().alias("count"),
+        pl.col("duration_ns").sum(),
+        pl.col("path_ns", "data_ns").sum(),
+        pl.col("slack_ns").filter("off").min().alias("least_slack_ns"),
+        pl.col("near").sum().alias("near_count"),
+        pl.col("duration_ns").filter("near").sum().alias("near_ns"),
+    )
+    length = max(window.high - window.low, 1)
+    return (
+        summed.with_columns(
+            (pl.col("path_ns") / length).alias("path_fraction"),
+            # What the loop waits for its data in is mostly one name: it is told as that.
+            pl.when(2 * pl.col("data_ns") > pl.col("path_ns"))
+            .then(pl.lit(DATA, ClassType))
+            .otherwise("class")
+            .alias("class"),
+        )
+        .sort("path_ns", "near_ns", "duration_ns", "name", "class", descending=[True, True, True, False, False])
+        .collect()
+        .select(list(NAMES))
+        .cast(NAMES)
+    )
+
+
+def _fraction(length: int) -> pl.Expr:
+    return (pl.col("duration_ns") / max(length, 1)).alias("fraction")

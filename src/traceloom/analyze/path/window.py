@@ -1,0 +1,201 @@
+"""Which time of a graph a path is asked for: one step of all ranks, or everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import UsageError
+from traceloom.model import Session, Trace
+from traceloom.model import graph_schema as gs
+from traceloom.model.category import GPU_WORK
+from traceloom.model.graph import Graph
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_HOST = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+_NEIGHBOURS = 16  # events that tell how a trace's clock relates to the graph's
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time of one step (or of everything) in a graph, on the graph's clock.
+
+    Attributes:
+        step: The step; None for everything.
+        low: From, ns: where the first rank begins the step.
+        high: To, ns: where the last rank ends it.
+        last: The point that the path leads to: the last thing of the step, be it work it launched that ended later.
+    """
+
+    step: int | None
+    low: int
+    high: int
+    last: int
+
+
+def usual_step(traces: Iterable[Trace]) -> int | None:
+    """The step of median length among the whole ones that most ranks have; None without steps that take time.
+
+    The length of a step is that of its slowest rank. Of an even number the longer of the two in the middle is taken.
+    """
+    steps = [trace.steps.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")) for trace in traces]
+    found = pl.concat(steps).filter(pl.col("ns") > 0) if steps else pl.DataFrame()
+    if not found.height:
+        return None
+    whole = found.filter("complete")
+    by_step = (whole if whole.height else found).group_by("step").agg(pl.col("ns").max(), pl.len().alias("ranks"))
+    common = by_step.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
+    return int(common["step"][common.height // 2])
+
+
+def usual_step_of(graph: Graph) -> int | None:
+    """The same for a graph alone, which does not say which steps are whole."""
+    spans = _spans(graph)
+    if not spans.height:
+        return None
+    by_step = spans.group_by("step").agg(
+        (pl.col("high").max() - pl.col("low").min()).alias("ns"), pl.len().alias("ranks")
+    )
+    common = by_step.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
+    return int(common["step"][common.height // 2])
+
+
+def window_of(graph: Graph, step: int | None, session: Session | None = None) -> Window:
+    """The window of a step, or of the whole graph.
+
+    Args:
+        graph: A linked graph with at least one node.
+        step: The step; None for everything.
+        session: The traces that it was linked from, which know when steps begin and end; without them a step is what
+            the nodes of its thread cover.
+
+    Raises:
+        UsageError: `no-such-step`.
+    """
+    times = graph.point_times()
+    if step is None:
+        return Window(None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1]))
+    spans = _spans(graph).filter(pl.col("step") == step)
+    if session is not None:
+        spans = _said(graph, session, step, spans)
+    if not spans.height:
+        raise UsageError(f"there is no step {step} in the graph", slug="no-such-step")
+    low, high = int(spans["low"].min()), int(spans["high"].max())  # type: ignore[arg-type]
+    return Window(step, low, high, _last(graph, step, spans, times))
+
+
+def _spans(graph: Graph) -> pl.DataFrame:
+    """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it begins first."""
+    mine = graph.nodes.filter(pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST))
+    by_lane = mine.group_by("rank", "step", "lane").agg(
+        pl.col("start_ns").min().alias("low"),
+        (pl.col("start_ns") + pl.col("duration_ns")).max().alias("high"),
+        pl.len().alias("nodes"),
+    )
+    return (
+        by_lane.sort("rank", "step", "low", "nodes", descending=[False, False, False, True])
+        .group_by("rank", "step", maintain_order=True)
+        .agg(pl.col("lane", "low", "high").first())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankClock:
+    """How the times of a trace become times of the graph.
+
+    Attributes:
+        rank: What the graph calls the rank.
+        shift: Added to its times near the step (near its start, without a step).
+    """
+
+    rank: int
+    shift: int
+
+
+def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[Trace, RankClock]]:
+    """The traces that are in the graph (one per rank; with a step, those that have it), and their clocks."""
+    done: set[int] = set()
+    for trace in session.traces:
+        rank = _rank_in(graph, trace)
+        at = trace.start_ns
+        if step is not None:
+            found = trace.steps.filter(pl.col("step") == step)
+            at = int(found["start_ns"][0]) if found.height else at
+            rank = rank if found.height else None
+        if rank is None or rank in done:
+            continue
+        done.add(rank)
+        yield trace, RankClock(rank, _shift(graph, trace, _events_of(graph, rank), at))
+
+
+def _events_of(graph: Graph, rank: int) -> pl.DataFrame:
+    return graph.nodes.filter((pl.col("rank") == rank) & pl.col("event").is_not_null())
+
+
+def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.DataFrame:
+    """The spans of a step as the traces say them, on the graph's clock; the thread is that of the step's own event."""
+    rows = []
+    thread = dict(spans.select("rank", "lane").iter_rows())
+    for trace, clock in clocks(graph, session, step):
+        row = trace.steps.filter(pl.col("step") == step).row(0, named=True)
+        rows.append(
+            {
+                "rank": clock.rank,
+                "step": step,
+                "lane": _thread(trace, _events_of(graph, clock.rank), row, thread.get(clock.rank)),
+                "low": row["start_ns"] + clock.shift,
+                "high": row["end_ns"] + clock.shift,
+            }
+        )
+    return pl.DataFrame(rows, schema=spans.schema)
+
+
+def _rank_in(graph: Graph, trace: Trace) -> int | None:
+    """The rank that the graph knows a trace by; one that does not say its rank is told by its file."""
+    if trace.rank is not None:
+        return trace.rank
+    found = graph.ranks.filter(pl.col("device_trace") == trace.meta.path)
+    return int(found["rank"][0]) if found.height else None
+
+
+def _shift(graph: Graph, trace: Trace, nodes: pl.DataFrame, at: int) -> int:
+    """What makes a time of the trace a time of the graph, told by the events that begin next to it."""
+    first = nodes.group_by("event").agg(pl.col("start_ns").min()).sort("event")
+    if not first.height:
+        return -graph.epoch_ns
+    recorded = trace.events["start_ns"].gather(first["event"]).to_numpy()
+    near = np.argsort(np.abs(recorded - at), kind="stable")[:_NEIGHBOURS]
+    # The node of an event that was cut at a bound begins later than the event: never earlier.
+    return int((first["start_ns"].to_numpy() - recorded)[near].min())
+
+
+def _thread(trace: Trace, nodes: pl.DataFrame, step: dict[str, object], otherwise: int | None) -> int | None:
+    """Lane (of the graph) of the event that marks the step."""
+    marks = trace.events.filter((pl.col("start_ns") == step["start_ns"]) & (pl.col("name") == step["name"]))
+    lanes = nodes.filter(pl.col("event").is_in(marks["event"].implode()))["lane"].drop_nulls()
+    return int(lanes[0]) if lanes.len() else otherwise
+
+
+def _last(graph: Graph, step: int, spans: pl.DataFrame, times: Ints) -> int:
+    """The last point of a step: the end of its thread's time, or of GPU work that it launched."""
+    nodes = graph.nodes
+    on_device = nodes["category"].is_in(list(GPU_WORK)).fill_null(value=False)
+    launched = np.flatnonzero((on_device & (nodes["step"] == step).fill_null(value=False)).to_numpy())
+    candidates = [2 * launched + 1]
+    lane = nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
+    for span in spans.iter_rows(named=True):
+        if span["lane"] is None:
+            continue
+        # The stretch of the thread in which the step ends; stretches follow each other without a gap.
+        mine = np.flatnonzero((lane == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1)))
+        candidates.append(2 * mine[-1:] + 1)
+    points = np.concatenate(candidates)
+    if not points.size:
+        raise UsageError(f"there is nothing in step {step} of the graph", slug="no-such-step")
+    return int(points[np.argmax(times[points])])

@@ -1,0 +1,85 @@
+"""How much later each thing could come without the end coming later."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model.graph import Graph
+from traceloom.retime.plan import Plan
+
+Ints = NDArray[np.int64]
+
+
+def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
+    """The latest time of each point at which nothing that follows from it comes after the end.
+
+    What nothing waits for may come as late as `end_ns`, or as late as it came where that was later. From there the
+    graph is evaluated backwards: a point comes no later than each of its targets less the delay (with residual) of the
+    edge, and a node starts no later than its end less its work.
+
+    Args:
+        graph: A calibrated graph.
+        end_ns: The end that shall stay; the last time of all points where None.
+
+    Returns:
+        Times of points 2i (start of node i) and 2i + 1 (its end), ns; never earlier than the measured ones.
+    """
+    times = graph.point_times()
+    if not times.size:
+        return times
+    last = int(times.max())
+    until = last if end_ns is None else end_ns
+    backwards = _reversed(graph, times, last, until)
+    found = Plan(backwards).evaluate()[:-2]
+    latest = np.empty_like(times)
+    latest[0::2], latest[1::2] = last - found[1::2], last - found[0::2]
+    return latest
+
+
+def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
+    """How much later each node could end without the end coming later; shape (nodes,), ns, never below 0.
+
+    A node may take longer by its slack, but only one of the nodes of a chain may: they share it.
+
+    Args:
+        graph: A calibrated graph.
+        end_ns: As for `latest_times`.
+    """
+    return (latest_times(graph, end_ns) - graph.point_times())[1::2]
+
+
+def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
+    """The graph with time running backwards from `last`: ends become starts, and every edge turns round.
+
+    One node more than the graph has: the end, from which all that nothing waits for is given its time.
+    """
+    nodes, edges = graph.nodes, graph.edges
+    source, _ = graph.points()
+    count = nodes.height
+    awaited = np.zeros(times.size, dtype=np.bool_)
+    awaited[source] = True
+    free = np.flatnonzero(~awaited[1::2])
+    given = last - np.maximum(times[1::2][free], until)
+    lane = nodes["lane"].cast(pl.Int64)
+    turned = nodes.select(
+        # Mirrored with the time, so that lanes stay runs of neighbours.
+        pl.Series("lane", (lane.max() or 0) - lane, dtype=pl.Int64),
+        pl.Series("start_ns", last - times[1::2]),
+        pl.Series("duration_ns", times[1::2] - times[0::2]),
+        "work_ns",
+        "residual_ns",
+    )
+    end = pl.DataFrame([[None], [0], [0], [0], [0]], schema=turned.schema)
+    links = pl.DataFrame(
+        {
+            "source": np.concatenate([edges["target"].to_numpy(), np.full(free.size, count)]),
+            "target": np.concatenate([edges["source"].to_numpy(), free]),
+            "from_end": np.concatenate([~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]),
+            "to_end": np.concatenate([~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]),
+            "delay_ns": np.concatenate([edges["delay_ns"].to_numpy(), given]),
+            "residual_ns": np.concatenate([edges["residual_ns"].to_numpy(), np.zeros(free.size, dtype=np.int64)]),
+        }
+    )
+    return Graph(nodes=pl.concat([turned, end]), edges=links)
