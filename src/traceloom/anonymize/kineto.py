@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class Rewriter:
         """The rewritten events, a piece per slice: each event on a line, commas between them."""
         damage = Damage()
         with open_input(self._place.path) as stream:
-            document = Document(text_pieces(stream, damage), damage, str(self._place.path))
+            document = Document(partial(text_pieces, stream, damage, None), damage, str(self._place.path))
             for part in document.slices():
                 lines = self._slice(part)
                 if lines:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -17,11 +19,13 @@ from traceloom.read.damage import Damage
 from traceloom.read.detect import refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
 from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover, whole_events
+from traceloom.read.source import Look
 from traceloom.read.text_window import TextWindow
 from traceloom.read.times import needs_text
 
 SLICE = 1 << 19
 _MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
+_BRACE = ord("}")
 _BLANK = re.compile(rb"[\s,]*")
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 _SALVAGE = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*(?=[\[{"\d-])')
@@ -50,16 +54,46 @@ class Slice:
     base: int
 
 
+class Braces:
+    """Where closing braces stand in a text, found as it is read."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._found: deque[NDArray[np.int64]] = deque()
+
+    def look(self, text: bytes) -> None:
+        """The next part of the text."""
+        self._found.append(np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen)
+        self._seen += len(text)
+
+    def between(self, low: int, high: int) -> NDArray[np.int64]:
+        """The places from `low` up to `high`, counted from `low`; those before are forgotten."""
+        while self._found and (not self._found[0].size or self._found[0][-1] < low):
+            self._found.popleft()
+        parts = list(takewhile(lambda places: not places.size or places[0] < high, tuple(self._found)))
+        if not parts:
+            return np.zeros(0, dtype=np.int64)
+        places = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first, end = np.searchsorted(places, (low, high))
+        return places[first:end] - low
+
+
 class Document(TextWindow):
     """One pass over the text of a Kineto file.
+
+    Args:
+        pieces: Gives the text; shows all of it to the function it is given.
+        damage: Told what was repaired or lost.
+        path: The file.
 
     Attributes:
         metadata: Top-level entries other than `traceEvents`, complete after the pass.
         found_events: `traceEvents` was there.
     """
 
-    def __init__(self, pieces: Iterator[bytes], damage: Damage, path: str) -> None:
-        super().__init__(pieces)
+    def __init__(self, pieces: Callable[[Look], Iterator[bytes]], damage: Damage, path: str) -> None:
+        self._braces = Braces()
+        super().__init__(pieces(self._braces.look))
         self.metadata: dict[str, Any] = {}
         self.found_events = False
         self._damage = damage
@@ -327,7 +361,7 @@ class Document(TextWindow):
         if not self._separator and count > 1 and (match := re.search(rb"\}\s*,\s*\{", text)):
             self._separator = match.group()
         if count > 1 and self._separator:
-            starts = _occurrences(text, self._separator)
+            starts = _occurrences(text, self._separator, self._braces.between(self._base, self._base + len(text)))
             if len(starts) == count - 1:
                 begins = np.concatenate([[0], starts + len(self._separator) - 1])
                 ends = np.concatenate([starts + 1, [len(text.rstrip())]])
@@ -361,10 +395,10 @@ def _end_of_list(text: bytes) -> int | None:
     return last.start(1)
 
 
-def _occurrences(text: bytes, separator: bytes) -> NDArray[np.int64]:
-    """Where a separator `},...{` stands: braces by one comparison over all bytes, the rest only there."""
+def _occurrences(text: bytes, separator: bytes, braces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where a separator `},...{` stands, from where its first bracket does."""
     signs = np.frombuffer(text, dtype=np.uint8)
-    places = np.flatnonzero(signs[: max(0, len(signs) - len(separator) + 1)] == separator[0])
+    places = braces[braces <= len(signs) - len(separator)]
     for shift in (len(separator) - 1, *range(1, len(separator) - 1)):
         places = places[signs[places + shift] == separator[shift]]
     return places.astype(np.int64, copy=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,7 +45,7 @@ def read_kineto(
         with open_input(path) as stream:
             if _size(stream) >= spill.SPILL_BYTES:
                 columns.spill = spill.Spill()
-            document = Document(text_pieces(stream, damage, step), damage, str(path))
+            document = Document(partial(text_pieces, stream, damage, step), damage, str(path))
             for part in document.slices():
                 columns.add(part)
                 if columns.spill is None and document.size >= spill.SPILL_BYTES:

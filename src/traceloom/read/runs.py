@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def peek(source: Input) -> Peek:
     """
     damage = Damage()
     with open_input(source.path) as stream:
-        document = Document(text_pieces(stream, damage), damage, str(source.path))
+        document = Document(partial(text_pieces, stream, damage, None), damage, str(source.path))
         slices = document.slices()
         first = next(slices, None)
         slices.close()

@@ -26,6 +26,7 @@ _BOMB_BYTES = 1 << 28
 _FAULT: Any = IsalError  # its type stubs call it a value
 
 Step = Callable[[int, int], None]
+Look = Callable[[bytes], None]
 
 
 def open_input(path: str | Path) -> BinaryIO:
@@ -43,28 +44,38 @@ def open_input(path: str | Path) -> BinaryIO:
         raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
 
 
-def text_pieces(stream: BinaryIO, damage: Damage, step: Step | None = None) -> Iterator[bytes]:
+def text_pieces(
+    stream: BinaryIO, damage: Damage, step: Step | None = None, look: Look | None = None
+) -> Iterator[bytes]:
     """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the decoding.
 
     Args:
         stream: The file.
         damage: Told about a cut or corrupt gzip; what came before the fault is given all the same.
         step: Called with (bytes read from the file, bytes of text so far).
+        look: Called with all text in order, some of it long before it is given here; in that thread if there is one.
 
     Raises:
         InputError: `gzip-bomb`, where the text grows out of all proportion.
     """
     head = stream.read(_PACKED)
     if not head.startswith(_GZIP):
-        yield from _transcoded(_gathered(_plain(stream, head, step), PIECE))
+        yield from _looked_at(_transcoded(_gathered(_plain(stream, head, step), PIECE)), look)
         return
-    batches = _transcoded(_gathered(_unpacked(stream, head, damage, step), _BATCH))
+    batches = _looked_at(_transcoded(_gathered(_unpacked(stream, head, damage, step), _BATCH)), look)
     with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
         ahead = pool.submit(next, batches, None)
         while (batch := ahead.result()) is not None:
             ahead = pool.submit(next, batches, None)
             for at in range(0, len(batch), PIECE):
                 yield batch[at : at + PIECE]
+
+
+def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
+    for piece in pieces:
+        if look:
+            look(piece)
+        yield piece
 
 
 def _plain(stream: BinaryIO, head: bytes, step: Step | None) -> Iterator[bytes]:
