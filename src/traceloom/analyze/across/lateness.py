@@ -1,0 +1,254 @@
+"""Why the last arriver of each collective came late: what it did since these ranks last met, against the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION
+from traceloom.analyze.across.matched import Matched
+from traceloom.analyze.across.rank_part import RankPart
+from traceloom.link.clocks import ENDS_TOGETHER
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+BEGAN = "began_later"
+"""What lies before the first moment that the ranks have in common."""
+
+CAUSE_NAMES = (*CLASSES, BEGAN)
+CauseType = pl.Enum(CAUSE_NAMES)
+NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", BEGAN)
+"""Causes that name no reason."""
+
+_ANCHORS = (*ENDS_TOGETHER, "send", "receive")
+_COMMUNICATION = CLASSES.index(COMMUNICATION)
+_DEEPEST = 32
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Of each collective, in the order of `instances`; arrays of shape (collectives,) or (collectives, causes).
+
+    Attributes:
+        late_ns: How much later the last arriver came than the middle half of the others, on average.
+        excess_ns: Parts of it by `CAUSE_NAMES`: what the last arriver spent on each since the anchor, less what the
+            others did. They add up to `late_ns`.
+        anchor: The collective before, at whose end all these ranks stood together; -1 where there is none: then it
+            is counted from the start of the step, else of the recording.
+        follow: The earlier collective of other ranks that the last arriver waited in, where that is the main cause;
+            else -1.
+        cause: Number of the main cause.
+        last_part: Row (of `parts`) of the last arriver.
+        others: For each row of `parts` whether it is one of those that the last arriver is compared with.
+        base_of_part: Place in its ledger where counting begins, for each row of `parts`; -1 where it cannot be told.
+        start_of_part: Place in its ledger where it came.
+    """
+
+    late_ns: Ints
+    excess_ns: Ints
+    anchor: Ints
+    follow: Ints
+    cause: Ints
+    last_part: Ints
+    others: Bools
+    base_of_part: Ints
+    start_of_part: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of `parts` as arrays of shape (parts,)."""
+
+    inst: Ints
+    part: Ints
+    begun: Ints
+    wait: Ints
+    step: Ints
+    last: Bools
+    start_place: Ints
+    end_place: Ints
+
+
+def lateness(ranks: Sequence[RankPart], matched: Matched) -> Lateness:
+    """Compare every last arriver with the others. Definition: docs/concepts/across-ranks.md."""
+    many = matched.instances.height
+    rows = _rows(ranks, matched.parts)
+    anchor = _anchors(matched, rows.inst, many)
+    base = _bases(ranks, rows, _same_rank(rows, anchor, len(ranks)))
+    last = np.flatnonzero(rows.last)
+    others = _others(rows, base)
+    spent = _spent(ranks, rows, base)
+    compared = (base[last] >= 0) & (np.bincount(rows.inst[others], minlength=many) > 0)
+    late, excess = _excess(rows, spent, others, many)
+    late[~compared], excess[~compared] = 0, 0
+    cause = np.where(compared, np.argmax(excess, axis=1), len(CAUSE_NAMES) - 1)
+    return Lateness(late, excess, anchor, _followed(rows, base, cause), cause, last, others, base, rows.start_place)
+
+
+def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
+    part = parts["part"].to_numpy()
+    start_place, end_place = (np.zeros(parts.height, dtype=np.int64) for _ in range(2))
+    duration = parts["duration_ns"].to_numpy()
+    for number, one in enumerate(ranks):
+        rows = np.flatnonzero(part == number)
+        starts = _own_times(one, parts["event"].gather(rows))
+        start_place[rows] = one.ledger.at(starts)
+        end_place[rows] = one.ledger.at(starts + duration[rows])
+    return _Rows(
+        inst=parts["instance"].rank("dense").to_numpy().astype(np.int64) - 1,
+        part=part,
+        begun=parts["start_ns"].to_numpy(),
+        wait=parts["wait_ns"].to_numpy(),
+        step=parts["step"].fill_null(-1).to_numpy().astype(np.int64),
+        last=parts["last"].to_numpy(),
+        start_place=start_place,
+        end_place=end_place,
+    )
+
+
+def _own_times(one: RankPart, events: pl.Series) -> Ints:
+    """Starts of calls on their rank's own clock."""
+    starts = one.calls.select("event", "start_ns").unique("event", keep="first")
+    found: Ints = events.to_frame().join(starts, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
+    return found
+
+
+def _anchors(matched: Matched, inst: Ints, many: int) -> Ints:
+    """The last collective that held all recorded ranks of each and was over when the last of them came."""
+    parts, instances = matched.parts, matched.instances
+    masks: list[int] = [0] * many
+    for number, row in zip(inst.tolist(), parts["part"].to_list(), strict=True):
+        masks[number] |= 1 << row
+    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy()
+    met = instances["met_ns"].to_numpy()
+    ends = parts.group_by("instance", maintain_order=True).agg((pl.col("start_ns") + pl.col("duration_ns")).max())
+    end = ends["start_ns"].to_numpy()
+    different = list(dict.fromkeys(masks))
+    code = {mask: number for number, mask in enumerate(different)}
+    codes = np.array([code[mask] for mask in masks], dtype=np.int64)
+    anchor = np.full(many, -1, dtype=np.int64)
+    for mask in different:
+        wide = np.array([bool(other & mask == mask) for other in different])
+        rows = np.flatnonzero(usable & wide[codes])
+        if not rows.size:
+            continue
+        rows = rows[np.argsort(end[rows], kind="stable")]
+        here = np.flatnonzero(codes == code[mask])
+        before = np.searchsorted(end[rows], met[here], side="right") - 1
+        found = rows[np.maximum(before, 0)]
+        anchor[here] = np.where((before >= 0) & (found != here), found, -1)
+    return anchor
+
+
+def _same_rank(rows: _Rows, anchor: Ints, ranks: int) -> Ints:
+    """For each row of parts the row of the same rank in the anchor; -1 without one."""
+    key = rows.inst * ranks + rows.part
+    order = np.argsort(key, kind="stable")
+    if not order.size:
+        return order
+    wanted = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * ranks + rows.part, -1)
+    found = order[np.minimum(np.searchsorted(key[order], wanted), order.size - 1)]
+    return np.where((wanted >= 0) & (key[found] == wanted), found, -1)
+
+
+def _bases(ranks: Sequence[RankPart], rows: _Rows, anchor_part: Ints) -> Ints:
+    """Where counting begins: end of the anchor, else start of the step (where all know it), else of the recording."""
+    base = (
+        np.where(anchor_part >= 0, rows.end_place[np.maximum(anchor_part, 0)], -1) if anchor_part.size else anchor_part
+    )
+    in_step = np.full(base.size, -1, dtype=np.int64)
+    for number, one in enumerate(ranks):
+        mine = np.flatnonzero((rows.part == number) & (anchor_part < 0))
+        starts = dict(zip(one.steps["step"].to_list(), one.steps["start_ns"].to_list(), strict=True))
+        if mine.size and starts:
+            times = np.array([starts.get(step, -1) for step in rows.step[mine].tolist()], dtype=np.int64)
+            places = one.ledger.at(np.maximum(times, one.ledger.time_ns[0]))
+            in_step[mine] = np.where((times >= 0) & (places <= rows.start_place[mine]), places, -1)
+    free = anchor_part < 0
+    all_know = np.ones(int(rows.inst.max(initial=-1)) + 1, dtype=np.bool_)
+    np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
+    base[free] = np.where(all_know[rows.inst[free]], in_step[free], 0)
+    return np.where(base <= rows.start_place, base, -1)
+
+
+def _others(rows: _Rows, base: Ints) -> Bools:
+    """The middle half, by arrival, of those that were not last."""
+    size = np.bincount(rows.inst)
+    first = np.concatenate([[0], np.cumsum(size)[:-1]])[: size.size]
+    order = np.lexsort((rows.begun, rows.last, rows.inst))  # in each collective by arrival, the last at the end
+    at = np.empty(order.size, dtype=np.int64)
+    at[order] = np.arange(order.size) - first[rows.inst[order]]
+    rest = size[rows.inst] - 1
+    low = rest // 4
+    found: Bools = (at >= low) & (at < rest - low) & (base >= 0)
+    return found
+
+
+def _spent(ranks: Sequence[RankPart], rows: _Rows, base: Ints) -> Ints:
+    """What each row of parts spent since counting began, by class; shape (parts, classes)."""
+    spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)
+    for number, one in enumerate(ranks):
+        mine = np.flatnonzero(rows.part == number)
+        spent[mine] = one.ledger.sums[rows.start_place[mine]] - one.ledger.sums[np.maximum(base[mine], 0)]
+    return spent
+
+
+def _excess(rows: _Rows, spent: Ints, others: Bools, many: int) -> tuple[Ints, Ints]:
+    """Lateness against the mean of the others, and its parts; what the classes do not hold lies before the base."""
+    inst, last = rows.inst[others], np.flatnonzero(rows.last)
+    count = np.maximum(np.bincount(inst, minlength=many), 1)
+
+    def beyond(values: Ints) -> Ints:
+        # against the last arriver's own, so that times since 1970 keep their digits
+        less = np.zeros(many, dtype=np.int64)
+        np.add.at(less, inst, values[last][inst] - values[others])
+        difference: Ints = np.rint(less / count).astype(np.int64)
+        return difference
+
+    late = beyond(rows.begun)
+    excess = np.zeros((many, len(CAUSE_NAMES)), dtype=np.int64)
+    for number in range(len(CLASSES)):
+        column = np.ascontiguousarray(spent[:, number])
+        if column.any():
+            excess[:, number] = beyond(column)
+    excess[:, -1] = late - excess[:, :-1].sum(axis=1)
+    return late, excess
+
+
+def _followed(rows: _Rows, base: Ints, cause: Ints) -> Ints:
+    """Where communication made a rank late: the collective in which it then waited longest."""
+    last = np.flatnonzero(rows.last)
+    follow = np.full(last.size, -1, dtype=np.int64)
+    wanted = np.flatnonzero(cause == _COMMUNICATION)
+    rows_of: dict[int, Ints] = {}
+    for number in np.unique(rows.part[last[wanted]]).tolist():
+        mine = np.flatnonzero(rows.part == number)
+        rows_of[number] = mine[np.argsort(rows.end_place[mine], kind="stable")]
+    for number in wanted.tolist():
+        row = int(last[number])
+        mine = rows_of[int(rows.part[row])]
+        low = np.searchsorted(rows.end_place[mine], base[row], side="right")
+        high = np.searchsorted(rows.end_place[mine], rows.start_place[row], side="right")
+        inside = mine[low:high]
+        inside = inside[(rows.inst[inside] != number) & (rows.wait[inside] > 0)]
+        if inside.size:
+            follow[number] = rows.inst[inside[int(np.argmax(rows.wait[inside]))]]
+    return follow
+
+
+def roots(found: Lateness, met_ns: Ints) -> Ints:
+    """The collective at the end of each chain; a chain goes back in time, so it has an end."""
+    root = np.arange(met_ns.size)
+    earlier = (found.follow >= 0) & (met_ns[np.maximum(found.follow, 0)] < met_ns) if met_ns.size else found.follow >= 0
+    forward = np.where(earlier, found.follow, -1)
+    for _ in range(_DEEPEST):
+        onward = forward[root]
+        if (onward < 0).all():
+            break
+        root = np.where(onward >= 0, onward, root)
+    return root

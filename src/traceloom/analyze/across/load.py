@@ -1,0 +1,102 @@
+"""What a rank had to do in each step: compute, embedding tables, bytes exchanged, tokens, memory."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+
+from traceloom.analyze.classify import gpu_work
+from traceloom.model import Trace
+
+MEASURES = ("compute_ns", "embedding_ns", "exchanged_bytes", "tokens", "memory_bytes")
+LOAD_SCHEMA = pl.Schema({"step": pl.Int32(), **{name: pl.Int64() for name in MEASURES}})
+
+# Kernels of embedding tables: PyTorch's, FBGEMM's table-batched ones, and TorchRec's by their op.
+EMBEDDING = r"(?i)embedding|split_?emb|_tbe_|\btbe\b"
+NO_TABLE = r"(?i)rotary|rope|position"
+EXCHANGES = ("all_to_all",)
+
+
+def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
+    """The load of each step; one row with step null for a trace without steps.
+
+    Returns:
+        step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of them, those of embedding
+        tables; null where none ran in the whole trace), exchanged_bytes (sent in all-to-alls; null where unknown),
+        tokens (indices looked up in the largest table of `aten::embedding`; null where shapes are not recorded),
+        memory_bytes (most that was allocated on a device; null where allocations are not recorded).
+    """
+    stepped = trace.steps.height > 0
+    steps = trace.steps.select("step") if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
+    parts = [_compute(trace), _exchanged(calls), _tokens(trace), _memory(trace)]
+    out = steps
+    for part in parts:
+        rows = part if stepped else part.with_columns(pl.lit(None, pl.Int32).alias("step"))
+        sums = rows.group_by("step").agg(
+            pl.col("memory_bytes").max() if name == "memory_bytes" else _whole(name)
+            for name in rows.columns
+            if name != "step"
+        )
+        out = out.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left")
+    embeds = bool((out["embedding_ns"] > 0).any())
+    embedding = pl.col("embedding_ns").fill_null(0) if embeds else pl.lit(None, pl.Int64)
+    return out.select("step", pl.col("compute_ns").fill_null(0), embedding.alias("embedding_ns"), *MEASURES[2:]).cast(
+        dict(LOAD_SCHEMA)  # type: ignore[arg-type]
+    )
+
+
+def _whole(name: str) -> pl.Expr:
+    return pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name)
+
+
+def _compute(trace: Trace) -> pl.DataFrame:
+    work = gpu_work(trace).filter(pl.col("category") == "compute")
+    took = pl.col("end_ns") - pl.col("start_ns")
+    names = (
+        work.select("name")
+        .unique()
+        .with_columns((pl.col("name").str.contains(EMBEDDING) & ~pl.col("name").str.contains(NO_TABLE)).alias("embeds"))
+    )
+    told = work.select("name", compute_ns=took).with_columns(trace.events["step"].gather(work["event"]))
+    told = told.join(names, on="name", how="left", maintain_order="left")
+    return told.select("step", "compute_ns", pl.when("embeds").then("compute_ns").otherwise(0).alias("embedding_ns"))
+
+
+def _exchanged(calls: pl.DataFrame) -> pl.DataFrame:
+    return calls.filter(pl.col("kind").is_in(EXCHANGES)).select("step", pl.col("in_bytes").alias("exchanged_bytes"))
+
+
+def _tokens(trace: Trace) -> pl.DataFrame:
+    none = pl.DataFrame(schema={"step": pl.Int32(), "tokens": pl.Int64()})
+    looks_up = (pl.col("category") == "op") & (pl.col("name") == "aten::embedding")
+    ops = trace.events.filter(looks_up).select("event", "step")
+    shaped = ops.join(trace.tensors.select("event", "shapes"), on="event", how="inner", maintain_order="left")
+    if not shaped.height:
+        return none
+    table = {text: _looked_up(text) for text in shaped["shapes"].unique().to_list()}
+    rows = [(step, *table[text]) for step, text in shaped.select("step", "shapes").iter_rows()]
+    schema = {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}
+    found = pl.DataFrame(rows, schema=schema, orient="row").drop_nulls("tokens")
+    return found.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens") if found.height else none
+
+
+def _looked_up(shapes: str | None) -> tuple[int | None, int | None]:
+    """Rows of the table, and how many indices are looked up in it."""
+    try:
+        dims = json.loads(shapes or "[]")
+    except ValueError:
+        return None, None
+    if not isinstance(dims, list) or len(dims) < 2 or not all(isinstance(dim, list) for dim in dims[:2]):
+        return None, None
+    if not dims[0] or not dims[1] or not all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1])):
+        return None, None
+    number = 1
+    for n in dims[1]:
+        number = min(number * n, 2**62)
+    return dims[0][0], number
+
+
+def _memory(trace: Trace) -> pl.DataFrame:
+    on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
+    return on_device.select("step", pl.col("allocated_bytes").alias("memory_bytes"))

@@ -1,0 +1,263 @@
+"""Collectives joined over ranks, on one clock: who came when, who waited for whom, and how long the transfer took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.across.rank_part import RankPart
+from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
+from traceloom.link.collectives import join_parts
+from traceloom.link.meeting import FROM_ROOT, TO_ROOT
+from traceloom.model.notice import Notice
+
+Ints = NDArray[np.int64]
+
+PART_SCHEMA = pl.Schema(
+    {
+        "instance": pl.Int64(),
+        "part": pl.Int64(),
+        "rank": pl.Int32(),
+        "event": pl.UInt32(),
+        "step": pl.Int32(),
+        "start_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        "wait_ns": pl.Int64(),
+        "launch_skew_ns": pl.Int64(),
+        "arrival_wait_ns": pl.Int64(),
+        "transfer_ns": pl.Int64(),
+        "late_ns": pl.Int64(),
+        "last": pl.Boolean(),
+    }
+)
+INSTANCE_SCHEMA = pl.Schema(
+    {
+        "instance": pl.Int64(),
+        "step": pl.Int32(),
+        "kind": pl.String(),
+        "group": pl.String(),
+        "group_size": pl.Int32(),
+        "sequence": pl.Int64(),
+        "size_bytes": pl.Int64(),
+        "recorded": pl.Int32(),
+        "whole": pl.Boolean(),
+        "evidence": pl.String(),
+        "start_ns": pl.Int64(),
+        "met_ns": pl.Int64(),
+        "start_skew_ns": pl.Int64(),
+        "end_skew_ns": pl.Int64(),
+        "first_rank": pl.Int32(),
+        "last_rank": pl.Int32(),
+        "alone_ns": pl.Int64(),
+        "wait_ns": pl.Int64(),
+        "launch_skew_ns": pl.Int64(),
+        "arrival_wait_ns": pl.Int64(),
+        "transfer_ns": pl.Int64(),
+        "transfer_gb_per_s": pl.Float64(),
+    }
+)
+CLOCK_SCHEMA = pl.Schema(
+    {
+        "host": pl.String(),
+        "ranks": pl.Int32(),
+        "offset_ns": pl.Int64(),
+        "drift": pl.Float64(),
+        "residual_ns": pl.Int64(),
+        "meetings": pl.Int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Collectives of several ranks that belong together.
+
+    Attributes:
+        parts: One row per rank of each collective, by instance, then arrival (last arriver last): times on the job's
+            clock, duration_ns = wait_ns + transfer_ns, wait_ns = launch_skew_ns + arrival_wait_ns (both null where the
+            launch of the last arriver is not recorded), late_ns (own start - first start), last; step is this rank's.
+        instances: One row per collective. `recorded` ranks of `group_size`; `whole` where all are recorded (null where
+            the size of the group is not known). `alone_ns`: how much later the last came than the last but one.
+            `transfer_ns`: median over the ranks. `transfer_gb_per_s`: bus bandwidth of the transfer alone.
+        clocks: One row per host: what was added to its times, and the residual of the fit.
+        place: Per rank part: its place in `parts`' rank column (ranks that the files do not say get free numbers).
+        ranks: The rank of each part.
+        hosts: The host of each part.
+        notices: What did not match.
+        unmatched: Calls that found no partner on another recorded rank: rank, kind, group, count.
+    """
+
+    parts: pl.DataFrame
+    instances: pl.DataFrame
+    clocks: pl.DataFrame
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    clock_of: tuple[Clock, ...]
+    notices: tuple[Notice, ...]
+    unmatched: pl.DataFrame
+
+
+def numbered(parts: Sequence[RankPart]) -> tuple[int, ...]:
+    """The rank of each part; one that does not say it gets the lowest that is free."""
+    known = [part.rank for part in parts]
+    free = iter(number for number in range(2 * len(parts) + 1) if number not in known)
+    return tuple(next(free) if rank is None else rank for rank in known)
+
+
+def match(parts: Sequence[RankPart]) -> Matched:
+    """Join the collectives of ranks, correct their clocks by them, and split each into waiting and transfer."""
+    ranks = numbered(parts)
+    hosts = tuple(part.host or f"rank {rank}" for part, rank in zip(parts, ranks, strict=True))
+    calls = _calls(parts, ranks)
+    joined = join_parts(calls)
+    found = calls.with_columns(
+        pl.Series("instance", joined.instance), pl.Series("evidence", joined.evidence, dtype=pl.String)
+    )
+    together = found.filter(pl.col("instance") >= 0)
+    host_of = dict(enumerate(hosts))
+    ends = together.filter(pl.col("kind").is_in(ENDS_TOGETHER)).with_columns(
+        pl.col("part").replace_strict(host_of, default=None, return_dtype=pl.String).alias("host")
+    )
+    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    clock_of = tuple(fitted[host] for host in hosts)
+    timed = _on_job_clock(together, clock_of)
+    rows = _split(timed)
+    unmatched = (
+        found.filter((pl.col("instance") < 0) & ((pl.col("group_size") != 1) | pl.col("group_size").is_null()))
+        .group_by("rank", "kind", "group", maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("count"))
+        .sort("rank", "kind", "group", nulls_last=True)
+    )
+    return Matched(
+        rows.select(list(PART_SCHEMA)).cast(dict(PART_SCHEMA)),  # type: ignore[arg-type]
+        _instances(rows),
+        _clock_table(hosts, fitted),
+        ranks,
+        hosts,
+        clock_of,
+        joined.notices,
+        unmatched,
+    )
+
+
+_COLUMNS = (
+    "event", "step", "kind", "group", "group_size", "sequence", "in_bytes", "peer", "launch_ns", "start_ns",
+    "size_bytes", "bus_factor", "members",
+)  # fmt: skip
+
+
+def _calls(parts: Sequence[RankPart], ranks: Sequence[int]) -> pl.DataFrame:
+    """The calls of all ranks, in the columns that joining wants; of a rank with kernels only these."""
+    frames = []
+    for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
+        where = "device" if part.ledger.device is not None else "host"
+        mine = part.calls.filter(pl.col("where") == where, ~pl.col("kind").is_in(["layout"]).fill_null(value=False))
+        frames.append(
+            mine.select(
+                pl.lit(number, pl.Int64).alias("part"),
+                pl.lit(rank, pl.Int32).alias("rank"),
+                *_COLUMNS,
+                (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
+            )
+        )
+    return pl.concat(frames).with_columns(
+        pl.col("kind").replace({"recv": "receive"}),
+        pl.col("members").alias("ranks"),
+        pl.lit(None, pl.Int64).alias("tag"),
+    )
+
+
+def _on_job_clock(calls: pl.DataFrame, clocks: Sequence[Clock]) -> pl.DataFrame:
+    """The times of every part on the job's clock; durations stay as recorded."""
+    if all(clock == Clock(0, 0.0, clock.since_ns, clock.residual_ns, clock.meetings) for clock in clocks):
+        return calls
+    part = calls["part"].to_numpy()
+    moved = {name: calls[name].fill_null(0).to_numpy().copy() for name in ("start_ns", "end_ns", "launch_ns")}
+    for number, clock in enumerate(clocks):
+        here = part == number
+        for values in moved.values():
+            values[here] = clock.corrected(values[here])
+    launch = pl.when(pl.col("launch_ns").is_not_null()).then(pl.Series("launch_ns", moved["launch_ns"]))
+    return calls.with_columns(
+        pl.Series("start_ns", moved["start_ns"]), pl.Series("end_ns", moved["end_ns"]), launch.alias("launch_ns")
+    )
+
+
+def _split(calls: pl.DataFrame) -> pl.DataFrame:
+    """Waiting and transfer of every part; rows by instance and arrival."""
+    kind, own = pl.col("kind").fill_null(""), pl.col("peer") == pl.col("rank")
+    root, rootless = own.fill_null(value=False), pl.col("peer").is_null()
+    gives = ~kind.is_in(FROM_ROOT) | root | rootless
+    takes = (~kind.is_in(TO_ROOT) | root | rootless) & ~(kind.is_in(FROM_ROOT) & root)
+    rows = calls.with_columns(gives.alias("gives"), takes.alias("takes")).sort(
+        "instance", "gives", "start_ns", "rank"
+    )  # fmt: skip
+    by = "instance"
+    rows = rows.with_columns(
+        pl.col("start_ns").filter("gives").max().over(by).alias("met_ns"),
+        pl.col("start_ns").min().over(by).alias("first_ns"),
+        pl.col("launch_ns").last().over(by).alias("last_launch_ns"),
+        (pl.int_range(pl.len()).over(by) == pl.len().over(by) - 1).alias("last"),
+    )
+    duration = pl.col("end_ns") - pl.col("start_ns")
+    until_met = (pl.col("met_ns") - pl.col("start_ns")).clip(0)
+    wait = pl.when("takes").then(pl.min_horizontal(until_met, duration)).otherwise(0)
+    rows = rows.with_columns(duration.alias("duration_ns"), wait.alias("wait_ns"))
+    launched = pl.min_horizontal("last_launch_ns", "met_ns") - pl.col("start_ns")
+    skew = pl.when(pl.col("last_launch_ns").is_not_null()).then(pl.min_horizontal(launched.clip(0), "wait_ns"))
+    return rows.with_columns(
+        skew.alias("launch_skew_ns"),
+        (pl.col("wait_ns") - skew).alias("arrival_wait_ns"),
+        (pl.col("duration_ns") - pl.col("wait_ns")).alias("transfer_ns"),
+        (pl.col("start_ns") - pl.col("first_ns")).alias("late_ns"),
+    )
+
+
+def _instances(rows: pl.DataFrame) -> pl.DataFrame:
+    start = pl.col("start_ns")
+    pair = pl.col("kind").first().is_in(["send", "receive"])
+    size = pl.when(pair).then(2).otherwise(pl.col("group_size").first())
+    frame = rows.group_by("instance", maintain_order=True).agg(
+        pl.col("step").last(),
+        pl.col("kind").first(),
+        pl.col("group").first(),
+        size.alias("group_size"),
+        pl.col("sequence").first(),
+        pl.col("size_bytes").max(),
+        pl.len().alias("recorded"),
+        pl.col("evidence").first(),
+        start.min(),
+        pl.col("met_ns").first(),
+        (start.max() - start.min()).alias("start_skew_ns"),
+        (pl.col("end_ns").max() - pl.col("end_ns").min()).alias("end_skew_ns"),
+        pl.col("rank").sort_by("start_ns").first().alias("first_rank"),
+        pl.col("rank").last().alias("last_rank"),
+        (start.last() - start.slice(0, pl.len() - 1).max()).clip(0).alias("alone_ns"),
+        pl.col("wait_ns").sum(),
+        _sum("launch_skew_ns"),
+        _sum("arrival_wait_ns"),
+        pl.col("transfer_ns").median().cast(pl.Int64),
+        pl.col("bus_factor").first(),
+    )
+    rate = pl.when(pl.col("transfer_ns") > 0).then(pl.col("size_bytes") * pl.col("bus_factor") / pl.col("transfer_ns"))
+    return (
+        frame.with_columns((pl.col("recorded") >= pl.col("group_size")).alias("whole"), rate.alias("transfer_gb_per_s"))
+        .select(list(INSTANCE_SCHEMA))
+        .cast(dict(INSTANCE_SCHEMA))  # type: ignore[arg-type]
+    )
+
+
+def _sum(column: str) -> pl.Expr:
+    return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum()).alias(column)
+
+
+def _clock_table(hosts: Sequence[str], clocks: dict[str, Clock]) -> pl.DataFrame:
+    rows = [
+        (host, sum(one == host for one in hosts), clock.offset_ns, clock.drift, clock.residual_ns, clock.meetings)
+        for host, clock in clocks.items()
+    ]
+    return pl.DataFrame(rows, schema=CLOCK_SCHEMA, orient="row")
