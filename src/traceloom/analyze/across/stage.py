@@ -22,6 +22,8 @@ STAGE_SCHEMA = pl.Schema(
         "other_ns": pl.Int64(),
         "receives_from": pl.Int32(),
         "sends_to": pl.Int32(),
+        "first_receive_ns": pl.Int64(),
+        "first_send_ns": pl.Int64(),
         "send_count": pl.Int64(),
         "receive_count": pl.Int64(),
     }
@@ -36,7 +38,7 @@ def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         pair_before_ns, pair_inside_ns, pair_after_ns (time in sends and receives that compute does not hide, before,
         between and after those), other_ns (other communication between them that compute does not hide),
         receives_from and sends_to (peer of the first receive and of the first send; null without one or where unknown),
-        send_count, receive_count.
+        first_receive_ns and first_send_ns (their starts), send_count, receive_count.
     """
     pairs = calls.filter(pl.col("kind").is_in(PAIRS))
     if not pairs.height:
@@ -73,7 +75,12 @@ def _times(compute: pl.DataFrame, talk: pl.DataFrame) -> dict[str, int | None]:
         "pair_after_ns": after,
         "other_ns": int(coverage(rest, cuts[0][1:2], cuts[1][1:2])[0]),
     }
-    for kind, peer, number in (("recv", "receives_from", "receive_count"), ("send", "sends_to", "send_count")):
+    for kind, word, peer in (("recv", "receive", "receives_from"), ("send", "send", "sends_to")):
         mine = pairs.filter(pl.col("kind") == kind).sort("start_ns")
-        said |= {peer: mine["peer"][0] if mine.height else None, number: mine.height}
+        begun = mine["start_ns"][0] if mine.height else None
+        said |= {
+            peer: mine["peer"][0] if mine.height else None,
+            f"first_{word}_ns": begun,
+            f"{word}_count": mine.height,
+        }
     return said

@@ -1,0 +1,121 @@
+"""Who arrived last at each collective of a job, why, and whom it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.analyze.across import blame
+from traceloom.analyze.across.chain import chains
+from traceloom.analyze.across.imbalance import Imbalance, imbalance
+from traceloom.analyze.across.lateness import lateness
+from traceloom.analyze.across.matched import Matched, match
+from traceloom.analyze.across.pipeline import Pipeline, pipeline
+from traceloom.analyze.across.rank_part import RankPart, rank_part
+from traceloom.analyze.across.slow_steps import SlowSteps, slow_steps
+from traceloom.model import Session
+from traceloom.model.notice import Notice
+from traceloom.model.result import Result
+
+CHAINS = 20
+
+
+@dataclass(frozen=True)
+class AcrossRanks(Result):
+    """The ranks of a job against each other. Definitions: docs/concepts/across-ranks.md.
+
+    Attributes:
+        collectives: One row per collective that at least two ranks hold, by order: who came first and last, how long
+            the others waited (wait_ns = launch_skew_ns + arrival_wait_ns), the transfer, how late the last one was
+            (late_ns = explained_ns + unexplained_ns), its main cause, and the rank and cause where the chain ends.
+        parts: One row per rank of each: wait_ns + transfer_ns = duration_ns.
+        chains: The links of the longest waits (`chain.py`).
+        ranks: Per rank: own waits, waits of others for it (blame_ns), those that chains end at (root_ns).
+        hosts: The same per host.
+        reasons: By rank and cause at the ends of the chains.
+        heat: Steps × ranks.
+        clocks: How clocks were corrected, with the residual.
+        unmatched: Calls without a partner on another recorded rank.
+        slow: Slow steps.
+        balance: Imbalance of load.
+        pipeline: Stages and bubbles.
+        notices: What did not match, and what the result cannot see.
+    """
+
+    collectives: pl.DataFrame
+    parts: pl.DataFrame
+    chains: pl.DataFrame
+    ranks: pl.DataFrame
+    hosts: pl.DataFrame
+    reasons: pl.DataFrame
+    heat: pl.DataFrame
+    clocks: pl.DataFrame
+    unmatched: pl.DataFrame
+    slow: SlowSteps
+    balance: Imbalance
+    pipeline: Pipeline
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def collective_ns(self) -> int:
+        """Time in matched collectives, added over ranks."""
+        return int(self.parts["duration_ns"].sum())
+
+    @property
+    def wait_ns(self) -> int:
+        """The part of it that was waiting."""
+        return int(self.parts["wait_ns"].sum())
+
+
+def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CHAINS) -> AcrossRanks:
+    """Compare the ranks of a job.
+
+    Args:
+        session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
+        chain_count: For how many of the longest waits the chain of causes is written out.
+    """
+    parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
+    parts = _one_each(parts)
+    matched = match(parts)
+    late = lateness(parts, matched)
+    collectives = blame.with_causes(matched, late)
+    ranks = blame.by_rank(matched, collectives)
+    return AcrossRanks(
+        collectives,
+        matched.parts,
+        chains(parts, matched, collectives, late, chain_count),
+        ranks,
+        blame.by_host(ranks),
+        blame.reasons(collectives),
+        blame.heat(matched, collectives),
+        matched.clocks,
+        matched.unmatched,
+        slow_steps(parts),
+        imbalance(parts),
+        pipeline(parts, matched),
+        (*matched.notices, *_partial(parts, matched)),
+    )
+
+
+def _one_each(parts: list[RankPart]) -> list[RankPart]:
+    """One part per rank: of several windows of a rank the one with most communication."""
+    best: dict[object, RankPart] = {}
+    for number, part in enumerate(parts):
+        key: object = part.rank if part.rank is not None else f"unknown {number}"
+        if key not in best or part.calls.height > best[key].calls.height:
+            best[key] = part
+    return list(best.values())
+
+
+def _partial(parts: Sequence[RankPart], matched: Matched) -> list[Notice]:
+    world = max((part.world_size for part in parts if part.world_size is not None), default=None)
+    if world is None or len(parts) < 2 or len(parts) >= world or not any(part.calls.height for part in parts):
+        return []
+    cut = matched.instances.filter(~pl.col("whole").fill_null(value=False)).height
+    said = (
+        f"{len(parts)} of {world} ranks are recorded: the last to arrive at a collective may be one that is not, and "
+        f"waits are at least what is shown; {cut} of {matched.instances.height} joined collectives miss ranks"
+    )
+    return [Notice("ranks-missing", "warning", said, world - len(parts))]

@@ -1,0 +1,129 @@
+"""Who made whom wait: by rank, by host, by step, and by reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, CauseType, Lateness, roots
+from traceloom.analyze.across.matched import INSTANCE_SCHEMA, Matched
+
+COLLECTIVE_SCHEMA = pl.Schema(
+    {
+        **INSTANCE_SCHEMA,
+        "late_ns": pl.Int64(),
+        "cause": CauseType,
+        "cause_ns": pl.Int64(),
+        "explained_ns": pl.Int64(),
+        "unexplained_ns": pl.Int64(),
+        "root_instance": pl.Int64(),
+        "root_rank": pl.Int32(),
+        "root_cause": CauseType,
+    }
+)
+RANK_SCHEMA = pl.Schema(
+    {
+        "rank": pl.Int32(),
+        "host": pl.String(),
+        "collective_count": pl.Int64(),
+        "last_count": pl.Int64(),
+        "wait_ns": pl.Int64(),
+        "blame_ns": pl.Int64(),
+        "root_ns": pl.Int64(),
+        "alone_ns": pl.Int64(),
+    }
+)
+HOST_SCHEMA = pl.Schema(
+    {"host": pl.String(), **{name: RANK_SCHEMA[name] for name in RANK_SCHEMA if name not in ("rank", "host")}}
+)
+HEAT_SCHEMA = pl.Schema(
+    {"step": pl.Int32(), "rank": pl.Int32(), "wait_ns": pl.Int64(), "blame_ns": pl.Int64(), "root_ns": pl.Int64()}
+)
+REASON_SCHEMA = pl.Schema(
+    {
+        "rank": pl.Int32(),
+        "cause": CauseType,
+        "collective_count": pl.Int64(),
+        "waited_ns": pl.Int64(),
+        "late_ns": pl.Int64(),
+        "most_late_ns": pl.Int64(),
+    }
+)
+
+
+def with_causes(matched: Matched, found: Lateness) -> pl.DataFrame:
+    """The instances with why their last rank was late and where the chain of causes ends."""
+    frame = matched.instances
+    rows = np.arange(frame.height)
+    root = roots(found, frame["met_ns"].to_numpy())
+    names = pl.Series(list(CAUSE_NAMES), dtype=CauseType)
+    nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
+    lost = found.excess_ns[:, nameless].sum(axis=1)
+    return (
+        frame.with_columns(
+            pl.Series("late_ns", found.late_ns),
+            names.gather(found.cause).alias("cause"),
+            pl.Series("cause_ns", found.excess_ns[rows, found.cause] if rows.size else rows),
+            pl.Series("explained_ns", found.late_ns - lost),
+            pl.Series("unexplained_ns", lost),
+            frame["instance"].gather(root).alias("root_instance"),
+            frame["last_rank"].gather(root).alias("root_rank"),
+            names.gather(found.cause[root]).alias("root_cause"),
+        )
+        .select(list(COLLECTIVE_SCHEMA))
+        .cast(dict(COLLECTIVE_SCHEMA))  # type: ignore[arg-type]
+    )
+
+
+def by_rank(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
+    """How long each rank waited, and how long the others waited for it."""
+    schema = {"rank": pl.Int32(), "host": pl.String()}
+    hosts = pl.DataFrame({"rank": matched.ranks, "host": matched.hosts}, schema=schema)
+    waits = matched.parts.group_by("rank").agg(
+        pl.len().alias("collective_count"), pl.col("last").sum().alias("last_count"), pl.col("wait_ns").sum()
+    )
+    blame = collectives.group_by(rank="last_rank").agg(
+        pl.col("wait_ns").sum().alias("blame_ns"), pl.col("alone_ns").sum()
+    )
+    root = collectives.group_by(rank="root_rank").agg(pl.col("wait_ns").sum().alias("root_ns"))
+    out = hosts.unique("rank", keep="first", maintain_order=True)
+    for part in (waits, blame, root):
+        out = out.join(part, on="rank", how="left", maintain_order="left")
+    filled = out.with_columns(pl.col(name).fill_null(0) for name in RANK_SCHEMA if name not in ("rank", "host"))
+    return filled.select(list(RANK_SCHEMA)).cast(dict(RANK_SCHEMA)).sort("rank")  # type: ignore[arg-type]
+
+
+def by_host(ranks: pl.DataFrame) -> pl.DataFrame:
+    """The same, added over the ranks of each host."""
+    sums = ranks.group_by("host", maintain_order=True).agg(pl.col(name).sum() for name in HOST_SCHEMA if name != "host")
+    return sums.sort("root_ns", "host", descending=[True, False])
+
+
+def heat(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Steps × ranks: how long each rank waited in a step, and how long it kept others waiting."""
+    waits = matched.parts.group_by("step", "rank").agg(pl.col("wait_ns").sum())
+    blame = collectives.group_by("step", rank="last_rank").agg(pl.col("wait_ns").sum().alias("blame_ns"))
+    root = collectives.group_by("step", rank="root_rank").agg(pl.col("wait_ns").sum().alias("root_ns"))
+    keys = pl.concat([part.select("step", "rank") for part in (waits, blame, root)]).unique()
+    for part in (waits, blame, root):
+        keys = keys.join(part, on=["step", "rank"], how="left", nulls_equal=True)
+    filled = keys.with_columns(pl.col(name).fill_null(0) for name in ("wait_ns", "blame_ns", "root_ns"))
+    ordered = filled.select(list(HEAT_SCHEMA)).cast(dict(HEAT_SCHEMA))  # type: ignore[arg-type]
+    return ordered.sort("step", "rank", nulls_last=True)
+
+
+def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
+    """By the rank and the cause where chains end: how long others waited for that, the largest first."""
+    return (
+        collectives.filter(pl.col("wait_ns") > 0)
+        .group_by(rank="root_rank", cause="root_cause")
+        .agg(
+            pl.len().alias("collective_count"),
+            pl.col("wait_ns").sum().alias("waited_ns"),
+            pl.col("late_ns").sum(),
+            pl.col("late_ns").max().alias("most_late_ns"),
+        )
+        .select(list(REASON_SCHEMA))
+        .cast(dict(REASON_SCHEMA))  # type: ignore[arg-type]
+        .sort("waited_ns", "rank", "cause", descending=[True, False, False])
+    )

@@ -1,0 +1,108 @@
+"""Chains of causes, link by link, for the collectives in which most was waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.across.lateness import BEGAN, CAUSE_NAMES, CauseType, Lateness
+from traceloom.analyze.across.ledger import CLASSES
+from traceloom.analyze.across.matched import Matched
+from traceloom.analyze.across.rank_part import RankPart
+from traceloom.model.units import duration
+
+LINK_SCHEMA = pl.Schema(
+    {
+        "chain": pl.Int64(),
+        "link": pl.Int32(),
+        "instance": pl.Int64(),
+        "rank": pl.Int32(),
+        "late_ns": pl.Int64(),
+        "cause": CauseType,
+        "ns": pl.Int64(),
+        "detail": pl.String(),
+        "follows": pl.Int64(),
+    }
+)
+_LONGEST = 8
+_SMALL = 0.02  # of the lateness: smaller parts are told together
+_NAMES = 2  # in a detail
+
+
+def chains(
+    ranks: Sequence[RankPart], matched: Matched, collectives: pl.DataFrame, found: Lateness, most: int
+) -> pl.DataFrame:
+    """The chains of the `most` collectives with the longest waits.
+
+    Returns:
+        chain (instance it explains), link (0 = the last arriver of that), instance (whose last arriver the link is
+        about), rank, late_ns (of that rank there), cause, ns (parts of late_ns; they add up to it; small ones together
+        in a row with cause null), detail (what ran longer there than elsewhere), follows (the earlier collective that
+        the rank waited in: the next link is about its last arriver).
+    """
+    order = collectives.with_row_index("row").filter(pl.col("wait_ns") > 0)
+    worst = order.sort("wait_ns", "instance", descending=[True, False]).head(most)["row"].to_list()
+    numbers = collectives["instance"].to_list()
+    met = collectives["met_ns"].to_list()
+    rows: list[tuple[object, ...]] = []
+    known: dict[int, list[tuple[object, ...]]] = {}
+    for start in worst:
+        at, link = start, 0
+        while True:
+            if at not in known:
+                known[at] = _link(ranks, matched, found, at)
+            onward = int(found.follow[at])
+            goes_on = onward >= 0 and met[onward] < met[at] and link + 1 < _LONGEST
+            follows = numbers[onward] if goes_on else None
+            rank = collectives["last_rank"][at]
+            head = (numbers[start], link, numbers[at], rank, int(found.late_ns[at]))
+            rows += [(*head, *told, follows if told[0] == "communication" else None) for told in known[at]]
+            if not goes_on:
+                break
+            at, link = onward, link + 1
+    return pl.DataFrame(rows, schema=LINK_SCHEMA, orient="row")
+
+
+def _link(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: int) -> list[tuple[object, ...]]:
+    """(cause, ns, detail) of one last arriver, the largest first; they add up to its lateness."""
+    excess = found.excess_ns[at]
+    least = max(int(abs(int(found.late_ns[at])) * _SMALL), 1)
+    told = [
+        (CAUSE_NAMES[number], int(excess[number]), _detail(ranks, matched, found, at, CAUSE_NAMES[number]))
+        for number in np.argsort(-excess, kind="stable").tolist()
+        if abs(int(excess[number])) >= least
+    ]
+    rest = int(excess.sum()) - sum(ns for _, ns, _ in told)
+    return [*told, *([(None, rest, "smaller parts together")] if rest else [])]
+
+
+def _detail(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: int, cause: str) -> str | None:
+    """What of a class the rank spent more on than the others, by name."""
+    if cause == BEGAN or cause not in CLASSES:
+        return None
+    row = int(found.last_part[at])
+    instance = matched.parts["instance"][row]
+    low = int(matched.parts["instance"].search_sorted(instance, side="left"))
+    high = int(matched.parts["instance"].search_sorted(instance, side="right"))
+    others = low + np.flatnonzero(found.others[low:high])
+    mine = _names(ranks, matched, found, row, cause)
+    spread: dict[str, float] = {}
+    for other in others.tolist():
+        for name, ns in _names(ranks, matched, found, other, cause).items():
+            spread[name] = spread.get(name, 0.0) + ns / others.size
+    more = {name: ns - spread.get(name, 0.0) for name, ns in mine.items()}
+    largest = sorted(more.items(), key=lambda pair: -pair[1])[:_NAMES]
+    said = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
+    return "; ".join(said) or None
+
+
+def _names(ranks: Sequence[RankPart], matched: Matched, found: Lateness, row: int, cause: str) -> dict[str, int]:
+    """What one rank did of a class since counting began, by name."""
+    details = ranks[matched.parts["part"][row]].ledger.details
+    low, high = int(found.base_of_part[row]), int(found.start_of_part[row])
+    first = int(details["stretch"].search_sorted(low, side="left"))
+    last = int(details["stretch"].search_sorted(high, side="left"))
+    part = details.slice(first, last - first).filter(pl.col("class") == cause)
+    return dict(part.group_by("name").agg(pl.col("ns").sum()).rows())

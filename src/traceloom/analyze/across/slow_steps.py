@@ -1,0 +1,121 @@
+"""Steps that took longer than the others can explain, and what was different in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.across.ledger import ClassType
+from traceloom.analyze.across.matched import numbered
+from traceloom.analyze.across.rank_part import RankPart, breakdown_per_step
+from traceloom.model.result import Result
+
+# A step is slow where it is longer than the median by more than this many standard deviations, which are estimated by
+# 1.4826 × the median absolute deviation, and by more than 2 % of the median: with few equal steps the deviation is 0.
+DEVIATIONS = 3.5
+LEAST_SHARE = 0.02
+LEAST_STEPS = 4
+_MAD_TO_DEVIATION = 1.4826
+
+STEP_SCHEMA = pl.Schema(
+    {
+        "step": pl.Int32(),
+        "duration_ns": pl.Int64(),
+        "rank": pl.Int32(),
+        "rank_count": pl.Int32(),
+        "median_ns": pl.Int64(),
+        "limit_ns": pl.Int64(),
+        "slow": pl.Boolean(),
+        "over_ns": pl.Int64(),
+    }
+)
+DIFFERENCE_SCHEMA = pl.Schema(
+    {
+        "step": pl.Int32(),
+        "rank": pl.Int32(),
+        "class": ClassType,
+        "ns": pl.Int64(),
+        "usual_ns": pl.Int64(),
+        "more_ns": pl.Int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class SlowSteps(Result):
+    """Which steps were slow. The rule: docs/concepts/slow-steps.md.
+
+    Attributes:
+        steps: One row per step that every recorded rank holds completely: duration_ns (of the rank that took longest),
+            rank (that one), rank_count, median_ns (over the steps), limit_ns (what is still usual; null where there are
+            fewer than four steps), slow, over_ns (beyond the median).
+        differences: For each slow step its account on that rank: class, ns, usual_ns (median of the same class over
+            the steps that are not slow, on that rank), more_ns; the largest difference first. Classes that are 0 in
+            both are left out.
+    """
+
+    steps: pl.DataFrame
+    differences: pl.DataFrame
+
+
+def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
+    """Find slow steps of a run of any number of ranks."""
+    ranks = numbered(parts)
+    frames = [
+        part.steps.filter("complete").select(
+            "step", pl.lit(rank, pl.Int32).alias("rank"), (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
+        )
+        for part, rank in zip(parts, ranks, strict=True)
+    ]
+    every = pl.concat(frames)
+    steps = (
+        every.sort("duration_ns", descending=True)
+        .group_by("step", maintain_order=True)
+        .agg(pl.col("duration_ns").first(), pl.col("rank").first(), pl.len().alias("rank_count"))
+        .sort("step")
+    )
+    whole = steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
+    lengths = whole["duration_ns"].to_numpy()
+    median, limit = usual(lengths)
+    told = whole.with_columns(
+        pl.lit(median, pl.Int64).alias("median_ns"),
+        pl.lit(limit, pl.Int64).alias("limit_ns"),
+        (pl.col("duration_ns") > pl.lit(limit, pl.Int64)).fill_null(value=False).alias("slow"),
+        (pl.col("duration_ns") - pl.lit(median, pl.Int64)).alias("over_ns"),
+    )
+    told = told.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
+    return SlowSteps(told, _differences(parts, ranks, told))
+
+
+def usual(lengths: np.ndarray) -> tuple[int | None, int | None]:
+    """Median of step lengths, and the longest that still belongs to it; None with fewer than four steps."""
+    if not lengths.size:
+        return None, None
+    median = float(np.median(lengths))
+    if lengths.size < LEAST_STEPS:
+        return int(median), None
+    deviation = _MAD_TO_DEVIATION * float(np.median(np.abs(lengths - median)))
+    return int(median), int(median + max(DEVIATIONS * deviation, LEAST_SHARE * median))
+
+
+def _differences(parts: Sequence[RankPart], ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:
+    out = []
+    good = steps.filter(~pl.col("slow"))["step"].implode()
+    for part, rank in zip(parts, ranks, strict=True):
+        slow = steps.filter("slow", pl.col("rank") == rank)["step"]
+        if not slow.len():
+            continue
+        spent = breakdown_per_step(part)
+        normal = spent.filter(pl.col("step").is_in(good)).group_by("class").agg(pl.col("ns").median().alias("usual_ns"))
+        here = spent.filter(pl.col("step").is_in(slow.implode())).join(normal, on="class", how="left")
+        rows = here.with_columns(
+            pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
+        ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
+        out.append(rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0)).select(list(DIFFERENCE_SCHEMA)))
+    if not out:
+        return pl.DataFrame(schema=DIFFERENCE_SCHEMA)
+    rows = pl.concat(out).cast(dict(DIFFERENCE_SCHEMA))  # type: ignore[arg-type]
+    return rows.sort("step", "more_ns", "class", descending=[False, True, False])
