@@ -11,6 +11,7 @@ from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.graph_launches import graph_launches
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
+from traceloom.analyze.kernel_bound import kernel_bounds
 from traceloom.analyze.kernel_efficiency import kernel_efficiency
 from traceloom.analyze.kernel_kinds import kernel_kinds
 from traceloom.analyze.kernel_shapes import kernel_shapes
@@ -21,6 +22,7 @@ from traceloom.analyze.longest_gaps import longest_gaps
 from traceloom.analyze.memory import memory
 from traceloom.analyze.modules import modules
 from traceloom.analyze.operators import operators
+from traceloom.analyze.patterns import patterns
 from traceloom.analyze.quality import quality
 from traceloom.analyze.steps import step_times
 from traceloom.analyze.work_per_step import work_per_step
@@ -39,6 +41,7 @@ __all__ = [
     "graph_launches",
     "host",
     "idle",
+    "kernel_bounds",
     "kernel_efficiency",
     "kernel_kinds",
     "kernel_shapes",
@@ -48,6 +51,7 @@ __all__ = [
     "memory",
     "modules",
     "operators",
+    "patterns",
     "quality",
     "read_kind_rules",
     "read_rules",

@@ -1,0 +1,204 @@
+"""Which sequences of kernels occur again and again? What could be fused, or put into a graph.
+
+Definitions: docs/concepts/patterns.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.repeats import chosen, maximal_repeats
+from traceloom.analyze.submissions import Submissions, submissions
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+ELEMENTWISE = r"(?i)elementwise|^triton_poi_|pointwise"
+LONGEST = 64
+
+SEQUENCES = pl.Schema(
+    {
+        "sequence": pl.UInt32(),
+        "kind": pl.Enum(["sequence", "elementwise"]),
+        "count": pl.Int64(),
+        "length": pl.Int64(),
+        "launch_count": pl.Int64(),
+        "kernel_ns": pl.Int64(),
+        "gap_ns": pl.Int64(),
+        "span_ns": pl.Int64(),
+        "fraction": pl.Float64(),
+        "elementwise": pl.Boolean(),
+        "example": pl.UInt32(),
+        "names": pl.List(pl.String()),
+    }
+)
+OCCURRENCES = pl.Schema(
+    {
+        "sequence": pl.UInt32(),
+        "device": pl.Int32(),
+        "stream": pl.Int64(),
+        "step": pl.Int32(),
+        "first": pl.UInt32(),
+        "last": pl.UInt32(),
+        "start_ns": pl.Int64(),
+        "span_ns": pl.Int64(),
+    }
+)
+STEPS = pl.Schema(
+    {
+        "sequence": pl.UInt32(),
+        **{
+            f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
+            for value in ("call_count", "span_ns")
+            for how in ("mean", "min", "max")
+        },
+        "step_count": pl.Int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Patterns(Result):
+    """Frequent sequences of GPU work on one stream.
+
+    Attributes:
+        sequences: The largest gain first, `sequence` kind before `elementwise`: sequence (its number), kind (sequence:
+            among all work; elementwise: among runs of elementwise kernels only, the candidates for fusion), count
+            (occurrences that do not overlap), length (pieces of work), launch_count (calls that launch one of them, in
+            all occurrences), kernel_ns (summed durations), gap_ns (time inside in which nothing of the stream runs),
+            span_ns (first start to last end, summed), fraction (of the summed durations of all GPU work), elementwise
+            (whether all are elementwise kernels), example (row of the first work of the first one), names (in order).
+        occurrences: Where they are: sequence, device, stream, step, first and last (rows of work), start_ns, span_ns.
+        steps: Per sequence calls and span per whole step, as mean, min and max.
+        work_count: GPU work that was searched.
+    """
+
+    sequences: pl.DataFrame
+    occurrences: pl.DataFrame
+    steps: pl.DataFrame
+    work_count: int
+
+
+def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: int = 3, most: int = 25) -> Patterns:
+    """Find the sequences of GPU work that occur often.
+
+    Args:
+        trace: The trace.
+        shortest: Fewest pieces of work in a sequence.
+        longest: Most pieces of work in a sequence.
+        least: Fewest occurrences.
+        most: How many sequences of each kind.
+    """
+    made = submissions(trace)
+    words = vocabulary(trace)
+    code = words.code[made.row].astype(np.int64)
+    plain: Bools = words.matching(ELEMENTWISE)[code] & made.kernel if code.size else np.zeros(0, dtype=np.bool_)
+    bounds = (shortest, longest, least, most)
+    every = _search(code, made, np.zeros(code.size, dtype=np.bool_), bounds)
+    fused = _search(code, made, ~plain, bounds)
+    found = [*every, *fused]
+    if not found:
+        return Patterns(
+            pl.DataFrame(schema=SEQUENCES),
+            pl.DataFrame(schema=OCCURRENCES),
+            pl.DataFrame(schema=STEPS),
+            made.row.size,
+        )
+    places = _places(made, found)
+    first = np.cumsum([0, *(start.size for start, _ in found)])[:-1]
+    sequences = pl.DataFrame(
+        {
+            "sequence": np.arange(len(found)),
+            "kind": ["sequence"] * len(every) + ["elementwise"] * len(fused),
+            "count": [start.size for start, _ in found],
+            "length": [size for _, size in found],
+            **{name: np.add.reduceat(places[name], first) for name in _SUMS},
+            "elementwise": [bool(plain[start[0] : start[0] + size].all()) for start, size in found],
+            "example": [int(made.row[start[0]]) for start, _ in found],
+            "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in found],
+        }
+    ).with_columns((pl.col("kernel_ns") / max(int((made.end - made.start).sum()), 1)).alias("fraction"))
+    occurrences = _occurrences(trace, made, places)
+    steps = _steps(trace, occurrences)
+    return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size)
+
+
+_SUMS = ("launch_count", "kernel_ns", "gap_ns", "span_ns")
+
+
+def _places(made: Submissions, found: list[tuple[Ints, int]]) -> dict[str, Ints]:
+    """All occurrences of all sequences: where they begin and end, and what they add."""
+    counts = [start.size for start, _ in found]
+    low = np.concatenate([start for start, _ in found])
+    high = low + np.repeat([size for _, size in found], counts)
+    gap, length = _gaps(made), made.end - made.start
+    launched, busy, idle = (np.concatenate([[0], np.cumsum(values)]) for values in (_own_launch(made), length, gap))
+    between = np.column_stack([low, high]).ravel()
+    reach = np.maximum.reduceat(np.append(made.end, 0), between)[::2]
+    return {
+        "sequence": np.repeat(np.arange(len(found)), counts),
+        "low": low,
+        "high": high,
+        "launch_count": launched[high] - launched[low],
+        "kernel_ns": busy[high] - busy[low],
+        "gap_ns": idle[high] - idle[low + 1],  # the gap before the first is not inside
+        "span_ns": reach - made.start[low],
+    }
+
+
+def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:
+    """The chosen repeats between borders, as starts and lengths, the most time first; streams are searched together."""
+    shortest, longest, least, most = bounds
+    if not code.size:
+        return []
+    opens = np.flatnonzero(np.diff(made.lane, prepend=-1))
+    # one border before every stream, and one in the place of every piece that is left out
+    text = np.insert(np.where(border, -1, code), opens, -1)
+    place = np.insert(np.arange(code.size), opens, 0)
+    weight = np.insert(np.where(border, 0, made.end - made.start), opens, 0)
+    taken = chosen(text, maximal_repeats(text, shortest, longest), weight, least, most)
+    return [(place[start], length) for start, length in taken]
+
+
+def _gaps(made: Submissions) -> Ints:
+    """Time before each piece in which its stream did nothing; 0 for the first of a stream."""
+    gap = np.zeros(made.row.size, dtype=np.int64)
+    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
+        reach = np.maximum.accumulate(made.end[low:high])
+        gap[low + 1 : high] = np.maximum(made.start[low + 1 : high] - reach[:-1], 0)
+    return gap
+
+
+def _own_launch(made: Submissions) -> Ints:
+    """1 where the piece has a launch of its own, or is the first of its graph; unknown launches count as own."""
+    own: Ints = (made.first | ~made.known).astype(np.int64)
+    return own
+
+
+def _occurrences(trace: Trace, made: Submissions, places: dict[str, Ints]) -> pl.DataFrame:
+    low = places["low"]
+    told = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
+    told = told.with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in told.columns)
+    return pl.DataFrame(
+        {
+            "sequence": places["sequence"],
+            "device": told["device"],
+            "stream": told["stream"],
+            "step": trace.steps["step"].gather(told["step"].cast(pl.UInt32)),
+            "first": made.row[low],
+            "last": made.row[places["high"] - 1],
+            "start_ns": made.start[low],
+            "span_ns": places["span_ns"],
+        }
+    ).cast(OCCURRENCES)
+
+
+def _steps(trace: Trace, occurrences: pl.DataFrame) -> pl.DataFrame:
+    rows = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
+    told = per_step(rows, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
+    return told.select(list(STEPS)).cast(STEPS).sort("sequence")

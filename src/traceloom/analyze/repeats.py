@@ -1,0 +1,190 @@
+"""Sequences that occur again and again in a row of numbers, in n log n time.
+
+A *maximal repeat* is a stretch of at least two occurrences that can be made longer on neither side without losing one.
+All of them follow from the sorted suffixes: by prefix doubling the suffixes are sorted, their common prefixes and the
+intervals of equal prefixes follow, all with array operations and no step per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from traceloom.analyze.intervals import Bools, Ints
+
+_CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Maximal repeats; arrays of shape (repeats,).
+
+    Attributes:
+        order: Positions of the suffixes, sorted; shape (n,).
+        low: First place in `order` of the occurrences of each repeat.
+        count: Number of occurrences; they may overlap.
+        length: Length.
+    """
+
+    order: Ints
+    low: Ints
+    count: Ints
+    length: Ints
+
+    def occurrences(self, repeat: int) -> Ints:
+        """Where a repeat begins, ascending."""
+        low = int(self.low[repeat])
+        return np.sort(self.order[low : low + int(self.count[repeat])])
+
+
+def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
+    """All maximal repeats of a row of numbers with `shortest <= length <= longest`.
+
+    Args:
+        codes: Numbers >= 0; negative numbers are borders: no repeat crosses one, and no two borders are equal.
+        shortest: At least 1.
+        longest: At least `shortest`.
+    """
+    size = codes.size
+    nothing = np.zeros(0, dtype=np.int64)
+    if size < 2:
+        return Repeats(np.arange(size), nothing, nothing, nothing)
+    plain = codes.astype(np.int64)
+    border = np.flatnonzero(plain < 0)
+    plain[border] = plain.max(initial=0) + 1 + np.arange(border.size)
+    levels = _ranks(plain)
+    order = np.argsort(levels[-1], kind="stable")
+    common = _common(levels, order)
+    low, high, length = _intervals(common, shortest, longest)
+    before = np.where(order > 0, plain[order - 1], -1)
+    changes = np.concatenate([[0], np.cumsum(before[1:] != before[:-1])])
+    left = changes[high] > changes[low]  # not always the same number before it
+    at_border = (order[low] == 0) | np.isin(before[low], plain[border])
+    keep = left | at_border
+    return Repeats(order, low[keep], (high - low + 1)[keep], length[keep])
+
+
+def _ranks(codes: Ints) -> list[Ints]:
+    """Ranks of the stretches of length 1, 2, 4, ... from every position, until all differ."""
+    size = codes.size
+    rank = np.unique(codes, return_inverse=True)[1].astype(np.int64)
+    levels = [rank]
+    reach = 1
+    while reach < size and int(rank.max()) < size - 1:
+        following = np.zeros(size, dtype=np.int64)
+        following[:-reach] = rank[reach:] + 1
+        rank = np.unique(rank * (size + 1) + following, return_inverse=True)[1].astype(np.int64)
+        levels.append(rank)
+        reach *= 2
+    return levels
+
+
+def _common(levels: list[Ints], order: Ints) -> Ints:
+    """Length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for the first."""
+    size = order.size
+    left, right = order[:-1].copy(), order[1:].copy()
+    for level in range(len(levels) - 1, -1, -1):
+        inside = (left < size) & (right < size)
+        same = np.zeros(left.size, dtype=np.bool_)
+        ranks = levels[level]
+        same[inside] = ranks[left[inside]] == ranks[right[inside]]
+        left[same] += 1 << level
+        right[same] += 1 << level
+    return np.concatenate([[0], left - order[:-1]])
+
+
+def _intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, Ints]:
+    """Places in the order that share a prefix which no neighbour shares: first, last, its length."""
+    at = np.flatnonzero((common >= shortest) & (common <= longest))
+    if not at.size:
+        return at, at, at
+    length = common[at]
+    first, last = at.copy(), at.copy()
+    tables = [common]
+    while (1 << len(tables)) <= common.size:
+        half = 1 << (len(tables) - 1)
+        tables.append(np.minimum(tables[-1][:-half], tables[-1][half:]))
+    for level in range(len(tables) - 1, -1, -1):
+        width, table = 1 << level, tables[level]
+        # as long as a block of this width beside the interval shares the prefix, take it in
+        begin = first - width
+        more = begin >= 1
+        more[more] = table[begin[more]] >= length[more]
+        first[more] -= width
+        begin = last + 1
+        more = begin + width <= common.size
+        more[more] = table[begin[more]] >= length[more]
+        last[more] += width
+    _, one = np.unique(first * (common.size + 1) + last, return_index=True)
+    return first[one] - 1, last[one], length[one]
+
+
+def apart(start: Ints, length: int) -> Ints:
+    """The occurrences that are left when, from the first on, each that overlaps the last kept one is dropped."""
+    if start.size < 2 or int((start[1:] - start[:-1]).min()) >= length:
+        return start
+    jump = np.append(np.searchsorted(start, start + length), start.size)
+    kept = np.zeros(1, dtype=np.int64)
+    while kept[-1] < start.size:  # each round doubles the number of kept ones: those of the rounds before, then theirs
+        kept = np.concatenate([kept, jump[kept]])
+        jump = jump[jump]
+    return start[kept[kept < start.size]]
+
+
+def is_periodic(codes: Ints) -> bool:
+    """Whether a sequence is a shorter one, two times or more (the last time perhaps in part)."""
+    size = codes.size
+    return any((codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1))
+
+
+def chosen(codes: Ints, found: Repeats, weight: Ints, least: int, most: int) -> list[tuple[Ints, int]]:
+    """The repeats that say most, none of which only repeats what others say.
+
+    In the order of the weight they cover, less the share of one of each (so that a long sequence comes before a
+    frequent pair in it; of equals the shorter first), they are taken as long as they occur `least` times without
+    overlap, are not periodic, and at least half of what they cover is new. A repeat whose occurrences overlap (the last
+    kernels of a layer are the first of the next) is cut to the distance of its occurrences, where it then covers more.
+
+    Args:
+        codes: The row of numbers.
+        found: Its repeats.
+        weight: Weight of each number (time), shape (n,).
+        least: Least number of occurrences that do not overlap.
+        most: How many to take.
+
+    Returns:
+        Starts of the occurrences, ascending and without overlap, and the length of each repeat.
+    """
+    sums = np.concatenate([[0], np.cumsum(weight)])
+    first = found.order[found.low]
+    often = np.minimum(found.count, np.maximum(codes.size // np.maximum(found.length, 1), 1))
+    guess = (sums[first + found.length] - sums[first]) * often * (1 - 1 / found.length)
+    order = np.lexsort((found.length, -guess))
+    order = order[found.count[order] >= least][:_CANDIDATES]
+    looked = [_without_overlap(found.occurrences(one), int(found.length[one])) for one in order.tolist()]
+    covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in looked]
+    seen: Bools = np.zeros(codes.size, dtype=np.bool_)
+    taken: list[tuple[Ints, int]] = []
+    for one in sorted(range(len(looked)), key=lambda one: (-covers[one], looked[one][1])):
+        start, length = looked[one]
+        if start.size < least or is_periodic(codes[start[0] : start[0] + length]):
+            continue
+        inside = (start[:, None] + np.arange(length)).ravel()
+        if 2 * int(seen[inside].sum()) > inside.size:
+            continue
+        seen[inside] = True
+        taken.append((start, length))
+        if len(taken) == most:
+            break
+    return taken
+
+
+def _without_overlap(start: Ints, length: int) -> tuple[Ints, int]:
+    """Occurrences that do not overlap: of the whole length, or cut to their distance, what covers more."""
+    kept = apart(start, length)
+    if kept.size == start.size:
+        return start, length
+    distance = int(np.diff(start).min())
+    short = apart(start, distance)
+    return (short, distance) if distance > 1 and short.size * distance > kept.size * length else (kept, length)
