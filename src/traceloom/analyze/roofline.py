@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
-import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls
-from traceloom.analyze.peaks import Peak, peak_of, peaks
-from traceloom.model import Trace
-from traceloom.model import category as cat
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.modelled_calls import modelled_calls
+from traceloom.analyze.peaks import Peak, peak_of
+from traceloom.analyze.placed import BoundType, Placed, placed
+from traceloom.analyze.utilisation import utilisation
+from traceloom.model import Session, Trace
+from traceloom.model.result import Result
 
 Given = Peak | str | Mapping[str, float] | None
-
-BoundType = pl.Enum(["compute", "memory"])
 MODELLED = pl.Schema(
     {
         "event": pl.UInt32(),
@@ -27,108 +27,212 @@ MODELLED = pl.Schema(
         "bound": BoundType,
     }
 )
+OPERATORS = pl.Schema(
+    {
+        "name": pl.String(),
+        "shapes": pl.String(),
+        "types": pl.String(),
+        "count": pl.Int64(),
+        "time_ns": pl.Int64(),
+        "fraction": pl.Float64(),
+        "flops": pl.Int64(),
+        "bytes": pl.Int64(),
+        "intensity": pl.Float64(),
+        "flop_rate": pl.Float64(),
+        "byte_rate": pl.Float64(),
+        "arithmetic": pl.String(),
+        "evidence": pl.String(),
+        "matrix": pl.Boolean(),
+        "peak_flop_rate": pl.Float64(),
+        "peak_byte_rate": pl.Float64(),
+        "roofline_ns": pl.Int64(),
+        "roofline_fraction": pl.Float64(),
+        "bound": BoundType,
+    }
+)
+UNMODELLED = pl.Schema({"name": pl.String(), "reason": pl.String(), "count": pl.Int64(), "gpu_ns": pl.Int64()})
+DEVICES = pl.Schema({"device": pl.Int32(), "name": pl.String(), "peak": pl.String(), "reason": pl.String()})
+SPREAD = pl.Schema(
+    {
+        "quantity": pl.String(),
+        "mean": pl.Float64(),
+        "min": pl.Float64(),
+        "max": pl.Float64(),
+        "step_count": pl.Int64(),
+    }
+)
+QUANTITIES = ("duration_ns", "flops", "bytes", "model_flops", "modelled_fraction", "roofline_fraction", "mfu", "hfu")
+"""What `spread` tells: per step, over the whole steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """The modelled calls of a trace on the roofline of their device.
+@dataclass(frozen=True)
+class Roofline(Result):
+    """FLOPs and bytes of the modelled work against the peaks of the devices. All frames begin with `rank`.
 
     Attributes:
-        calls: One row per modelled call: position (in the forest), group, device, gpu_ns (sum of its GPU work; null
-            without), arithmetic (its element type, tf32 told from fp32), evidence (recorded, kernel name, assumed),
-            flops, recomputed, bytes, matrix, compute_ns, memory_ns, roofline_ns (float, null where unknown), bound.
-        work: One row per piece of GPU work that belongs to one: event, position, ns.
-        devices: The peaks of each device, or why they are unknown.
+        operators: One row per modelled operator, shapes and types, the longest first. `count` calls; `time_ns` is the
+            sum of the GPU work of the calls (`timed_on` is `host` in a trace without GPU work: host time of the calls),
+            `fraction` its share of all GPU work. `intensity` is FLOPs per byte; `flop_rate` and `byte_rate` what was
+            achieved. `arithmetic` is the element type whose peak was used, `evidence` how that is known: `recorded
+            type`, `kernel name` (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
+            `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `time_ns` (above 1: the data came
+            from a cache), `bound` what limits it; the four are null where the peaks are unknown.
+        steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work launched in it), `modelled_ns` and its
+            fraction; `flops` and `bytes` of all modelled work; `hardware_flops` of its matrix work, `model_flops` the
+            same without what repeats the forward pass; `roofline_ns` of the work on the roofline, `rest_ns` the time in
+            which only other GPU work runs, `roofline_fraction` their sum over the step, `placed_fraction` the share of
+            GPU work on the roofline; `mfu` and `hfu`: time that model and hardware FLOPs need at their peaks, over the
+            step. `reason` says why a value is null.
+        whole: The same once per trace, over the time from the first to the last GPU work.
+        spread: Per step: mean, min and max over the whole steps of each quantity (see `QUANTITIES`).
+        unmodelled: GPU work without a model by operator (without one, by kernel), with the reason; the longest first.
+        devices: The devices with GPU work and the peaks used, or why there are none.
+        timed_on: `gpu`, `host`, or `nothing`.
     """
 
-    calls: pl.DataFrame
-    work: pl.DataFrame
-    devices: dict[int, Peak | str]
+    operators: pl.DataFrame
+    steps: pl.DataFrame
+    whole: pl.DataFrame
+    spread: pl.DataFrame
+    unmodelled: pl.DataFrame
+    devices: pl.DataFrame
+    timed_on: str
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all modelled work."""
+        return int(self.whole["flops"].sum())
 
 
-def placed(trace: Trace, peak: Peak | None = None) -> Placed:
-    """Place every modelled call on the roofline."""
-    found = modelled_calls(trace)
-    work = _work(trace, found)
-    given = peaks(trace, peak)
-    calls = _calls(found, work)
-    return Placed(_on_roofline(calls, given, peak), work, given)
+def roofline(run: Trace | Session, peak: Given = None) -> Roofline:
+    """Compare the modelled work of a trace, or of all ranks of a session, with the peaks of its devices.
+
+    Args:
+        run: A checked trace or a session.
+        peak: Peaks to use instead of those of the devices' names: a device's name (`H100 SXM`), numbers
+            (`bf16=989e12,memory=3.35e12`, or such a mapping), or a `Peak`.
+
+    Raises:
+        UsageError: slugs `no-such-device`, `bad-peak`.
+    """
+    given = None if peak is None else peak_of(peak)
+    return joined([_of_trace(trace, given) for trace in (run.traces if isinstance(run, Session) else (run,))])
 
 
-def _work(trace: Trace, found: ModelledCalls) -> pl.DataFrame:
-    work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
-        "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
-    ).collect()  # fmt: skip
-    return work.with_columns(pl.Series("position", found.work_owner)).filter(pl.col("position") >= 0)
+def joined(parts: Sequence[Roofline]) -> Roofline:
+    """The results of several ranks as one, rank after rank."""
+    frames = {
+        field.name: pl.concat([getattr(part, field.name) for part in parts])
+        for field in fields(Roofline)
+        if field.name != "timed_on"
+    }
+    timed = {part.timed_on for part in parts}
+    return Roofline(**frames, timed_on=next(one for one in ("gpu", "host", "nothing") if one in timed))
 
 
-def _calls(found: ModelledCalls, work: pl.DataFrame) -> pl.DataFrame:
-    """One row per modelled call, with what its kernels tell."""
-    if found.link.size:
-        told = _told(work, found)
-        calls = work.group_by("position", maintain_order=True).agg(
-            pl.col("device").first(), pl.col("step").first(), gpu_ns=pl.col("ns").sum(), kernels=pl.len()
+def _of_trace(trace: Trace, peak: Peak | None) -> Roofline:
+    found = placed(trace, peak)
+    steps, whole = utilisation(trace, found)
+    tables = {
+        "operators": _operators(trace, found),
+        "steps": steps,
+        "whole": whole,
+        "spread": _spread(steps.filter("complete")),
+        "unmodelled": _unmodelled(trace),
+        "devices": _devices(trace, found),
+    }
+    rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+    timed = "gpu" if modelled_calls(trace).link.size else "host" if found.calls.height else "nothing"
+    return Roofline(**{name: frame.select(rank, pl.all()) for name, frame in tables.items()}, timed_on=timed)
+
+
+def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
+    keys = ["name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
+    named = found.calls.join(
+        modelled_calls(trace).groups.select("group", "name", "shapes", "types"), on="group", how="left"
+    )
+    sums = named.group_by(keys, maintain_order=True).agg(
+        pl.len().alias("count"),
+        pl.col("time_ns", "flops", "bytes").sum(),
+        pl.col("compute_ns", "memory_ns").sum(),
+        roofline=pl.col("roofline_ns").sum(),
+        known=pl.col("roofline_ns").is_not_null().all(),
+    )
+    whole = trace.gpu_work()["duration_ns"].clip(lower_bound=0).sum() or int(sums["time_ns"].sum())
+    time, timed = pl.col("time_ns"), pl.col("time_ns") > 0
+    over = pl.col("compute_ns") > pl.col("memory_ns")
+    return (
+        sums.with_columns(
+            fraction=time / max(int(whole), 1),
+            intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
+            flop_rate=pl.when(timed).then(pl.col("flops") / time * 1e9),
+            byte_rate=pl.when(timed).then(pl.col("bytes") / time * 1e9),
+            peak_flop_rate="rate",
+            peak_byte_rate="memory_rate",
+            roofline_ns=pl.when("known").then(pl.col("roofline").round().cast(pl.Int64)),
+            roofline_fraction=pl.when(pl.col("known") & timed).then(pl.col("roofline") / time),
+            bound=pl.when("known").then(pl.when(over).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
         )
-        calls = calls.join(told, on="position", how="left", maintain_order="left")
-    else:
-        own = np.flatnonzero(found.owner == np.arange(found.owner.size)).astype(np.int64)
-        calls = pl.DataFrame({"position": own}).with_columns(
-            device=pl.lit(None, pl.Int32), step=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64),
-            kernels=pl.lit(0, pl.UInt32), told=pl.lit(None, pl.String),
-        )  # fmt: skip
-    group = pl.Series("group", found.group[calls["position"].to_numpy()]).cast(pl.UInt32)
-    return calls.with_columns(group).join(
-        found.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
+        .sort("time_ns", "name", "shapes", descending=[True, False, False])
+        .select(list(OPERATORS))
+        .cast(OPERATORS)
     )
 
 
-def _told(work: pl.DataFrame, found: ModelledCalls) -> pl.DataFrame:
-    """What the kernels' names tell of fp32 matrix work: tf32 where any kernel says so."""
-    single = found.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series().fill_null(value=False)
-    asked = np.append(single.to_numpy(), np.False_)[found.group[work["position"].to_numpy()]]
-    some = work.filter(pl.Series(asked, dtype=pl.Boolean)).select("position", "name")
-    names = some["name"].unique()
-    evidence = pl.DataFrame({"name": names, "told": float_evidence(names)})
-    return some.join(evidence, on="name").group_by("position").agg(pl.col("told").max())  # "tf32" > "fp32" > null
+def _spread(steps: pl.DataFrame) -> pl.DataFrame:
+    """Over the whole steps that tell the quantity; none where no step does."""
+    rows = []
+    for quantity in QUANTITIES:
+        told = steps[quantity].drop_nulls().cast(pl.Float64)
+        if told.len():
+            rows.append((quantity, told.mean(), told.min(), told.max(), told.len()))
+    return pl.DataFrame(rows, schema=SPREAD, orient="row")
 
 
-def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], given: Peak | None) -> pl.DataFrame:
-    single = (pl.col("dtype") == "fp32") & pl.col("matrix")
-    calls = calls.with_columns(
-        arithmetic=pl.when(single & (pl.col("told") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
-        evidence=pl.when(~single)
-        .then(pl.lit("recorded type"))
-        .when(pl.col("told").is_not_null())
-        .then(pl.lit("kernel name"))
-        .otherwise(pl.lit("assumed")),
+def _devices(trace: Trace, found: Placed) -> pl.DataFrame:
+    names = dict(trace.devices.select("device", "name").rows())
+    rows = [
+        (device, names.get(device), *((one.name, None) if isinstance(one, Peak) else (None, one)))
+        for device, one in found.devices.items()
+    ]
+    return pl.DataFrame(rows, schema=DEVICES, orient="row").sort("device")
+
+
+def _unmodelled(trace: Trace) -> pl.DataFrame:
+    """GPU work that no modelled call owns, with the first reason that holds."""
+    found = modelled_calls(trace)
+    work = gpu_work(trace).select("event", "category").join(
+        trace.gpu_work().select("event", "name", "launch", "op", gpu_ns=pl.col("duration_ns").clip(lower_bound=0)),
+        on="event", how="right", maintain_order="right",
+    )  # fmt: skip
+    work = work.with_columns(pl.Series("link", found.link), pl.Series("owned", found.work_owner >= 0)).filter(
+        ~pl.col("owned")
     )
-    kinds = calls.select("device", "arithmetic", "matrix").unique()
-    rates = [_rates(devices, given, *row) for row in kinds.rows()]
-    table = kinds.with_columns(
-        pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
-        pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
+    ops = work["op"].drop_nulls().unique()
+    tree = forest(trace)
+    group = found.group[tree.position[ops.to_numpy()]]
+    reasons = found.groups["reason"].to_list()
+    about = pl.DataFrame({"op": ops, "op_name": trace.events["name"].gather(ops)}).with_columns(
+        pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
+        recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
     )
-    keys = ["device", "arithmetic", "matrix"]
-    calls = calls.join(table, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
-    calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)
-    # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of unknown rate does.
-    known = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
-    return calls.with_columns(
-        roofline_ns=pl.when(known).then(pl.max_horizontal("compute_ns", "memory_ns")),
-        bound=pl.when(known)
-        .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
-        .cast(BoundType),
+    work = work.join(about, on="op", how="left", maintain_order="left")
+    whys = (
+        (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
+        (pl.col("link"), "a copy between host and device: the link bounds it"),
+        (pl.col("launch").is_null(), "its launch is not in the recording"),
+        (pl.col("op").is_null(), "launched outside every recorded operator (a graph, or code that records none)"),
+        (~pl.col("recorded"), "the shapes of the operator's inputs are not recorded"),
     )
-
-
-def _rates(
-    devices: Mapping[int, Peak | str], given: Peak | None, device: int | None, arithmetic: str, matrix: bool
-) -> tuple[float | None, float | None]:
-    peak = given if device is None else devices.get(device)
-    if not isinstance(peak, Peak):
-        return None, None
-    return peak.rate(arithmetic, matrix=matrix), peak.memory
+    reason = pl.coalesce(
+        *(pl.when(holds).then(pl.lit(why)) for holds, why in whys), "failed", pl.lit("no model for this operator")
+    )
+    return (
+        work.group_by(pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
+        .agg(pl.len().alias("count"), pl.col("gpu_ns").sum())
+        .sort("gpu_ns", "name", "reason", descending=[True, False, False])
+        .cast(UNMODELLED)
+    )
 
 
 def modelled(trace: Trace, peak: Given = None) -> pl.DataFrame:

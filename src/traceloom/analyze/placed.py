@@ -1,0 +1,123 @@
+"""Every modelled call on the roofline of its device: how long it would take at the device's peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls
+from traceloom.analyze.peaks import Peak, peaks
+from traceloom.model import Trace
+from traceloom.model import category as cat
+
+BoundType = pl.Enum(["compute", "memory"])
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The modelled calls of a trace on the roofline of their device.
+
+    Attributes:
+        calls: One row per modelled call: position (in the forest), group, device, step (of its first launch), gpu_ns
+            (sum of its GPU work), time_ns (the same; host time in a trace without GPU work), arithmetic (its element
+            type, tf32 told from fp32), evidence (recorded type, kernel name, assumed), flops, recomputed, bytes,
+            matrix, rate (FLOP/s at peak), memory_rate (bytes/s), compute_ns, memory_ns, roofline_ns (floats, null
+            where unknown), bound.
+        work: One row per piece of GPU work that belongs to one: event, name, device, step, ns, position.
+        devices: The peaks of each device, or why they are unknown.
+    """
+
+    calls: pl.DataFrame
+    work: pl.DataFrame
+    devices: dict[int, Peak | str]
+
+
+def placed(trace: Trace, peak: Peak | None = None) -> Placed:
+    """Place every modelled call on the roofline."""
+    found = modelled_calls(trace)
+    work = _work(trace, found)
+    given = peaks(trace, peak)
+    calls = _calls(trace, found, work)
+    return Placed(_on_roofline(calls, given, peak), work, given)
+
+
+def _work(trace: Trace, found: ModelledCalls) -> pl.DataFrame:
+    work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
+        "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
+    ).collect()  # fmt: skip
+    return work.with_columns(pl.Series("position", found.work_owner)).filter(pl.col("position") >= 0)
+
+
+def _calls(trace: Trace, found: ModelledCalls, work: pl.DataFrame) -> pl.DataFrame:
+    """One row per modelled call, with what its kernels tell."""
+    if found.link.size:
+        told = _told(work, found)
+        calls = work.group_by("position", maintain_order=True).agg(
+            pl.col("device").first(), pl.col("step").first(), gpu_ns=pl.col("ns").sum(), kernels=pl.len()
+        )
+        calls = calls.join(told, on="position", how="left", maintain_order="left").with_columns(time_ns="gpu_ns")
+    else:
+        own = np.flatnonzero(found.owner == np.arange(found.owner.size)).astype(np.int64)
+        tree = forest(trace)
+        steps = trace.events["step"].gather(tree.row[own])
+        calls = pl.DataFrame({"position": own, "step": steps, "time_ns": tree.span_ns()[own]}).with_columns(
+            device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
+            told=pl.lit(None, pl.String),
+        )  # fmt: skip
+    group = pl.Series("group", found.group[calls["position"].to_numpy()]).cast(pl.UInt32)
+    return calls.with_columns(group).join(
+        found.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
+    )
+
+
+def _told(work: pl.DataFrame, found: ModelledCalls) -> pl.DataFrame:
+    """What the kernels' names tell of fp32 matrix work: tf32 where any kernel says so."""
+    single = found.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series().fill_null(value=False)
+    asked = np.append(single.to_numpy(), np.False_)[found.group[work["position"].to_numpy()]]
+    some = work.filter(pl.Series(asked, dtype=pl.Boolean)).select("position", "name")
+    names = some["name"].unique()
+    evidence = pl.DataFrame({"name": names, "told": float_evidence(names)})
+    return some.join(evidence, on="name").group_by("position").agg(pl.col("told").max())  # "tf32" > "fp32" > null
+
+
+def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], given: Peak | None) -> pl.DataFrame:
+    single = (pl.col("dtype") == "fp32") & pl.col("matrix")
+    calls = calls.with_columns(
+        arithmetic=pl.when(single & (pl.col("told") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
+        evidence=pl.when(~single)
+        .then(pl.lit("recorded type"))
+        .when(pl.col("told").is_not_null())
+        .then(pl.lit("kernel name"))
+        .otherwise(pl.lit("assumed")),
+    )
+    kinds = calls.select("device", "arithmetic", "matrix").unique()
+    rates = [_rates(devices, given, *row) for row in kinds.rows()]
+    table = kinds.with_columns(
+        pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
+        pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
+    )
+    keys = ["device", "arithmetic", "matrix"]
+    calls = calls.join(table, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
+    calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)
+    # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of unknown rate does.
+    known = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
+    return calls.with_columns(
+        roofline_ns=pl.when(known).then(pl.max_horizontal("compute_ns", "memory_ns")),
+        bound=pl.when(known)
+        .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
+        .cast(BoundType),
+    )
+
+
+def _rates(
+    devices: Mapping[int, Peak | str], given: Peak | None, device: int | None, arithmetic: str, matrix: bool
+) -> tuple[float | None, float | None]:
+    peak = given if device is None else devices.get(device)
+    if not isinstance(peak, Peak):
+        return None, None
+    return peak.rate(arithmetic, matrix=matrix), peak.memory
