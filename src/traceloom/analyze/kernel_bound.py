@@ -1,0 +1,108 @@
+"""What holds each piece of GPU work back: calculating, moving bytes, or merely being short?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.exclusive import SHARES, shares
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.kind_rules import KindOfWork
+from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.roofline import Given, modelled
+from traceloom.model import Trace
+from traceloom.model.result import Result
+
+BOUNDS = ("compute", "memory", "latency", "unknown")
+BoundType = pl.Enum(BOUNDS)
+
+SHORT_NS = 10_000
+"""Work shorter than this can be bound by latency: starting and ending a kernel takes some microseconds by itself."""
+
+FAR = 0.25
+"""... where it would need less than this share of its time at the nearer of the two ceilings."""
+
+VERY_FAR = 0.05
+"""Work of any length that would need less than this is bound by neither: too little runs at once, or in turn."""
+
+BOUND_SCHEMA = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "bound": BoundType,
+        "count": pl.Int64(),
+        "sum_ns": pl.Int64(),
+        "exclusive_ns": pl.Int64(),
+        "fraction": pl.Float64(),
+    }
+)
+KIND_SCHEMA = pl.Schema(
+    {"kind": KindOfWork, "bound": BoundType, "count": pl.Int64(), "sum_ns": pl.Int64(), "roofline_ns": pl.Int64()}
+)
+
+
+@dataclass(frozen=True)
+class KernelBounds(Result):
+    """GPU time by what bounds it. Definitions: docs/concepts/kernel-kinds.md.
+
+    Attributes:
+        bounds: One row per device and bound, also where it is 0: device, bound (compute, memory, latency, unknown),
+            count, sum_ns, exclusive_ns, fraction (of the sum; null without any). Sums add up to all GPU work, exclusive
+            times to the device's busy time.
+        kinds: The same sums per kind, all devices together: kind, bound, count, sum_ns, roofline_ns (time at the nearer
+            ceiling; null where unknown).
+        per_step: Per device and bound the mean, least and most over whole steps of count, sum_ns and exclusive_ns.
+        known_fraction: Share of the summed time whose bound is known; None without GPU work.
+    """
+
+    bounds: pl.DataFrame
+    kinds: pl.DataFrame
+    per_step: pl.DataFrame
+    known_fraction: float | None
+
+
+def kernel_bounds(trace: Trace, peak: Given = None) -> KernelBounds:
+    """Account for the time of each GPU by what bounds it.
+
+    Args:
+        trace: The trace.
+        peak: The device's peak where the trace does not name a known one, as for `roofline`.
+    """
+    work = bounds(trace, peak)
+    found = shares(trace, work, "bound", BOUNDS)
+    by_kind = (
+        work.group_by("kind", "bound")
+        .agg(
+            pl.len().alias("count"),
+            pl.col("ns").sum().alias("sum_ns"),
+            pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum()).alias("roofline_ns"),
+        )
+        .sort("kind", "bound")
+        .select(list(KIND_SCHEMA))
+        .cast(KIND_SCHEMA)
+    )
+    whole = int(work["ns"].sum())
+    known = int(work.filter(pl.col("bound") != "unknown")["ns"].sum())
+    return KernelBounds(
+        found.parts.select(list(BOUND_SCHEMA)).cast(BOUND_SCHEMA),
+        by_kind,
+        per_step(found.steps, ["device", "bound"], list(SHARES), whole_steps(trace)),
+        known / whole if whole else None,
+    )
+
+
+def bounds(trace: Trace, peak: Given = None) -> pl.DataFrame:
+    """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns, bound."""
+    work = gpu_work(trace).select("event", "device", "start_ns", "end_ns", ns=pl.col("end_ns") - pl.col("start_ns"))
+    model = modelled(trace, peak).select("event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
+    ceiling = pl.col("roofline_ns")
+    ns = pl.col("ns")
+    latency = ((ns < SHORT_NS) & (ceiling < FAR * ns)) | (ceiling < VERY_FAR * ns)
+    told = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
+    return (
+        work.with_columns(kinds(trace)["kind"])
+        .join(model, on="event", how="left", maintain_order="left")
+        .with_columns(told.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
+        .drop("modelled")
+    )
