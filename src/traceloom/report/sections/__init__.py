@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from traceloom.errors import UsageError
-from traceloom.report.sections import per_step
+from traceloom.report.sections import copies, counters, critical_path, kernel_shapes, kinds, per_step
 from traceloom.report.sections.section import Section
 
-SECTIONS: tuple[Section[Any], ...] = (per_step.SECTION,)
+SECTIONS: tuple[Section[Any], ...] = (
+    per_step.SECTION,
+    kinds.SECTION,
+    kernel_shapes.SECTION,
+    copies.SECTION,
+    counters.SECTION,
+    critical_path.SECTION,
+)
 """In the order of every view."""
 
 CORE = "core"

@@ -1,0 +1,277 @@
+"""GPU time by kind of work and by what bounds it, and how well kernels fill the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom import analyze
+from traceloom.analyze.kernel_bound import BOUND_SCHEMA, BOUNDS
+from traceloom.analyze.kernel_efficiency import DEVICE_SCHEMA as FILL_SCHEMA
+from traceloom.analyze.kernel_efficiency import KERNEL_SCHEMA, MATRIX_SCHEMA
+from traceloom.analyze.kernel_kinds import KINDS_SCHEMA, PRIORITY, RULES_SCHEMA
+from traceloom.analyze.kind_rules import KindOfWork
+from traceloom.model import Trace, units
+from traceloom.report.absent import Absent
+from traceloom.report.options import ReportOptions
+from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.sections.stacked import Part, stacked
+
+_KERNELS = 50  # of each rank
+_FILL = ("sm_efficiency", "sm_fill", "occupancy")
+USUAL = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "kind": KindOfWork,
+        "mean_exclusive_ns": pl.Float64(),
+        "min_exclusive_ns": pl.Int64(),
+        "max_exclusive_ns": pl.Int64(),
+        "step_count": pl.Int64(),
+    }
+)
+_NO_WORK = "no GPU work was recorded"
+_NO_FILL = "the profiler of this vendor does not record it, or the file is not at hand any more"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is kept of one rank."""
+
+    devices: pl.DataFrame
+    kinds: pl.DataFrame
+    rules: pl.DataFrame
+    usual: pl.DataFrame
+    bounds: pl.DataFrame
+    matrix: pl.DataFrame
+    kernels: pl.DataFrame
+
+
+def _measure(trace: Trace, _options: ReportOptions) -> Measured:
+    kinds, bounds = analyze.kernel_kinds(trace), analyze.kernel_bounds(trace)
+    fill = analyze.kernel_efficiency(trace)
+    devices = kinds.devices.select("device", "window_ns", "busy_ns", "idle_ns").join(
+        fill.devices.drop("window_ns"), on="device", how="left", nulls_equal=True, maintain_order="left"
+    )
+    present = kinds.kinds.filter(pl.col("count") > 0).sort("device", "sum_ns", descending=[False, True])
+    usual = kinds.per_step.select(list(USUAL)).cast(USUAL)
+    return Measured(devices, present, kinds.rules, usual, bounds.bounds, fill.matrix, fill.kernels.head(_KERNELS))
+
+
+_DEVICES = {
+    "device": pl.Int32(),
+    "window_ns": pl.Int64(),
+    "busy_ns": pl.Int64(),
+    "idle_ns": pl.Int64(),
+    **{name: kind for name, kind in FILL_SCHEMA.items() if name not in {"device", "window_ns"}},
+}
+
+
+def _build(study: Study[Measured], absent: Absent) -> Row:
+    frames = {
+        "devices": study.concat(lambda one: one.devices.select(list(_DEVICES))),
+        "kinds": study.concat(lambda one: one.kinds),
+        "rules": study.concat(lambda one: one.rules),
+        "per_step": study.concat(lambda one: one.usual),
+        "bounds": study.concat(lambda one: one.bounds),
+        "matrix": study.concat(lambda one: one.matrix),
+        "kernels": study.concat(lambda one: one.kernels),
+    }
+    out = {name: absent.rows(frame, f"kinds.{name}") for name, frame in frames.items()}
+    for name, rows in out.items():
+        if not rows:
+            absent.say(f"kinds.{name}")
+    return out
+
+
+def _several(rows: list[Row], key: str) -> bool:
+    return len({row[key] for row in rows}) > 1
+
+
+def _keys(rows: list[Row]) -> list[Col]:
+    """Columns of rank and device, where there are several."""
+    ranks = [Col("rank", "Rank", "count")] if _several(rows, "rank") else []
+    return ranks + ([Col("device", "GPU", "count")] if _several(rows, "device") else [])
+
+
+def _tables(value: Row) -> Iterator[Table]:
+    kinds = value["kinds"]
+    if not kinds:
+        return
+    usual = {(row["rank"], row["device"], row["kind"]): row for row in value["per_step"]}
+    rows = [{**usual.get((row["rank"], row["device"], row["kind"]), {}), **row} for row in kinds]
+    spread = [
+        Col("mean_exclusive_ns", "Per step", "time", "exclusive time, mean over the whole steps", narrow=False),
+        Col("min_exclusive_ns", "Least", "time", narrow=False),
+        Col("max_exclusive_ns", "Most", "time", narrow=False),
+    ]
+    yield Table(
+        "kinds-kinds",
+        "GPU time by kind",
+        [
+            *_keys(kinds),
+            Col("kind", "Kind"),
+            Col("sum_ns", "Sum", "time", "summed durations; what runs at once counts several times"),
+            Col("fraction", "Share", "share", "of all summed durations"),
+            Col("exclusive_ns", "Exclusive", "time", "each busy nanosecond given to one kind: " + ", ".join(PRIORITY)),
+            Col("count", "Count", "count"),
+            *(spread if value["per_step"] else []),
+        ],
+        rows,
+        "kinds.kinds",
+        "Exclusive times and idle time add up to the window of the GPU.",
+    )
+    yield Table(
+        "kinds-bounds",
+        "GPU time by what bounds it",
+        [
+            *_keys(value["bounds"]),
+            Col("bound", "Bound by"),
+            Col("sum_ns", "Sum", "time"),
+            Col("fraction", "Share", "share"),
+            Col("exclusive_ns", "Exclusive", "time", "in the order " + ", ".join(BOUNDS)),
+            Col("count", "Count", "count"),
+        ],
+        value["bounds"],
+        "kinds.bounds",
+        "Unknown: no model of the operator, no shapes, or a GPU without known peaks.",
+    )
+    yield from _fill_tables(value)
+
+
+def _fill_tables(value: Row) -> Iterator[Table]:
+    fill = [
+        Col("sm_fill", "SMs filled", "share", "time-weighted mean of blocks per SM, each at most 1"),
+        Col("occupancy", "Occupancy", "share", "time-weighted mean of the estimated achieved occupancy"),
+    ]
+    if any(row[name] is not None for row in value["devices"] for name in _FILL):
+        efficiency = Col("sm_efficiency", "SM efficiency", "share", "share of the window's SM time that has a block")
+        columns = [*_keys(value["devices"]), efficiency, *fill, Col("kernel_ns", "Kernel time", "time")]
+        yield Table("kinds-devices", "How full the GPU is", columns, value["devices"], "kinds.devices")
+    ranks = [Col("rank", "Rank", "count")] if _several(value["matrix"], "rank") else []
+    yield Table(
+        "kinds-matrix",
+        "Matrix units",
+        [
+            *ranks,
+            Col(
+                "matrix_units", "Matrix units", hint="unused: a matrix product on scalar units; none: no matrix product"
+            ),
+            Col("total_ns", "Kernel time", "time"),
+            Col("count", "Count", "count"),
+        ],
+        value["matrix"],
+        "kinds.matrix",
+        "Tensor cores or MFMA, told by the names of kernels.",
+    )
+    yield Table(
+        "kinds-kernels",
+        "Kernels by kind",
+        [
+            *ranks,
+            Col("total_ns", "Total", "time"),
+            Col("count", "Count", "count", narrow=False),
+            Col("kind", "Kind"),
+            Col("matrix_units", "Matrix units", narrow=False),
+            Col("blocks_per_sm", "Blocks/SM", "number", "time-weighted mean", narrow=False),
+            *(Col(col.key, col.title, col.kind, col.hint, narrow=False) for col in fill),
+            Col("name", "Kernel", "name"),
+        ],
+        value["kernels"],
+        "kinds.kernels",
+        f"The {_KERNELS} with the most time of each rank.",
+    )
+    yield Table(
+        "kinds-rules",
+        "Which rules decided",
+        [
+            *ranks,
+            Col("kind", "Kind"),
+            Col("rule", "Rule", hint="see the table of rules in the documentation; none: no rule knows the name"),
+            Col("sum_ns", "Sum", "time"),
+            Col("count", "Count", "count"),
+        ],
+        value["rules"],
+        "kinds.rules",
+    )
+
+
+def _summary(value: Row) -> str | None:
+    totals: dict[str, int] = {}
+    for row in value["kinds"]:
+        totals[row["kind"]] = totals.get(row["kind"], 0) + row["sum_ns"]
+    whole = sum(totals.values())
+    if not whole:
+        return None
+    top = sorted(totals.items(), key=lambda item: -item[1])[:3]
+    said = ", ".join(f"{kind} {units.share(ns, whole)}" for kind, ns in top)
+    told = {
+        state: sum(row["total_ns"] for row in value["matrix"] if row["matrix_units"] == state)
+        for state in ("used", "unused")
+    }
+    products = sum(told.values())
+    return said + (
+        f"; matrix units used in {units.share(told['used'], products)} of matrix products" if products else ""
+    )
+
+
+def _picture(value: Row) -> str:
+    """A bar per GPU: exclusive time by kind, and idle time."""
+    bars = []
+    for device in value["devices"][:16]:
+        key = (device["rank"], device["device"])
+        parts = [
+            Part(row["kind"], row["exclusive_ns"]) for row in value["kinds"] if (row["rank"], row["device"]) == key
+        ]
+        rank = "" if device["rank"] is None else f"rank {device['rank']} "
+        bars.append((f"{rank}GPU {device['device']}", [*parts, Part("idle", device["idle_ns"])]))
+    return stacked(bars, [*PRIORITY, "idle"])
+
+
+SECTION = Section(
+    key="kinds",
+    title="Kinds of GPU work",
+    note="What kind of work takes the GPU's time, what bounds it, and how full it keeps the GPU.",
+    measure=_measure,
+    build=_build,
+    tables=_tables,
+    summary=_summary,
+    picture=_picture,
+    schema=record(
+        {
+            "devices": ranked(
+                _DEVICES,
+                nullable={"device", "kernel_count", "kernel_ns", "measured_ns", *_FILL},
+                what="time of each GPU, and how full kernels keep it",
+            ),
+            "kinds": ranked(KINDS_SCHEMA, nullable={"device", "fraction"}, what="GPU time by kind; kinds that occur"),
+            "rules": ranked(RULES_SCHEMA, nullable={"fraction"}, what="GPU time by the rule that decided"),
+            "per_step": ranked(USUAL, nullable={"device"}, what="exclusive time by kind of a usual step"),
+            "bounds": ranked(BOUND_SCHEMA, nullable={"device", "fraction"}, what="GPU time by what bounds it"),
+            "matrix": ranked(MATRIX_SCHEMA, what="kernel time by use of matrix units"),
+            "kernels": ranked(
+                KERNEL_SCHEMA,
+                nullable={"blocks_per_sm", "sm_fill", "occupancy"},
+                what=f"the {_KERNELS} kernels with the most time of each rank",
+            ),
+        },
+        what="GPU time by kind of work and by what bounds it; how full kernels keep the GPU",
+    ),
+    reasons={
+        **{f"kinds.{name}": _NO_WORK for name in ("devices", "kinds", "rules", "bounds", "matrix", "kernels")},
+        "kinds.per_step": "the trace holds no whole step with GPU work",
+        **{f"kinds.devices[*].{name}": _NO_FILL for name in _FILL},
+        **{f"kinds.kernels[*].{name}": _NO_FILL for name in ("blocks_per_sm", "sm_fill", "occupancy")},
+        **{f"kinds.{name}[*].device": "the file does not number the device" for name in ("devices", "kinds", "bounds")},
+        **{
+            f"kinds.{name}[*].fraction": "no GPU work of this device has a duration"
+            for name in ("kinds", "bounds", "rules")
+        },
+        **{
+            f"kinds.{name}[*].rank": "the file does not say its rank"
+            for name in ("devices", "kinds", "rules", "per_step", "bounds", "matrix", "kernels")
+        },
+    },
+)
