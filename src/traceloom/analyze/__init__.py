@@ -1,13 +1,16 @@
 """One question, one function: from a trace (or a session) to a frozen result whose frames add up."""
 
 from traceloom.analyze.answer import answer
+from traceloom.analyze.blocking_calls import blocking_calls
 from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.classify import Rule, read_rules
 from traceloom.analyze.communication import communication
+from traceloom.analyze.compiled import compiled
 from traceloom.analyze.copies import copies
 from traceloom.analyze.counters import counters
 from traceloom.analyze.critical_path import CriticalPath, critical_path
 from traceloom.analyze.data_loading import data_loading
+from traceloom.analyze.flame import flame
 from traceloom.analyze.graph_launches import graph_launches
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
@@ -25,6 +28,7 @@ from traceloom.analyze.operators import operators
 from traceloom.analyze.patterns import patterns
 from traceloom.analyze.quality import quality
 from traceloom.analyze.steps import step_times
+from traceloom.analyze.threads import threads
 from traceloom.analyze.work_per_step import work_per_step
 
 __all__ = [
@@ -32,11 +36,14 @@ __all__ = [
     "KindRule",
     "Rule",
     "answer",
+    "blocking_calls",
     "communication",
+    "compiled",
     "copies",
     "counters",
     "critical_path",
     "data_loading",
+    "flame",
     "gpu_time",
     "graph_launches",
     "host",
@@ -56,5 +63,6 @@ __all__ = [
     "read_kind_rules",
     "read_rules",
     "step_times",
+    "threads",
     "work_per_step",
 ]

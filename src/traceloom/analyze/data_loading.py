@@ -1,4 +1,4 @@
-"""How long the main loop waits for its data."""
+"""How long does the main loop wait for its data, who makes it, and does the GPU wait too?"""
 
 from __future__ import annotations
 
@@ -7,29 +7,54 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.intervals import Bools, union
-from traceloom.analyze.splitting import split_at_steps
+from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.intervals import Bools, Ints, Spans, complement, coverage, union
+from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
+from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.result import Result
+from traceloom.read.ondisk import lookup
 
+PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
+MAKERS = ("main_thread", "workers")
 WAITS = pl.Schema(
     {
-        "event": pl.UInt32,
-        "name": pl.String,
-        "start_ns": pl.Int64,
-        "duration_ns": pl.Int64,
-        "step": pl.Int32,
-        "thread": pl.Int64,
+        "event": pl.UInt32(),
+        "name": pl.String(),
+        "start_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        "step": pl.Int32(),
+        "thread": pl.Int64(),
+        "maker": pl.Enum(MAKERS),
+        "gpu_idle_ns": pl.Int64(),
     }
 )
-STEPS = pl.Schema({"step": pl.Int32, "wait_ns": pl.Int64, "fraction": pl.Float64})
+STEPS = pl.Schema(
+    {
+        "step": pl.Int32,
+        "wait_ns": pl.Int64,
+        "fraction": pl.Float64,
+        "gpu_idle_ns": pl.Int64,
+        "bottleneck": pl.Boolean,
+    }
+)
+SPENT = pl.Schema({"step": pl.Int32(), "part": pl.Enum(PARTS), "ns": pl.Int64()})
 
 # What the training loop calls: PyTorch's own span around it, or the frame of the iterator where stacks are recorded.
 SPAN = r"^enumerate\(DataLoader\)#|^enumerate\(.*DataLoader.*\)#"
 FRAME = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): __next__$"
+_BY_WORKERS = r"_MultiProcessing\w*Iter|(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$"
+_IN_THE_LOOP = r"_SingleProcess\w*Iter|(^|/)torch/utils/data/_utils/fetch\.py\("
+_PLACES = (
+    ("fetch", r"(^|/)torch/utils/data/_utils/fetch\.py\("),
+    ("collate", r"(^|/)torch/utils/data/_utils/collate\.py\("),
+    ("pin_memory", r"(^|/)torch/utils/data/_utils/pin_memory\.py\("),
+    ("workers", r"(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$|(^|/)multiprocessing/"),
+)
+LEAST_FRACTION = 0.05  # of a step, for the loader to be called a bottleneck
+LEAST_IDLE = 0.5  # of the wait in which the GPU had nothing to do
 
 
 @dataclass(frozen=True)
@@ -37,14 +62,22 @@ class DataLoading(Result):
     """Waits for the DataLoader: the time from asking for a batch to having it, whoever makes it.
 
     Attributes:
-        waits: One row per call; `step` is that of its start (null outside all steps).
+        waits: One row per call; `step` is that of its start (null outside all steps). `maker` is who makes the batch:
+            the main thread itself, or worker processes it waits for; null where neither name nor frames tell.
+            `gpu_idle_ns` is the part of the wait in which no device had any work; null without GPU work.
         steps: One row per step; a wait across a border counts to both sides. Null where no call is recorded at all.
+            `bottleneck`: the wait is at least 5 % of the step, and the GPU had nothing to do in at least half of it
+            (without GPU work only the first counts).
+        spent: What the waiting thread did meanwhile, by step (null outside all steps): in the data set and its
+            fetcher, collating, pinning, waiting for workers, in operators outside of these, or anything else; adds up
+            to `total_ns`. Without Python stacks only operators and calls that wait can be told apart.
         total_ns: Union of the waits; None where no call is recorded.
         evidence: `annotations`, `python-frames` or `none`: how the calls are known.
     """
 
     waits: pl.DataFrame
     steps: pl.DataFrame
+    spent: pl.DataFrame
     total_ns: int | None
     evidence: str
 
@@ -53,26 +86,110 @@ def data_loading(trace: Trace) -> DataLoading:
     """Find the waits of the training loop for its DataLoader, per step."""
     tree = forest(trace)
     evidence, called = _calls(trace, tree)
-    rows = tree.row[np.flatnonzero(called)]
+    rows = np.flatnonzero(called)
+    rows = rows[np.argsort(tree.row[rows], kind="stable")]
+    work = trace.gpu_work()
+    on_gpu = union(work["start_ns"].to_numpy(), (work["start_ns"] + work["duration_ns"]).to_numpy())
+    idle = complement(on_gpu, trace.start_ns, trace.end_ns) if work.height else None
+    waiting = union(tree.start_ns[rows], tree.end_ns[rows])
     waits = (
-        trace.events[pl.Series(np.sort(rows), dtype=pl.UInt32)]
-        .with_columns(duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"))
+        trace.events[pl.Series(tree.row[rows], dtype=pl.UInt32)]
+        .with_columns(
+            duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
+            maker=_makers(trace, tree, rows),
+            gpu_idle_ns=_idle(idle, tree.start_ns[rows], tree.end_ns[rows]),
+        )
         .select(list(WAITS))
         .cast(WAITS)
     )
-    waiting = union(tree.start_ns[called], tree.end_ns[called])
+    nothing = evidence == "none"
+    return DataLoading(
+        waits,
+        _steps(trace, waiting, idle, unknown=nothing),
+        _spent(trace, tree, called),
+        None if nothing else waiting.total,
+        evidence,
+    )
+
+
+def _steps(trace: Trace, waiting: Spans, idle: Spans | None, *, unknown: bool) -> pl.DataFrame:
     pieces, step = split_at_steps(trace, waiting.start, waiting.end)
     waited = (
-        pl.DataFrame({"step": step, "wait_ns": pieces.end_ns - pieces.start_ns})
+        pl.DataFrame(
+            {
+                "step": step,
+                "wait_ns": pieces.end_ns - pieces.start_ns,
+                "gpu_idle_ns": _idle(idle, pieces.start_ns, pieces.end_ns),
+            }
+        )
         .group_by("step")
-        .agg(pl.col("wait_ns").sum())
+        .agg(pl.col("wait_ns", "gpu_idle_ns").sum())
     )
     steps = trace.steps.select(pl.col("step").cast(pl.Int64), length=pl.col("end_ns") - pl.col("start_ns"))
     steps = steps.join(waited, on="step", how="left", maintain_order="left")
-    wait = pl.lit(None, dtype=pl.Int64) if evidence == "none" else pl.col("wait_ns").fill_null(0)
+    wait = pl.lit(None, dtype=pl.Int64) if unknown else pl.col("wait_ns").fill_null(0)
+    no_gpu = unknown or idle is None
+    idling = pl.lit(None, dtype=pl.Int64) if no_gpu else pl.col("gpu_idle_ns").fill_null(0)
     share = pl.when(pl.col("length") > 0).then(wait / pl.col("length"))
-    table = steps.select("step", wait.alias("wait_ns"), share.alias("fraction")).cast(STEPS)
-    return DataLoading(waits, table, None if evidence == "none" else waiting.total, evidence)
+    starving = (share >= LEAST_FRACTION) & (idling >= LEAST_IDLE * wait if idle is not None else pl.lit(True))
+    return steps.select(
+        "step",
+        wait.alias("wait_ns"),
+        share.alias("fraction"),
+        idling.alias("gpu_idle_ns"),
+        starving.alias("bottleneck"),
+    ).cast(STEPS)
+
+
+def _idle(idle: Spans | None, start: Ints, end: Ints) -> pl.Series:
+    """Time without GPU work in each stretch; null without any GPU work in the trace."""
+    if idle is None:
+        return pl.Series([None] * start.size, dtype=pl.Int64)
+    return pl.Series(coverage(idle, start, end))
+
+
+def _makers(trace: Trace, tree: Forest, rows: Ints) -> pl.Series:
+    """Who makes the batch of each call, by its name or by the frames inside it."""
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    found = []
+    for pattern in (_BY_WORKERS, _IN_THE_LOOP):
+        inside = tree.subtree_sums(lookup(words.matching(pattern), code).astype(np.int64))
+        found.append(pl.Series(inside[rows] > 0))
+    return pl.select(pl.when(found[0]).then(pl.lit("workers")).when(found[1]).then(pl.lit("main_thread"))).to_series()
+
+
+def _spent(trace: Trace, tree: Forest, called: Bools) -> pl.DataFrame:
+    """Tile the waits by what the thread did."""
+    segments = host_segments(trace)
+    owner = segments.owner
+    inside = np.append(tree.nearest_or_self(called) >= 0, False)
+    rows = np.flatnonzero(inside[owner])
+    pieces, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])
+    part = _part(trace, tree)[owner[rows][pieces.source]]
+    frame = pl.DataFrame(
+        {
+            "step": pl.Series(step).replace(int(NO_STEP), None),
+            "part": pl.Series(PARTS).gather(part),
+            "ns": pieces.end_ns - pieces.start_ns,
+        }
+    )
+    return frame.cast(SPENT).group_by("step", "part").agg(pl.col("ns").sum()).sort("step", "part")
+
+
+def _part(trace: Trace, tree: Forest) -> Ints:
+    """Index in PARTS of each host event: the place it stands in, else by what the thread does."""
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    says = np.full(tree.row.size, -1, like=tree.row)
+    for name, pattern in _PLACES:
+        says[lookup(words.matching(pattern), code)] = PARTS.index(name)
+    place = np.append(says, -1)[tree.nearest_or_self(says >= 0)]
+    doing = activity(trace)
+    otherwise = np.full(tree.row.size, PARTS.index("other"))
+    otherwise[doing == OP] = PARTS.index("operators")
+    otherwise[doing == BLOCKING_CALL] = PARTS.index("workers")
+    return np.where(place >= 0, place, otherwise)
 
 
 def _calls(trace: Trace, tree: Forest) -> tuple[str, Bools]:

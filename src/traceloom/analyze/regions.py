@@ -67,6 +67,8 @@ def regions(trace: Trace) -> Regions:
         if not (level > DEEPEST).any():
             break
         kind[level > DEEPEST] = -1
+    if joined is None:  # then nothing can be told apart inside regions
+        part = np.where(region >= 0, FORWARD, part)
     return Regions(evidence, kind, region, above, part, joined is not None, again.evidence)
 
 
