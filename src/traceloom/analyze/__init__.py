@@ -27,6 +27,7 @@ from traceloom.analyze.modules import modules
 from traceloom.analyze.operators import operators
 from traceloom.analyze.patterns import patterns
 from traceloom.analyze.quality import quality
+from traceloom.analyze.roofline import roofline
 from traceloom.analyze.steps import step_times
 from traceloom.analyze.threads import threads
 from traceloom.analyze.work_per_step import work_per_step
@@ -62,6 +63,7 @@ __all__ = [
     "quality",
     "read_kind_rules",
     "read_rules",
+    "roofline",
     "step_times",
     "threads",
     "work_per_step",

@@ -58,6 +58,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     what.add_argument(
         "--only", type=_sections, metavar="NAME[,NAME]", help="only these sections; `core` is the short report"
     )
+    against = what.add_mutually_exclusive_group()
+    against.add_argument("--device", metavar="NAME", help="compare with the peaks of this device, as `H100 SXM`")
+    against.add_argument(
+        "--peak", metavar="TYPE=N[,...]", help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12"
+    )
     how = parser.add_argument_group("how to show it")
     how.add_argument("--top", type=_positive, default=10, metavar="N", help="rows of a table (default: 10)")
     how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
@@ -117,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         if any(path.resolve() == Path(given).resolve() for given in args.inputs):
             raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
-    options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort, args.only)
+    options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort, args.only, _peak(args))
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         loaded = _load(args, progress)
@@ -134,6 +139,19 @@ def run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr if args.json else sys.stdout)
     _check_refused(loaded.refused)
     return 0
+
+
+def _peak(args: argparse.Namespace) -> str | None:
+    """The peaks that the user gives, checked before anything is read."""
+    from traceloom.analyze.peaks import peak_of
+
+    given: str | None = args.device if args.peak is None else args.peak
+    if args.peak is not None and "=" not in args.peak:
+        hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
+        raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
+    if given is not None:
+        peak_of(given)
+    return given
 
 
 def _load(args: argparse.Namespace, progress: Progress) -> Loaded:

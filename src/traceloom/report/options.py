@@ -18,6 +18,8 @@ class ReportOptions:
         sort: What shown tables are sorted by: a key of `SORT_KEYS`; None for each table's own order.
         only: Which sections are made beyond the core (`core` alone: none); on a terminal, what is shown in full. None:
             all are made, and the terminal shows the core with a line for each.
+        peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100 SXM`) or numbers
+            (`bf16=989e12,memory=3.35e12`).
     """
 
     ranks: tuple[int, ...] | None = None
@@ -26,6 +28,7 @@ class ReportOptions:
     top: int = 10
     sort: str | None = None
     only: tuple[str, ...] | None = None
+    peak: str | None = None
 
 
 # Key of --sort -> the columns it means, the first one a table has.

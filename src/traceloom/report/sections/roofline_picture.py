@@ -1,0 +1,144 @@
+"""The roofline picture: achieved FLOP/s over FLOPs per byte, below the ceilings of the device; both logarithmic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.names import harmless, short
+
+Row = dict[str, Any]
+_WIDTH, _HEIGHT = 1000, 460
+_LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 20, 46
+_MOST = 200  # points; the rest takes little time and would only cover others
+_LARGEST = 22.0  # radius of the operator with the most time
+
+
+class _Plane:
+    """Where FLOPs per byte and FLOP/s lie on the picture; whole decades are shown."""
+
+    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
+        self.x_low, self.x_high = _decades(x)
+        self.y_low, self.y_high = _decades(y)
+
+    def x(self, value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log10(value) - self.x_low) / (self.x_high - self.x_low)
+
+    def y(self, value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (self.y_high - math.log10(value)) / (self.y_high - self.y_low)
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return low, max(high, low + 1)
+
+
+def picture(operators: Sequence[Row]) -> str:
+    """The SVG of the operators of a roofline; empty where none of them calculates in a known time.
+
+    Args:
+        operators: Rows with name, shapes, count, time_ns, intensity, flop_rate, arithmetic, matrix, peak_flop_rate,
+            peak_byte_rate, roofline_fraction and bound.
+    """
+    shown = [row for row in operators if row["intensity"] and row["flop_rate"]]
+    shown = sorted(shown, key=lambda row: -row["time_ns"])[:_MOST]
+    if not shown:
+        return ""
+    roofs = _ceilings(shown)
+    rates = [row["flop_rate"] for row in shown] + [rate for _, rate, _ in roofs]
+    ridges = [rate / memory for _, rate, memory in roofs if memory]
+    plane = _Plane([row["intensity"] for row in shown] + ridges, rates)
+    said = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
+    left_out = len(operators) - len(shown)
+    more = f"; {units.count(left_out)} that only move data or take least time are not drawn" if left_out else ""
+    hint = " The larger a point, the more time; dashed lines are the peaks." if roofs else " The peaks are not known."
+    return (
+        f'<figure class="roofline"><figcaption>{escape(said + more)}.{hint}</figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(said)}">'
+        f"{_grid(plane)}{_roofs(plane, roofs)}{''.join(_point(plane, row, shown[0]) for row in shown)}</svg></figure>"
+    )
+
+
+def _ceilings(rows: Sequence[Row]) -> list[tuple[str, float, float | None]]:
+    """(label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first."""
+    found = {
+        (f"{row['arithmetic'] if row['matrix'] else 'vector units'}", row["peak_flop_rate"], row["peak_byte_rate"])
+        for row in rows
+        if row["peak_flop_rate"]
+    }
+    return sorted(found, key=lambda one: (-one[1], one[0]))
+
+
+def _grid(plane: _Plane) -> str:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for power in range(plane.x_low, plane.x_high + 1):
+        x = plane.x(10.0**power)
+        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_power(power)}</text>')
+    for power in range(plane.y_low, plane.y_high + 1):
+        y = plane.y(10.0**power)
+        parts.append(f'<line class="mark" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        label = f"{_prefixed(power)}FLOP/s"
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    middle = (_LEFT + right) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">FLOPs per byte</text>')
+    return "".join(parts)
+
+
+def _power(power: int) -> str:
+    return f"{10**power:,}".replace(",", "\u202f") if power >= 0 else f"{10.0**power:.{-power}f}"
+
+
+def _prefixed(power: int) -> str:
+    prefixes = {0: "", 3: "k ", 6: "M ", 9: "G ", 12: "T ", 15: "P ", 18: "E "}
+    base = max(0, min(18, power // 3 * 3))
+    return f"{_power(power - base)}\u00a0{prefixes[base].strip()}"
+
+
+def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> str:
+    """Memory limits from the left, each arithmetic from its ridge to the right; labels at the right end."""
+    parts = []
+    right, low, high = 10.0**plane.x_high, 10.0**plane.x_low, 10.0**plane.y_low
+    for memory in sorted({memory for _, _, memory in roofs if memory}):
+        top = max(rate for _, rate, own in roofs if own == memory)
+        start, end = max(low, high / memory), min(right, top / memory)
+        if end > start:
+            line = f"M{plane.x(start):.1f} {plane.y(start * memory):.1f}L{plane.x(end):.1f} {plane.y(end * memory):.1f}"
+            parts.append(f'<path class="roof" d="{line}"><title>memory {units.byte_rate(memory)}</title></path>')
+            x, y = plane.x(start * 1.15), plane.y(start * memory)
+            parts.append(f'<text class="roof-name" x="{x + 26:.1f}" y="{y - 4:.1f}">{units.byte_rate(memory)}</text>')
+    last = -math.inf
+    for label, rate, memory in roofs:
+        start = max(low, rate / memory) if memory else low
+        y = plane.y(rate)
+        name = f"{label} {units.flop_rate(rate)}"
+        parts.append(
+            f'<path class="roof" d="M{plane.x(min(start, right)):.1f} {y:.1f}H{_WIDTH - _RIGHT}">'
+            f"<title>{escape(name)}</title></path>"
+        )
+        if y - last > 12:  # names that would cover each other are on hover only
+            place = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end"'
+            parts.append(f'<text class="roof-name" {place}>{escape(name)}</text>')
+            last = y
+    return "".join(parts)
+
+
+def _point(plane: _Plane, row: Row, largest: Row) -> str:
+    radius = max(2.5, _LARGEST * math.sqrt(row["time_ns"] / max(largest["time_ns"], 1)))
+    lines = [
+        short(harmless(str(row["name"])), 120),
+        short(harmless(str(row["shapes"])), 160),
+        f"{units.duration(row['time_ns'])} in {units.count(row['count'])} calls",
+        f"{units.flop_rate(row['flop_rate'])}, {units.number(row['intensity'])} FLOPs per byte",
+    ]
+    if row["roofline_fraction"] is not None:
+        lines.append(f"{100 * row['roofline_fraction']:.1f} % of the roofline, bound by {row['bound']}")
+    label = escape("\n".join(lines))
+    return (
+        f'<circle class="at-{row["bound"] or "unknown"}" cx="{plane.x(row["intensity"]):.1f}" '
+        f'cy="{plane.y(row["flop_rate"]):.1f}" r="{radius:.1f}"><title>{label}</title></circle>'
+    )
