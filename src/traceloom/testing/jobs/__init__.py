@@ -138,12 +138,12 @@ class Run:
     def trace(self, rank: int, *, sync_records: bool = False) -> TraceBuilder:
         """The trace of one rank; see `traces`."""
         return trace_of(
-            self.ranks[rank], self._of_rank[rank], len(self.ranks), sync_records=sync_records, groups=self.job.groups
+            self.ranks[rank], self.of_rank(rank), len(self.ranks), sync_records=sync_records, groups=self.job.groups
         )
 
     def host_trace(self, rank: int, steps: tuple[int, ...] = ()) -> HostTraceBuilder:
         """The host trace of one rank: of some steps, or of all."""
-        return host_trace_of(self.ranks[rank], self._of_rank[rank], len(self.ranks), steps)
+        return host_trace_of(self.ranks[rank], self.of_rank(rank), len(self.ranks), steps)
 
     def write(
         self, folder: str | Path, *, host: bool = False, ending: str = ".json.gz", sync_records: bool = False
@@ -158,8 +158,12 @@ class Run:
         """
         return write_run(self, Path(folder), host=host, ending=ending, sync_records=sync_records)
 
+    def of_rank(self, rank: int) -> list[Span]:
+        """What happened on a rank, by start, longer spans first."""
+        return self._by_rank[rank]
+
     @cached_property
-    def _of_rank(self) -> dict[int, list[Span]]:
+    def _by_rank(self) -> dict[int, list[Span]]:
         out: dict[int, list[Span]] = {rank.rank: [] for rank in self.ranks}
         for span in sorted(self.spans, key=lambda span: (span.start, -span.end)):
             out[span.rank].append(span)

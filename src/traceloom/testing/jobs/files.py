@@ -101,7 +101,7 @@ def write_run(run: Run, folder: Path, *, host: bool, ending: str, sync_records: 
 
 
 def _entry(run: Run, rank: do.Rank, name: str, ending: str, *, host: bool) -> dict[str, Any]:
-    mine = [span for span in run.spans if span.rank == rank.rank]
+    mine = run.of_rank(rank.rank)
     steps = sum(span.kind == "annotation" and _number(span) is not None for span in mine)
     first, last = min(span.start for span in mine), max(span.end for span in mine)
     file = f"{name}.kineto{ending}"
