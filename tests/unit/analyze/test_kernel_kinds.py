@@ -178,3 +178,12 @@ def test_a_trace_without_gpu_work_has_empty_tables_of_the_same_columns() -> None
     for name in ("devices", "kinds", "rules", "steps", "per_step"):
         assert getattr(empty, name).height == 0
         assert getattr(empty, name).schema == getattr(full, name).schema
+
+
+def test_the_documentation_shows_every_rule() -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs" / "concepts"
+    text = (docs / "kernel-kinds.md").read_text(encoding="utf-8")
+    assert [row["rule"] for row in TABLE if f"| `{row['rule']}` | {row['kind']} |" not in text] == []
+    matrix = json.loads(files("traceloom.analyze").joinpath("matrix_rules.json").read_text(encoding="utf-8"))
+    text = (docs / "kernel-efficiency.md").read_text(encoding="utf-8")
+    assert [row["rule"] for row in matrix if f"| `{row['rule']}` |" not in text] == []
