@@ -133,9 +133,9 @@ def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> 
         "self_device_ns": device,
         "device_ns": device_total,
     }
-    places = _places(folded.names)
-    frames = _frames(trace, folded, used, values, places)
-    functions = _functions(trace, folded, times, values, places)
+    named = places(folded.names)
+    frames = _frames(trace, folded, used, values, named)
+    functions = _functions(trace, folded, times, values, named)
     return Flame(frames, functions, int(own.sum()), times.gpu_work_ns, times.gpu_work_ns - int(device.sum()))
 
 
@@ -178,8 +178,8 @@ def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Ti
     )
 
 
-def _places(names: pl.Series) -> pl.DataFrame:
-    """Name, file and line by label; the last row is for threads, which have none."""
+def places(names: pl.Series) -> pl.DataFrame:
+    """Columns name, file and line of names of `call_tree`; one row more, at the end, for threads, which have none."""
     said = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("said")
     return said.select(
         name=pl.coalesce(pl.col("said").str.extract(_PLACE, 3), pl.col("said")),

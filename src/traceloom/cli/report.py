@@ -69,7 +69,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     how.add_argument("--json", action="store_true", help="print the report as JSON")
     how.add_argument(
         "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write a file instead: .html, .json, .md, .perfetto.json.gz, .perfetto.json (may be repeated)",
+        help="write a file instead: .html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, "
+        ".pprof.pb.gz (may be repeated)",
     )  # fmt: skip
     how.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")

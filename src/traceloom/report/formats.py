@@ -52,7 +52,7 @@ def _markdown(report: Report, handle: BinaryIO) -> None:
 def _perfetto(report: Report, handle: BinaryIO) -> None:
     from traceloom.report.perfetto import write
 
-    write(report.session, int(report.document["epoch_ns"]), handle)
+    write(report.session, int(report.document["epoch_ns"]), handle, report.document.get("critical_path"))
 
 
 def _perfetto_gz(report: Report, handle: BinaryIO) -> None:
@@ -62,9 +62,23 @@ def _perfetto_gz(report: Report, handle: BinaryIO) -> None:
         _perfetto(report, packed)
 
 
+def _speedscope(report: Report, handle: BinaryIO) -> None:
+    from traceloom.report.profiles.speedscope import write
+
+    write(report.session, handle)
+
+
+def _pprof(report: Report, handle: BinaryIO) -> None:
+    from traceloom.report.profiles.pprof import write
+
+    write(report.session, handle)
+
+
 FORMATS = (
     Format((".perfetto.json.gz",), _perfetto_gz, "open it at ui.perfetto.dev"),
     Format((".perfetto.json",), _perfetto, "open it at ui.perfetto.dev"),
+    Format((".speedscope.json",), _speedscope, "open it at www.speedscope.app"),
+    Format((".pprof.pb.gz", ".pb.gz"), _pprof, "look at it with: go tool pprof -http=: FILE"),
     Format((".html", ".htm"), _html, "open it in a browser"),
     Format((".json",), _json, "its keys are described in docs/reference/report-json.md", of_runs=True),
     Format((".md",), _markdown, "paste it into a pull request", of_runs=True),
