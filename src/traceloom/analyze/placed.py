@@ -29,11 +29,13 @@ class Placed:
             where unknown), bound.
         work: One row per piece of GPU work that belongs to one: event, name, device, step, ns, position.
         devices: The peaks of each device, or why they are unknown.
+        known: Whether there are peaks for any of the work.
     """
 
     calls: pl.DataFrame
     work: pl.DataFrame
     devices: dict[int, Peak | str]
+    known: bool
 
 
 def placed(trace: Trace, peak: Peak | None = None) -> Placed:
@@ -42,7 +44,8 @@ def placed(trace: Trace, peak: Peak | None = None) -> Placed:
     work = _work(trace, found)
     given = peaks(trace, peak)
     calls = _calls(trace, found, work)
-    return Placed(_on_roofline(calls, given, peak), work, given)
+    known = peak is not None or any(isinstance(one, Peak) for one in given.values())
+    return Placed(_on_roofline(calls, given, peak), work, given, known)
 
 
 def _work(trace: Trace, found: ModelledCalls) -> pl.DataFrame:

@@ -33,7 +33,7 @@ OPERATORS = pl.Schema(
         "shapes": pl.String(),
         "types": pl.String(),
         "count": pl.Int64(),
-        "time_ns": pl.Int64(),
+        "total_ns": pl.Int64(),
         "fraction": pl.Float64(),
         "flops": pl.Int64(),
         "bytes": pl.Int64(),
@@ -70,12 +70,12 @@ class Roofline(Result):
     """FLOPs and bytes of the modelled work against the peaks of the devices. All frames begin with `rank`.
 
     Attributes:
-        operators: One row per modelled operator, shapes and types, the longest first. `count` calls; `time_ns` is the
+        operators: One row per modelled operator, shapes and types, the longest first. `count` calls; `total_ns` is the
             sum of the GPU work of the calls (`timed_on` is `host` in a trace without GPU work: host time of the calls),
             `fraction` its share of all GPU work. `intensity` is FLOPs per byte; `flop_rate` and `byte_rate` what was
             achieved. `arithmetic` is the element type whose peak was used, `evidence` how that is known: `recorded
             type`, `kernel name` (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
-            `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `time_ns` (above 1: the data came
+            `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `total_ns` (above 1: the data came
             from a cache), `bound` what limits it; the four are null where the peaks are unknown.
         steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work launched in it), `modelled_ns` and its
             fraction; `flops` and `bytes` of all modelled work; `hardware_flops` of its matrix work, `model_flops` the
@@ -153,13 +153,14 @@ def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
     )
     sums = named.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
-        pl.col("time_ns", "flops", "bytes").sum(),
+        pl.col("time_ns").sum().alias("total_ns"),
+        pl.col("flops", "bytes").sum(),
         pl.col("compute_ns", "memory_ns").sum(),
         roofline=pl.col("roofline_ns").sum(),
         known=pl.col("roofline_ns").is_not_null().all(),
     )
-    whole = trace.gpu_work()["duration_ns"].clip(lower_bound=0).sum() or int(sums["time_ns"].sum())
-    time, timed = pl.col("time_ns"), pl.col("time_ns") > 0
+    whole = trace.gpu_work()["duration_ns"].clip(lower_bound=0).sum() or int(sums["total_ns"].sum())
+    time, timed = pl.col("total_ns"), pl.col("total_ns") > 0
     over = pl.col("compute_ns") > pl.col("memory_ns")
     return (
         sums.with_columns(
@@ -173,7 +174,7 @@ def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
             roofline_fraction=pl.when(pl.col("known") & timed).then(pl.col("roofline") / time),
             bound=pl.when("known").then(pl.when(over).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
         )
-        .sort("time_ns", "name", "shapes", descending=[True, False, False])
+        .sort("total_ns", "name", "shapes", descending=[True, False, False])
         .select(list(OPERATORS))
         .cast(OPERATORS)
     )
@@ -216,12 +217,14 @@ def _unmodelled(trace: Trace) -> pl.DataFrame:
         pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
         recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
     )
-    work = work.join(about, on="op", how="left", maintain_order="left")
+    called = trace.events["name"].gather(work["launch"].fill_null(0)).str.contains("GraphLaunch", literal=True)
+    work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
     whys = (
         (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
         (pl.col("link"), "a copy between host and device: the link bounds it"),
         (pl.col("launch").is_null(), "its launch is not in the recording"),
-        (pl.col("op").is_null(), "launched outside every recorded operator (a graph, or code that records none)"),
+        (pl.col("op").is_null() & pl.col("graph"), "launched by a graph, whose operators are not recorded"),
+        (pl.col("op").is_null(), "launched outside every recorded operator"),
         (~pl.col("recorded"), "the shapes of the operator's inputs are not recorded"),
     )
     reason = pl.coalesce(

@@ -52,14 +52,12 @@ def utilisation(trace: Trace, found: Placed) -> tuple[pl.DataFrame, pl.DataFrame
     work = _all_work(trace, found)
     why = _recompute_unknown(trace)
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
-    steps = _told(bounds, _sums(calls, work, ["step"]), max(len(found.devices), 1), why)
+    steps = _told(bounds, _sums(calls, work, ["step"]), found, why)
     window = pl.DataFrame(
         {"step": [None], "duration_ns": [_window_ns(trace, work)], "complete": [True]}, schema=bounds.schema
     )
     one = pl.lit(None, pl.Int32).alias("step")
-    whole = _told(
-        window, _sums(calls.with_columns(one), work.with_columns(one), ["step"]), max(len(found.devices), 1), why
-    )
+    whole = _told(window, _sums(calls.with_columns(one), work.with_columns(one), ["step"]), found, why)
     return steps, whole
 
 
@@ -152,7 +150,7 @@ def _sums(calls: pl.DataFrame, work: pl.DataFrame, keys: list[str]) -> pl.DataFr
     )
 
 
-def _told(bounds: pl.DataFrame, sums: pl.DataFrame, devices: int, why: str | None) -> pl.DataFrame:
+def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | None) -> pl.DataFrame:
     """Fractions of the step, each null with a reason where it cannot be told."""
     counts = [name for name in sums.columns if name.endswith(("_ns", "flops", "bytes"))]
     rows = bounds.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left").with_columns(
@@ -166,14 +164,16 @@ def _told(bounds: pl.DataFrame, sums: pl.DataFrame, devices: int, why: str | Non
         pl.lit(" % of the GPU work is matrix work without a model"),
     )
     reason = (
-        pl.when(hidden)
+        pl.when(not found.known)
+        .then(pl.lit("the peaks of the device are not known"))
+        .when(hidden)
         .then(share)
         .when("matrix_unknown")
         .then(pl.lit("the peak for this element type is not known"))
         .when(~long)
         .then(pl.lit("the step has no length"))
     )
-    whole = pl.col("duration_ns") * devices
+    whole = pl.col("duration_ns") * max(len(found.devices), 1)
     known = reason.is_null()
     recompute = pl.lit(why, pl.String)
     rest = pl.col("busy_ns") - pl.col("placed_busy_ns")

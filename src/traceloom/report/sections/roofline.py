@@ -18,6 +18,7 @@ from traceloom.report.sections.shapes import ranked, record
 
 _ROWS = 400  # operators of all ranks together, the longest of each
 _LEAST_ROWS = 10
+_WORTH_SAYING = 0.5
 _LONGEST = 300  # characters of recorded shapes and types; lists of an optimizer fill pages
 _PARTS = ("operators", "steps", "whole", "spread", "unmodelled", "devices")
 _NO_PEAK = "the peaks of the device are not known (give them with --peak or --device)"
@@ -123,7 +124,7 @@ _DEVICES = (
 
 def _operator_columns(timed_on: str) -> list[Col]:
     return [
-        Col("time_ns", "GPU time" if timed_on == "gpu" else "Host time", "time"),
+        Col("total_ns", "GPU time" if timed_on == "gpu" else "Host time", "time"),
         Col("roofline_fraction", "Of roofline", "share", "time at the peaks over measured time"),
         Col("bound", "Bound by", "text"),
         Col("flop_rate", "FLOP/s", "flop_rate", "achieved"),
@@ -134,8 +135,8 @@ def _operator_columns(timed_on: str) -> list[Col]:
         Col("count", "Calls", "count"),
         Col("arithmetic", "Type", "text", "element type whose peak is used"),
         Col("evidence", "Known by", "text", "how that type is known", narrow=False),
-        Col("name", "Operator", "name"),
         Col("shapes", "Shapes", "name", narrow=False),
+        Col("name", "Operator", "name"),
     ]
 
 
@@ -154,7 +155,8 @@ def _summary(value: Row) -> str | None:
     what = "step" if value["steps"] else "recording"
     text = f"{units.flops(sum(row['flops'] for row in told) / len(told))} per {what}"
     for key, name in (("roofline_fraction", "of the roofline"), ("mfu", "MFU")):
-        known = [row[key] for row in told if row[key] is not None]
+        # a step whose work is mostly not modelled would be called good for what nobody knows of it
+        known = [row[key] for row in told if row[key] is not None and row["placed_fraction"] >= _WORTH_SAYING]
         if known:
             text += f", {units.share(sum(known) / len(known), 1)} {name}"
     return f"{text}; models cover {units.share(covered, gpu)} of the GPU work" if gpu else text

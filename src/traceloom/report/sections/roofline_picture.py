@@ -14,6 +14,7 @@ Row = dict[str, Any]
 _WIDTH, _HEIGHT = 1000, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 20, 46
 _MOST = 200  # points; the rest takes little time and would only cover others
+_LINE = 12  # height of a line of text
 _LARGEST = 22.0  # radius of the operator with the most time
 
 
@@ -40,36 +41,37 @@ def picture(operators: Sequence[Row]) -> str:
     """The SVG of the operators of a roofline; empty where none of them calculates in a known time.
 
     Args:
-        operators: Rows with name, shapes, count, time_ns, intensity, flop_rate, arithmetic, matrix, peak_flop_rate,
+        operators: Rows with name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix, peak_flop_rate,
             peak_byte_rate, roofline_fraction and bound.
     """
     shown = [row for row in operators if row["intensity"] and row["flop_rate"]]
-    shown = sorted(shown, key=lambda row: -row["time_ns"])[:_MOST]
+    shown = sorted(shown, key=lambda row: -row["total_ns"])[:_MOST]
     if not shown:
         return ""
     roofs = _ceilings(shown)
     rates = [row["flop_rate"] for row in shown] + [rate for _, rate, _ in roofs]
     ridges = [rate / memory for _, rate, memory in roofs if memory]
     plane = _Plane([row["intensity"] for row in shown] + ridges, rates)
+    lines, names = _roofs(plane, roofs)
     said = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
     left_out = len(operators) - len(shown)
-    more = f"; {units.count(left_out)} that only move data or take least time are not drawn" if left_out else ""
+    more = f"; {units.count(left_out)} that only move data, or take least time, are not drawn" if left_out else ""
     hint = " The larger a point, the more time; dashed lines are the peaks." if roofs else " The peaks are not known."
     return (
         f'<figure class="roofline"><figcaption>{escape(said + more)}.{hint}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(said)}">'
-        f"{_grid(plane)}{_roofs(plane, roofs)}{''.join(_point(plane, row, shown[0]) for row in shown)}</svg></figure>"
+        f"{_grid(plane)}{lines}{''.join(_point(plane, row, shown[0]) for row in shown)}{names}</svg></figure>"
     )
 
 
 def _ceilings(rows: Sequence[Row]) -> list[tuple[str, float, float | None]]:
     """(label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest first."""
-    found = {
-        (f"{row['arithmetic'] if row['matrix'] else 'vector units'}", row["peak_flop_rate"], row["peak_byte_rate"])
-        for row in rows
-        if row["peak_flop_rate"]
-    }
-    return sorted(found, key=lambda one: (-one[1], one[0]))
+    names: dict[tuple[float, float | None], set[str]] = {}
+    for row in rows:
+        if row["peak_flop_rate"]:
+            name = str(row["arithmetic"]) if row["matrix"] else "vector units"
+            names.setdefault((row["peak_flop_rate"], row["peak_byte_rate"]), set()).add(name)
+    return [(", ".join(sorted(names[key])), *key) for key in sorted(names, key=lambda key: -key[0])]
 
 
 def _grid(plane: _Plane) -> str:
@@ -99,40 +101,39 @@ def _prefixed(power: int) -> str:
     return f"{_power(power - base)}\u00a0{prefixes[base].strip()}"
 
 
-def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> str:
-    """Memory limits from the left, each arithmetic from its ridge to the right; labels at the right end."""
-    parts = []
+def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> tuple[str, str]:
+    """Memory limits from the left, each arithmetic from its ridge to the right; and their names."""
+    lines, names = [], []
     right, low, high = 10.0**plane.x_high, 10.0**plane.x_low, 10.0**plane.y_low
     for memory in sorted({memory for _, _, memory in roofs if memory}):
-        top = max(rate for _, rate, own in roofs if own == memory)
+        top = max(rate for _, rate, of in roofs if of == memory)
         start, end = max(low, high / memory), min(right, top / memory)
         if end > start:
             line = f"M{plane.x(start):.1f} {plane.y(start * memory):.1f}L{plane.x(end):.1f} {plane.y(end * memory):.1f}"
-            parts.append(f'<path class="roof" d="{line}"><title>memory {units.byte_rate(memory)}</title></path>')
-            x, y = plane.x(start * 1.15), plane.y(start * memory)
-            parts.append(f'<text class="roof-name" x="{x + 26:.1f}" y="{y - 4:.1f}">{units.byte_rate(memory)}</text>')
+            lines.append(f'<path class="roof" d="{line}"/>')
+            middle = math.sqrt(start * end)
+            place = f'x="{plane.x(middle) + 10:.1f}" y="{plane.y(middle * memory) + 14:.1f}"'
+            names.append(f'<text class="roof-name" {place}>memory {units.byte_rate(memory)}</text>')
     last = -math.inf
-    for label, rate, memory in roofs:
-        start = max(low, rate / memory) if memory else low
+    for label, rate, own in roofs:
+        start = max(low, rate / own) if own else low
         y = plane.y(rate)
-        name = f"{label} {units.flop_rate(rate)}"
-        parts.append(
-            f'<path class="roof" d="M{plane.x(min(start, right)):.1f} {y:.1f}H{_WIDTH - _RIGHT}">'
-            f"<title>{escape(name)}</title></path>"
-        )
-        if y - last > 12:  # names that would cover each other are on hover only
+        name = escape(f"{label} {units.flop_rate(rate)}")
+        path = f"M{plane.x(min(start, right)):.1f} {y:.1f}H{_WIDTH - _RIGHT}"
+        lines.append(f'<path class="roof" d="{path}"><title>{name}</title></path>')
+        if y - last > _LINE:  # names that would cover each other are on hover only
             place = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end"'
-            parts.append(f'<text class="roof-name" {place}>{escape(name)}</text>')
+            names.append(f'<text class="roof-name" {place}>{name}</text>')
             last = y
-    return "".join(parts)
+    return "".join(lines), "".join(names)
 
 
 def _point(plane: _Plane, row: Row, largest: Row) -> str:
-    radius = max(2.5, _LARGEST * math.sqrt(row["time_ns"] / max(largest["time_ns"], 1)))
+    radius = max(2.5, _LARGEST * math.sqrt(row["total_ns"] / max(largest["total_ns"], 1)))
     lines = [
         short(harmless(str(row["name"])), 120),
         short(harmless(str(row["shapes"])), 160),
-        f"{units.duration(row['time_ns'])} in {units.count(row['count'])} calls",
+        f"{units.duration(row['total_ns'])} in {units.count(row['count'])} calls",
         f"{units.flop_rate(row['flop_rate'])}, {units.number(row['intensity'])} FLOPs per byte",
     ]
     if row["roofline_fraction"] is not None:
