@@ -12,7 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.submissions import submissions
+from traceloom.analyze.submissions import plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -70,11 +70,11 @@ NODES = pl.Schema(
         "node_id": pl.Int64(),
         "name": pl.String(),
         "replay_count": pl.Int64(),
-        "mean_ns": pl.Float64(),
+        "mean_ns": pl.Int64(),
         "min_ns": pl.Int64(),
         "max_ns": pl.Int64(),
         "total_ns": pl.Int64(),
-        "gap_mean_ns": pl.Float64(),
+        "gap_mean_ns": pl.Int64(),
         "example": pl.UInt32(),
     }
 )
@@ -159,7 +159,7 @@ def _pieces(trace: Trace) -> tuple[_Pieces, int]:
     words = vocabulary(trace)
     called = words.matching(GRAPH_CALLS)
     at = np.flatnonzero(made.known)
-    at = at[called[words.code[made.launch[at]]]]
+    at = at[called[plain(words.code)[made.launch[at]]]]
     at = at[np.lexsort((made.start[at], made.launch[at]))]
     launch, first, replay = np.unique(made.launch[at], return_index=True, return_inverse=True)
     start, length = made.start[at], (made.end - made.start)[at]
@@ -171,7 +171,7 @@ def _pieces(trace: Trace) -> tuple[_Pieces, int]:
         length=length,
         gap=_gaps(replay, first, start, start + length),
         stream=made.lane[at],
-        code=words.code[row].astype(np.int64),
+        code=plain(words.code)[row].astype(np.int64),
         launch=launch,
         call_start=made.call_start[at[first]],
         call_end=made.call_end[at[first]],
@@ -315,12 +315,12 @@ def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
             pl.col("at").min(),
             pl.col("row").min().alias("example"),
             pl.len().alias("replay_count"),
-            length.mean().alias("mean_ns"),
+            length.mean().round().alias("mean_ns"),
             length.median().alias("median"),
             length.min().alias("min_ns"),
             length.max().alias("max_ns"),
             length.sum().alias("total_ns"),
-            pl.col("gap").mean().alias("gap_mean_ns"),
+            pl.col("gap").mean().round().alias("gap_mean_ns"),
         )
         .sort("graph", "at", "replay_count", "example", descending=[False, False, True, False])
         .with_columns(

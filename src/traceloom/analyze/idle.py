@@ -16,6 +16,7 @@ from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
 from traceloom.analyze.intervals import Bools, Ints, overlaps
 from traceloom.analyze.producers import producers
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import Tiles, tiles
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
@@ -91,6 +92,7 @@ class Idle(Result):
     totals: pl.DataFrame
 
 
+@per_trace
 def idle(trace: Trace) -> Idle:
     """Split the idle time of every device by cause."""
     found = gaps(trace)

@@ -13,7 +13,7 @@ import polars as pl
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.repeats import chosen, maximal_repeats
-from traceloom.analyze.submissions import Submissions, submissions
+from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -96,11 +96,11 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     """
     made = submissions(trace)
     words = vocabulary(trace)
-    code = words.code[made.row].astype(np.int64)
-    plain: Bools = words.matching(ELEMENTWISE)[code] & made.kernel if code.size else np.zeros(0, dtype=np.bool_)
+    code = plain(words.code)[made.row].astype(np.int64)
+    simple: Bools = words.matching(ELEMENTWISE)[code] & made.kernel if code.size else np.zeros(0, dtype=np.bool_)
     bounds = (shortest, longest, least, most)
     every = _search(code, made, np.zeros(code.size, dtype=np.bool_), bounds)
-    fused = _search(code, made, ~plain, bounds)
+    fused = _search(code, made, ~simple, bounds)
     found = [*every, *fused]
     if not found:
         return Patterns(
@@ -118,7 +118,7 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             "count": [start.size for start, _ in found],
             "length": [size for _, size in found],
             **{name: np.add.reduceat(places[name], first) for name in _SUMS},
-            "elementwise": [bool(plain[start[0] : start[0] + size].all()) for start, size in found],
+            "elementwise": [bool(simple[start[0] : start[0] + size].all()) for start, size in found],
             "example": [int(made.row[start[0]]) for start, _ in found],
             "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in found],
         }

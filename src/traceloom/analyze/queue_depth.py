@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Ints
-from traceloom.analyze.submissions import Submissions
+from traceloom.analyze.submissions import Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 
@@ -159,7 +159,7 @@ def _usual(trace: Trace, made: Submissions) -> Ints:
     """For each work the median duration of the launch calls that have the name of its call; 0 without a call."""
     usual = np.zeros(made.row.size, dtype=np.int64)
     at = np.flatnonzero(made.first)
-    code = vocabulary(trace).code[made.launch[at]].astype(np.int64)
+    code = plain(vocabulary(trace).code)[made.launch[at]].astype(np.int64)
     span = made.call_end[at] - made.call_start[at]
     order = np.lexsort((span, code))
     bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
@@ -211,3 +211,13 @@ def _depths(time: Ints, launches: Ints, works: Ints, start: int, end: int) -> di
         "empty_ns": window - pending,
         "deep_ns": int(lasts[launches >= DEEP].sum()),
     }
+
+
+def thinned(found: pl.DataFrame, points: int) -> pl.DataFrame:
+    """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first time and the most."""
+    keys = ["device", "stream"]
+    time = pl.col("time_ns")
+    low, span = time.min().over(keys), (time.max() - time.min()).over(keys)
+    part = pl.when(span > 0).then((time - low) * (points - 1) // pl.max_horizontal(span, 1)).otherwise(0)
+    parts = found.with_columns(part.alias("part")).group_by(*keys, "part", maintain_order=True)
+    return parts.agg(time.first(), pl.col("launches").max(), pl.col("works").max()).drop("part").select(list(CURVE))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.intervals import Bools, Ints
@@ -61,16 +63,21 @@ class Submissions:
         return np.searchsorted(self.lane, np.arange((int(self.lane[-1]) if self.lane.size else -1) + 2))
 
 
+def plain(values: NDArray[Any]) -> NDArray[Any]:
+    """The same array; what is computed from it lies in memory, also where the array is that of a very large trace."""
+    return values.view(np.ndarray)
+
+
 @per_trace
 def submissions(trace: Trace) -> Submissions:
     """All GPU work of the trace with its launches."""
-    row = gpu_rows(trace)
-    device, stream, launch = (column(trace, name, UNKNOWN)[row] for name in ("device", "stream", "launch"))
+    row = plain(gpu_rows(trace))
+    device, stream, launch = (plain(column(trace, name, UNKNOWN)[row]) for name in ("device", "stream", "launch"))
     order = np.lexsort((stream, device))  # stable: by start within a stream
     row, device, stream, launch = row[order], device[order], stream[order], launch[order]
     opens = np.ones(row.size, dtype=np.bool_)
     opens[1:] = (device[1:] != device[:-1]) | (stream[1:] != stream[:-1])
-    starts, durations = column(trace, "start_ns"), column(trace, "duration_ns")
+    starts, durations = plain(column(trace, "start_ns")), plain(column(trace, "duration_ns"))
     start = starts[row]
     known = launch >= 0
     call = np.where(known, launch, row)
@@ -87,7 +94,7 @@ def submissions(trace: Trace) -> Submissions:
         launch=launch,
         call_start=call_start,
         call_end=call_end,
-        kernel=column(trace, "category")[row] == _KERNEL,
+        kernel=plain(column(trace, "category")[row]) == _KERNEL,
         first=first,
         many=many,
         step=_step_row(trace, row),
@@ -112,6 +119,6 @@ def _step_row(trace: Trace, row: Ints) -> Ints:
     """Row of the step in `trace.steps`; step numbers are unique and ascending."""
     numbers = trace.steps["step"].to_numpy()
     none = np.iinfo(np.int32).min
-    step = column(trace, "step", none)[row]
+    step = plain(column(trace, "step", none)[row])
     at = np.minimum(np.searchsorted(numbers, step), max(numbers.size - 1, 0))
     return np.where((step != none) & (numbers[at] == step), at, UNKNOWN) if numbers.size else np.full(row.size, UNKNOWN)

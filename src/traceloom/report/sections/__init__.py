@@ -6,7 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from traceloom.errors import UsageError
-from traceloom.report.sections import copies, counters, critical_path, kernel_shapes, kinds, per_step
+from traceloom.report.sections import (
+    copies,
+    counters,
+    critical_path,
+    graph_launches,
+    idle_gaps,
+    kernel_shapes,
+    kinds,
+    launches,
+    patterns,
+    per_step,
+    roofline,
+)
 from traceloom.report.sections.section import Section
 
 SECTIONS: tuple[Section[Any], ...] = (
@@ -16,6 +28,11 @@ SECTIONS: tuple[Section[Any], ...] = (
     copies.SECTION,
     counters.SECTION,
     critical_path.SECTION,
+    idle_gaps.SECTION,
+    launches.SECTION,
+    graph_launches.SECTION,
+    patterns.SECTION,
+    roofline.SECTION,
 )
 """In the order of every view."""
 
