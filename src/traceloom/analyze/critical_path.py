@@ -51,6 +51,11 @@ class CriticalPath(Result):
             path begins and after it ends), `kind` (of the node), `name`, `rank`, `lane` (row of the graph's lanes),
             `thread` (name of the lane), `event` (row of the rank's trace), `edge` (the kind of edge by which the path
             came to it, or along which the time went by), `along_edge`, `evidence` (of the edge).
+        stretches: The same, neighbouring pieces of one lane as one: `start_ns`, `duration_ns`, `rank`, `where` (name of
+            the lane), what tells the lane apart (`kind`, `process`, `thread`, `device`, `stream`), `class` and `name`
+            with the most of its time (`class_ns`, `name_ns`), `piece_count`, `first_event` and `last_event` (rows of
+            the rank's trace), `edge` and `evidence` (how the path came
+            there).
         classes: `class`, `duration_ns`, `fraction`, `piece_count`: every class, in the order of CLASSES. The
             durations add up to `window_ns`.
         ranks: `rank`, `class`, `duration_ns`, `fraction`: which ranks the path goes through; adds up to `window_ns`.
@@ -70,6 +75,7 @@ class CriticalPath(Result):
     start_ns: int
     window_ns: int
     path: pl.DataFrame
+    stretches: pl.DataFrame
     classes: pl.DataFrame
     ranks: pl.DataFrame
     names: pl.DataFrame
@@ -83,7 +89,7 @@ class CriticalPath(Result):
         assert (length > 0).all()
         assert (start[1:] == (start + length)[:-1]).all()
         assert not start.size or (start[0] == self.start_ns)
-        for frame in (self.path, self.classes, self.ranks):
+        for frame in (self.path, self.stretches, self.classes, self.ranks):
             assert int(frame["duration_ns"].sum()) == self.window_ns
         assert (self.node_slack["slack_ns"] >= 0).all()
 
@@ -152,6 +158,7 @@ def _result(graph: Graph, window: Window, found: Pieces) -> CriticalPath:
         start_ns=graph.epoch_ns + window.low,
         window_ns=length,
         path=path,
+        stretches=tables.stretches(graph, path),
         classes=classes,
         ranks=tables.ranks(path, length),
         names=names,

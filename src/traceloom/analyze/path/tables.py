@@ -59,6 +59,28 @@ NAMES = pl.Schema(
         "near_ns": pl.Int64(),
     }
 )
+STRETCHES = pl.Schema(
+    {
+        "start_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
+        "rank": pl.Int32(),
+        "where": pl.String(),
+        "kind": pl.String(),
+        "process": pl.String(),
+        "thread": pl.String(),
+        "device": pl.Int32(),
+        "stream": pl.Int64(),
+        "class": ClassType,
+        "class_ns": pl.Int64(),
+        "name": pl.String(),
+        "name_ns": pl.Int64(),
+        "piece_count": pl.Int64(),
+        "first_event": pl.UInt32(),
+        "last_event": pl.UInt32(),
+        "edge": gs.EdgeKind,
+        "evidence": gs.Evidence,
+    }
+)
 _WORK = {
     gs.KERNEL: COMPUTE,
     gs.COLLECTIVE: COMMUNICATION,
@@ -95,6 +117,35 @@ def path(graph: Graph, found: Pieces) -> pl.DataFrame:
         .select(list(PATH))
         .cast(PATH)
     )
+
+
+def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
+    """The path lane by lane: neighbouring pieces of one lane as one."""
+    run = (pl.col("lane").is_null() | (pl.col("lane") != pl.col("lane").shift(1)).fill_null(value=True)).cum_sum()
+    placed = rows.lazy().with_columns(run.alias("run"))
+    length = pl.col("duration_ns").sum()
+    whole = placed.group_by("run", maintain_order=True).agg(
+        pl.col("start_ns", "rank", "lane", "edge", "evidence").first(),
+        length,
+        pl.len().alias("piece_count"),
+        pl.col("event").drop_nulls().first().alias("first_event"),
+        pl.col("event").drop_nulls().last().alias("last_event"),
+    )
+    most = [
+        placed.group_by("run", key, maintain_order=True)
+        .agg(length.alias(f"{key}_ns"))
+        .sort("run", f"{key}_ns", descending=[False, True], maintain_order=True)
+        .group_by("run", maintain_order=True)
+        .agg(pl.col(key, f"{key}_ns").first())
+        for key in ("class", "name")
+    ]
+    lanes = graph.lanes.lazy().select(
+        "lane", "kind", "process", "thread", "device", "stream", pl.col("name").alias("where")
+    )
+    for frame in most:
+        whole = whole.join(frame, on="run", how="left", maintain_order="left")
+    found = whole.join(lanes, on="lane", how="left", maintain_order="left").collect()
+    return found.with_columns(pl.col("kind").cast(pl.String)).select(list(STRETCHES)).cast(STRETCHES)
 
 
 def classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:

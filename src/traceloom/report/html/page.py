@@ -21,8 +21,8 @@ Row = dict[str, Any]
 # In the order of their imports: a script only uses what stands before it.
 SCRIPTS = (
     "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
-    "draw.js", "rows.js", "overview.js", "pace.js", "timeline.js", "gestures.js", "details.js", "search.js", "links.js",
-    "tables.js", "icicle.js", "curve.js", "page.js", "main.js",
+    "draw.js", "rows.js", "overview.js", "pace.js", "path.js", "timeline.js", "gestures.js", "details.js", "search.js",
+    "links.js", "tables.js", "icicle.js", "curve.js", "page.js", "main.js",
 )  # fmt: skip
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
 _IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
@@ -91,7 +91,8 @@ def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
         return None
     kernels = document.get("kernels") or []
     communication = {row["name"] for row in kernels if row.get("category") == "communication"}
-    return timeline.build(session, communication, (document.get("memory") or {}).get("curve") or [])
+    curves = (document.get("memory") or {}).get("curve") or []
+    return timeline.build(session, communication, curves, path=document.get("critical_path"))
 
 
 def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -> list[Section]:

@@ -58,7 +58,14 @@ class Timeline:
     omitted: dict[str, int]
 
 
-def build(session: Session, communication: set[str], curves: list[dict[str, Any]], limit: int = LIMIT) -> Timeline:
+def build(
+    session: Session,
+    communication: set[str],
+    curves: list[dict[str, Any]],
+    limit: int = LIMIT,
+    *,
+    path: dict[str, Any] | None = None,
+) -> Timeline:
     """Pack the events of a session.
 
     Args:
@@ -66,6 +73,7 @@ def build(session: Session, communication: set[str], curves: list[dict[str, Any]
         communication: Names of the kernels that are communication; all others count as compute.
         curves: The memory curves of the report document.
         limit: The most events to embed, shared fairly between the ranks; see `_keep` for which go first.
+        path: The critical path of the report document, where it has one.
     """
     quota = _fair_share([trace.events.height for trace in session.traces], limit)
     parts, places, lanes, first = [], [], [], 0
@@ -89,9 +97,33 @@ def build(session: Session, communication: set[str], curves: list[dict[str, Any]
         "categories": list(CATEGORIES),
         "ranks": [_rank(trace, session.epoch_ns, curves) for trace in session.traces],
         "lanes": [lane for lane in lanes if lane["count"]],
+        "path": _path(session, lanes, path),
         **tables,
     }
     return Timeline(pack(header, columns), first, _omitted(session, parts))
+
+
+def _path(session: Session, lanes: list[dict[str, Any]], path: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The critical path as [lane, start, end]; None where there is none, or nothing of it stands on a lane."""
+    ranks: dict[Any, int] = {}
+    for number, trace in enumerate(session.traces):
+        ranks.setdefault(0 if trace.rank is None else trace.rank, number)
+    keys = ("kind", "process", "thread", "device", "stream")
+    shown = [lane for lane in lanes if lane["count"]]
+    place = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(shown)}
+    stretches = []
+    for row in (path or {}).get("stretches") or []:
+        lane = place.get((ranks.get(row["rank"]), *(row[key] for key in keys)))
+        if lane is not None:
+            stretches.append([lane, row["start_ns"], row["start_ns"] + row["duration_ns"]])
+    if path is None or not stretches:
+        return None
+    return {
+        "step": path["step"],
+        "start": path["start_ns"],
+        "end": path["start_ns"] + path["window_ns"],
+        "stretches": stretches,
+    }
 
 
 def _communication(session: Session, kernels: set[str], labels: list[list[Any]]) -> list[int]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import BinaryIO
+from itertools import chain
+from typing import Any, BinaryIO
 
-import numpy as np
 import polars as pl
 
 from traceloom.model import Session, Trace
 from traceloom.report.names import harmless
 from traceloom.report.perfetto.counters import counters
+from traceloom.report.perfetto.path import path_arrows, path_track
+from traceloom.report.perfetto.times import microseconds
 from traceloom.report.perfetto.tracks import Tracks, lay_out
 
 _SLICE = 32_768  # events encoded at a time
@@ -23,10 +25,10 @@ _SLICE = 32_768  # events encoded at a time
 _TRACKS_PER_PROCESS = 1_000_000
 _STEPS_TRACK = 0
 
-__all__ = ["write"]
+__all__ = ["microseconds", "write"]
 
 
-def write(session: Session, epoch_ns: int, handle: BinaryIO) -> None:
+def write(session: Session, epoch_ns: int, handle: BinaryIO, path: dict[str, Any] | None = None) -> None:
     """Write the whole session.
 
     Every event stands in it exactly once. Times are microseconds after `epoch_ns` with their nanoseconds as decimals.
@@ -36,15 +38,19 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO) -> None:
         session: What to write.
         epoch_ns: Time zero of the written trace.
         handle: Where to write; uncompressed JSON.
+        path: `critical_path` of the report document, whose times count from `epoch_ns`; None for none.
     """
     first = min([epoch_ns, *(_first_time(trace) for trace in session.traces)])
     handle.write(b'{"displayTimeUnit":"ns","otherData":' + _quoted({"epoch_ns": str(first)}) + b',"traceEvents":[\n')
     separator = b""
-    for number, trace in enumerate(session.traces):
-        for text in _trace(trace, number + 1, first):
-            if text:
-                handle.write(separator + text.encode("utf-8", "replace"))
-                separator = b",\n"
+    own = len(session.traces) + 1
+    arrows = path_arrows(session, path)
+    parts = [_trace(trace, number + 1, first, arrows.get(number)) for number, trace in enumerate(session.traces)]
+    parts.append(path_track(path, own, own * _TRACKS_PER_PROCESS, epoch_ns - first))
+    for text in chain.from_iterable(parts):
+        if text:
+            handle.write(separator + text.encode("utf-8", "replace"))
+            separator = b",\n"
     handle.write(b"\n]}\n")
 
 
@@ -57,7 +63,7 @@ def _quoted(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def _trace(trace: Trace, process: int, epoch_ns: int) -> Iterator[str]:
+def _trace(trace: Trace, process: int, epoch_ns: int, more: pl.DataFrame | None = None) -> Iterator[str]:
     """The parts of one trace, each some rows of JSON."""
     tracks = lay_out(trace)
     first_thread = process * _TRACKS_PER_PROCESS
@@ -65,6 +71,8 @@ def _trace(trace: Trace, process: int, epoch_ns: int) -> Iterator[str]:
     yield _steps(trace, process, first_thread + _STEPS_TRACK, epoch_ns)
     events = _placed(trace, tracks, first_thread + 1, epoch_ns)
     arrows = _arrows(trace, process)
+    if more is not None:
+        arrows = pl.concat([arrows, more.cast(arrows.schema)])
     names = _encoded(events["name"])
     for low in range(0, events.height, _SLICE):
         yield _slices(events.slice(low, _SLICE), names, arrows, _arguments(trace, low), process)
@@ -84,25 +92,6 @@ def _metadata(trace: Trace, tracks: Tracks, process: int, first_thread: int) -> 
         rows.append({**thread, "name": "thread_name", "args": {"name": track}})
         rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": place}})
     return ",\n".join(_quoted(row).decode() for row in rows)
-
-
-def microseconds(ns: pl.Series) -> pl.Series:
-    """Nanoseconds >= 0 as the text of microseconds with three decimals.
-
-    Perfetto multiplies the number by 1000 as a double and cuts off the rest, which can be one nanosecond short; such a
-    number gets a fourth decimal, so that it comes out right there and wherever it is rounded.
-    """
-    exact = ns.to_numpy()
-    short = pl.Series(
-        (exact / 1000.0 * 1000.0).astype(np.int64) != exact
-    )  # by NumPy: correctly rounded, as a parser is
-    text = pl.concat_str(
-        pl.lit(ns // 1000),
-        pl.lit("."),
-        pl.lit(ns % 1000).cast(pl.String).str.zfill(3),
-        pl.when(pl.lit(short)).then(pl.lit("2")).otherwise(pl.lit("")),
-    )
-    return pl.select(text.alias(ns.name)).to_series() if ns.len() else pl.Series(ns.name, [], pl.String)
 
 
 def _encoded(names: pl.Series) -> pl.DataFrame:

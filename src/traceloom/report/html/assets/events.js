@@ -22,6 +22,7 @@ export class Events {
     this.ranks = header.ranks;
     this.lanes = header.lanes;
     this.facts = header.facts;
+    this.path = header.path ?? null;
     this.names = header.labels.map(([name]) => name);
     this.shortNames = this.names.map((name, label) => header.short[label] ?? name);
     this.categories = header.labels.map(([, code]) => header.categories[code]);

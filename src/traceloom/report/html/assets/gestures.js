@@ -140,6 +140,7 @@ const KEYS = {
   p: (timeline) => parent(timeline),
   l: (timeline) => linked(timeline),
   m: (timeline) => timeline.enlarge(),
+  c: (timeline) => timeline.path.toggle(),
   Enter: (timeline) => {
     if (timeline.range) timeline.setView(timeline.range.from, timeline.range.to);
     else if (timeline.selected >= 0) timeline.zoomTo(timeline.selected);

@@ -36,7 +36,7 @@ export class Palette {
     const value = (name) => style.getPropertyValue(name);
     const background = parse(value("--paper"));
     this.background = css(background);
-    for (const name of ["ink", "muted", "line", "panel", "accent", "grid"]) this[name] = css(parse(value(`--${name}`)));
+    for (const name of ["ink", "muted", "line", "panel", "accent", "grid", "path"]) this[name] = css(parse(value(`--${name}`)));
     this.gridPixel = packed(parse(value("--grid")), 255);
     const ink = parse(value("--ink"));
     const strong = parse(value("--paper"));

@@ -108,6 +108,16 @@ export class Rows {
     this.changed();
   }
 
+  // Unfolds these ranks and folds all others.
+  unfoldOnly(ranks) {
+    this.events.ranks.forEach((rank, number) => {
+      if (ranks.includes(number)) this.folded.delete(`r${number}`);
+      else this.folded.add(`r${number}`);
+    });
+    this.update();
+    this.changed();
+  }
+
   // Unfolds whatever hides an event; true where something changed.
   reveal(event) {
     const lane = this.events.laneOf(event);
@@ -127,6 +137,12 @@ export class Rows {
     if (this.folded.has(`r${lane.trace}`) || this.events.end[event] < 0) return null;
     if (folded && this.events.row[event] > 0) return null;
     return lane.top + this.events.row[event] * (ROW + GAP);
+  }
+
+  // How high a lane is, in CSS pixels.
+  heightOf(lane) {
+    const folded = this.folded.has(`l${this.events.lanes.indexOf(lane)}`);
+    return Math.max(folded ? 1 : lane.rows?.length ?? 1, 1) * (ROW + GAP);
   }
 
   // The lines between two heights.

@@ -2,6 +2,7 @@
 import { Painter } from "./draw.js";
 import { Palette } from "./palette.js";
 import { Pace } from "./pace.js";
+import { PathOverlay } from "./path.js";
 import { Rows, ROW } from "./rows.js";
 import { Overview } from "./overview.js";
 import { ticks, tickLabel } from "./scale.js";
@@ -31,10 +32,12 @@ export class Timeline {
     this.listeners = new Map();
     this.#python();
     this.rows.update();
+    this.path = null;
     this.#fromAddress(getState("t"));
     onState("t", (value) => this.#fromAddress(value));
     this.scroller.addEventListener("scroll", () => this.request());
     new ResizeObserver(() => this.resize()).observe(this.scroller);
+    this.path = new PathOverlay(this);
     this.resize();
   }
 
@@ -195,6 +198,7 @@ export class Timeline {
     this.#grid(painter);
     for (const line of this.rows.between(shift, shift + painter.height)) this.#line(line, line.top - shift);
     painter.finish();
+    this.path?.draw(painter, shift, this.palette);
     this.#marks(shift);
     this.#ruler();
     this.overview.draw(this.palette);
