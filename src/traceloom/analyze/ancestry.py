@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -18,6 +19,8 @@ from traceloom.model import Trace
 from traceloom.read.large import column
 from traceloom.read.ondisk import lookup
 from traceloom.read.order import nearest
+
+_SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class Forest:
         A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
         next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
         """
-        here = np.arange(self.row.size, like=self.row)
+        here = np.arange(self.row.size, dtype=_SHORT, like=self.row)
         next_start = np.append(self.start_ns, end_ns)
         lead_end = np.where(here + 1 < self.stop, next_start[1:], self.end_ns)
         # what follows a subtree on its lane begins in the parent, or else after the parent's end
@@ -130,12 +133,14 @@ class Forest:
         lane_lead = np.full(lanes.size, end_ns, dtype=np.int64)
         used = np.searchsorted(self.lane, lanes, side="right") > first
         lane_lead[used] = self.start_ns[first[used]]
-        owner = np.concatenate([np.full(lanes.size, -1), here, self.parent])
-        lane = np.concatenate([lanes, self.lane, self.lane])
         start = np.concatenate([np.full(lanes.size, start_ns), self.start_ns, self.end_ns])
         end = np.concatenate([lane_lead, lead_end, after_end])
-        kept = end > start
-        return Segments(owner[kept], lane[kept], start[kept], end[kept])
+        del next_start, lead_end, follows, after_end
+        kept = np.flatnonzero(end > start)
+        start, end = start[kept], end[kept]
+        lane = np.concatenate([lanes, self.lane, self.lane], dtype=_SHORT, casting="same_kind")[kept]
+        owner = np.concatenate([np.full(lanes.size, -1, _SHORT), here, self.parent], dtype=_SHORT, casting="same_kind")
+        return Segments(owner[kept], lane, start, end)
 
 
 @per_trace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -53,6 +53,8 @@ ACCOUNT = pl.Schema(
     }
 )
 _UNKNOWN = -1
+_STEP: Any = np.int32
+_CODE: Any = np.int8  # of phases and activities
 
 
 class _Pieces(NamedTuple):
@@ -143,12 +145,14 @@ def _pieces(trace: Trace, main: int | None) -> list[_Pieces]:
     cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
     owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
     # one more entry at the end, which the owner -1 (nothing recorded) finds
-    phase, doing = np.append(phase_of, _UNKNOWN)[owner], np.append(activity(trace), UNOBSERVED)[owner]
-    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step, phase, doing)
+    phase = np.append(phase_of, _UNKNOWN).astype(_CODE)[owner]
+    doing = np.append(activity(trace), UNOBSERVED).astype(_CODE)[owner]
+    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, doing)
+    del cuts, owner, step
     if main is None:
         return [pieces]
     mine = np.flatnonzero(lane == main)
-    ordered = pieces.take(mine[np.argsort(cuts.start_ns[mine], kind="stable")])
+    ordered = pieces.take(mine[np.argsort(pieces.start_ns[mine], kind="stable")])
     return [pieces.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
 
 
@@ -218,13 +222,22 @@ def _filled(phase: Ints, step: Ints) -> Ints:
 
 
 def _account(pieces: list[_Pieces], how: Engine) -> pl.DataFrame:
-    """Add up by lane, step, phase and activity; one number stands for the four while they are added."""
-    lane, start, end, step, phase, doing = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    """Add up by lane, step, phase and activity; no two of the sets of pieces, which are given up, share a lane."""
+    rows = []
+    while pieces:
+        rows.append(_added(pieces.pop(), how))
+    summed = pl.concat(rows).sort("lane", "step", "phase", "activity")
+    return summed.with_columns(pl.col("step").replace(int(NO_STEP), None)).cast(ACCOUNT)
+
+
+def _added(pieces: _Pieces, how: Engine) -> pl.DataFrame:
+    """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
+    lane, start, end, step, phase, doing = pieces
     steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
     place = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
     kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + doing
-    key = (lane * max(steps.size, 1) + place) * kinds + kind
+    key = (lane.astype(np.int64) * max(steps.size, 1) + place) * kinds + kind
     timed = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
     summed = timed.collect(engine=how).sort("key")
     keys = summed["key"].to_numpy()
@@ -232,9 +245,9 @@ def _account(pieces: list[_Pieces], how: Engine) -> pl.DataFrame:
     return pl.DataFrame(
         {
             "lane": keys // (kinds * max(steps.size, 1)),
-            "step": pl.Series(number).replace(int(NO_STEP), None),
-            "phase": pl.Series(PHASES).gather(keys % kinds // len(ACTIVITIES)),
-            "activity": pl.Series(ACTIVITIES).gather(keys % len(ACTIVITIES)),
+            "step": number.astype(np.int64),
+            "phase": pl.Series(PHASES, dtype=ACCOUNT["phase"]).gather(keys % kinds // len(ACTIVITIES)),
+            "activity": pl.Series(ACTIVITIES, dtype=ACCOUNT["activity"]).gather(keys % len(ACTIVITIES)),
             "ns": summed["ns"],
         }
-    ).cast(ACCOUNT)
+    )

@@ -7,6 +7,7 @@ PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -26,6 +27,7 @@ ACTIVITIES = ("op", "launch", "blocking_call", "python", "unobserved")
 LOADING, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, OTHER = range(6)
 OP, LAUNCH, BLOCKING_CALL, PYTHON, UNOBSERVED = range(5)
 _NONE = -1
+_CODE: Any = np.int8  # what is remembered of every event takes no more than it needs
 
 SCOPE_PREFIX = "traceloom.scope:"
 OURS = r"^traceloom\."
@@ -113,7 +115,7 @@ def meaning(trace: Trace) -> Meaning:
     call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
     waits = lookup(known["blocking_runtime"], code) | blocking_calls(trace)[tree.row]
     activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
-    return Meaning(phase, activity, mark, op)
+    return Meaning(phase.astype(_CODE), activity.astype(_CODE), mark, op)
 
 
 def _around_steps(trace: Trace) -> Bools:
@@ -129,7 +131,7 @@ def _around_steps(trace: Trace) -> Bools:
 def activity(trace: Trace) -> Ints:
     """What the thread does while each host event is innermost: regions take the activity of what they stand in."""
     says = meaning(trace).activity
-    return np.append(says, UNOBSERVED)[forest(trace).nearest_or_self(says >= 0)]
+    return np.append(says, says.dtype.type(UNOBSERVED))[forest(trace).nearest_or_self(says >= 0)]
 
 
 def _code(category: str) -> int:

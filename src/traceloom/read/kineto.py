@@ -15,6 +15,7 @@ from traceloom.read.assemble import File, assemble
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
+from traceloom.read.freeing import give_back
 from traceloom.read.ondisk import SCRATCH
 from traceloom.read.source import open_input, text_pieces
 
@@ -46,16 +47,19 @@ def read_kineto(
             if _size(stream) >= spill.SPILL_BYTES:
                 columns.spill = spill.Spill()
             document = Document(partial(text_pieces, stream, damage, step), damage, str(path))
+            part = None
             for part in document.slices():
                 columns.add(part)
                 if columns.spill is None and document.size >= spill.SPILL_BYTES:
                     columns.spill = spill.Spill()
         file = File(str(path), document.metadata, document.size, tuple(damage.notices()), capture)
+        del document, part
         return assemble(columns, file)
     finally:
         if columns.spill is not None:
             columns.spill.close()
             SCRATCH.clear()
+        give_back()
 
 
 def _size(stream: BinaryIO) -> int:

@@ -53,7 +53,7 @@ class Scratch:
             block = waiting.pop()
             self._idle_bytes -= size
         else:
-            block = _new_block(folder(), size)
+            block = new_block(size)
         self._used[id(block)] = block
         self._give_back_pages(size)
         owner = OnDisk((int(count),), dtype, buffer=block)
@@ -111,8 +111,13 @@ def _rounded(size: int) -> int:
     return max(grain, -(-size // grain) * grain)
 
 
-def _new_block(place: Path, size: int) -> mmap.mmap:
-    """A mapped file whose space is reserved: a page that finds no room when it is written would end the process."""
+def new_block(size: int) -> mmap.mmap:
+    """A mapped file whose space is reserved: a page that finds no room when it is written would end the process.
+
+    Raises:
+        InputError: `no-space`: the disk is full.
+    """
+    place = folder()
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place) as file:
@@ -283,9 +288,9 @@ def _nonzero(values: Any) -> tuple[Array]:
     return (result,)
 
 
-def _concatenate(arrays: Any, *_: Any, **__: Any) -> Array:
+def _concatenate(arrays: Any, *_: Any, dtype: Any = None, **__: Any) -> Array:
     parts = [np.atleast_1d(_plain(part)) for part in arrays]
-    result = empty(sum(map(len, parts)), np.result_type(*parts))
+    result = empty(sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype)
     at = 0
     for part in parts:
         result[at : at + len(part)] = part

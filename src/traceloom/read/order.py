@@ -72,10 +72,11 @@ def nullable(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Ser
     """A column in which `absent` is null."""
     if isinstance(values, OnDisk):
         return mapped.numbers(values, dtype, absent)
+    missing = values == absent
+    if missing.all():
+        return pl.repeat(None, len(values), dtype=dtype, eager=True)  # takes no memory until it is read
     series = pl.Series(values)
-    if not len(values) or not (values == absent).any():
-        return series.cast(dtype)
-    return series.set(series == absent, None).cast(dtype)
+    return series.set(pl.Series(missing), None).cast(dtype) if missing.any() else series.cast(dtype)
 
 
 def plain(values: Array, dtype: Any) -> pl.Series:
