@@ -79,7 +79,8 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
     parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
     parts = _one_each(parts)
     matched = match(parts)
-    late = lateness(parts, matched)
+    piped = pipeline(parts, matched)
+    late = lateness(parts, matched, piped.stages)
     collectives = blame.with_causes(matched, late)
     ranks = blame.by_rank(matched, collectives)
     return AcrossRanks(
@@ -94,7 +95,7 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         matched.unmatched,
         slow_steps(parts),
         imbalance(parts),
-        pipeline(parts, matched),
+        piped,
         (*matched.notices, *_partial(parts, matched)),
     )
 

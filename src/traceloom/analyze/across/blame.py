@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, CauseType, Lateness, roots
+from traceloom.analyze.across.lateness import CAUSE_NAMES, NOT_EXPLAINED, SCHEDULE, CauseType, Lateness, roots
 from traceloom.analyze.across.matched import INSTANCE_SCHEMA, Matched
 
 COLLECTIVE_SCHEMA = pl.Schema(
@@ -16,6 +16,7 @@ COLLECTIVE_SCHEMA = pl.Schema(
         "cause_ns": pl.Int64(),
         "explained_ns": pl.Int64(),
         "unexplained_ns": pl.Int64(),
+        "schedule_ns": pl.Int64(),
         "root_instance": pl.Int64(),
         "root_rank": pl.Int32(),
         "root_cause": CauseType,
@@ -50,14 +51,17 @@ REASON_SCHEMA = pl.Schema(
     }
 )
 
+_BEYOND = pl.col("wait_ns") - pl.col("schedule_ns")  # what the order of a pipeline does not ask for
+
 
 def with_causes(matched: Matched, found: Lateness) -> pl.DataFrame:
     """The instances with why their last rank was late and where the chain of causes ends."""
     frame = matched.instances
     rows = np.arange(frame.height)
-    root = roots(found, frame["met_ns"].to_numpy())
+    root, root_cause = roots(found, frame["met_ns"].to_numpy())
     names = pl.Series(list(CAUSE_NAMES), dtype=CauseType)
     nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
+    schedule = CAUSE_NAMES.index(SCHEDULE)
     lost = found.excess_ns[:, nameless].sum(axis=1)
     return (
         frame.with_columns(
@@ -66,9 +70,10 @@ def with_causes(matched: Matched, found: Lateness) -> pl.DataFrame:
             pl.Series("cause_ns", found.excess_ns[rows, found.cause] if rows.size else rows),
             pl.Series("explained_ns", found.late_ns - lost),
             pl.Series("unexplained_ns", lost),
+            pl.min_horizontal(pl.Series("schedule_ns", found.excess_ns[:, schedule]), "wait_ns").alias("schedule_ns"),
             frame["instance"].gather(root).alias("root_instance"),
             frame["last_rank"].gather(root).alias("root_rank"),
-            names.gather(found.cause[root]).alias("root_cause"),
+            names.gather(root_cause).alias("root_cause"),
         )
         .select(list(COLLECTIVE_SCHEMA))
         .cast(dict(COLLECTIVE_SCHEMA))  # type: ignore[arg-type]
@@ -85,7 +90,7 @@ def by_rank(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
     blame = collectives.group_by(rank="last_rank").agg(
         pl.col("wait_ns").sum().alias("blame_ns"), pl.col("alone_ns").sum()
     )
-    root = collectives.group_by(rank="root_rank").agg(pl.col("wait_ns").sum().alias("root_ns"))
+    root = collectives.group_by(rank="root_rank").agg(_BEYOND.sum().alias("root_ns"))
     out = hosts.unique("rank", keep="first", maintain_order=True)
     for part in (waits, blame, root):
         out = out.join(part, on="rank", how="left", maintain_order="left")
@@ -103,7 +108,7 @@ def heat(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
     """Steps × ranks: how long each rank waited in a step, and how long it kept others waiting."""
     waits = matched.parts.group_by("step", "rank").agg(pl.col("wait_ns").sum())
     blame = collectives.group_by("step", rank="last_rank").agg(pl.col("wait_ns").sum().alias("blame_ns"))
-    root = collectives.group_by("step", rank="root_rank").agg(pl.col("wait_ns").sum().alias("root_ns"))
+    root = collectives.group_by("step", rank="root_rank").agg(_BEYOND.sum().alias("root_ns"))
     keys = pl.concat([part.select("step", "rank") for part in (waits, blame, root)]).unique()
     for part in (waits, blame, root):
         keys = keys.join(part, on=["step", "rank"], how="left", nulls_equal=True)
@@ -113,13 +118,27 @@ def heat(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
-    """By the rank and the cause where chains end: how long others waited for that, the largest first."""
+    """By the rank and the cause where chains end: how long others waited for that, the largest first.
+
+    The part of a wait that is the order of a pipeline is told apart, with the rank that was awaited.
+    """
+    columns = [pl.col("late_ns"), pl.col("schedule_ns")]
+    chained = collectives.select(
+        rank="root_rank", cause="root_cause", waited_ns=_BEYOND, late_ns=columns[0] - columns[1]
+    )
+    ordered = collectives.select(
+        "last_rank",
+        pl.lit(SCHEDULE, CauseType).alias("cause"),
+        columns[1].alias("waited_ns"),
+        columns[1].alias("late_ns"),
+    ).rename({"last_rank": "rank"})
     return (
-        collectives.filter(pl.col("wait_ns") > 0)
-        .group_by(rank="root_rank", cause="root_cause")
+        pl.concat([chained, ordered])
+        .filter(pl.col("waited_ns") > 0)
+        .group_by("rank", "cause")
         .agg(
             pl.len().alias("collective_count"),
-            pl.col("wait_ns").sum().alias("waited_ns"),
+            pl.col("waited_ns").sum(),
             pl.col("late_ns").sum(),
             pl.col("late_ns").max().alias("most_late_ns"),
         )

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.across.counterparts import pair_excess
 from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
@@ -20,13 +21,20 @@ Bools = NDArray[np.bool_]
 BEGAN = "began_later"
 """What lies before the first moment that the ranks have in common."""
 
-CAUSE_NAMES = (*CLASSES, BEGAN)
+SCHEDULE = "pipeline_schedule"
+"""The part of a wait for a message that the same stages of other pipelines wait as well."""
+
+PEER = "peer_came_early"
+"""What the account of the last arriver does not hold, because its peer came earlier than those of other pipelines."""
+
+CAUSE_NAMES = (*CLASSES, SCHEDULE, PEER, BEGAN)
 CauseType = pl.Enum(CAUSE_NAMES)
-NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", BEGAN)
+NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER, BEGAN)
 """Causes that name no reason."""
 
-_ANCHORS = (*ENDS_TOGETHER, "send", "receive")
+_ANCHORS = (*ENDS_TOGETHER, "send_recv")
 _COMMUNICATION = CLASSES.index(COMMUNICATION)
+_SCHEDULE, _PEER = CAUSE_NAMES.index(SCHEDULE), CAUSE_NAMES.index(PEER)
 _DEEPEST = 32
 
 
@@ -43,6 +51,7 @@ class Lateness:
         follow: The earlier collective of other ranks that the last arriver waited in, where that is the main cause;
             else -1.
         cause: Number of the main cause.
+        excess_cause: The same without the order of the pipeline and what peers did.
         last_part: Row (of `parts`) of the last arriver.
         others: For each row of `parts` whether it is one of those that the last arriver is compared with.
         base_of_part: Place in its ledger where counting begins, for each row of `parts`; -1 where it cannot be told.
@@ -54,6 +63,7 @@ class Lateness:
     anchor: Ints
     follow: Ints
     cause: Ints
+    excess_cause: Ints
     last_part: Ints
     others: Bools
     base_of_part: Ints
@@ -74,8 +84,14 @@ class _Rows:
     end_place: Ints
 
 
-def lateness(ranks: Sequence[RankPart], matched: Matched) -> Lateness:
-    """Compare every last arriver with the others. Definition: docs/concepts/across-ranks.md."""
+def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) -> Lateness:
+    """Compare every last arriver with the others. Definition: docs/concepts/across-ranks.md.
+
+    Args:
+        ranks: The ranks.
+        matched: Their collectives.
+        stages: rank, pipeline, stage (of `pipeline`); may be empty.
+    """
     many = matched.instances.height
     rows = _rows(ranks, matched.parts)
     anchor = _anchors(matched, rows.inst, many)
@@ -86,8 +102,16 @@ def lateness(ranks: Sequence[RankPart], matched: Matched) -> Lateness:
     compared = (base[last] >= 0) & (np.bincount(rows.inst[others], minlength=many) > 0)
     late, excess = _excess(rows, spent, others, many)
     late[~compared], excess[~compared] = 0, 0
+    pairs, more, usual = pair_excess(matched, stages, spent, base, last)
+    excess[pairs, : len(CLASSES)], excess[pairs, -1] = more, 0
+    excess[pairs, _SCHEDULE] = np.clip(usual, 0, late[pairs])
+    excess[pairs, _PEER] = late[pairs] - more.sum(axis=1) - excess[pairs, _SCHEDULE]
+    beyond = excess.copy()
+    beyond[:, [_SCHEDULE, _PEER]] = 0
     cause = np.where(compared, np.argmax(excess, axis=1), len(CAUSE_NAMES) - 1)
-    return Lateness(late, excess, anchor, _followed(rows, base, cause), cause, last, others, base, rows.start_place)
+    excess_cause = np.where(compared, np.argmax(beyond, axis=1), len(CAUSE_NAMES) - 1)
+    follow = _followed(rows, base, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE])
+    return Lateness(late, excess, anchor, follow, cause, excess_cause, last, others, base, rows.start_place)
 
 
 def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
@@ -220,8 +244,8 @@ def _excess(rows: _Rows, spent: Ints, others: Bools, many: int) -> tuple[Ints, I
     return late, excess
 
 
-def _followed(rows: _Rows, base: Ints, cause: Ints) -> Ints:
-    """Where communication made a rank late: the collective in which it then waited longest."""
+def _followed(rows: _Rows, base: Ints, cause: Ints, wait: Ints) -> Ints:
+    """Where communication made a rank late: the collective in which it then waited longest, beyond what is usual."""
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
     wanted = np.flatnonzero(cause == _COMMUNICATION)
@@ -235,20 +259,23 @@ def _followed(rows: _Rows, base: Ints, cause: Ints) -> Ints:
         low = np.searchsorted(rows.end_place[mine], base[row], side="right")
         high = np.searchsorted(rows.end_place[mine], rows.start_place[row], side="right")
         inside = mine[low:high]
-        inside = inside[(rows.inst[inside] != number) & (rows.wait[inside] > 0)]
+        inside = inside[(rows.inst[inside] != number) & (wait[inside] > 0)]
         if inside.size:
-            follow[number] = rows.inst[inside[int(np.argmax(rows.wait[inside]))]]
+            follow[number] = rows.inst[inside[int(np.argmax(wait[inside]))]]
     return follow
 
 
-def roots(found: Lateness, met_ns: Ints) -> Ints:
-    """The collective at the end of each chain; a chain goes back in time, so it has an end."""
-    root = np.arange(met_ns.size)
-    earlier = (found.follow >= 0) & (met_ns[np.maximum(found.follow, 0)] < met_ns) if met_ns.size else found.follow >= 0
+def roots(found: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
+    """The collective at the end of each chain, and its cause; a chain goes back in time, so it has an end."""
+    here = np.arange(met_ns.size)
+    if not met_ns.size:
+        return here, here
+    earlier = (found.follow >= 0) & (met_ns[np.maximum(found.follow, 0)] < met_ns)
     forward = np.where(earlier, found.follow, -1)
+    root = here
     for _ in range(_DEEPEST):
         onward = forward[root]
         if (onward < 0).all():
             break
         root = np.where(onward >= 0, onward, root)
-    return root
+    return root, found.excess_cause[root]

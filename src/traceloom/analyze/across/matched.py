@@ -32,6 +32,7 @@ PART_SCHEMA = pl.Schema(
         "transfer_ns": pl.Int64(),
         "late_ns": pl.Int64(),
         "last": pl.Boolean(),
+        "sends": pl.Boolean(),
     }
 )
 INSTANCE_SCHEMA = pl.Schema(
@@ -79,7 +80,8 @@ class Matched:
     Attributes:
         parts: One row per rank of each collective, by instance, then arrival (last arriver last): times on the job's
             clock, duration_ns = wait_ns + transfer_ns, wait_ns = launch_skew_ns + arrival_wait_ns (both null where the
-            launch of the last arriver is not recorded), late_ns (own start - first start), last; step is this rank's.
+            launch of the last arriver is not recorded), late_ns (own start - first start), last, sends (of pairs:
+            whether this rank sends; null for others); step is this rank's.
         instances: One row per collective. `recorded` ranks of `group_size`; `whole` where all are recorded (null where
             the size of the group is not known). `alone_ns`: how much later the last came than the last but one.
             `transfer_ns`: median over the ranks. `transfer_gb_per_s`: bus bandwidth of the transfer alone.
@@ -214,6 +216,7 @@ def _split(calls: pl.DataFrame) -> pl.DataFrame:
         (pl.col("wait_ns") - skew).alias("arrival_wait_ns"),
         (pl.col("duration_ns") - pl.col("wait_ns")).alias("transfer_ns"),
         (pl.col("start_ns") - pl.col("first_ns")).alias("late_ns"),
+        pl.when(pl.col("kind").is_in(["send", "receive"])).then(pl.col("kind") == "send").alias("sends"),
     )
 
 
@@ -223,7 +226,7 @@ def _instances(rows: pl.DataFrame) -> pl.DataFrame:
     size = pl.when(pair).then(2).otherwise(pl.col("group_size").first())
     frame = rows.group_by("instance", maintain_order=True).agg(
         pl.col("step").last(),
-        pl.col("kind").first(),
+        pl.when(pair).then(pl.lit("send_recv")).otherwise(pl.col("kind").first()).alias("kind"),
         pl.col("group").first(),
         size.alias("group_size"),
         pl.col("sequence").first(),
