@@ -1,9 +1,16 @@
 """One question, one function: from a trace (or a session) to a frozen result whose frames add up."""
 
+from traceloom.analyze.across.across_ranks import across_ranks
+from traceloom.analyze.across.imbalance import imbalance
+from traceloom.analyze.across.rank_part import rank_part
+from traceloom.analyze.across.slow_steps import slow_steps
 from traceloom.analyze.answer import answer
 from traceloom.analyze.blocking_calls import blocking_calls
 from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.classify import Rule, read_rules
+from traceloom.analyze.collective.collectives import collectives, collectives_of
+from traceloom.analyze.collective.groups import declared_groups, groups
+from traceloom.analyze.collective.matrix import exchanges, matrix
 from traceloom.analyze.communication import communication
 from traceloom.analyze.compiled import compiled
 from traceloom.analyze.copies import copies
@@ -36,19 +43,26 @@ __all__ = [
     "CriticalPath",
     "KindRule",
     "Rule",
+    "across_ranks",
     "answer",
     "blocking_calls",
+    "collectives",
+    "collectives_of",
     "communication",
     "compiled",
     "copies",
     "counters",
     "critical_path",
     "data_loading",
+    "declared_groups",
+    "exchanges",
     "flame",
     "gpu_time",
     "graph_launches",
+    "groups",
     "host",
     "idle",
+    "imbalance",
     "kernel_bounds",
     "kernel_efficiency",
     "kernel_kinds",
@@ -56,14 +70,17 @@ __all__ = [
     "kernels",
     "launches",
     "longest_gaps",
+    "matrix",
     "memory",
     "modules",
     "operators",
     "patterns",
     "quality",
+    "rank_part",
     "read_kind_rules",
     "read_rules",
     "roofline",
+    "slow_steps",
     "step_times",
     "threads",
     "work_per_step",

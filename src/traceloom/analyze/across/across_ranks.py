@@ -76,8 +76,8 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
         chain_count: For how many of the longest waits the chain of causes is written out.
     """
-    parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
-    parts = _one_each(parts)
+    given = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
+    parts = _one_each(given)
     matched = match(parts)
     piped = pipeline(parts, matched)
     late = lateness(parts, matched, piped.stages)

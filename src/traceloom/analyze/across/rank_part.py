@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,6 @@ from traceloom.analyze.across.load import load_per_step
 from traceloom.analyze.across.stage import stage_times
 from traceloom.analyze.collective.collectives import collectives
 from traceloom.analyze.collective.groups import declared_groups
-from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 
 
@@ -43,9 +43,21 @@ class RankPart:
     stages: pl.DataFrame
 
 
-@per_trace
 def rank_part(trace: Trace) -> RankPart:
-    """Take from a trace what a comparison of ranks needs."""
+    """Take from a trace what a comparison of ranks needs; remembered as long as the trace lives, since it is small."""
+    kept = _KEPT.get(id(trace))
+    if kept is not None and kept[0]() is trace:
+        return kept[1]
+    part = _rank_part(trace)
+    number = id(trace)
+    _KEPT[number] = (weakref.ref(trace, lambda _gone: _KEPT.pop(number, None)), part)
+    return part
+
+
+_KEPT: dict[int, tuple[weakref.ref[Trace], RankPart]] = {}
+
+
+def _rank_part(trace: Trace) -> RankPart:
     calls = collectives(trace).calls
     return RankPart(
         trace.rank,
