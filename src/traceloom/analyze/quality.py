@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from traceloom.analyze.quality_effects import EFFECTS
 from traceloom.analyze.quality_events import EVENT_CHECKS
 from traceloom.analyze.quality_gpu import GPU_CHECKS
 from traceloom.analyze.quality_run import RUN_CHECKS
@@ -21,6 +22,7 @@ CHECKS = pl.Schema(
         "total_count": pl.Int64(),
         "severity": pl.Enum(["ok", "info", "warning", "error"]),
         "message": pl.String(),
+        "affects": pl.List(pl.String()),
     }
 )
 
@@ -33,7 +35,8 @@ class Quality(Result):
         notices: One for each check that found something and that the reader has not said (`trace.notices`), the worst
             first.
         checks: Every check that applies to this trace, with how many of how many events it found; severity `ok` where
-            it found none. A check that cannot be made here (no GPU work, no collectives) has no row.
+            it found none. A check that cannot be made here (no GPU work, no collectives) has no row. `affects` says
+            which parts of the report are weaker for what it found, and how; empty where it found nothing.
     """
 
     notices: tuple[Notice, ...]
@@ -51,6 +54,7 @@ def quality(trace: Trace) -> Quality:
             "total_count": check.total,
             "severity": check.severity if check.affected else "ok",
             "message": check.message if check.affected else "",
+            "affects": [f"{part}: {how}" for part, how in EFFECTS[check.slug].items()] if check.affected else [],
         }
         for check in done
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 from traceloom import __version__, analyze
 from traceloom.analyze.answer import Facts
+from traceloom.analyze.quality_effects import affected
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
 from traceloom.report import totals
@@ -170,7 +171,7 @@ def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:
 def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[Row]:
     if any(notice.rank is None for notice in notices):
         absent.say("notices[*].rank")
-    return [notice.to_dict() for notice in worst_first(notices)]
+    return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(notices)]
 
 
 def _distinct(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:

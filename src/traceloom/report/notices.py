@@ -13,6 +13,7 @@ class Said:
     severity: str
     slug: str
     sentence: str
+    weakens: tuple[str, ...] = ()
 
 
 def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
@@ -20,7 +21,14 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for notice in notices:
         kinds.setdefault((notice["severity"], notice["slug"]), []).append(notice)
-    return [Said(severity, slug, _sentence(alike, ranks)) for (severity, slug), alike in kinds.items()]
+    return [
+        Said(severity, slug, _sentence(alike, ranks), _weakened(alike[0])) for (severity, slug), alike in kinds.items()
+    ]
+
+
+def _weakened(notice: dict[str, Any]) -> tuple[str, ...]:
+    """The parts of the report that it weakens, by their keys."""
+    return tuple(one["part"].rpartition(".")[2] for one in notice.get("affects", []))
 
 
 def _sentence(alike: list[dict[str, Any]], ranks: int) -> str:

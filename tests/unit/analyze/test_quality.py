@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import polars as pl
 import pytest
 
 from traceloom.analyze import quality
-from traceloom.model import Notice, Trace
+from traceloom.analyze.quality_effects import EFFECTS
+from traceloom.model import Notice, Session, Trace
+from traceloom.report import build
 from traceloom.testing import TraceBuilder
 
 
@@ -23,6 +26,11 @@ def sound() -> TraceBuilder:
         builder.launch("cudaLaunchKernel", at + 12, 4, correlation=step + 1)
         builder.kernel("gemm", at + 40, 10, correlation=step + 1)
     return builder
+
+
+@lru_cache(maxsize=1)
+def sound_report() -> dict[str, Any]:
+    return build(Session((sound().build(),), "made"))
 
 
 def found(trace: Trace) -> dict[str, int]:
@@ -67,6 +75,26 @@ CASES: list[tuple[str, int, TraceBuilder]] = [
         1,
         sound().launch("cudaLaunchKernel", 32, 2, correlation=9).kernel("k", 45, 9, correlation=9),
     ),
+    (
+        "waits-without-record",
+        1,
+        sound()
+        .sync("Stream Wait Event", 60, 1, wait_on_cuda_event_record_corr_id=-1)
+        .launch("cudaEventRecord", 61, 1, correlation=50)
+        .sync("Event Sync", 63, 1, wait_on_cuda_event_record_corr_id=50),
+    ),
+    ("syncs-while-running", 1, sound().sync("Stream Sync", 45, 9).sync("Stream Sync", 55, 9)),
+    (
+        "waits-for-unknown-record",
+        2,  # one record is not in the file, the other comes later
+        sound()
+        .launch("cudaEventRecord", 70, 1, correlation=50)
+        .launch("cudaEventRecord", 30, 1, correlation=51)
+        .sync("Stream Wait Event", 60, 1, wait_on_cuda_event_record_corr_id=99)
+        .sync("Stream Wait Event", 62, 1, wait_on_cuda_event_record_corr_id=50)
+        .sync("Stream Wait Event", 64, 1, wait_on_cuda_event_record_corr_id=51),
+    ),
+    ("coarse-clock", 1, TraceBuilder(generation="2022").op("aten::mm", 0, 3).op("aten::mm", 100, 300)),
     ("negative-duration", 1, sound().op("aten::add", 95, -3, shapes=[[1]])),
     ("absurd-duration", 1, sound().op("aten::add", 395, 9e10, shapes=[[1]], thread=7)),
     ("no-steps", 1, TraceBuilder().python("f.py(1): f", 0, 9).op("aten::mm", 1, 2, shapes=[[1]])),
@@ -126,3 +154,25 @@ def test_damage_in_capture_json_is_no_crash() -> None:
     trace = sound().build()
     for capture in ({"overhead": None}, {"overhead": {"ratio": "fast"}}, {"overhead": []}):
         assert quality(replace(trace, meta=replace(trace.meta, capture=capture))).notices == ()
+
+
+def test_a_finding_says_which_results_are_weaker_for_it() -> None:
+    checks = {row["check"]: row for row in quality(sound().kernel("early", 1, 2).build()).checks.to_dicts()}
+    assert "operators: device time of operators is too small by this work" in checks["orphan-work"]["affects"]
+    assert checks["no-steps"]["affects"] == []  # nothing was found
+
+
+@pytest.mark.parametrize("slug", sorted({row for case in CASES for row in (case[0],)} | set(EFFECTS)))
+def test_every_finding_has_effects_on_parts_of_the_report(slug: str) -> None:
+    document = sound_report()
+    assert EFFECTS[slug]
+    for part in EFFECTS[slug]:
+        first, _, field = part.partition("[*].")
+        assert first in document
+        assert not field or field in document[first][0]
+
+
+def test_the_report_tells_what_a_notice_weakens() -> None:
+    document = build(Session((sound().kernel("early", 1, 2).build(),), "made"))
+    told = {notice["slug"]: {one["part"] for one in notice["affects"]} for notice in document["notices"]}
+    assert {"operators", "launches", "ranks[*].idle"} <= told["orphan-work"]

@@ -16,10 +16,18 @@ def notices(document: Row, reasons: Reasons) -> str:
     rows = document.get("notices") or []
     if not rows:
         return '<p class="quiet">Nothing to note: every event was read, and nothing in the data looks wrong.</p>'
-    marked = [{**row, "grade": f'<b class="grade {text(row["severity"])}">{text(row["severity"])}</b>'} for row in rows]
+    marked = [
+        {
+            **row,
+            "grade": f'<b class="grade {text(row["severity"])}">{text(row["severity"])}</b>',
+            "weakens": "; ".join(f"{one['part']}: {one['how']}" for one in row.get("affects", [])),
+        }
+        for row in rows
+    ]
     columns = [
         Column("grade", "Severity", "html"),
         Column("message", "Notice"),
+        Column("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
         Column("count", "Events", "count"),
         *((Column("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
         Column("slug", "Name", "text", "look it up in docs/reference/messages.md"),

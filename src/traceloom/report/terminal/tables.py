@@ -203,7 +203,8 @@ def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
     yield from heading("Notices", "what to know about the data", width)
     for notice in found[: options.top]:
         sign, style = SEVERITY[notice.severity]
-        message = harmless(f"{notice.sentence} [{notice.slug}]")
+        weakens = f"; weakens {', '.join(notice.weakens)}" if notice.weakens else ""
+        message = harmless(f"{notice.sentence}{weakens} [{notice.slug}]")
         first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
         yield Text.assemble(" ", (sign, style), " ", first)
         for line in rest:

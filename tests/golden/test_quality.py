@@ -1,0 +1,111 @@
+"""The six rules of PyTorch's trace validator on the public traces, against plain loops over the JSON."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceloom.analyze import quality
+from traceloom.read import load
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+GOLDEN_FILE = DATA / "golden" / "gpu_time.json"
+FILES = sorted(json.loads(GOLDEN_FILE.read_text())) if GOLDEN_FILE.is_file() else []
+DETAILS = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size")
+NODE = "autograd::engine::evaluate_function: "
+
+pytestmark = [
+    pytest.mark.data,
+    pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine"),
+]
+
+
+def broken(events: list[dict[str, Any]]) -> dict[str, int]:
+    """How often each rule is broken; rules that are not are left out."""
+    spans = [e for e in events if e.get("ph") == "X"]
+    launched = {
+        e["args"]["correlation"]: float(e["ts"])
+        for e in reversed(spans)
+        if str(e.get("cat")).lower() in {"cuda_runtime", "cuda_driver", "runtime"}
+        and "correlation" in e.get("args", {})
+    }
+    records = {
+        e["args"]["correlation"]: float(e["ts"])
+        for e in spans
+        if "EventRecord" in e["name"] and "correlation" in e.get("args", {})
+    }
+    work = [e for e in spans if str(e.get("cat")).lower() in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    syncs = [e for e in spans if e.get("cat") == "cuda_sync"]
+    waits = [e for e in syncs if e["args"].get("cuda_sync_kind") in {"Stream Wait Event", "Event Sync"}]
+
+    def record(event: dict[str, Any]) -> int:
+        number = int(event["args"].get("wait_on_cuda_event_record_corr_id", -1))
+        return -1 if number == 2**32 - 1 else number
+
+    early = sum(float(e["ts"]) < launched[c] for e in work if (c := e["args"].get("correlation")) in launched)
+    running = 0
+    for sync in syncs:
+        if sync["args"].get("cuda_sync_kind") == "Stream Sync":
+            at, where = float(sync["ts"]), (sync["args"].get("device"), sync["args"].get("stream"))
+            running += any(
+                float(e["ts"]) < at < float(e["ts"]) + float(e["dur"])
+                for e in work
+                if e["cat"] == "kernel" and (e["args"]["device"], e["args"]["stream"]) == where
+            )
+    unknown = sum(
+        record(e) not in records or records[record(e)] > float(e["ts"])
+        for e in waits
+        if e["args"]["cuda_sync_kind"] == "Stream Wait Event" and record(e) >= 0
+    )
+    bare = sum(
+        any(key not in e.get("args", {}) for key in DETAILS)
+        for e in spans
+        if e["name"] == "record_param_comms" and str(e.get("cat")).lower() in {"cpu_op", "operator"}
+    )
+    nodes = defaultdict(set)
+    for e in spans:
+        args = e.get("args", {})
+        if e["name"].startswith(NODE) and int(args.get("Sequence number", -1)) >= 0:
+            nodes[e["pid"], args.get("Fwd thread id"), args["Sequence number"]].add(e["name"])
+    counts = {
+        "gpu-work-before-launch": early,
+        "waits-without-record": sum(record(e) < 0 for e in waits),
+        "syncs-while-running": running,
+        "waits-for-unknown-record": unknown,
+        "collectives-without-details": bare,
+        "ambiguous-backward": sum(len(names) > 1 for names in nodes.values()),
+    }
+    return {slug: count for slug, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_six_rules_find_what_loops_over_the_file_find(path: str) -> None:
+    with gzip.open(DATA / path) as stream:
+        wanted = broken(json.load(stream)["traceEvents"])
+    checks = quality(load(DATA / path).traces[0]).checks
+    rules = {
+        "gpu-work-before-launch",
+        "waits-without-record",
+        "syncs-while-running",
+        "waits-for-unknown-record",
+        "collectives-without-details",
+        "ambiguous-backward",
+    }
+    found = {row["check"]: row["affected_count"] for row in checks.to_dicts() if row["check"] in rules}
+    assert {slug: count for slug, count in found.items() if count} == wanted
+
+
+def test_rules_that_public_traces_are_known_to_break() -> None:
+    for path, slug, count in (
+        ("critical_path/event_sync_multi_stream.json.gz", "waits-without-record", 1),
+        ("diff/a100_control.json.gz", "collectives-without-details", 102),
+        ("multirank/dlrm_rank0.kineto.json.gz", "collectives-without-details", 13),
+    ):
+        checks = {row["check"]: row for row in quality(load(DATA / path).traces[0]).checks.to_dicts()}
+        assert checks[slug]["affected_count"] == count
+        assert checks[slug]["affects"]
