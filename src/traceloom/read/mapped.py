@@ -52,7 +52,16 @@ def numbers(values: OnDisk, dtype: Any, absent: int | None = None) -> pl.Series:
     if known is None or known.all():
         return pl.Series(data.view(np.ndarray)).cast(dtype)
     bits = np.packbits(known.view(np.ndarray), bitorder="little")
-    return _series(_ARROW[dtype], len(data), [bits, data.view(np.ndarray)])
+    return series(_ARROW[dtype], len(data), [bits, data.view(np.ndarray)])
+
+
+def arrow_name(dtype: pl.DataType) -> str | None:
+    """What Arrow calls a type of numbers; None for other types."""
+    return _ARROW.get(type(dtype))
+
+
+def _as_it_is(values: Array) -> Array:
+    return values
 
 
 class TextTable:
@@ -72,12 +81,17 @@ class TextTable:
         # one more, for codes below 0
         self._views = np.frombuffer(b"".join([*views, bytes(16)]), dtype=np.complex128)  # any type of 16 bytes
 
-    def column(self, codes: OnDisk) -> pl.Series:
-        """The texts of these codes; null for codes below 0. Shape (rows,)."""
+    def column(self, codes: Array, keep: Callable[[Array], Array] = _as_it_is) -> pl.Series:
+        """The texts of these codes; null for codes below 0. Shape (rows,).
+
+        Args:
+            codes: Indices into the texts.
+            keep: Where the views and the texts themselves are put, where they shall lie elsewhere.
+        """
         known = codes >= 0
-        gathered = rows_of(self._views, codes)
+        gathered = rows_of(self._views, codes).view(np.ndarray)
         bits = None if known.all() else np.packbits(known.view(np.ndarray), bitorder="little")
-        return _series("string_view", len(codes), [bits, gathered.view(np.ndarray).view(np.uint8), self._heap])
+        return series("string_view", len(codes), [bits, keep(gathered).view(np.uint8), keep(self._heap)])
 
 
 def _view(text: bytes, place: int) -> bytes:
@@ -87,7 +101,8 @@ def _view(text: bytes, place: int) -> bytes:
     return length + text[:4] + bytes(4) + place.to_bytes(4, "little")
 
 
-def _series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
+def series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
+    """A column over buffers as Arrow lays them out, which are not copied; the bitmap first, None without nulls."""
     import nanoarrow
 
     if kind == "string_view":
@@ -123,7 +138,7 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
     data = values.view(np.ndarray)
     if known.all():
         return pl.Series(data)
-    return _series(kind, count, [np.packbits(known, bitorder="little"), data])
+    return series(kind, count, [np.packbits(known, bitorder="little"), data])
 
 
 def _texts(count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:

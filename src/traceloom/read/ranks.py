@@ -19,6 +19,7 @@ from traceloom.read import store
 from traceloom.read.cache import Cache
 from traceloom.read.inputs import Input
 from traceloom.read.kineto import read_kineto
+from traceloom.read.parked import Lot
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
@@ -89,7 +90,7 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
         cache: Looked into first and filled; None leaves it alone.
         report: Told how far the reading is.
     """
-    meter = _Meter(inputs, report)
+    meter, lot = _Meter(inputs, report), Lot()
     out: list[Trace | InputError | None] = [None] * len(inputs)
     missing = []
     for number, one in enumerate(inputs):
@@ -97,15 +98,14 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
         if known is None:
             missing.append(number)
         else:
-            out[number] = known
+            out[number] = lot.kept(known)
             meter.finished(number)
     text = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
-    cores = min(os.cpu_count() or 1, len(missing))
-    if cores > 1 and text > _WORTH_BYTES:
-        _beside(inputs, missing, cores, out, meter)
+    if _cores(missing) > 1 and text > _WORTH_BYTES:
+        _beside(inputs, missing, out, meter, lot)
     else:
         for number in missing:
-            out[number] = _here(inputs[number], number, meter)
+            out[number] = _here(inputs[number], number, meter, lot)
     if cache:
         for number in missing:
             trace = out[number]
@@ -114,31 +114,35 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
     return [trace for trace in out if trace is not None]
 
 
-def _here(one: Input, number: int, meter: _Meter) -> Trace | InputError:
+def _cores(missing: list[int]) -> int:
+    return min(os.cpu_count() or 1, len(missing))
+
+
+def _here(one: Input, number: int, meter: _Meter, lot: Lot) -> Trace | InputError:
     try:
         trace = read_kineto(one.path, capture=one.entry, step=lambda read, _text: meter.moved(number, read))
     except InputError as error:
         return error
     meter.finished(number)
-    return trace
+    return lot.kept(trace)
 
 
 def _beside(
-    inputs: list[Input], missing: list[int], cores: int, out: list[Trace | InputError | None], meter: _Meter
+    inputs: list[Input], missing: list[int], out: list[Trace | InputError | None], meter: _Meter, lot: Lot
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     folder = Path(tempfile.mkdtemp(prefix="traceloom-"))
     try:
-        with ThreadPoolExecutor(cores, thread_name_prefix="traceloom-rank") as pool:
+        with ThreadPoolExecutor(_cores(missing), thread_name_prefix="traceloom-rank") as pool:
             largest = sorted(missing, key=lambda at: -_size(inputs[at]))
-            jobs = {at: pool.submit(_in_process, inputs[at], at, folder / str(at), meter) for at in largest}
+            jobs = {at: pool.submit(_in_process, inputs[at], at, folder / str(at), meter, lot) for at in largest}
             for number, job in jobs.items():
                 out[number] = job.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_process(one: Input, number: int, folder: Path, meter: _Meter) -> Trace | InputError:
+def _in_process(one: Input, number: int, folder: Path, meter: _Meter, lot: Lot) -> Trace | InputError:
     folder.mkdir()
     job = {"path": str(one.path), "capture": one.entry, "folder": str(folder)}
     process = subprocess.Popen(
@@ -164,7 +168,7 @@ def _in_process(one: Input, number: int, folder: Path, meter: _Meter) -> Trace |
             where=str(one.path),
             hint="it may have run out of memory; read fewer ranks at a time" if killed else "please report it",
         )
-    trace = store.saved(folder)
+    trace = lot.kept(store.saved(folder))
     shutil.rmtree(folder, ignore_errors=True)
     meter.finished(number)
     return trace

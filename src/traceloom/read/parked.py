@@ -1,0 +1,95 @@
+"""Sessions too large for memory: the columns of their traces lie in files that are mapped, one file for many columns.
+
+The files have no name any more, so they vanish with the process, however that ends; the system takes the pages back
+whenever it needs room. See `ondisk` for single traces that are too large.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import Trace
+from traceloom.read import large, mapped, ondisk
+
+SESSION_BYTES = 200 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
+_BLOCK = 64 << 20
+_ALIGNED = 64
+_LEAST_ROWS = 1024  # of a frame; smaller ones stay in memory
+
+Array = NDArray[Any]
+
+
+class Lot:
+    """Places for columns in mapped files; a file vanishes with the last column in it. Threads may share a lot."""
+
+    def __init__(self) -> None:
+        self._block: mmap.mmap | None = None
+        self._used = 0
+        self._text = 0
+        self._lock = threading.Lock()
+
+    def kept(self, trace: Trace) -> Trace:
+        """The trace of one more rank: as it is while the session is small, else with its columns in files.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        with self._lock:
+            self._text += trace.meta.file_bytes
+            if self._text <= SESSION_BYTES or large.is_large(trace):
+                return trace
+            return self.park(trace)
+
+    def park(self, trace: Trace) -> Trace:
+        """The same trace with its columns in files.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        frames: dict[str, Any] = {
+            name: pl.DataFrame([self._column(frame[column]) for column in frame.columns])
+            for name, frame in trace.frames().items()
+            if frame.height >= _LEAST_ROWS
+        }
+        return replace(trace, **frames)
+
+    def _column(self, series: pl.Series) -> pl.Series:
+        if series.dtype == pl.String:
+            return self._texts(series)
+        kind = mapped.arrow_name(series.dtype)
+        if kind is None:
+            return series
+        present = series.is_not_null()
+        data = self._kept(series.fill_null(0).to_numpy().astype(kind, copy=False))
+        if present.all():
+            return pl.Series(series.name, data)
+        bits = self._kept(np.packbits(present.to_numpy(), bitorder="little"))
+        return mapped.series(kind, len(data), [bits, data]).alias(series.name)
+
+    def _texts(self, series: pl.Series) -> pl.Series:
+        distinct = series.drop_nulls().unique(maintain_order=True)
+        codes = series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+        table = mapped.TextTable(distinct.to_list())
+        if not table.fits:
+            return series
+        return table.column(codes, self._kept).alias(series.name)
+
+    def _kept(self, values: Array) -> Array:
+        """A copy of the values in a file."""
+        size = values.nbytes
+        if not size:
+            return values
+        if self._block is None or self._used + size > len(self._block):
+            self._block = ondisk.new_block(max(_BLOCK, size))
+            self._used = 0
+        place = np.frombuffer(self._block, dtype=values.dtype, count=len(values), offset=self._used)
+        place[:] = values
+        self._used += -(-size // _ALIGNED) * _ALIGNED
+        return place
