@@ -23,7 +23,8 @@ class Placed:
 
     Attributes:
         calls: One row per modelled call: position (in the forest), group, device, step (of its first launch), gpu_ns
-            (sum of its GPU work), time_ns (the same; host time in a trace without GPU work), arithmetic (its element
+            (sum of its GPU work), time_ns (the same; host time in a trace without
+            a device, null where the device's work is not recorded), arithmetic (its element
             type, tf32 told from fp32), evidence (recorded type, kernel name, assumed), flops, recomputed, bytes,
             matrix, rate (FLOP/s at peak), memory_rate (bytes/s), compute_ns, memory_ns, roofline_ns (floats, null
             where unknown), bound.
@@ -67,7 +68,10 @@ def _calls(trace: Trace, found: ModelledCalls, work: pl.DataFrame) -> pl.DataFra
         own = np.flatnonzero(found.owner == np.arange(found.owner.size)).astype(np.int64)
         tree = forest(trace)
         steps = trace.events["step"].gather(tree.row[own])
-        calls = pl.DataFrame({"position": own, "step": steps, "time_ns": tree.span_ns()[own]}).with_columns(
+        calls = pl.DataFrame({"position": own, "step": steps, "time_ns": tree.span_ns()[own]})
+        if _on_a_device(trace):
+            calls = calls.with_columns(time_ns=pl.lit(None, pl.Int64))
+        calls = calls.with_columns(
             device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
             told=pl.lit(None, pl.String),
         )  # fmt: skip
@@ -75,6 +79,11 @@ def _calls(trace: Trace, found: ModelledCalls, work: pl.DataFrame) -> pl.DataFra
     return calls.with_columns(group).join(
         found.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
     )
+
+
+def _on_a_device(trace: Trace) -> bool:
+    """Whether host times are not those of the work: it went to a device whose work is not recorded."""
+    return bool(trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any())
 
 
 def _told(work: pl.DataFrame, found: ModelledCalls) -> pl.DataFrame:

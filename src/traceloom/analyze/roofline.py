@@ -71,8 +71,9 @@ class Roofline(Result):
 
     Attributes:
         operators: One row per modelled operator, shapes and types, the longest first. `count` calls; `total_ns` is the
-            sum of the GPU work of the calls (`timed_on` is `host` in a trace without GPU work: host time of the calls),
-            `fraction` its share of all GPU work. `intensity` is FLOPs per byte; `flop_rate` and `byte_rate` what was
+            sum of the GPU work of the calls, `fraction` its share of all GPU work. In a trace without a device
+            (`timed_on` is `host`) it is the host time of the calls; null where `timed_on` is `nothing`, because the
+            device's work is not recorded. `intensity` is FLOPs per byte; `flop_rate` and `byte_rate` what was
             achieved. `arithmetic` is the element type whose peak was used, `evidence` how that is known: `recorded
             type`, `kernel name` (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
             `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `total_ns` (above 1: the data came
@@ -142,7 +143,7 @@ def _of_trace(trace: Trace, peak: Peak | None) -> Roofline:
         "devices": _devices(trace, found),
     }
     rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-    timed = "gpu" if modelled_calls(trace).link.size else "host" if found.calls.height else "nothing"
+    timed = "gpu" if modelled_calls(trace).link.size else "host" if found.calls["time_ns"].count() else "nothing"
     return Roofline(**{name: frame.select(rank, pl.all()) for name, frame in tables.items()}, timed_on=timed)
 
 
@@ -153,7 +154,7 @@ def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
     )
     sums = named.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
-        pl.col("time_ns").sum().alias("total_ns"),
+        pl.when(pl.col("time_ns").is_not_null().any()).then(pl.col("time_ns").sum()).alias("total_ns"),
         pl.col("flops", "bytes").sum(),
         pl.col("compute_ns", "memory_ns").sum(),
         roofline=pl.col("roofline_ns").sum(),
@@ -174,7 +175,7 @@ def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
             roofline_fraction=pl.when(pl.col("known") & timed).then(pl.col("roofline") / time),
             bound=pl.when("known").then(pl.when(over).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
         )
-        .sort("total_ns", "name", "shapes", descending=[True, False, False])
+        .sort("total_ns", "flops", "name", "shapes", descending=[True, True, False, False], nulls_last=True)
         .select(list(OPERATORS))
         .cast(OPERATORS)
     )

@@ -23,6 +23,8 @@ _LONGEST = 300  # characters of recorded shapes and types; lists of an optimizer
 _PARTS = ("operators", "steps", "whole", "spread", "unmodelled", "devices")
 _NO_PEAK = "the peaks of the device are not known (give them with --peak or --device)"
 _NOT_TOLD = {
+    "total_ns": "the work of the device is not recorded",
+    "fraction": "the work of the device is not recorded",
     "intensity": "no bytes are moved",
     "flop_rate": "no time is recorded",
     "byte_rate": "no time is recorded",
@@ -124,7 +126,7 @@ _DEVICES = (
 
 def _operator_columns(timed_on: str) -> list[Col]:
     return [
-        Col("total_ns", "GPU time" if timed_on == "gpu" else "Host time", "time"),
+        Col("total_ns", "Host time" if timed_on == "host" else "GPU time", "time"),
         Col("roofline_fraction", "Of roofline", "share", "time at the peaks over measured time"),
         Col("bound", "Bound by", "text"),
         Col("flop_rate", "FLOP/s", "flop_rate", "achieved"),
