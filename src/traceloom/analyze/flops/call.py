@@ -237,6 +237,9 @@ def promoted(tensors: list[Tensor]) -> str:
     """The element type of an elementwise result of several tensors, by PyTorch's rule.
 
     A tensor without dimensions changes the type only by its category (integer, floating point, complex).
+
+    Raises:
+        Unknown: There is none.
     """
     with_sizes = [one.dtype for one in tensors if one.shape]
     without = [one.dtype for one in tensors if not one.shape]
@@ -244,7 +247,8 @@ def promoted(tensors: list[Tensor]) -> str:
     lone = _highest(without)
     if best is None or lone is None:
         found = best or lone
-        assert found is not None
+        if found is None:
+            raise Unknown("no input is recorded as a tensor")
         return found
     if _category(lone) <= _category(best):
         return best

@@ -86,7 +86,7 @@ class Registry:
             work = model(call)
         except Unknown as why:
             return str(why)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             return f"the model cannot read the recorded inputs ({type(error).__name__}: {error})"
         if not isinstance(work, Work) or work.dtype not in SIZES:
             return "the model gave no usable answer"

@@ -1,0 +1,439 @@
+"""Models of operators against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from traceloom.analyze import flops
+from traceloom.analyze.flops.attention import unmasked_pairs
+from traceloom.analyze.flops.call import Tensor, broadcast, promoted
+
+BF, F, H, L, I8, FP8 = "c10::BFloat16", "float", "c10::Half", "long int", "signed char", "c10::Float8_e4m3fn"
+S, SL, TL, NONE = "Scalar", "ScalarList", "TensorList", ""
+
+
+def work(name: str, *inputs: tuple[Any, str] | tuple[Any, str, str], **more: Any) -> flops.Work | str:
+    """Each input: shape, type, value where it is no tensor."""
+    return flops.MODELS.work(
+        flops.Call(
+            name,
+            [one[0] for one in inputs],
+            [one[1] for one in inputs],
+            [one[2] if len(one) > 2 else "" for one in inputs],
+            more.get("strides", []),
+            more.get("list_type", ""),
+            more.get("batch", ""),
+        )
+    )
+
+
+def told(name: str, *inputs: Any, **more: Any) -> tuple[int, int, str, bool]:
+    found = work(name, *inputs, **more)
+    assert isinstance(found, flops.Work), found
+    return found.flops, found.bytes, found.dtype, found.matrix
+
+
+def none(value: str = "") -> tuple[list[int], str, str]:
+    return [], NONE, value
+
+
+def scalar(value: str) -> tuple[list[int], str, str]:
+    return [], S, value
+
+
+def sizes(value: str) -> tuple[list[int], str, str]:
+    return [], SL, value
+
+
+M, K, N = 7, 5, 11
+PRODUCTS: dict[str, tuple[str, list[Any], tuple[int, int, str, bool]]] = {
+    "mm": ("aten::mm", [([M, K], BF), ([K, N], BF)], (2 * M * N * K, 2 * (35 + 55 + 77), "bf16", True)),
+    "addmm with a bias": (
+        "aten::addmm",
+        [([N], F), ([M, K], F), ([K, N], F), scalar("1"), scalar("1")],
+        (2 * M * N * K, 4 * (35 + 55 + 77 + 11), "fp32", True),
+    ),
+    "addmm with beta 0 does not read it": (
+        "aten::addmm",
+        [([N], F), ([M, K], F), ([K, N], F), scalar("0"), scalar("1")],
+        (2 * M * N * K, 4 * (35 + 55 + 77), "fp32", True),
+    ),
+    "bmm": ("aten::bmm", [([3, M, K], H), ([3, K, N], H)], (6 * M * N * K, 6 * (35 + 55 + 77), "fp16", True)),
+    "linear without a bias": (
+        "aten::linear",
+        [([2, M, K], BF), ([N, K], BF), none()],
+        (4 * M * N * K, 2 * (70 + 55 + 154), "bf16", True),
+    ),
+    "matrix and vector": ("aten::mv", [([M, K], F), ([K], F)], (2 * M * K, 4 * (35 + 5 + 7), "fp32", True)),
+    "matmul that broadcasts": (
+        "aten::matmul",
+        [([4, 1, M, K], F), ([3, K, N], F)],
+        (12 * 2 * M * N * K, 4 * (4 * 35 + 3 * 55 + 12 * 77), "fp32", True),
+    ),
+    "fp8 with a bf16 result": (
+        "aten::_scaled_mm",
+        [([M, K], FP8), ([K, N], FP8), ([], F), ([], F), none(), none(), scalar("15"), scalar("True")],
+        (2 * M * N * K, 35 + 55 + 8 + 2 * 77, "fp8", True),
+    ),
+    "int8": ("aten::_int_mm", [([M, K], I8), ([K, N], I8)], (2 * M * N * K, 35 + 55 + 4 * 77, "int8", True)),
+    "vLLM's cutlass fp8": (
+        "_C::cutlass_scaled_mm",
+        [([M, N], BF), ([M, K], FP8), ([K, N], FP8), ([M, 1], F), ([1], F), none()],
+        (2 * M * N * K, 2 * 77 + 35 + 55 + 28 + 4, "fp8", True),
+    ),
+    "aiter int8 with scales": (
+        "aiter::gemm_a8w8",
+        [([M, K], I8), ([N, K], I8), ([M, 1], F), ([1, N], F)],
+        (2 * M * N * K, 35 + 55 + 28 + 44 + 2 * 77, "int8", True),
+    ),
+    "TensorRT-LLM fp8": (
+        "trtllm::cublas_scaled_mm",
+        [([M, K], FP8), ([K, N], FP8), ([1], F), ([1], F), none(), none()],
+        (2 * M * N * K, 35 + 55 + 8 + 2 * 77, "fp8", True),
+    ),
+    "grouped rows": (
+        "aten::_grouped_mm",
+        [([M, K], BF), ([3, K, N], BF), ([3], "int")],
+        (2 * M * N * K, 2 * (35 + 3 * 55 + 77), "bf16", True),
+    ),
+    "grouped inner dimension": (
+        "aten::_grouped_mm",
+        [([M, K], BF), ([K, N], BF), ([3], "int")],
+        (2 * M * N * K, 2 * (35 + 55 + 3 * 77), "bf16", True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_matrix_products(case: str) -> None:
+    name, inputs, expected = PRODUCTS[case]
+    assert told(name, *inputs) == expected
+
+
+def test_transformer_engine_1_multiplies_column_major() -> None:
+    empty = [([0], F)] * 3
+    inputs: list[Any] = [([N, K], "unsigned char"), *empty[:1], scalar("0"), scalar("0"), scalar("1"),
+                         ([M, K], "unsigned char"), *empty[:1], scalar("0"), scalar("0"), scalar("0"), ([M, N], BF)]  # fmt: skip
+    assert told("tex_ts::te_gemm_ts", *inputs) == (2 * M * N * K, 35 + 55 + 2 * 77, "fp8", True)
+
+
+def test_shapes_that_fit_no_product_are_refused() -> None:
+    assert work("aten::mm", ([7, 5], F), ([6, 11], F)) == "the recorded shapes are no matrix product"
+    assert isinstance(work("aten::mm", ([7, 5], F)), str)
+
+
+def test_a_convolution_counts_every_output_position() -> None:
+    inputs = [([2, 4, 17, 15], F), ([8, 2, 3, 5], F), ([8], F), sizes("[2, 1]"), sizes("[1, 0]"), sizes("[1, 2]"),
+              scalar("False"), sizes("[0, 0]"), scalar("2")]  # fmt: skip
+    out = (9, 7)  # (17 + 2 - 2 - 1) // 2 + 1, (15 - 8 - 1) // 1 + 1
+    expected = 2 * 2 * 8 * (4 // 2) * 3 * 5 * out[0] * out[1]
+    moved = 4 * (2 * 4 * 17 * 15 + 8 * 2 * 3 * 5 + 8 + 2 * 8 * out[0] * out[1])
+    assert told("aten::convolution", *inputs) == (expected, moved, "fp32", True)
+
+
+def test_a_transposed_convolution_counts_every_input_position() -> None:
+    inputs = [([2, 4, 9, 7], F), ([4, 6, 3, 3], F), none(), sizes("[2, 2]"), sizes("[1, 1]"), sizes("[1, 1]"),
+              scalar("True"), sizes("[1, 1]"), scalar("1")]  # fmt: skip
+    moved = 4 * (2 * 4 * 63 + 4 * 6 * 9 + 2 * 6 * 18 * 14)
+    assert told("aten::convolution", *inputs) == (2 * 2 * 9 * 7 * 4 * 6 * 9, moved, "fp32", True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "times"), [("[True, True, False]", 2), ("[False, True, True]", 1), ("[True, False, False]", 1)]
+)
+def test_backward_of_a_convolution_counts_the_gradients_asked_for(mask: str, times: int) -> None:
+    inputs = [([2, 8, 15, 11], F), ([2, 4, 17, 15], F), ([8, 4, 3, 5], F), sizes("[8]"), sizes("[1, 1]"),
+              sizes("[0, 0]"), sizes("[1, 1]"), scalar("False"), sizes("[0, 0]"), scalar("1"), ([], "", mask)]  # fmt: skip
+    assert told("aten::convolution_backward", *inputs)[0] == times * 2 * 2 * 8 * 15 * 11 * 4 * 3 * 5
+
+
+def test_a_convolution_without_recorded_values_is_not_guessed() -> None:
+    call = flops.Call(
+        "aten::conv2d", [[2, 4, 9, 9], [8, 4, 3, 3], [], [], [], [], []], [F, F, "", SL, SL, SL, S], [], []
+    )
+    assert isinstance(flops.MODELS.work(call), str)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 8])
+@pytest.mark.parametrize("keys", [1, 3, 8, 20])
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize(("left", "right"), [(-1, 0), (2, 0), (0, 0), (3, 2), (-1, -1)])
+def test_unmasked_pairs_are_those_of_the_mask_itself(
+    queries: int, keys: int, bottom_right: bool, left: int, right: int
+) -> None:
+    own = np.arange(queries)[:, None] + (keys - queries if bottom_right else 0)
+    key = np.arange(keys)[None, :]
+    mask = (key <= own + right) if right >= 0 else np.ones((queries, keys), dtype=bool)
+    if left >= 0:
+        mask &= key >= own - left
+    assert unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=right) == mask.sum()
+
+
+def flash(causal: str, queries: int, keys: int, heads: int = 8, kv_heads: int = 8, d_v: int = 64) -> list[Any]:
+    return [([2, queries, heads, 64], BF), ([2, keys, kv_heads, 64], BF), ([2, keys, kv_heads, d_v], BF), none(), none(),
+            scalar(str(queries)), scalar(str(keys)), scalar("0."), scalar(causal), scalar("False"), scalar("0.125"),
+            none(), none(), none(), none()]  # fmt: skip
+
+
+def test_flash_attention_with_a_causal_mask_sees_the_last_key_last() -> None:
+    assert told("aten::_flash_attention_forward", *flash("True", 1, 100))[0] == 4 * 2 * 8 * 64 * 100  # decode
+    pairs = sum(90 + i + 1 for i in range(10))  # ten new tokens after ninety
+    assert told("aten::_flash_attention_forward", *flash("True", 10, 100))[0] == 4 * 2 * 8 * 64 * pairs
+
+
+def test_grouped_queries_read_fewer_keys_and_count_every_query_head() -> None:
+    many, few = flash("False", 16, 16), flash("False", 16, 16, kv_heads=2)
+    assert told("aten::_flash_attention_forward", *many)[0] == told("aten::_flash_attention_forward", *few)[0]
+    moved = 2 * (2 * 2 * 16 * 8 * 64 + 2 * 2 * 16 * 2 * 64)
+    assert told("aten::_flash_attention_forward", *few)[1] == moved
+
+
+def test_keys_and_values_may_differ_in_width() -> None:
+    found = told("aten::_flash_attention_forward", *flash("False", 16, 16, d_v=32))
+    assert found[0] == 2 * 2 * 8 * 16 * 16 * (64 + 32)
+
+
+def packed(total: int, longest: int, sequences: int) -> list[Any]:
+    return [([total, 8, 64], BF), ([total, 8, 64], BF), ([total, 8, 64], BF), ([sequences + 1], "int"),
+            ([sequences + 1], "int"), scalar(str(longest)), scalar(str(longest)), scalar("0."), none(), scalar("True"),
+            scalar("-1"), scalar("-1")]  # fmt: skip
+
+
+def test_packed_sequences_are_modelled_only_where_their_lengths_are_known() -> None:
+    equal = told("flash_attn::_flash_attn_varlen_forward", *packed(48, 16, 3))
+    assert equal[0] == 3 * 4 * 8 * 64 * (16 * 17 // 2)
+    unequal = work("flash_attn::_flash_attn_varlen_forward", *packed(40, 16, 3))
+    assert unequal == "the lengths of the packed sequences are not recorded"
+
+
+def test_efficient_attention_tells_the_kind_of_its_mask_by_a_number() -> None:
+    def inputs(kind: str) -> list[Any]:
+        return [([2, 10, 8, 64], BF), ([2, 30, 8, 64], BF), ([2, 30, 8, 64], BF), none(), none(), none(), none(), none(),
+                scalar("0."), scalar(kind), scalar("True")]  # fmt: skip
+
+    one = 4 * 2 * 8 * 64
+    found = [told("aten::_efficient_attention_forward", *inputs(kind))[0] for kind in ("0", "1", "2")]
+    assert found == [one * 300, one * 55, one * sum(range(21, 31))]
+
+
+def test_attention_backward_does_five_products_of_which_one_again() -> None:
+    inputs = [([2, 16, 8, 64], BF)] * 4 + [([2, 8, 16], F), none(), none(), scalar("16"), scalar("16")]
+    inputs = [
+        inputs[0],
+        *inputs[:4],
+        ([2, 8, 16], F),
+        none(),
+        none(),
+        scalar("16"),
+        scalar("16"),
+        scalar("0."),
+        scalar("False"),
+    ]
+    found = work("aten::_flash_attention_backward", *inputs)
+    assert isinstance(found, flops.Work)
+    one = 2 * 2 * 8 * 16 * 16 * 64
+    assert (found.flops, found.recomputed) == (5 * one, one)
+
+
+def test_paged_attention_needs_the_annotation_of_its_batch() -> None:
+    inputs = [([64, 32, 128], BF), ([64, 8, 128], BF), ([64, 8, 128], BF), ([64, 32, 128], BF), none()]
+    said = "execute_40_context_1(sq8sk8sqsq64sqsk64)_generation_32(sq32sk900sqsq32sqsk900)"
+    pairs = (64 - (64 - 8) // 2) + 900
+    found = told("vllm::unified_attention_with_output", *inputs, batch=said)
+    assert found == (4 * 32 * 128 * pairs, 2 * (40 * 32 * 256 + 908 * 8 * 256), "bf16", True)
+    assert isinstance(work("vllm::unified_attention_with_output", *inputs), str)
+
+
+MEMORY: dict[str, tuple[str, list[Any], tuple[int, int]]] = {
+    "unary": ("aten::sigmoid", [([6, 4], BF)], (24, 2 * 48)),
+    "binary that broadcasts": ("aten::add", [([6, 1], F), ([4], F), scalar("1")], (24, 4 * (6 + 4 + 24))),
+    "in place": ("aten::add_", [([6, 4], F), ([4], F), scalar("1")], (24, 4 * (24 + 4 + 24))),
+    "a Python number is no wider type": ("aten::mul", [([6, 4], BF), ([], "double")], (24, 2 * 48 + 8)),
+    "comparison": ("aten::lt", [([6, 4], F), ([6, 4], F)], (24, 2 * 96 + 24)),
+    "ternary": ("aten::addcmul_", [([6, 4], F), ([6, 4], F), ([6, 4], F), scalar("1")], (72, 4 * 96)),
+    "where": ("aten::where", [([6, 4], "bool"), ([6, 4], F), ([], F)], (0, 24 + 96 + 4 + 96)),
+    "layer norm": (
+        "aten::native_layer_norm",
+        [([6, 4], F), sizes("[4]"), ([4], F), ([4], F), scalar("1e-5")],
+        (8 * 24, 4 * (24 + 24 + 8 + 2 * 6)),
+    ),
+    "RMS norm of an engine": ("_C::rms_norm", [([6, 4], BF), ([6, 4], BF), ([4], BF)], (4 * 24, 2 * (48 + 4))),
+    "sum and RMS norm of an engine": (
+        "_C::fused_add_rms_norm",
+        [([6, 4], BF), ([6, 4], BF), ([4], BF)],
+        (5 * 24, 2 * (4 * 24 + 4)),
+    ),
+    "batch norm in training": (
+        "aten::cudnn_batch_norm",
+        [([2, 3, 4, 4], F), ([3], F), ([3], F), ([3], F), ([3], F), scalar("True"), scalar("0.1")],
+        (8 * 96, 4 * (96 + 96 + 6 + 12)),
+    ),
+    "softmax": ("aten::_softmax", [([6, 4], BF), scalar("-1"), scalar("False")], (5 * 24, 2 * 48)),
+    "softmax to 32 bits": ("aten::_softmax", [([6, 4], H), scalar("-1"), scalar("True")], (5 * 24, 2 * 24 + 4 * 24)),
+    "cross entropy": (
+        "aten::cross_entropy_loss",
+        [([6, 4], F), ([6], L), none(), scalar("1"), scalar("-100"), scalar("0.")],
+        (5 * 24, 4 * 24 + 8 * 6 + 4),
+    ),
+    "sum over a dimension": ("aten::sum", [([6, 4], F), sizes("[0]"), scalar("False"), none()], (24, 4 * (24 + 4))),
+    "sum over all": ("aten::sum", [([6, 4], F), none()], (24, 4 * 25)),
+    "argmax": ("aten::argmax", [([6, 4], F), scalar("-1"), scalar("False")], (24, 96 + 8 * 6)),
+    "largest with its place": ("aten::max", [([6, 4], F), scalar("1"), scalar("False")], (24, 96 + 12 * 6)),
+    "embedding": ("aten::embedding", [([100, 4], BF), ([6], L)], (0, 2 * 2 * 24 + 48)),
+    "embedding, backward": (
+        "aten::embedding_dense_backward",
+        [([6, 4], F), ([6], L), scalar("100")],
+        (24, 4 * 24 + 48 + 4 * 400),
+    ),
+    "rows chosen": ("aten::index_select", [([100, 4], F), scalar("0"), ([6], L)], (0, 2 * 4 * 24 + 48)),
+    "gather": ("aten::gather", [([100, 4], F), scalar("1"), ([100, 2], L), scalar("False")], (0, 2 * 800 + 1600)),
+    "scatter with sum": (
+        "aten::scatter_add_",
+        [([50], F), scalar("0"), ([9], L), ([9], F)],
+        (9, 8 * 9 + 3 * 4 * 9),
+    ),
+    "copy with another type": ("aten::copy_", [([6, 4], F), ([6, 4], BF), scalar("False")], (0, 24 * 6)),
+    "to another type": (
+        "aten::to",
+        [([6, 4], F), scalar("15"), scalar("False"), scalar("False"), none()],
+        (0, 24 * 6),
+    ),
+    "rotary embedding": (
+        "_C::rotary_embedding",
+        [([6], L), ([6, 32], BF), ([6, 8], BF), scalar("8"), ([100, 8], BF), scalar("True")],
+        (3 * 240, 48 + 2 * 2 * 240 + 2 * 6 * 8),
+    ),
+    "quantisation": (
+        "_C::dynamic_per_token_scaled_fp8_quant",
+        [([6, 4], FP8), ([6, 4], BF), ([6, 1], F), none()],
+        (48, 24 + 48 + 24),
+    ),
+    "gated activation": ("_C::silu_and_mul", [([6, 4], BF), ([6, 8], BF)], (48, 2 * 72)),
+    "numbers in a row": ("aten::arange", [scalar("2"), scalar("9"), scalar("2"), ([0], L)], (0, 8 * 4)),
+    "cache of keys and values": (
+        "_C_cache_ops::reshape_and_cache_flash",
+        [([6, 8, 64], BF), ([6, 8, 64], BF), ([9, 16, 8, 64], FP8), ([9, 16, 8, 64], FP8), ([6], L), none()],
+        (0, 2 * 6 * 512 * 3 + 48),
+    ),
+    "pooling": (
+        "aten::max_pool2d_with_indices",
+        [([1, 2, 8, 8], F), sizes("[2, 2]"), sizes("[2, 2]"), sizes("[0, 0]"), sizes("[1, 1]"), scalar("False")],
+        (32 * 4, 4 * 128 + 12 * 32),
+    ),
+    "quantised rows carry their scale": (
+        "fbgemm::FloatToFP8RowwiseQuantized",
+        [([6, 16], F), scalar("True")],
+        (2 * 96, 4 * 96 + 6 * 24),
+    ),
+    "a compiled kernel looks only that much up in a larger table": (
+        "triton_poi_fused_add_embedding_0",
+        [([1000, 4], F), ([24], F), scalar("24")],
+        (24, 4 * 48),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_operators_bound_by_memory(case: str) -> None:
+    name, inputs, expected = MEMORY[case]
+    found = told(name, *inputs)
+    assert found[:2] == expected
+    assert not found[3]
+
+
+def test_lists_of_tensors_take_their_type_from_the_kernel() -> None:
+    parts = [[[3, 4], [5, 4]], TL]
+    assert told("aten::cat", parts, scalar("0"), list_type="2-byte")[:2] == (0, 2 * 2 * 32)
+    assert told("aten::_foreach_add_", parts, parts, scalar("1"), list_type="fp32")[:2] == (32, 3 * 4 * 32)
+    assert told("aten::_foreach_sqrt", parts, list_type="fp32")[:2] == (32, 2 * 4 * 32)
+    adam = told("aten::_fused_adamw_", parts, parts, parts, parts, ([], TL), parts, scalar("1e-3"), list_type="fp32")
+    assert adam[:2] == (14 * 32, 7 * 4 * 32)
+    assert "element type" in str(work("aten::cat", parts, scalar("0")))
+
+
+def test_experts_count_what_was_chosen_and_read_no_more_of_them_than_that() -> None:
+    tokens, first, second = ([2, 64], BF), ([16, 256, 64], BF), ([16, 64, 128], BF)
+    found = told("vllm::inplace_fused_experts", tokens, first, second, ([2, 4], F), ([2, 4], "int"))
+    assert found[0] == 2 * 8 * (64 * 256 + 128 * 64)
+    assert found[1] == 2 * 2 * 128 + 8 * 2 * (256 * 64 + 64 * 128) + 2 * 32
+
+
+def test_expanded_inputs_lie_once_in_memory() -> None:
+    plain = told("aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"))
+    expanded = told("aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"), strides=[[4, 0, 1], [4, 1], []])
+    assert plain[1] - expanded[1] == 4 * (6 * 8 * 4 - 6 * 4)
+
+
+def test_types_promote_as_in_pytorch() -> None:
+    def tensor(dtype: str, *shape: int) -> Tensor:
+        return Tensor(shape, dtype)
+
+    assert promoted([tensor("bf16", 3), tensor("fp64")]) == "bf16"
+    assert promoted([tensor("int64", 3), tensor("fp64")]) == "fp32"
+    assert promoted([tensor("bf16", 3), tensor("fp32", 3)]) == "fp32"
+    assert promoted([tensor("bf16", 3), tensor("fp16", 3)]) == "fp32"
+    assert promoted([tensor("int32", 3), tensor("int64", 3)]) == "int64"
+    assert promoted([tensor("fp32"), tensor("bool", 3)]) == "fp32"
+
+
+def test_shapes_broadcast_or_are_refused() -> None:
+    assert broadcast((3, 1), (4,)) == (3, 4)
+    assert broadcast((0, 1), (4,)) == (0, 4)
+    with pytest.raises(flops.Unknown):
+        broadcast((3,), (4,))
+
+
+@pytest.mark.parametrize("name", sorted(flops.MODELS.names()))
+def test_no_model_fails_on_inputs_it_does_not_know(name: str) -> None:
+    """Whatever is recorded, a model answers or says why not."""
+    plain = name.replace("*", "0")
+    shapes: list[list[Any]] = [
+        [],
+        [[]],
+        [[2, 3]],
+        [[2, 3], [3, 2]],
+        [[[2], [3]], []],
+        [["a"], None, 5],
+        [[0], [0], [0], [0]],
+    ]
+    for given in shapes:
+        for kind in (F, "Scalar", "TensorList", "", "unheard of"):
+            for value in ("", "[1, 1]", "x", "True"):
+                call = flops.Call(plain, given, [kind] * len(given), [value] * len(given), [])
+                assert isinstance(flops.MODELS.work(call), (flops.Work, str))
+
+
+def test_a_user_adds_a_model_in_three_lines_and_takes_it_away() -> None:
+    @flops.register("my::scale")
+    def scale(call: flops.Call) -> flops.Work:
+        return flops.Work(flops=call.tensor(0).numel, bytes=2 * call.tensor(0).bytes, dtype=call.tensor(0).dtype)
+
+    try:
+        assert told("my::scale", ([6, 4], F)) == (24, 192, "fp32", False)
+    finally:
+        flops.remove("my::scale")
+    assert work("my::scale", ([6, 4], F)) == "no model for this operator"
+
+
+def test_a_model_of_the_user_that_fails_is_a_reason_and_no_end() -> None:
+    @flops.register("my::broken")
+    def broken(call: flops.Call) -> flops.Work:
+        return flops.Work(flops=1 // len(call.shapes[1:]), bytes=0, dtype="fp32")
+
+    try:
+        assert "ZeroDivisionError" in str(work("my::broken", ([6, 4], F)))
+    finally:
+        flops.remove("my::broken")
+
+
+def test_patterns_give_way_to_exact_names() -> None:
+    registry = flops.Registry()
+    registry.register("my::*", family="any")(lambda _: flops.Work(1, 0, "fp32"))
+    registry.register("my::one")(lambda _: flops.Work(2, 0, "fp32"))
+    calls = [flops.Call(name, [], [], [], []) for name in ("my::one", "my::two", "your::one")]
+    assert [getattr(registry.work(call), "flops", None) for call in calls] == [2, 1, None]
+    assert json.dumps(registry.names()) == '{"my::one": "own", "my::*": "any"}'
