@@ -156,10 +156,11 @@ def _summary(value: Row) -> str | None:
     gpu = sum(row["gpu_ns"] for row in told)
     what = "step" if value["steps"] else "recording"
     text = f"{units.flops(sum(row['flops'] for row in told) / len(told))} per {what}"
+    # work that is mostly not modelled counts as measured: nobody knows how good it is
+    placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in told)
     for key, name in (("roofline_fraction", "of the roofline"), ("mfu", "MFU")):
-        # a step whose work is mostly not modelled would be called good for what nobody knows of it
-        known = [row[key] for row in told if row[key] is not None and row["placed_fraction"] >= _WORTH_SAYING]
-        if known:
+        known = [row[key] for row in told if row[key] is not None]
+        if known and placed >= _WORTH_SAYING * gpu:
             text += f", {units.share(sum(known) / len(known), 1)} {name}"
     return f"{text}; models cover {units.share(covered, gpu)} of the GPU work" if gpu else text
 
