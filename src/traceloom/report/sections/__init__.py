@@ -7,17 +7,28 @@ from typing import Any
 
 from traceloom.errors import UsageError
 from traceloom.report.sections import (
+    across_ranks,
+    blocking_calls,
+    collectives,
+    compiled,
     copies,
     counters,
     critical_path,
+    flame,
     graph_launches,
+    groups,
     idle_gaps,
+    imbalance,
     kernel_shapes,
     kinds,
     launches,
     patterns,
     per_step,
+    pipeline,
+    rank_matrix,
     roofline,
+    slow_steps,
+    threads,
 )
 from traceloom.report.sections.section import Section
 
@@ -33,6 +44,17 @@ SECTIONS: tuple[Section[Any], ...] = (
     graph_launches.SECTION,
     patterns.SECTION,
     roofline.SECTION,
+    flame.SECTION,
+    blocking_calls.SECTION,
+    threads.SECTION,
+    compiled.SECTION,
+    collectives.SECTION,
+    groups.SECTION,
+    rank_matrix.SECTION,
+    across_ranks.SECTION,
+    slow_steps.SECTION,
+    imbalance.SECTION,
+    pipeline.SECTION,
 )
 """In the order of every view."""
 

@@ -1,0 +1,81 @@
+"""A picture of numbers by row and column: darker is more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+_WIDTH, _LEFT, _TOP = 900, 90, 22
+_MOST = 128  # rows or columns; more are no picture any more
+
+
+def heat_map(
+    cells: Mapping[tuple[Any, Any], float],
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    said: Mapping[tuple[Any, Any], str],
+    *,
+    titles: tuple[str, str],
+) -> str:
+    """An SVG of `cells` (row, column) -> value.
+
+    Args:
+        cells: Values; absent ones are left empty.
+        rows: Keys from top to bottom.
+        columns: Keys from left to right.
+        said: What a cell says on hover.
+        titles: What rows and columns are.
+
+    Returns:
+        Empty where there is nothing above 0, or where it would be too large to be seen.
+    """
+    most = max(cells.values(), default=0)
+    if most <= 0 or len(rows) > _MOST or len(columns) > _MOST:
+        return ""
+    wide = min((_WIDTH - _LEFT) / len(columns), 60)
+    high = max(min(wide, 22.0), 6.0)
+    height = _TOP + high * len(rows) + 20
+    what = f"{titles[0]} by {titles[1]}"
+    head = f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" width="100%" role="img" aria-label="{escape(what)}"'
+    out = [
+        head + ' font-family="system-ui, sans-serif" font-size="11">',
+        f'<text x="0" y="12" fill="currentColor">{escape(titles[0])} ↓ {escape(titles[1])} →</text>',
+    ]
+    label = max(1, round(14 / high))
+    for at, row in enumerate(rows):
+        top = _TOP + at * high
+        if at % label == 0:
+            out.append(f'<text x="0" y="{top + high - 2:.1f}" fill="currentColor">{escape(str(row))}</text>')
+        for place, column in enumerate(columns):
+            value = cells.get((row, column))
+            if value is None:
+                continue
+            shade = max(value, 0) / most
+            out.append(
+                f'<rect x="{_LEFT + place * wide:.1f}" y="{top:.1f}" width="{max(wide - 1, 0.5):.1f}" '
+                f'height="{max(high - 1, 0.5):.1f}" fill="{_colour(shade)}" stroke="var(--line)" stroke-width="0.4">'
+                f"<title>{escape(said.get((row, column), ''))}</title></rect>"
+            )
+    every = max(1, round(34 / wide))
+    base = _TOP + len(rows) * high + 13
+    out += [
+        f'<text x="{_LEFT + place * wide:.1f}" y="{base:.1f}" fill="currentColor">{escape(str(columns[place]))}</text>'
+        for place in range(0, len(columns), every)
+    ]
+    return "".join([*out, "</svg>"])
+
+
+def _colour(shade: float) -> str:
+    """From the paper to the colour of what is bad; readable on light and dark paper."""
+    return f"color-mix(in srgb, var(--bad) {round(100 * shade)}%, var(--panel))"
+
+
+_BLOCKS = " ░▒▓█"
+
+
+def blocks(value: float, most: float) -> str:
+    """One character for a value, for terminals."""
+    if value <= 0 or most <= 0:
+        return "·"
+    return _BLOCKS[max(1, min(4, round(4 * value / most)))]

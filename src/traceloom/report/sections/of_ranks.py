@@ -1,0 +1,45 @@
+"""What the sections about communication and about several ranks share: one measurement of each rank, one comparison."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import polars as pl
+
+from traceloom import analyze
+from traceloom.analyze.across.across_ranks import AcrossRanks
+from traceloom.analyze.across.rank_part import RankPart
+from traceloom.model import Trace
+from traceloom.report.options import ReportOptions
+
+SEVERAL = "only one rank is at hand; give the traces of several ranks of one run"
+NO_CALLS = "no communication was recorded"
+
+
+def part_of(trace: Trace, _options: ReportOptions) -> RankPart:
+    """`measure` of these sections."""
+    return analyze.rank_part(trace)
+
+
+def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:
+    """The communication of all ranks."""
+    return pl.concat([part.calls for part in parts])
+
+
+def compared(parts: Sequence[RankPart]) -> AcrossRanks:
+    """The comparison of these ranks; that of the last report is remembered for its other sections."""
+    global _LAST
+    known = _LAST[0] if _LAST is not None else []
+    if (
+        _LAST is not None
+        and len(known) == len(parts)
+        and all(ref() is part for ref, part in zip(known, parts, strict=True))
+    ):
+        return _LAST[1]
+    found = analyze.across_ranks(list(parts))
+    _LAST = ([weakref.ref(part) for part in parts], found)
+    return found
+
+
+_LAST: tuple[list[weakref.ref[RankPart]], AcrossRanks] | None = None
