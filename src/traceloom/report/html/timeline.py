@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from traceloom.model import Session, Trace
 from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
 from traceloom.report.html.packing import Ints, pack, zigzag
+from traceloom.report.html.tracks import tracks
 from traceloom.report.names import harmless, short
 
 LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
@@ -302,7 +303,7 @@ def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[A
 
 
 def _rank(trace: Trace, epoch_ns: int, curves: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the timeline shows of a rank beside its events: steps and the memory curves."""
+    """What the timeline shows of a rank beside its events: steps, the memory curves and other curves."""
     steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
     return {
         "rank": trace.rank,
@@ -313,6 +314,7 @@ def _rank(trace: Trace, epoch_ns: int, curves: list[dict[str, Any]]) -> dict[str
             for curve in curves
             if curve["rank"] == trace.rank and curve["time_ns"]
         ],
+        "curves": tracks(trace, epoch_ns),
     }
 
 

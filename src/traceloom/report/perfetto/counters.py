@@ -1,4 +1,4 @@
-"""Curves of the exported trace: how busy each GPU is, how many launches wait, how much memory is taken."""
+"""Curves of a trace over time: how busy each GPU is, how many launches wait, bandwidth of copies, memory, counters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ _BUCKETS = 500
 
 def counters(trace: Trace) -> pl.DataFrame:
     """All curves of a trace: name, time_ns, value; ordered by curve and time."""
+    return pl.concat([beside_memory(trace), *_memory(trace)])
+
+
+def beside_memory(trace: Trace) -> pl.DataFrame:
+    """The same without the curves of memory, which the page has from the report."""
     curves = [pl.DataFrame(schema=SCHEMA)]
     for (device,), work in trace.gpu_work().group_by("device", maintain_order=True):
         start = work["start_ns"].to_numpy()
         curves.append(_curve(f"GPU {device} busy %", *busy(start, start + work["duration_ns"].clip(0).to_numpy())))
         curves.append(_queue(trace, work, f"GPU {device} launches waiting"))
-    curves += _memory(trace)
+    curves.append(_bandwidth(trace))
     curves.append(_recorded(trace))
     return pl.concat(curves)
 
@@ -71,6 +76,15 @@ def _queue(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
         steps.group_by("time_ns").agg(pl.col("change").sum()).sort("time_ns")
         .select(name=pl.lit(name), time_ns="time_ns", value=pl.col("change").cum_sum().cast(pl.Float64))
     )  # fmt: skip
+
+
+def _bandwidth(trace: Trace) -> pl.DataFrame:
+    """Bytes per second that copies and fills move, per device and direction."""
+    return analyze.copies(trace).curve.select(
+        name=pl.format("GPU {} {} GB/s", pl.col("device").fill_null(-1), "kind"),
+        time_ns="time_ns",
+        value=pl.col("bytes_per_s") / 1e9,
+    )
 
 
 def _memory(trace: Trace) -> list[pl.DataFrame]:

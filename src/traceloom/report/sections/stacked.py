@@ -27,7 +27,8 @@ def stacked(bars: Sequence[tuple[str, Sequence[Part]]], order: Sequence[str]) ->
     longest = max((sum(part.ns for part in parts) for _, parts in bars), default=0)
     if not longest:
         return ""
-    used = [name for name in order if any(part.name == name and part.ns for _, parts in bars for part in parts)]
+    names = dict.fromkeys([*order, *(part.name for _, parts in bars for part in parts)])
+    used = [name for name in names if any(part.name == name and part.ns for _, parts in bars for part in parts)]
     height = len(bars) * (_BAR + _GAP) + 24
     head = f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" role="img" aria-label="GPU time by part"'
     out = [head + ' font-family="system-ui, sans-serif" font-size="12">']
@@ -36,7 +37,7 @@ def stacked(bars: Sequence[tuple[str, Sequence[Part]]], order: Sequence[str]) ->
         out.append(f'<text x="0" y="{top + 15}" fill="currentColor">{escape(label)}</text>')
         at = 0
         whole = sum(part.ns for part in parts)
-        for part in sorted(parts, key=lambda one: order.index(one.name)):
+        for part in sorted(parts, key=lambda one: _place(one.name, order)):
             if not part.ns:
                 continue
             left, right = (_LEFT + (_WIDTH - _LEFT) * ns / longest for ns in (at, at + part.ns))
@@ -61,4 +62,9 @@ def _legend(used: Sequence[str], order: Sequence[str], base: int) -> list[str]:
 def _colour(name: str, order: Sequence[str]) -> str:
     if name == "idle":
         return "hsl(0 0% 75%)"
-    return f"hsl({round(360 * order.index(name) / max(len(order), 1))} 55% 52%)"
+    return f"hsl({round(360 * _place(name, order) / (len(order) + 1))} 55% 52%)"
+
+
+def _place(name: str, order: Sequence[str]) -> int:
+    """Where a part stands; what the order does not know comes last."""
+    return order.index(name) if name in order else len(order)

@@ -1,6 +1,7 @@
 // What is known about the selected event or time range, the tooltip, and the ways on from there.
 import { element } from "./element.js";
 import { GROUP_NAMES } from "./events.js";
+import { reading, readingAt } from "./tracks.js";
 import { byteSize, duration, exact, grouped, share } from "./units.js";
 
 const RECORD = "\u001e";
@@ -22,18 +23,28 @@ export class Details {
   }
 
   #hover(event, at) {
-    const { tip, events, timeline } = this;
-    tip.hidden = event < 0;
-    if (event < 0) return;
-    tip.replaceChildren(
-      element("b", { textContent: events.shortNames[events.label[event]] }),
-      element("span", { textContent: `${duration(events.duration[event])} · ${events.category(event)}` }),
-    );
+    const { tip, timeline } = this;
+    const said = event < 0 ? this.#track(at) : this.#event(event);
+    tip.hidden = !said;
+    if (!said) return;
+    tip.replaceChildren(element("b", { textContent: said[0] }), element("span", { textContent: said[1] }));
     const box = timeline.canvas.getBoundingClientRect();
     const outer = timeline.root.getBoundingClientRect();
     const left = Math.min(box.left - outer.left + at.x + 14, outer.width - tip.offsetWidth - 8);
     const below = box.top - outer.top + at.y + 18;
     tip.style.transform = `translate(${Math.max(left, 0)}px, ${below}px)`;
+  }
+
+  #event(event) {
+    const { events } = this;
+    return [events.shortNames[events.label[event]], `${duration(events.duration[event])} · ${events.category(event)}`];
+  }
+
+  // Name and value of the curve under the pointer.
+  #track(at) {
+    const curve = at ? this.timeline.curveAt(at.y) : null;
+    const value = curve ? readingAt(curve, this.timeline.timeAt(at.x)) : null;
+    return value === null ? null : [curve.name, reading(value)];
   }
 
   #select(event) {

@@ -1,11 +1,13 @@
-// Which rows stand where: ranks, their memory curves, lanes; and the column of labels beside the canvas.
+// Which rows stand where: ranks, their memory curves, lanes, other curves; and the column of labels beside the canvas.
 import { element } from "./element.js";
+import { reading } from "./tracks.js";
 import { byteSize } from "./units.js";
 
 export const ROW = 17; // CSS pixels of a row of events
 const GAP = 1;
 const RANK = 26;
 const CURVE = 40;
+const TRACK = 28;
 const LANE_GAP = 9;
 
 function rankName(rank, number) {
@@ -43,6 +45,7 @@ export class Rows {
       this.events.lanes.forEach((lane, k) => {
         if (lane.trace === number) top = this.#lane(lane, `l${k}`, top);
       });
+      if (rank.curves.length) top = this.#tracks(rank.curves, `c${number}`, top);
       top += LANE_GAP;
     });
     this.height = top + 4;
@@ -60,6 +63,20 @@ export class Rows {
     this.lines.push({ kind: "curve", top, height: CURVE, curve, highest, lowest });
     this.#label(`memory · ${shownDevice(curve)}`, null, top, CURVE, "tl-quiet", `peak ${byteSize(highest)}`);
     return top + CURVE + LANE_GAP;
+  }
+
+  #tracks(curves, key, top) {
+    this.#label("counters", key, top, ROW + GAP, "tl-quiet", this.folded.has(key) ? String(curves.length) : "");
+    top += ROW + GAP + 3;
+    if (this.folded.has(key)) return top;
+    for (const curve of curves) {
+      const highest = curve.values.reduce((most, value) => Math.max(most, value), -Infinity);
+      const lowest = curve.values.reduce((least, value) => Math.min(least, value), 0);
+      this.lines.push({ kind: "track", top, height: TRACK, curve, highest: Math.max(highest, lowest + 1e-12), lowest });
+      this.#label(curve.name, null, top, TRACK, "tl-quiet", `up to ${reading(highest)}`);
+      top += TRACK + LANE_GAP;
+    }
+    return top;
   }
 
   #lane(lane, key, top) {

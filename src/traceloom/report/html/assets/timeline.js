@@ -150,6 +150,12 @@ export class Timeline {
     return line.row.at(this.timeAt(x), reach);
   }
 
+  // The curve drawn at a height of the canvas, null where there is none.
+  curveAt(y) {
+    const line = this.rows.at(y + this.scroller.scrollTop);
+    return line?.kind === "track" ? line.curve : null;
+  }
+
   // Selects an event (-1: none) and, on demand, brings it into view.
   select(event, reveal = false) {
     this.selected = event;
@@ -215,8 +221,8 @@ export class Timeline {
       if (this.search) this.painter.matches(line.row, this.search, top, line.height);
     } else if (line.kind === "rank") this.#steps(line, top);
     else {
-      const { time_ns: times, allocated_bytes: bytes } = line.curve;
-      this.painter.area({ times, values: bytes, ...line }, top, this.palette.accent);
+      const { time_ns: times, values = line.curve.allocated_bytes } = line.curve;
+      this.painter.area({ times, values, ...line }, top, this.palette.accent);
     }
   }
 
