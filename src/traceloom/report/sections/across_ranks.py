@@ -174,16 +174,19 @@ def _chain_columns() -> list[Col]:
         Col("rank", "Rank", "count"),
         Col("late_ns", "Late", "time"),
         Col("ns", "Part", "time"),
-        Col("word", "Cause"),
-        Col("detail", "What", "name"),
+        Col("said", "What took longer there", "name"),
     ]
 
 
 def _spoken(value: Row) -> list[Row]:
-    return [
-        {**row, "word": CAUSE_WORDS[row["cause"]] if row["cause"] else "smaller parts together"}
-        for row in value["chains"]
-    ]
+    return [{**row, "said": _said(row)} for row in value["chains"]]
+
+
+def _said(link: Row) -> str:
+    if link["cause"] is None:
+        return "smaller parts together"
+    follows = f" (collective {link['follows']})" if link["follows"] is not None else ""
+    return CAUSE_WORDS[link["cause"]] + follows + (f": {link['detail']}" if link["detail"] else "")
 
 
 def _collective_columns() -> list[Col]:
