@@ -17,8 +17,9 @@ from traceloom.chakra.et_pb2 import NodeType
 from traceloom.chakra.graph_metadata import metadata_of
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.model.graph import Graph
+from traceloom.model.graph_schema import COMMUNICATION
 
-WINDOW = 1 << 15  # nodes encoded together
+WINDOW = 1 << 16  # nodes encoded together
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -178,8 +179,13 @@ def _lists(pairs: Dependencies) -> _Lists:
 
 
 def _numbers(name: str, values: pl.Series, there: Flags | None = None) -> list[wire.Rows]:
-    flags = values.is_not_null().to_numpy() if there is None else there
-    return wire.number_attribute(name, "int64_val", values.cast(pl.Int64).fill_null(0).to_numpy(), flags)
+    missing = values.null_count()
+    if missing == len(values):
+        return []
+    if there is None:
+        there = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
+    whole = values.cast(pl.Int64)
+    return wire.number_attribute(name, "int64_val", (whole.fill_null(0) if missing else whole).to_numpy(), there)
 
 
 def _types(nodes: pl.DataFrame, transfer: pl.DataFrame) -> Ints:
@@ -192,7 +198,10 @@ def _types(nodes: pl.DataFrame, transfer: pl.DataFrame) -> Ints:
 
 def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[wire.Rows]:
     """Attributes that simulators and feeders read, then what else a Graph knows."""
+    known = frame["node_there"].is_not_null()
     kind = nodes["kind"].cast(pl.String)
+    if not known.any() and not kind.is_in(COMMUNICATION).any():
+        return
     sends, receives = kind == "send", kind == "receive"
     comm_type = frame["kind"].replace_strict(
         {name: int(number) for name, number in layout.COMM_TYPES.items()}, default=None, return_dtype=pl.Int64
@@ -210,7 +219,6 @@ def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Itera
     for name in ends.columns:
         there = ends[name].is_not_null().to_numpy()
         yield from wire.number_attribute(name, "int32_val", ends[name].fill_null(0).to_numpy(), there)
-    known = frame["node_there"].is_not_null()
     for name, column in layout.COMMUNICATION_TEXTS.items():
         yield from wire.text_attribute(name, frame[column])
     yield from wire.bare_attribute(layout.ROW_OF_COMMUNICATION, (known & frame["kind"].is_null()).to_numpy())
@@ -233,6 +241,8 @@ def _transfer_attributes(frame: pl.DataFrame, nodes: pl.DataFrame, types: Ints) 
     moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
     there = moved & nodes["bytes"].is_not_null().to_numpy()
     yield from wire.number_attribute("tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), there)
+    if frame["node_there"].null_count() == frame.height:
+        return
     known = frame["node_there"].is_not_null()
     for name, column in layout.TRANSFER_TEXTS.items():
         yield from wire.text_attribute(name, frame[column])
@@ -240,6 +250,8 @@ def _transfer_attributes(frame: pl.DataFrame, nodes: pl.DataFrame, types: Ints) 
 
 
 def _host_attributes(frame: pl.DataFrame) -> Iterator[wire.Rows]:
+    if frame["row"].null_count() == frame.height:
+        return
     for name, column in layout.HOST_NUMBERS.items():
         yield from _numbers(name, frame[column])
     renamed = frame.select(pl.when(pl.col("name").ne_missing(pl.col("node_name"))).then("name")).to_series()
@@ -249,6 +261,8 @@ def _host_attributes(frame: pl.DataFrame) -> Iterator[wire.Rows]:
 
 def _tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> wire.Rows:
     """The IOInfo of host ops: values, shapes and types as JSON text."""
+    if frame["row"].null_count() == frame.height:
+        return wire.nothing(frame.height)
     parts = [
         wire.delimited(key, wire.texts(frame[name]))
         for key, name in zip((b"\x0a", b"\x12", b"\x1a"), columns, strict=True)

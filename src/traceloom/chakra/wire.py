@@ -23,6 +23,9 @@ Flags = NDArray[np.bool_]
 
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 _MOST_VARINT = 10
+_MOST_SIZE = 1 << 16  # bytes of pieces that are put by size
+_MOST_SIZES = 512  # different ones
+_LONG = 12  # bytes of a piece on average
 _NUMBER = {field.name: field.number for field in AttributeProto.DESCRIPTOR.fields}
 _NODE_ATTRIBUTE = b"\x52"  # field 10 of a node, length-delimited
 
@@ -88,7 +91,8 @@ def texts(series: pl.Series) -> Rows:
     """Each text as UTF-8; null as no bytes."""
     if not len(series):
         return nothing(0)
-    lengths = series.str.len_bytes().fill_null(0).cast(pl.Int64).to_numpy()
+    sizes = series.str.len_bytes()
+    lengths = (sizes.fill_null(0) if series.null_count() else sizes).cast(pl.Int64).to_numpy()
     whole = series.str.join("").item()
     return Rows(np.frombuffer(whole.encode(), np.uint8), lengths)
 
@@ -103,12 +107,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
     place = np.cumsum(lengths) - lengths
     for part in parts:
         there = np.flatnonzero(part.lengths)
-        sizes = part.lengths[there]
-        if len(sizes) and sizes[0] * len(sizes) == len(part.data) and (sizes == sizes[0]).all():
-            _put_equal(out, place[there], part.data.reshape(len(sizes), -1))
-        else:
-            ends = np.cumsum(sizes)
-            out[np.repeat(place[there] - (ends - sizes), sizes) + np.arange(len(part.data))] = part.data
+        _put(out, place[there], part.data, part.lengths[there])
         place = place + part.lengths
     return Rows(out, lengths)
 
@@ -121,10 +120,25 @@ def _total(parts: Sequence[Rows]) -> Ints:
     return total
 
 
-def _put_equal(out: Bytes, place: Ints, data: Bytes) -> None:
-    """Put pieces of equal size: byte by byte of all pieces at once, which needs no index per byte."""
-    for number in range(data.shape[1]):
-        out[place + number] = data[:, number]
+def _put(out: Bytes, place: Ints, data: Bytes, sizes: Ints) -> None:
+    """Put pieces of some bytes each at their places; all of one size at once where they are long."""
+    least, most = int(sizes.min(initial=_MOST_SIZE)), int(sizes.max(initial=0))
+    if least == most:
+        _runs(out, most)[place] = np.ascontiguousarray(data).view(f"V{most}")
+        return
+    begin = np.cumsum(sizes) - sizes
+    used = np.flatnonzero(counts := np.bincount(sizes)) if most < _MOST_SIZE else begin
+    if len(data) < _LONG * len(sizes) or len(used) > _MOST_SIZES:  # an index per byte
+        out[np.repeat(place - begin, sizes) + np.arange(len(data))] = data
+        return
+    order = np.argsort(sizes.astype(np.uint16), kind="stable")
+    for size, group in zip(used.tolist(), np.split(order, np.cumsum(counts[used])[:-1]), strict=True):
+        _runs(out, size)[place[group]] = _runs(data, size)[begin[group]]
+
+
+def _runs(data: Bytes, size: int) -> NDArray[np.void]:
+    """Every run of `size` bytes as one value, by where it begins; shape (bytes - size + 1,), no copy."""
+    return np.ndarray((len(data) - size + 1,), f"V{size}", data, strides=(1,))
 
 
 def scattered(part: Rows, rows: Ints, count: int) -> Rows:
@@ -191,7 +205,10 @@ def number_attribute(name: str, member: str, values: Ints, there: Flags) -> list
 
 def text_attribute(name: str, values: pl.Series) -> list[Rows]:
     """The fields of an attribute with a text, in the rows where it is not null."""
-    there = values.is_not_null().to_numpy()
+    missing = values.null_count()
+    if missing == len(values):
+        return []
+    there = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
     return bytes_attribute(name, "string_val", texts(values), there)
 
 
@@ -227,5 +244,7 @@ def bytes_attribute(name: str, member: str, value: Rows, there: Flags) -> list[R
 
 def bare_attribute(name: str, there: Flags) -> list[Rows]:
     """An attribute that has a name and no value, in the rows that are `there`."""
+    if not there.any():
+        return []
     inner = _named(name)
     return [constant(_NODE_ATTRIBUTE + bytes((len(inner),)) + inner, there)]
