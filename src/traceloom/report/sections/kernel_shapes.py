@@ -16,7 +16,8 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import ranked, record
 
-_ROWS = 100  # of each rank
+_ROWS = 100  # of each rank; fewer where there are many
+_ALL_ROWS = 800
 _REST = pl.Schema({"row_count": pl.Int64(), "rest_count": pl.Int64(), "rest_ns": pl.Int64(), "total_ns": pl.Int64()})
 _USUAL = ("mean_total_ns", "min_total_ns", "max_total_ns", "step_count")
 _SHOWN = 60
@@ -38,10 +39,24 @@ def _measure(trace: Trace, _options: ReportOptions) -> Measured:
     return Measured(kept, pl.DataFrame(rest, schema=_REST, orient="row"))
 
 
+def _trimmed(one: Measured, most: int) -> Measured:
+    """The same with no more than so many rows."""
+    cut = one.rows.slice(most)
+    if not cut.height:
+        return one
+    fewer = {
+        "row_count": pl.col("row_count") - cut.height,
+        "rest_count": pl.col("rest_count") + cut.height,
+        "rest_ns": pl.col("rest_ns") + cut["total_ns"].sum(),
+    }
+    return Measured(one.rows.head(most), one.rest.with_columns(**fewer))
+
+
 def _build(study: Study[Measured], absent: Absent) -> Row:
+    most = max(min(_ROWS, _ALL_ROWS // max(len(study.results), 1)), 10)
     out = {
-        "rows": absent.rows(study.concat(lambda one: one.rows), "kernel_shapes.rows"),
-        "ranks": absent.rows(study.concat(lambda one: one.rest), "kernel_shapes.ranks"),
+        "rows": absent.rows(study.concat(lambda one: _trimmed(one, most).rows), "kernel_shapes.rows"),
+        "ranks": absent.rows(study.concat(lambda one: _trimmed(one, most).rest), "kernel_shapes.ranks"),
     }
     if not out["rows"]:
         absent.say("kernel_shapes.rows")
@@ -102,7 +117,7 @@ SECTION = Section(
             "rows": ranked(
                 SHAPES_SCHEMA,
                 nullable={"op", "shapes", "types", *_USUAL},
-                what=f"GPU work by operator, input shapes and kernel; the {_ROWS} largest totals of each rank",
+                what=f"GPU work by operator, input shapes and kernel; the {_ROWS} largest of each rank, or fewer",
             ),
             "ranks": ranked(_REST, what="how many rows stand above and how many are left out, with their time"),
         },

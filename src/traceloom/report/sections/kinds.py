@@ -17,10 +17,11 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
-from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.sections.shapes import ranked, record, rows
 from traceloom.report.sections.stacked import Part, stacked
 
-_KERNELS = 50  # of each rank
+_KERNELS = 50  # of each rank; fewer where there are many
+_ALL_KERNELS = 400
 _FILL = ("sm_efficiency", "sm_fill", "occupancy")
 USUAL = pl.Schema(
     {
@@ -30,6 +31,17 @@ USUAL = pl.Schema(
         "min_exclusive_ns": pl.Int64(),
         "max_exclusive_ns": pl.Int64(),
         "step_count": pl.Int64(),
+    }
+)
+JOB = pl.Schema(
+    {
+        "kind": KindOfWork,
+        "rank_count": pl.Int64(),
+        "sum_ns": pl.Int64(),
+        "mean_exclusive_ns": pl.Float64(),
+        "min_exclusive_ns": pl.Int64(),
+        "max_exclusive_ns": pl.Int64(),
+        "max_rank": pl.Int32(),
     }
 )
 _NO_WORK = "no GPU work was recorded"
@@ -69,39 +81,65 @@ _DEVICES = {
 }
 
 
+def _job(kinds: pl.DataFrame, ranks: int) -> pl.DataFrame:
+    """Kinds over all ranks; a rank without such work counts as 0."""
+    of_rank = kinds.group_by("rank", "kind").agg(pl.col("sum_ns", "exclusive_ns").sum())
+    everywhere = pl.len() == ranks
+    return (
+        of_rank.sort("exclusive_ns", "rank", descending=[True, False])
+        .group_by("kind", maintain_order=True)
+        .agg(
+            rank_count=pl.len(),
+            sum_ns=pl.col("sum_ns").sum(),
+            mean_exclusive_ns=pl.col("exclusive_ns").sum() / ranks,
+            min_exclusive_ns=pl.when(everywhere).then(pl.col("exclusive_ns").min()).otherwise(0),
+            max_exclusive_ns=pl.col("exclusive_ns").max(),
+            max_rank=pl.col("rank").first(),
+        )
+        .sort("sum_ns", "kind", descending=[True, False])
+        .select(list(JOB))
+        .cast(JOB)
+    )
+
+
 def _build(study: Study[Measured], absent: Absent) -> Row:
+    ranks = len(study.results)
+    most = max(min(_KERNELS, _ALL_KERNELS // max(ranks, 1)), 5)
     frames = {
+        "job": _job(study.concat(lambda one: one.kinds), ranks),
         "devices": study.concat(lambda one: one.devices.select(list(_DEVICES))),
         "kinds": study.concat(lambda one: one.kinds),
         "rules": study.concat(lambda one: one.rules),
         "per_step": study.concat(lambda one: one.usual),
         "bounds": study.concat(lambda one: one.bounds),
         "matrix": study.concat(lambda one: one.matrix),
-        "kernels": study.concat(lambda one: one.kernels),
+        "kernels": study.concat(lambda one: one.kernels.head(most)),
     }
     out = {name: absent.rows(frame, f"kinds.{name}") for name, frame in frames.items()}
-    for name, rows in out.items():
-        if not rows:
+    for name, found in out.items():
+        if not found:
             absent.say(f"kinds.{name}")
     return out
 
 
-def _several(rows: list[Row], key: str) -> bool:
-    return len({row[key] for row in rows}) > 1
+def _several(table: list[Row], key: str) -> bool:
+    return len({row[key] for row in table}) > 1
 
 
-def _keys(rows: list[Row]) -> list[Col]:
+def _keys(table: list[Row]) -> list[Col]:
     """Columns of rank and device, where there are several."""
-    ranks = [Col("rank", "Rank", "count")] if _several(rows, "rank") else []
-    return ranks + ([Col("device", "GPU", "count")] if _several(rows, "device") else [])
+    ranks = [Col("rank", "Rank", "count")] if _several(table, "rank") else []
+    return ranks + ([Col("device", "GPU", "count")] if _several(table, "device") else [])
 
 
 def _tables(value: Row) -> Iterator[Table]:
     kinds = value["kinds"]
     if not kinds:
         return
+    if _several(kinds, "rank"):
+        yield _job_table(value)
     usual = {(row["rank"], row["device"], row["kind"]): row for row in value["per_step"]}
-    rows = [{**usual.get((row["rank"], row["device"], row["kind"]), {}), **row} for row in kinds]
+    of_each = [{**usual.get((row["rank"], row["device"], row["kind"]), {}), **row} for row in kinds]
     spread = [
         Col("mean_exclusive_ns", "Per step", "time", "exclusive time, mean over the whole steps", narrow=False),
         Col("min_exclusive_ns", "Least", "time", narrow=False),
@@ -119,7 +157,7 @@ def _tables(value: Row) -> Iterator[Table]:
             Col("count", "Count", "count"),
             *(spread if value["per_step"] else []),
         ],
-        rows,
+        of_each,
         "kinds.kinds",
         "Exclusive times and idle time add up to the window of the GPU.",
     )
@@ -139,6 +177,24 @@ def _tables(value: Row) -> Iterator[Table]:
         "Unknown: no model of the operator, no shapes, or a GPU without known peaks.",
     )
     yield from _fill_tables(value)
+
+
+def _job_table(value: Row) -> Table:
+    return Table(
+        "kinds-job",
+        "Kinds over all ranks",
+        [
+            Col("kind", "Kind"),
+            Col("sum_ns", "Sum", "time", "summed durations of all ranks"),
+            Col("mean_exclusive_ns", "Exclusive", "time", "mean over the ranks"),
+            Col("min_exclusive_ns", "Least", "time", "of the rank with the least"),
+            Col("max_exclusive_ns", "Most", "time", "of the rank with the most"),
+            Col("max_rank", "By rank", "count", "the rank with the most"),
+            Col("rank_count", "Ranks", "count", "ranks with such work"),
+        ],
+        value["job"],
+        "kinds.job",
+    )
 
 
 def _fill_tables(value: Row) -> Iterator[Table]:
@@ -181,7 +237,7 @@ def _fill_tables(value: Row) -> Iterator[Table]:
         ],
         value["kernels"],
         "kinds.kernels",
-        f"The {_KERNELS} with the most time of each rank.",
+        "Those with the most time of each rank.",
     )
     yield Table(
         "kinds-rules",
@@ -246,6 +302,7 @@ SECTION = Section(
                 nullable={"device", "kernel_count", "kernel_ns", "measured_ns", *_FILL},
                 what="time of each GPU, and how full kernels keep it",
             ),
+            "job": rows(JOB, nullable={"max_rank"}, what="GPU time by kind over all ranks"),
             "kinds": ranked(KINDS_SCHEMA, nullable={"device", "fraction"}, what="GPU time by kind; kinds that occur"),
             "rules": ranked(RULES_SCHEMA, nullable={"fraction"}, what="GPU time by the rule that decided"),
             "per_step": ranked(USUAL, nullable={"device"}, what="exclusive time by kind of a usual step"),
@@ -254,13 +311,14 @@ SECTION = Section(
             "kernels": ranked(
                 KERNEL_SCHEMA,
                 nullable={"blocks_per_sm", "sm_fill", "occupancy"},
-                what=f"the {_KERNELS} kernels with the most time of each rank",
+                what=f"the kernels with the most time of each rank: {_KERNELS}, or fewer where there are many ranks",
             ),
         },
         what="GPU time by kind of work and by what bounds it; how full kernels keep the GPU",
     ),
     reasons={
-        **{f"kinds.{name}": _NO_WORK for name in ("devices", "kinds", "rules", "bounds", "matrix", "kernels")},
+        **{f"kinds.{name}": _NO_WORK for name in ("devices", "job", "kinds", "rules", "bounds", "matrix", "kernels")},
+        "kinds.job[*].max_rank": "the file does not say its rank",
         "kinds.per_step": "the trace holds no whole step with GPU work",
         **{f"kinds.devices[*].{name}": _NO_FILL for name in _FILL},
         **{f"kinds.kernels[*].{name}": _NO_FILL for name in ("blocks_per_sm", "sm_fill", "occupancy")},
