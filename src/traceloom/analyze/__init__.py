@@ -5,6 +5,7 @@ from traceloom.analyze.across.imbalance import imbalance
 from traceloom.analyze.across.rank_part import rank_part
 from traceloom.analyze.across.slow_steps import slow_steps
 from traceloom.analyze.answer import answer
+from traceloom.analyze.anti_patterns import anti_patterns
 from traceloom.analyze.blocking_calls import blocking_calls
 from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.classify import Rule, read_rules
@@ -45,6 +46,7 @@ __all__ = [
     "Rule",
     "across_ranks",
     "answer",
+    "anti_patterns",
     "blocking_calls",
     "collectives",
     "collectives_of",

@@ -8,6 +8,7 @@ from typing import Any
 from traceloom.errors import UsageError
 from traceloom.report.sections import (
     across_ranks,
+    anti_patterns,
     blocking_calls,
     collectives,
     compiled,
@@ -55,6 +56,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     slow_steps.SECTION,
     imbalance.SECTION,
     pipeline.SECTION,
+    anti_patterns.SECTION,
 )
 """In the order of every view."""
 

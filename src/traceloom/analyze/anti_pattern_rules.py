@@ -1,0 +1,345 @@
+"""PyTorch's eight known anti-patterns, each looked for in what a file records.
+
+They are those of `torch/profiler/_pattern_matcher.py`, which needs the live profiler; here every rule says what it
+found with its evidence, or why it cannot tell. Definitions: docs/concepts/anti-patterns.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.gaps import gpu_rows
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.op_siblings import Host
+from traceloom.analyze.submissions import plain
+from traceloom.read.large import column
+
+_LEAST_REPEATS = 10
+_ALIGNED = 8
+_TF32_CAPABILITY = 8.0
+_MATMULS = r"^aten::(mm|bmm|addmm|baddbmm)$"
+_FP32_KERNEL = r"(?i)sgemm|simt_s|ffma|f32f32_f32f32_f32|gemvNSP_kernel<float|gemv2?[TN]_kernel<.*float, float, float"
+_TF32_KERNEL = r"(?i)tf32|tensorop"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule found, or why it abstains.
+
+    Attributes:
+        position: Positions (in the forest) of the events that match.
+        evidence: `correlated` (the recording shows it) or `inferred`, one for all.
+        detail: A few words per match.
+        last: Last event that each match covers, positions; None where a match is one event.
+        reason: Why nothing can be said; None where it can.
+    """
+
+    position: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    evidence: str = "correlated"
+    detail: tuple[str, ...] = ()
+    last: Ints | None = None
+    reason: str | None = None
+
+
+def _abstain(reason: str) -> Found:
+    return Found(reason=reason)
+
+
+def extra_copy(host: Host) -> Found:
+    """A tensor is filled on the CPU and moved to the GPU at once."""
+    to = host.ops(r"^aten::to$")
+    if not host.is_op.any():
+        return _abstain("no operators were recorded")
+    copies = host.trace.copies
+    if not copies.height:
+        return _abstain("no copies between CPU and GPU were recorded")
+    moved = np.zeros(host.code.size + 1, dtype=np.bool_)
+    by = host.trace.events["op"].gather(copies.filter(pl.col("kind") == "HtoD")["event"]).drop_nulls().to_numpy()
+    moved[host.tree.position[by]] = True
+    to_copy = np.append(host.last_op, -1)[to]
+    copied = np.append(host.last_op, -1)[to_copy]
+    names = [*(np.append(host.named(pattern), False) for pattern in (r"^aten::_to_copy$", r"^aten::copy_$"))]
+    fits = names[0][to_copy] & names[1][copied] & moved[copied] & (host.op_parent[to] < 0)
+    to, copied = to[fits], copied[fits]
+    before = _before(host)[to]
+    fits = before >= 0
+    if host.has_stacks:  # both come from the same Python code
+        outer = np.append(host.tree.parent, -1)
+        fits &= outer[outer[to]] == outer[outer[before]]
+    leaf = _init_leaf(host, before)
+    fits &= leaf >= 0
+    to, copied, leaf = to[fits], copied[fits], leaf[fits]
+    same = _same_types(host, copied)
+    to, leaf = to[same], leaf[same]
+    filled = host.words.names.gather(host.code[leaf]).to_list()
+    return Found(to, "correlated" if host.has_stacks else "inferred", tuple(f"filled by {name}" for name in filled))
+
+
+def _before(host: Host) -> Ints:
+    """For every event the outermost operator that ended before it on its thread; -1 for none."""
+    top = np.flatnonzero(host.is_op & (host.op_parent < 0))
+    place = np.searchsorted(top, np.arange(host.code.size)) - 1
+    found = np.where(place >= 0, top[place] if top.size else -1, -1)
+    lane = np.append(host.tree.lane, -1)
+    return np.where((found >= 0) & (lane[found] == host.tree.lane), found, -1)
+
+
+def _init_leaf(host: Host, position: Ints) -> Ints:
+    """The filling operator at or below each operator along last children; -1 where there is none."""
+    fills = np.append(host.named(r"^aten::(fill_|zero_|normal_|uniform_)$") & host.is_op, False)
+    below = np.append(host.last_op, -1)
+    here, leaf = position.copy(), np.full(position.size, -1, dtype=np.int64)
+    while (here >= 0).any():  # one turn per level of nesting
+        leaf = np.where((leaf < 0) & fills[here], here, leaf)
+        here = np.where(leaf < 0, below[here], -1)
+    return leaf
+
+
+def _same_types(host: Host, copied: Ints) -> Bools:
+    """Where target and source of a copy have one element type, or the types were not recorded."""
+    types = host.inputs(copied)["types"]
+    told: list[list[str]] = [json.loads(text) if text else [] for text in types.to_list()]
+    return np.array([len(one) < 2 or one[0] == one[1] for one in told], dtype=np.bool_)
+
+
+def loop_indexing(host: Host) -> Found:
+    """The same few operators around `aten::select`, ten times and more in a row, beside each other."""
+    if not host.is_op.any():
+        return _abstain("no operators were recorded")
+    if not host.ops(r"^aten::select$").size:
+        return Found()
+    # beside each other: below the same operator, or called by the same Python code (built-in functions are no code)
+    frames = ~(host.is_python & host.named(r"^<built-in "))
+    above = host.tree.nearest(frames)
+    ops = np.flatnonzero(host.is_op)
+    family = above[ops] + 1 + np.where(above[ops] < 0, -host.tree.lane[ops] - 1, 0)
+    order = np.argsort(family, kind="stable")
+    ops, family = ops[order], family[order]
+    code = host.code[ops]
+    select = np.flatnonzero(host.named(r"^aten::select$")[ops])
+    length = np.append(np.diff(select), 0)
+    end = np.searchsorted(family, family[select], side="right")
+    there = np.append(select[1:] < end[:-1], False)  # another select in the same family
+    same = there.copy()
+    at = np.flatnonzero(there)
+    hashed = _hashes(code)
+    fits = select[at] + 2 * length[at] <= end[at]
+    at = at[fits]
+    same[:] = False
+    same[at] = _hash(hashed, select[at], length[at]) == _hash(hashed, select[at + 1], length[at])
+    # a run goes on as long as each part equals the next and has its length
+    goes_on = np.append(same[1:] & (length[1:] == length[:-1]) & same[:-1], False)
+    starts = np.flatnonzero(same & ~np.append(False, goes_on[:-1]))
+    stops = np.flatnonzero(same & ~goes_on)
+    repeats = stops - starts + 2
+    kept = repeats >= _LEAST_REPEATS
+    starts, stops, repeats = starts[kept], stops[kept], repeats[kept]
+    last = ops[select[stops] + 2 * length[stops] - 1]
+    names = host.words.names
+    detail = tuple(
+        f"{count} times {', '.join(names.gather(code[low : low + size]).to_list()[:4])}"
+        for count, low, size in zip(repeats.tolist(), select[starts].tolist(), length[starts].tolist(), strict=True)
+    )
+    return Found(ops[select[starts]], "correlated" if host.has_stacks else "inferred", detail, last)
+
+
+_FACTOR = 0x9E3779B97F4A7C15
+
+
+def _hashes(code: Ints) -> tuple[np.ndarray, np.ndarray]:
+    """Running sums of the codes times powers of an odd number, and the inverse powers; modulo 2^64."""
+    with np.errstate(over="ignore"):
+        size = code.size + 1
+        power, back = np.full((2, size), _FACTOR, dtype=np.uint64)
+        back[:] = np.uint64(pow(_FACTOR, -1, 1 << 64))
+        power[0] = back[0] = 1
+        power, back = np.cumprod(power), np.cumprod(back)
+        mixed = (code.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+        mixed ^= mixed >> np.uint64(32)
+        sums = np.append(np.zeros(1, dtype=np.uint64), np.cumsum(mixed * power[:-1]))
+    return sums, back
+
+
+def _hash(hashed: tuple[np.ndarray, np.ndarray], start: Ints, length: Ints) -> np.ndarray:
+    """One number per stretch: equal for equal stretches."""
+    sums, back = hashed
+    with np.errstate(over="ignore"):
+        found: np.ndarray = (sums[start + length] - sums[start]) * back[start]
+    return found
+
+
+def fp32_matmul(host: Host) -> Found:
+    """A matrix product in plain FP32 on a GPU that has TF32."""
+    trace = host.trace
+    ops = host.ops(_MATMULS)
+    if not ops.size:
+        return Found()
+    if not (host.is_call & host.named(r"^cu")).any():
+        return _abstain("TF32 is a mode of NVIDIA's; no CUDA call was recorded")
+    capability = trace.devices.filter("used")["compute_capability"].drop_nulls().to_list()
+    if not capability:
+        return _abstain("the file does not tell the compute capability of the device")
+    if all(float(one) < _TF32_CAPABILITY for one in capability):
+        return _abstain(f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)")
+    kernel = gpu_rows(trace)
+    op = plain(column(trace, "op", -1))[kernel]
+    if not (op >= 0).any():
+        return _abstain("no kernel is joined to its operator, and the mode itself is not recorded")
+    code = plain(host.words.code)[kernel]
+    slow = host.words.matching(_FP32_KERNEL) & ~host.words.matching(_TF32_KERNEL)
+    at = np.flatnonzero((op >= 0) & slow[code])
+    here = plain(host.tree.position)[op[at]]
+    is_matmul = np.zeros(host.code.size + 1, dtype=np.bool_)
+    is_matmul[ops] = True
+    owner = np.where(is_matmul[here], here, host.op_parent[here]) if here.size else here
+    at, owner = at[is_matmul[owner]], owner[is_matmul[owner]]
+    owner, one = np.unique(owner, return_index=True)
+    names = host.words.names.gather(code[at[one]]).to_list()
+    return Found(owner, "correlated", tuple(f"runs {text[:80]}" for text in names))
+
+
+def single_tensor_optimizer(host: Host) -> Found:
+    """An optimizer goes through its parameters one by one."""
+    frames = np.flatnonzero(host.named(r"_single_tensor_\w+$"))
+    if host.has_stacks:
+        names = host.words.names.gather(host.code[frames]).to_list()
+        return Found(frames, "correlated", tuple(name.rsplit(": ", 1)[-1] for name in names))
+    steps = host.named(r"^Optimizer\.step#")
+    at = np.flatnonzero(host.tree.topmost(steps))
+    if not at.size:
+        return _abstain("no optimizer step was recorded; stacks would show its code")
+    if not gpu_rows(host.trace).size:
+        return _abstain("no GPU work was recorded, and it is on GPUs that going one by one costs")
+    many = host.inside(host.is_op & host.named(r"_foreach_|_fused_|multi_tensor"))
+    updates = host.inside(host.is_op & host.named(r"^aten::(addcdiv_|addcmul_|lerp_|add_|mul_)$"))
+    kept = (many[at] == 0) & (updates[at] >= 2)  # at least two parameters, or two updates of one
+    at = at[kept]
+    return Found(at, "inferred", tuple(f"{count} updates one by one" for count in updates[at].tolist()))
+
+
+def synchronous_loader(host: Host) -> Found:
+    """A DataLoader without workers: the training loop makes its own batches."""
+    spans = np.flatnonzero(host.tree.topmost(host.named(r"_SingleProcessDataLoaderIter")))
+    if spans.size:
+        return Found(spans, "correlated", ("_SingleProcessDataLoaderIter",) * spans.size)
+    if host.named(r"_MultiProcessingDataLoaderIter").any():
+        return Found()
+    if not host.has_stacks:
+        return _abstain("no DataLoader was recorded, neither as annotation nor in stacks")
+    loader = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): "
+    asked, made, workers = (
+        host.named(loader + name) for name in (r"__iter__$", r"_get_iterator$", "check_worker_number_rationality$")
+    )
+    with_workers = host.inside(workers)
+    at = np.flatnonzero(asked & (host.inside(made) > 0) & (with_workers == 0))
+    return Found(at, "correlated", ("made without workers",) * at.size)
+
+
+def gradient_zeroed(host: Host) -> Found:
+    """`zero_grad` writes zeros instead of dropping the gradients."""
+    calls = host.named(r"^Optimizer\.zero_grad#") | (host.named(r": zero_grad$") & host.is_python)
+    at = np.flatnonzero(host.tree.topmost(calls))
+    if not at.size:
+        return _abstain("no zero_grad was recorded; stacks or the optimizer's annotation would show it")
+    above = np.append(host.named(r"^aten::zeros$"), False)[host.op_parent]
+    zeroed = host.is_op & ((host.named(r"^aten::zero_$") & ~above) | host.named(r"^aten::_foreach_zero_$"))
+    count = host.inside(zeroed)[at]
+    kept = count > 0
+    return Found(at[kept], "correlated", tuple(f"{number} fills with zero" for number in count[kept].tolist()))
+
+
+def bias_before_norm(host: Host) -> Found:
+    """A convolution adds a bias that the batch normalisation after it takes away again."""
+    convolution = host.ops(r"^aten::conv2d$")
+    if not convolution.size:
+        return Found()
+    if host.has_shapes:
+        texts = host.inputs(convolution).select("shapes", "types")
+        bias = np.array([_third_given(*row) for row in texts.iter_rows()], dtype=np.bool_)
+    elif not host.ops(r"^aten::cudnn_convolution$").size:
+        return _abstain("no shapes were recorded, and only cuDNN's convolutions show their bias without them")
+    else:  # cuDNN adds the bias by an operator of its own
+        bias = host.inside(host.is_op & host.named(r"^aten::add_$"))[convolution] > 0
+    modules = host.named(r"^nn\.Module: Conv2d")
+    norm, by_module = _followed_by_norm(host, convolution, modules)
+    kept = bias & norm
+    sure = host.has_shapes and by_module
+    return Found(
+        convolution[kept],
+        "correlated" if sure else "inferred",
+        ("followed by a batch normalisation",) * int(kept.sum()),
+    )
+
+
+def _third_given(shapes: str | None, types: str | None) -> bool:
+    told = json.loads(types or "[]"), json.loads(shapes or "[]")
+    return len(told[0]) > 2 and bool(told[0][2]) and len(told[1]) > 2 and bool(told[1][2])
+
+
+def _followed_by_norm(host: Host, position: Ints, modules: Bools) -> tuple[Bools, bool]:
+    """Whether a batch normalisation is next: the next module where modules are known, else the next operator."""
+    if modules.any():
+        around = host.climb(position, modules)
+        after = np.where(around >= 0, np.append(host.tree.stop, -1)[around], -1)
+        norm = np.append(host.named(r"^nn\.Module: BatchNorm2d"), False)
+        # frames of Python may stand between the two calls: the next module that begins
+        order = np.flatnonzero(host.named(r"^nn\.Module: "))
+        place = np.searchsorted(order, after)
+        following = np.where(
+            (after >= 0) & (place < order.size), np.append(order, -1)[np.minimum(place, order.size)], -1
+        )
+        same = np.append(host.tree.lane, -1)[following] == host.tree.lane[position]
+        return norm[following] & same & (after >= 0), True
+    top = np.flatnonzero(host.is_op & (host.op_parent < 0))
+    place = np.searchsorted(top, position, side="right")
+    following = np.append(top, -1)[np.minimum(place, top.size)]
+    norm = np.append(host.named(r"^aten::batch_norm$"), False)
+    return norm[following] & (np.append(host.tree.lane, -1)[following] == host.tree.lane[position]), False
+
+
+def unaligned_half(host: Host) -> Found:
+    """A matrix product in half precision whose dimensions are not multiples of 8."""
+    ops = host.ops(r"^aten::(mm|bmm|addmm)$")
+    if not ops.size:
+        return Found()
+    if not host.has_shapes:
+        return _abstain("shapes and types of inputs were not recorded (record_shapes)")
+    inputs = host.inputs(ops).filter(pl.col("shapes").is_not_null() & pl.col("types").is_not_null())
+    kinds = inputs.select("shapes", "types").unique()
+    odd = [_unaligned(shapes, types) for shapes, types in kinds.iter_rows()]
+    told = kinds.with_columns(pl.Series("detail", odd, dtype=pl.String))
+    found = inputs.join(told, on=["shapes", "types"], how="left", maintain_order="left").filter(
+        pl.col("detail").is_not_null()
+    )
+    return Found(found["position"].to_numpy(), "correlated", tuple(found["detail"].to_list()))
+
+
+def _unaligned(shapes: str, types: str) -> str | None:
+    """The shapes where the first type is half precision and one of their last two dimensions is no multiple of 8."""
+    kinds, dims = json.loads(types), json.loads(shapes)
+    if not kinds or kinds[0] not in ("c10::Half", "c10::BFloat16"):
+        return None
+    known = [shape for shape in dims if isinstance(shape, list) and all(isinstance(size, int) for size in shape)]
+    odd = any(size % _ALIGNED for shape in known for size in shape[-2:])
+    return " x ".join(str(shape) for shape in known if shape) if odd else None
+
+
+RULES: dict[str, tuple[Callable[[Host], Found], str]] = {
+    "extra_cuda_copy": (extra_copy, "create the tensor on the GPU: torch.zeros(..., device='cuda')"),
+    "for_loop_indexing": (loop_indexing, "index with a tensor or a slice instead of in a loop"),
+    "fp32_matmul": (fp32_matmul, "allow TF32: torch.set_float32_matmul_precision('high')"),
+    "single_tensor_optimizer": (single_tensor_optimizer, "pass foreach=True or fused=True to the optimizer"),
+    "synchronous_data_loader": (synchronous_loader, "give the DataLoader workers: num_workers > 0"),
+    "gradient_not_set_to_none": (
+        gradient_zeroed,
+        "zero_grad(set_to_none=True), which recent versions do by themselves",
+    ),
+    "conv_bias_before_batch_norm": (bias_before_norm, "bias=False in convolutions that a batch normalisation follows"),
+    "unaligned_half_matmul": (unaligned_half, "pad the dimensions of half-precision matrices to multiples of 8"),
+}
+"""Name of each anti-pattern -> how it is found, and what to do about it."""

@@ -1,0 +1,118 @@
+"""Operators beside and below each other: what patterns of operators are looked for in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.submissions import plain
+from traceloom.analyze.vocabulary import Vocabulary, vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.large import column
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host events of a trace with the questions that patterns ask; positions are those of the forest."""
+
+    trace: Trace
+    tree: Forest
+    words: Vocabulary
+    code: Ints
+    is_op: Bools
+    is_python: Bools
+    is_call: Bools
+
+    def named(self, pattern: str) -> Bools:
+        """Host events whose name holds the pattern."""
+        return self.words.matching(pattern)[self.code] if self.code.size else self.is_op
+
+    def ops(self, pattern: str) -> Ints:
+        """Positions of the operators whose name holds the pattern, ascending."""
+        return np.flatnonzero(self.is_op & self.named(pattern))
+
+    def inside(self, wanted: Bools) -> Ints:
+        """How many wanted events stand below each event (itself not counted)."""
+        return self.tree.subtree_sums(wanted.astype(np.int64)) - wanted
+
+    def last_child(self, wanted: Bools) -> Ints:
+        """For every event the position of its last wanted child; -1 where it has none."""
+        found = np.full(self.code.size, -1, dtype=np.int64)
+        child = np.flatnonzero(wanted)
+        above = self.op_parent[child] if wanted is self.is_op else self.tree.parent[child]
+        child, above = child[above >= 0], above[above >= 0]
+        np.maximum.at(found, above, child)
+        return found
+
+    def climb(self, position: Ints, wanted: Bools) -> Ints:
+        """For a few events the nearest wanted event above each; -1 for none."""
+        above, found = np.append(self.tree.parent, -1), np.append(wanted, False)
+        here = above[position]
+        while ((here >= 0) & ~found[here]).any():  # one turn per level of nesting
+            here = np.where(found[here], here, above[here])
+        return here
+
+    @cached_property
+    def op_parent(self) -> Ints:
+        """Position of the nearest operator above each event; -1 for none."""
+        return self.tree.nearest(self.is_op)
+
+    @cached_property
+    def last_op(self) -> Ints:
+        """For every operator its last operator one level below; -1 for none."""
+        return self.last_child(self.is_op)
+
+    @cached_property
+    def gpu_ns(self) -> Ints:
+        """Duration of all GPU work launched inside each event."""
+        work = launched_work(self.trace)
+        own = np.zeros(self.code.size, dtype=np.int64)
+        known = work.origin >= 0
+        np.add.at(own, work.origin[known], work.duration_ns[known])
+        return self.tree.subtree_sums(own)
+
+    @cached_property
+    def types(self) -> pl.DataFrame:
+        """Shapes and types of the inputs of operators: position, shapes, types (JSON text)."""
+        frame = self.trace.tensors.select("event", "shapes", "types")
+        return frame.with_columns(pl.Series("position", plain(self.tree.position)[frame["event"].to_numpy()]))
+
+    def inputs(self, positions: Ints) -> pl.DataFrame:
+        """Shapes and types of these operators: position, shapes, types; null where they were not recorded."""
+        return pl.DataFrame({"position": positions}).join(
+            self.types.select("position", "shapes", "types"), on="position", how="left", maintain_order="left"
+        )
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether shapes of inputs were recorded."""
+        return self.trace.tensors.height > 0
+
+    @cached_property
+    def has_stacks(self) -> bool:
+        """Whether Python frames were recorded."""
+        return bool(self.is_python.any())
+
+
+def host_of(trace: Trace) -> Host:
+    """The host events of a trace."""
+    tree = forest(trace)
+    words = vocabulary(trace)
+    row = plain(tree.row)
+    category = plain(column(trace, "category"))[row]
+    return Host(
+        trace=trace,
+        tree=tree,
+        words=words,
+        code=plain(words.code)[row].astype(np.int64),
+        is_op=category == cat.CATEGORIES.index(cat.OP),
+        is_python=category == cat.CATEGORIES.index(cat.PYTHON),
+        is_call=np.isin(category, [cat.CATEGORIES.index(one) for one in cat.LAUNCHES]),
+    )

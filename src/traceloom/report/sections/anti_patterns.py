@@ -1,0 +1,113 @@
+"""PyTorch's known anti-patterns: what was found, and what could not be looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from traceloom import analyze
+from traceloom.analyze.anti_patterns import MATCHES, PATTERNS, AntiPatterns
+from traceloom.model import Trace, units
+from traceloom.report.absent import Absent
+from traceloom.report.options import ReportOptions
+from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.shapes import ranked, record
+
+_ROWS = 100  # matches of a rank, the longest of each pattern
+_NULLS = ("match_count", "host_ns", "gpu_ns", "evidence", "reason")
+
+
+def _measure(trace: Trace, _options: ReportOptions) -> AntiPatterns:
+    found = analyze.anti_patterns(trace)
+    each = max(_ROWS // max(found.matches["pattern"].n_unique(), 1), 1)
+    longest = found.matches.sort("duration_ns", "event", descending=[True, False])
+    return replace(found, matches=longest.group_by("pattern", maintain_order=True).head(each).select(list(MATCHES)))
+
+
+def _build(study: Study[AntiPatterns], absent: Absent) -> Row:
+    return {
+        "patterns": absent.rows(study.concat(lambda found: found.patterns), "anti_patterns.patterns"),
+        "matches": absent.rows(study.concat(lambda found: found.matches), "anti_patterns.matches"),
+    }
+
+
+def _words(row: Row) -> Row:
+    says = row["reason"] or (row["advice"] if row["match_count"] else "not found")
+    return {**row, "pattern": row["pattern"].replace("_", " "), "says": says}
+
+
+def _tables(value: Row) -> Iterator[Table]:
+    rank = [Col("rank", "Rank", "count")] if len({row["rank"] for row in value["patterns"]}) > 1 else []
+    found = sorted(
+        value["patterns"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0))
+    )
+    columns = [
+        *rank,
+        Col("pattern", "Pattern"),
+        Col("match_count", "Matches", "count"),
+        Col("host_ns", "Host", "time", "time of the matches"),
+        Col("gpu_ns", "GPU", "time", "GPU work launched in them"),
+        Col("evidence", "Evidence", narrow=False),
+        Col("says", "What to do, or why it is not known", "name"),
+    ]
+    yield Table(
+        "anti-patterns-patterns", "Known patterns", columns, [_words(row) for row in found], "anti_patterns.patterns"
+    )
+    if value["matches"]:
+        columns = [
+            *rank,
+            Col("pattern", "Pattern"),
+            Col("duration_ns", "Host", "time"),
+            Col("gpu_ns", "GPU", "time"),
+            Col("start_ns", "At", "time", narrow=False),
+            Col("step", "Step", "count", narrow=False),
+            Col("detail", "What was seen", "name"),
+        ]
+        rows = [{**row, "pattern": row["pattern"].replace("_", " ")} for row in value["matches"]]
+        rows.sort(key=lambda row: -row["duration_ns"])
+        yield Table("anti-patterns-matches", "Matches", columns, rows, "anti_patterns.matches")
+
+
+def _summary(value: Row) -> str | None:
+    times: dict[str, int] = {}
+    for row in value["patterns"]:
+        if row["match_count"]:
+            times[row["pattern"]] = times.get(row["pattern"], 0) + row["match_count"]
+    unknown = len({row["pattern"] for row in value["patterns"] if not row["checked"]})
+    rest = (
+        f"; {unknown} of {len({row['pattern'] for row in value['patterns']})} could not be checked" if unknown else ""
+    )
+    if not times:
+        return f"none of the known anti-patterns was found{rest}"
+    said = ", ".join(f"{name.replace('_', ' ')} ({units.count(count)} times)" for name, count in times.items())
+    return f"{said}{rest}"
+
+
+SECTION = Section(
+    key="anti_patterns",
+    title="Anti-patterns",
+    note="What PyTorch's own profiler warns of, looked for in the recording; and what the recording cannot tell.",
+    measure=_measure,
+    build=_build,
+    tables=_tables,
+    summary=_summary,
+    schema=record(
+        {
+            "patterns": ranked(PATTERNS, nullable=_NULLS, what="all known patterns of each rank, found or not"),
+            "matches": ranked(
+                MATCHES, nullable=("step", "thread"), what="the longest matches, about a hundred of each rank"
+            ),
+        }
+    ),
+    reasons={
+        **{f"anti_patterns.{name}[*].rank": "the file does not say its rank" for name in ("patterns", "matches")},
+        **{
+            f"anti_patterns.patterns[*].{name}": "the recording does not tell; see the reason in the row"
+            for name in ("match_count", "host_ns", "gpu_ns")
+        },
+        "anti_patterns.patterns[*].evidence": "without matches there is none",
+        "anti_patterns.patterns[*].reason": "null is a pattern that was checked",
+        "anti_patterns.matches[*].step": "null is the time outside all steps",
+        "anti_patterns.matches[*].thread": "the file does not number this thread",
+    },
+)
