@@ -254,6 +254,11 @@ MEMORY: dict[str, tuple[str, list[Any], tuple[int, int]]] = {
     "in place": ("aten::add_", [([6, 4], F), ([4], F), scalar("1")], (24, 4 * (24 + 4 + 24))),
     "a Python number is no wider type": ("aten::mul", [([6, 4], BF), ([], "double")], (24, 2 * 48 + 8)),
     "comparison": ("aten::lt", [([6, 4], F), ([6, 4], F)], (24, 2 * 96 + 24)),
+    "with a tensor for the result": (
+        "aten::nan_to_num",
+        [([6, 4], F), none(), none(), none(), ([6, 4], F)],
+        (24, 2 * 96),
+    ),
     "ternary": ("aten::addcmul_", [([6, 4], F), ([6, 4], F), ([6, 4], F), scalar("1")], (72, 4 * 96)),
     "where": ("aten::where", [([6, 4], "bool"), ([6, 4], F), ([], F)], (0, 24 + 96 + 4 + 96)),
     "layer norm": (
@@ -366,6 +371,12 @@ def test_expanded_inputs_lie_once_in_memory() -> None:
     plain = told("aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"))
     expanded = told("aten::add", ([6, 8, 4], F), ([8, 4], F), scalar("1"), strides=[[4, 0, 1], [4, 1], []])
     assert plain[1] - expanded[1] == 4 * (6 * 8 * 4 - 6 * 4)
+
+
+def test_shapes_of_a_damaged_file_cost_nothing_and_are_refused() -> None:
+    assert unmasked_pairs(10**15, 10**15, bottom_right=True) == 10**15 * (10**15 + 1) // 2
+    assert work("aten::mm", ([10**9, 10**9], F), ([10**9, 10**9], F)) == "the recorded shapes are too large to be true"
+    assert isinstance(work("aten::mm", ([-4, 5], F), ([5, 3], F)), str)
 
 
 def test_types_promote_as_in_pytorch() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import numpy as np
-
 from traceloom.analyze.flops.call import Call, Tensor, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
@@ -27,10 +25,17 @@ def unmasked_pairs(queries: int, keys: int, *, bottom_right: bool, left: int = -
         >>> unmasked_pairs(4, 4, bottom_right=False), unmasked_pairs(1, 100, bottom_right=True)
         (10, 100)
     """
-    own = np.arange(queries, dtype=np.int64) + (keys - queries if bottom_right else 0)
-    last = np.full(queries, keys - 1) if right < 0 else np.minimum(own + right, keys - 1)
-    first = np.zeros(queries, dtype=np.int64) if left < 0 else np.maximum(own - left, 0)
-    return int(np.maximum(last - first + 1, 0).sum())
+    shift = keys - queries if bottom_right else 0
+    up_to_last = queries * keys if right < 0 else _clipped_sum(queries, keys, shift + right + 1)
+    before_first = 0 if left < 0 else _clipped_sum(queries, keys, shift - left)
+    return up_to_last - before_first
+
+
+def _clipped_sum(count: int, top: int, first: int) -> int:
+    """Sum of `first`, `first` + 1, ... (`count` of them), each cut to 0..`top`."""
+    rising = min(max(-first, 0), count)  # position of the first that is above 0
+    full = min(max(top - first, rising), count)  # position of the first that reaches the top
+    return (full - rising) * (2 * first + rising + full - 1) // 2 + (count - full) * top
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,17 @@ _BACKWARD = (
     "logit_backward mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward "
     "native_dropout_backward log_sigmoid_backward"
 )
+_UNARY = (
+    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad elu erf erfc erfinv exp exp2 "
+    "expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf leaky_relu lgamma log "
+    "log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg reciprocal relu relu6 round rsqrt selu sgn "
+    "sigmoid sign silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold tril triu trunc"
+)
+_ARITY = {
+    **dict.fromkeys(_UNARY.split(), 1),
+    **dict.fromkeys(("where", "masked_fill", "clamp", "clip", "addcmul", "addcdiv", "lerp", "log_sigmoid_backward"), 3),
+}
+"""How many tensors go in; two where nothing else is said."""
 _FLOATS = ("cos", "sin", "exp", "log", "rsqrt", "sqrt", "sigmoid", "tanh", "reciprocal", "div", "true_divide", "log2")
 _COPIES = ("where", "masked_fill", "tril", "triu")
 
@@ -36,10 +47,12 @@ def _spelled(names: str) -> list[str]:
 
 
 def _operands(call: Call) -> list[Tensor]:
+    """The inputs; a tensor behind them is the one that the caller gave for the result, and is only written."""
     found = call.tensors()
     if not found:
         raise Unknown("no input is recorded as a tensor")
-    return found
+    name = call.name.removeprefix("aten::").removesuffix("_")
+    return found[: _ARITY.get(name, 2)]
 
 
 def _result(call: Call, operands: list[Tensor]) -> Tensor:

@@ -33,6 +33,7 @@ class Work:
 
 
 Model = Callable[[Call], Work]
+_MOST = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
 
 
 class Registry:
@@ -90,6 +91,8 @@ class Registry:
             return f"the model cannot read the recorded inputs ({type(error).__name__}: {error})"
         if not isinstance(work, Work) or work.dtype not in SIZES:
             return "the model gave no usable answer"
+        if max(work.flops, work.bytes, work.recomputed) > _MOST:
+            return "the recorded shapes are too large to be true"
         return work
 
 

@@ -85,9 +85,14 @@ def _tables(value: Row) -> Iterator[Table]:
     elif value["whole"]:
         yield Table("roofline-whole", "Whole recording", [*rank, *_STEP], value["whole"], "roofline.whole",
                     _said(value["whole"]))  # fmt: skip
+    usual = _usual(value["spread"])
+    if any(row["step_count"] > 1 for row in usual):
+        yield Table("roofline-usual", "Usual step", [*rank, *_USUAL], usual, "roofline.spread",
+                    "Over the whole steps of each rank.")  # fmt: skip
     if value["operators"]:
         columns = [*rank, *_operator_columns(value["timed_on"])]
-        yield Table("roofline-operators", "Operators", columns, value["operators"], "roofline.operators")
+        rows = [{**row, "type": _type(row)} for row in value["operators"]]
+        yield Table("roofline-operators", "Operators", columns, rows, "roofline.operators")
     if value["unmodelled"]:
         yield Table("roofline-unmodelled", "Not modelled", [*rank, *_UNMODELLED], value["unmodelled"],
                     "roofline.unmodelled")  # fmt: skip
@@ -110,6 +115,17 @@ _STEP = (
     Col("bytes", "Bytes", "bytes", "least memory traffic of all modelled work", narrow=False),
     Col("reason", "Why not told", "text", narrow=False),
 )
+_USUAL = (
+    Col("step_count", "Steps", "count"),
+    Col("mean_duration_ns", "Time", "time", "mean"),
+    *(
+        Col(f"{how}_{key}", f"{title}{more}", "share", hint, narrow=how == "mean")
+        for key, title in (("roofline_fraction", "Of roofline"), ("mfu", "MFU"), ("hfu", "HFU"))
+        for how, more, hint in (("mean", "", "mean"), ("min", ", least", "in the lowest step"),
+                                ("max", ", most", "in the highest step"))
+    ),
+    Col("mean_flops", "FLOPs", "flops", "mean"),
+)  # fmt: skip
 _UNMODELLED = (
     Col("gpu_ns", "GPU time", "time"),
     Col("count", "Count", "count", "pieces of GPU work"),
@@ -124,6 +140,16 @@ _DEVICES = (
 )
 
 
+def _usual(spread: list[Row]) -> list[Row]:
+    """One row per rank, with mean, least and most of every quantity."""
+    ranks: dict[int | None, Row] = {}
+    for row in spread:
+        one = ranks.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
+        one["step_count"] = max(one["step_count"], row["step_count"])
+        one |= {f"{how}_{row['quantity']}": row[how] for how in ("mean", "min", "max")}
+    return list(ranks.values())
+
+
 def _operator_columns(timed_on: str) -> list[Col]:
     return [
         Col("total_ns", "Host time" if timed_on == "host" else "GPU time", "time"),
@@ -135,11 +161,14 @@ def _operator_columns(timed_on: str) -> list[Col]:
         Col("flops", "FLOPs", "flops", narrow=False),
         Col("bytes", "Bytes", "bytes", "least traffic: every operand once", narrow=False),
         Col("count", "Calls", "count"),
-        Col("arithmetic", "Type", "text", "element type whose peak is used"),
-        Col("evidence", "Known by", "text", "how that type is known", narrow=False),
+        Col("type", "Type", "text", "element type whose peak is used; assumed where the kernel's name does not tell"),
         Col("shapes", "Shapes", "name", narrow=False),
         Col("name", "Operator", "name"),
     ]
+
+
+def _type(row: Row) -> str:
+    return f"{row['arithmetic']} (assumed)" if row["evidence"] == "assumed" else str(row["arithmetic"])
 
 
 def _said(rows: list[Row]) -> str:
