@@ -36,7 +36,8 @@ class Ledger:
         sums: Nanoseconds of each of `CLASSES` from the first moment to each; shape (moments, classes). The sums of a
             row add up to the time since the first moment.
         details: stretch (from that moment to the next), class, name (kernel, copy or what the host did), ns: the
-            largest of each stretch and class. Kernels count where they start.
+            largest of each stretch and class. Kernels count where they start. Empty without communication, where
+            there is nothing to compare.
         device: The device it is about; None for a rank without GPU work, whose main thread it is then about.
     """
 
@@ -69,7 +70,8 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         sums, details = _of_host(trace, moments, union(starts, ends))
     else:
         sums, details = _of_device(trace, work.filter(pl.col("device") == device), moments, device)
-    return Ledger(moments, sums, details, device)
+    named = details if calls.height else details.clear()
+    return Ledger(moments, sums, _largest(named), device)
 
 
 def _device(work: pl.DataFrame, calls: pl.DataFrame) -> int | None:
@@ -103,7 +105,7 @@ def _of_device(trace: Trace, work: pl.DataFrame, moments: Ints, device: int) -> 
         "name",
         ns=pl.col("end_ns") - pl.col("start_ns"),
     )
-    return sums, _largest(pl.concat([ran, _did(waits, place)]))
+    return sums, pl.concat([ran, _did(waits, place)])
 
 
 def _add(sums: Ints, place: Ints, waits: pl.DataFrame) -> None:
@@ -157,7 +159,7 @@ def _of_host(trace: Trace, moments: Ints, talk: Spans) -> tuple[Ints, pl.DataFra
     meant = pl.Series(talks[np.minimum(place, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
     waits = waits.with_columns(pl.when(meant).then(pl.lit(COMMUNICATION)).otherwise("cause").alias("cause"))
     _add(sums, place, waits)
-    return sums, _largest(_did(waits, place))
+    return sums, _did(waits, place)
 
 
 def _did(waits: pl.DataFrame, place: Ints) -> pl.DataFrame:

@@ -10,7 +10,7 @@ MATRIX_SCHEMA = pl.Schema(
         "target": pl.Int32(),
         "bytes": pl.Int64(),
         "exact_bytes": pl.Int64(),
-        "time_ns": pl.Int64(),
+        "duration_ns": pl.Int64(),
         "count": pl.Int64(),
     }
 )
@@ -41,7 +41,7 @@ def matrix(calls: pl.DataFrame) -> pl.DataFrame:
         calls: Rows of `collectives(...).calls`, of any number of ranks.
 
     Returns:
-        source, target (global ranks), bytes, exact_bytes (the part that is recorded), time_ns (duration of the calls
+        source, target (global ranks), bytes, exact_bytes (the part that is recorded), duration_ns (of the calls
         of the source, waiting included), count; by source, then target. Calls without members, bytes or rank are not
         in it.
     """
@@ -52,7 +52,7 @@ def matrix(calls: pl.DataFrame) -> pl.DataFrame:
         .agg(
             pl.col("bytes").sum(),
             pl.when("exact").then("bytes").otherwise(0).sum().alias("exact_bytes"),
-            pl.col("time_ns").sum(),
+            pl.col("duration_ns").sum(),
             pl.col("count").sum(),
         )
         .sort("source", "target")
@@ -66,7 +66,7 @@ def _row(source: pl.Expr, target: pl.Expr, size: pl.Expr, time: pl.Expr, *, exac
         source.cast(pl.Int32).alias("source"),
         target.cast(pl.Int32).alias("target"),
         size.round().cast(pl.Int64).alias("bytes"),
-        time.round().cast(pl.Int64).alias("time_ns"),
+        time.round().cast(pl.Int64).alias("duration_ns"),
         pl.lit(exact).alias("exact"),
     ]
 

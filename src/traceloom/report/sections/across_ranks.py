@@ -31,7 +31,7 @@ CAUSE_WORDS = {
     "copies": "copies and fills",
     "pipeline_schedule": "the order of the pipeline: other pipelines wait as well",
     "peer_came_early": "its peer came earlier than those of other pipelines",
-    "began_later": "it began later: before the step or the recording",
+    "began_later": "it was behind already where counting begins (the last meeting, the step, the recording)",
 }
 """Every cause of lateness in a few words."""
 

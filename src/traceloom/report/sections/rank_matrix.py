@@ -50,7 +50,7 @@ def _tables(value: Row) -> Iterator[Table]:
                 Col("target", "To", "count"),
                 Col("bytes", "Bytes", "bytes"),
                 Col("exact_bytes", "Recorded", "bytes", "the part that messages and all-to-all splits say exactly"),
-                Col("time_ns", "Time", "time", "of calls of the sender, shared like bytes; waiting included"),
+                Col("duration_ns", "Time", "time", "of calls of the sender, shared like bytes; waiting included"),
                 Col("count", "Calls", "count"),
             ],
             sorted(value["cells"], key=lambda row: -row["bytes"]),
@@ -93,7 +93,7 @@ def _picture(value: Row) -> str:
         return ""
     said = {
         (row["source"], row["target"]): f"rank {row['source']} → rank {row['target']}: {units.size(row['bytes'])}, "
-        f"{units.duration(row['time_ns'])}, {units.count(row['count'])} calls"
+        f"{units.duration(row['duration_ns'])}, {units.count(row['count'])} calls"
         for row in cells
     }
     numbers = {(row["source"], row["target"]): float(row["bytes"]) for row in cells}
