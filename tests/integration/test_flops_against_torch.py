@@ -82,9 +82,7 @@ CONVOLUTIONS = {
     "conv1d": lambda: F.conv1d(leaf(2, 4, 17), leaf(8, 4, 3), stride=2),
     "conv3d": lambda: F.conv3d(leaf(1, 2, 5, 6, 7), leaf(3, 2, 2, 3, 3), padding=1),
     "same padding": lambda: F.conv2d(leaf(2, 4, 9, 9), leaf(8, 4, 3, 3), padding="same"),
-    "transposed": lambda: F.conv_transpose2d(
-        leaf(2, 4, 9, 7), leaf(4, 6, 3, 3), stride=2, padding=1, output_padding=1
-    ),
+    "transposed": lambda: F.conv_transpose2d(leaf(2, 4, 9, 7), leaf(4, 6, 3, 3), stride=2, padding=1, output_padding=1),
 }
 
 
@@ -201,3 +199,32 @@ def test_bytes_are_every_operand_once(tmp_path: Path) -> None:
 def test_lists_of_tensors_without_a_kernel_are_not_guessed(tmp_path: Path) -> None:
     calls = recorded(lambda: torch.cat([torch.ones(3), torch.ones(4)]), tmp_path)
     assert "aten::cat" not in calls["name"].to_list()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stacks", [True, False])
+def test_recomputation_of_a_real_run_counts_for_hfu_alone(reentrant: bool, stacks: bool, tmp_path: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(3)])
+    product = 2 * 64 * 32 * 32
+
+    def train(*, again: bool) -> dict[str, Any]:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stacks) as profiler:
+            x = torch.ones(64, 32, requires_grad=True)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
+            x.square().mean().backward()
+        path = tmp_path / f"{again}.json"
+        profiler.export_chrome_trace(str(path))
+        return traceloom.analyze.roofline(traceloom.load(path).traces[0], "fp32=1e12,memory=1e12").whole.row(
+            0, named=True
+        )
+
+    plain, repeated = train(again=False), train(again=True)
+    assert plain["model_flops"] == plain["hardware_flops"] == 9 * product
+    assert repeated["model_flops"] == 9 * product
+    assert repeated["hardware_flops"] == 12 * product
+    assert repeated["mfu"] == pytest.approx(0.75 * repeated["hfu"])
