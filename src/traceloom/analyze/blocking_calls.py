@@ -91,14 +91,14 @@ class BlockingCalls(Result):
     """Calls in which host threads wait, by place.
 
     Attributes:
-        sites: One row per place, the longest wait first: what kind of wait (`KINDS`), the call, the operators around
-            it from outermost to innermost, the innermost Python frame that is neither the framework's nor the standard
-            library's, and up to eight such frames above it (outermost first, one per line); `op` and `frame` are null
-            where none is recorded. `pageable_count` are calls that copy from or to pageable memory. `blocked_ns` is
-            the host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its parts in which any GPU work ran and
-            none did. `idle_after_ns` is the time after the calls in which the GPU
-            had nothing to do, until its next work or the thread's next such call. The GPU's three are null without GPU
-            work. `mean_blocked_ns` and so on are per whole step.
+        sites: One row per place, waits in Python last, the longest first: what kind of wait (`KINDS`), the call, the
+            operators around it from outermost to innermost, the innermost Python frame that is neither the framework's
+            nor the standard library's, and up to eight such frames above it (outermost first, one per line); `op` and
+            `frame` are null where none is recorded. `pageable_count` are calls that copy from or to pageable memory.
+            `blocked_ns` is the host time in the calls; `gpu_busy_ns` and `gpu_idle_ns` are its parts in which any GPU
+            work ran and none did. `idle_after_ns` is the time after the calls in which the GPU had nothing to do, until
+            its next work or the thread's next such call. The GPU's three are null without GPU work.
+            `mean_blocked_ns` and so on are per whole step.
         calls: One row per call, in time order; `site` is the row of `sites`.
         blocked_ns: Sum over all calls; calls inside each other count once.
         idle_after_ns: Sum over all calls; None without GPU work.
@@ -265,7 +265,7 @@ def _sites(trace: Trace, calls: pl.DataFrame, named: pl.DataFrame) -> tuple[pl.D
             pl.col("blocked_ns").max().alias("max_ns"),
             *gpu,
         )
-        .sort("blocked_ns", descending=True, maintain_order=True)
+        .sort([pl.col("kind") == "python", pl.col("blocked_ns")], descending=[False, True], maintain_order=True)
         .with_row_index("site")
     )
     numbered = whole.join(summed.select(*keys, "site"), on=keys, how="left", nulls_equal=True, maintain_order="left")

@@ -100,10 +100,13 @@ def call_tree(trace: Trace) -> CallTree:
         up = tree.lane[here] if level == 0 else node[above[here]]
         key = up * max(len(names), 1) + name_of[here]
         distinct, first, number = np.unique(key, return_index=True, return_inverse=True)
-        node[here] = count + number
-        parents.append(distinct // max(len(names), 1))
-        labels.append(distinct % max(len(names), 1))
-        examples.append(here[first])
+        turn = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
+        place = np.empty_like(turn)
+        place[turn] = np.arange(turn.size)
+        node[here] = count + place[number]
+        parents.append(distinct[turn] // max(len(names), 1))
+        labels.append(distinct[turn] % max(len(names), 1))
+        examples.append(here[first[turn]])
         starts.append(count)
         count += distinct.size
     if bounds.size > DEEPEST:

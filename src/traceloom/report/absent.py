@@ -36,8 +36,17 @@ REASONS = {
     "operators[*].self_device_ns": "no GPU work was recorded",
     "operators[*].kernel_count": "no GPU work was recorded",
     "modules": "neither Python stacks nor module annotations were recorded",
-    "modules[*].backward_host_ns": "no backward pass was recorded, or its operators do not tell their forward",
-    "modules[*].backward_device_ns": "no backward pass was recorded, or its operators do not tell their forward",
+    **{
+        f"modules[*].{part}_{name}": "no backward pass was recorded, or its operators do not tell their forward"
+        for part in ("backward", "recompute")
+        for name in ("count", "host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
+    },
+    **{
+        f"modules[*].{how}_all_{what}_ns": "the trace holds no whole step, or the region is in none"
+        for how in ("mean", "min", "max")
+        for what in ("host", "device")
+    },
+    "modules[*].step_count": "the trace holds no whole step, or the region is in none",
     "modules[*].parent": "null is the root",
     "modules[*].rank": "the file does not say its rank",
     "communication.collectives": "no collective communication was recorded",
@@ -59,6 +68,12 @@ REASONS = {
     "data_loading": "no data loader was recorded",
     "data_loading.waits[*].rank": "the file does not say its rank",
     "data_loading.waits[*].thread": "the file does not number this thread",
+    "data_loading.waits[*].maker": "neither the name of the call nor Python frames tell who makes the batch",
+    "data_loading.waits[*].gpu_idle_ns": "no GPU work was recorded",
+    "data_loading.steps[*].gpu_idle_ns": "no GPU work was recorded, or no loader in this step",
+    "data_loading.steps[*].bottleneck": "no loader was recorded in this step",
+    "data_loading.spent[*].rank": "the file does not say its rank",
+    "data_loading.spent[*].step": "null is the time outside all steps",
     "data_loading.steps[*].wait_ns": "no loader was recorded in this step",
     "data_loading.steps[*].fraction": "no loader was recorded in this step",
     "data_loading.waits[*].step": "null is the time outside all steps",

@@ -119,10 +119,13 @@ def data_loading(ranks: list[Measured], absent: Absent) -> Row | None:
         return None
     waits: list[Row] = []
     steps: list[Row] = []
+    spent: list[Row] = []
     for m in with_loader:
         waits += absent.rows(_of(m, m.data_loading.waits.drop("event")), "data_loading.waits")
         steps += absent.rows(_of(m, m.data_loading.steps), "data_loading.steps")
-    return {"total_ns": sum(m.data_loading.total_ns or 0 for m in with_loader), "waits": waits, "steps": steps}
+        spent += absent.rows(_of(m, m.data_loading.spent), "data_loading.spent")
+    total = sum(m.data_loading.total_ns or 0 for m in with_loader)
+    return {"total_ns": total, "waits": waits, "steps": steps, "spent": spent}
 
 
 def _of(measured: Measured, frame: pl.DataFrame) -> pl.DataFrame:

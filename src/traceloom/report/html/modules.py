@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column
 from traceloom.report.html.table import table
-from traceloom.report.names import harmless
+from traceloom.report.icicle import figure, island
 
 Row = dict[str, Any]
+__all__ = ["island", "modules"]
+
 MOST_NODES = 4_000  # of one rank's tree
 
 
@@ -28,57 +29,56 @@ def modules(document: Row, reasons: Reasons) -> str:
     return "".join(blocks)
 
 
-def island(value: Any) -> str:
-    """JSON that is safe inside a script element, whatever names it holds."""
-    dumped = json.dumps(value, separators=(",", ":"))  # ASCII, so U+2028 and U+2029 are escaped already
-    return dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def _tree(tree: list[Row], position: int, reasons: Reasons) -> str:
-    device = any(row.get("device_ns") for row in tree)
+    device = any(_all(row, "device_ns") for row in tree)
     place = {row["node"]: k for k, row in enumerate(tree)}
     nodes = [
-        [
-            place.get(row["parent"], -1),
-            harmless(row["name"]),
-            row["count"],
-            row["host_ns"],
-            row.get("device_ns") if device else None,
-        ]
+        (place.get(row["parent"]), row["name"], row["count"], _all(row, "host_ns"), _all(row, "device_ns"))
         for row in tree
     ]
-    measure = "device" if device else "host"
-    switch = "".join(
-        f'<button type="button" data-measure-as="{key}" aria-pressed="{str(key == measure).lower()}">{name}</button>'
-        for key, name in (("device", "GPU time"), ("host", "Host time"))
-        if key != "device" or device
-    )
-    picture = (
-        f'<figure class="modules" data-measure="{measure}"><div class="switch" role="group" '
-        f'aria-label="Width of the boxes">{switch if device else ""}</div>'
-        '<div class="icicle"></div><p class="icicle-says quiet" role="status">'
-        "Hover or use the arrow keys to read a box; click or Enter to zoom, Escape to go back.</p>"
-        f'<script type="application/json">{island({"nodes": nodes})}</script></figure>'
-    )
-    return picture + _table(tree, position, reasons, device=device)
+    return figure(nodes, label="Module tree by time") + _table(tree, position, reasons, device=device)
+
+
+def _all(row: Row, name: str) -> int:
+    """Forward, backward and repeated time together."""
+    return sum(row.get(f"{part}{name}") or 0 for part in ("", "backward_", "recompute_"))
 
 
 def _table(tree: list[Row], position: int, reasons: Reasons, *, device: bool) -> str:
     rows = [{**row, "name": "\u2003" * row["depth"] + row["name"]} for row in tree]
+    backward = any(row.get("backward_host_ns") for row in tree)
+    again = any(row.get("recompute_host_ns") for row in tree)
+    stepped = any(row.get("mean_all_host_ns") is not None for row in tree)
     columns = [
         Column("name", "Module", "name"),
         Column("kind", "Kind"),
         Column("count", "Calls", "count"),
-        Column("host_ns", "Host", "time", "time of the calls on their threads", scale="host"),
-        Column("self_host_ns", "Host, self", "time", "outside child rows", scale="host"),
+        Column("host_ns", "Host", "time", "time in it outside the backward pass", scale="host"),
+        Column("self_host_ns", "self", "time", "outside child rows", scale="host"),
+        *([Column("backward_host_ns", "backward", "time", "of the nodes its operators made", scale="host")] * backward),
+        *([Column("recompute_host_ns", "repeated", "time", "forward run again by checkpoints", scale="host")] * again),
         *(
             (
                 Column("device_ns", "GPU", "time", "GPU work launched in it", scale="gpu"),
-                Column("self_device_ns", "GPU, self", "time", "launched outside child rows", scale="gpu"),
-                Column("kernel_count", "GPU work", "count", "kernels, copies and fills"),
+                Column("self_device_ns", "self", "time", "launched outside child rows", scale="gpu"),
+                *([Column("backward_device_ns", "backward", "time", "of its backward", scale="gpu")] * backward),
+                *([Column("recompute_device_ns", "repeated", "time", "GPU work run again", scale="gpu")] * again),
+                Column("kernel_count", "Kernels", "count", "launched in it outside the backward pass"),
             )
             if device
             else ()
         ),
+        *(_per_step("device" if device else "host") if stepped else ()),
     ]
     return table(f"module-table-{position}", columns, rows, reasons.columns("modules"), "Modules")
+
+
+def _per_step(what: str) -> tuple[Column, ...]:
+    """Of a usual step: all parts together, with the spread over the steps."""
+    name = {"host": "Host", "device": "GPU"}[what]
+    hint = "forward, backward and repeated together, mean over the whole steps"
+    return (
+        Column(f"mean_all_{what}_ns", f"{name} per step", "time", hint, scale="step"),
+        Column(f"min_all_{what}_ns", "least", "time", "in the step with the least of it", scale="step"),
+        Column(f"max_all_{what}_ns", "most", "time", "in the step with the most of it", scale="step"),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 from traceloom.model import units
@@ -9,6 +10,7 @@ from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column
 from traceloom.report.html.overview import rank_name
 from traceloom.report.html.table import table
+from traceloom.report.loading import loader
 
 Row = dict[str, Any]
 
@@ -101,15 +103,21 @@ def data_loading(document: Row, reasons: Reasons) -> str:
     if not loading:
         return reasons.line("data_loading", "Data loading")
     names = {rank.get("rank"): rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
-    steps = [{**row, "rank": names.get(row.get("rank"), "–")} for row in loading.get("steps") or []]
+    steps = [
+        {**row, "rank": names.get(row.get("rank"), "–"), "holds": {True: "yes", False: "no"}.get(row.get("bottleneck"))}
+        for row in loading.get("steps") or []
+    ]
     total = loading.get("total_ns")
     waits = len(loading.get("waits") or [])
-    line = f"<p>{units.duration(total)} in {units.count(waits)} waits for the data loader, over all ranks.</p>"
+    line = f"<p>{units.duration(total)} in {units.count(waits)} waits for the data loader, over all ranks. "
+    line += f"{escape(loader(loading))}</p>"
     columns = [
         *((Column("rank", "Rank"),) if len(document["ranks"]) > 1 else ()),
         Column("step", "Step", "count"),
         Column("wait_ns", "Wait", "time", "time in the data loader's next batch"),
         Column("fraction", "Of the step", "share"),
+        Column("gpu_idle_ns", "GPU idle", "time", "part of the wait in which no device had any work"),
+        Column("holds", "Holds up", "text", "at least 5 % of the step, and the GPU had no work in at least half of it"),
     ]
     if not steps:
         return line

@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from traceloom.model import units
+from traceloom.report.loading import loader
 from traceloom.report.names import harmless, short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
@@ -88,29 +89,43 @@ def modules(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
     tree = [row for row in document["modules"] if row["rank"] == rank]
     if not tree:
         return
-    key = "device_ns" if any(row["device_ns"] for row in tree) else "host_ns"
-    heaviest = sorted(tree, key=lambda row: -(row[key] or 0))[: options.top]
+    on_device = any(spent(row, "device_ns") for row in tree)
+    key = "device_ns" if on_device else "host_ns"
+    heaviest = sorted(tree, key=lambda row: -spent(row, key))[: options.top]
     kept = {row["node"] for row in heaviest}
     shown = [row for row in tree if row["node"] in kept]
     note = rank_label(rank) if len(document["ranks"]) > 1 else ""
     what = "module" if any(row["kind"] == "module" for row in tree) else "region"
     yield from heading(f"{what.capitalize()}s", note, width)
-    on_device = key == "device_ns"
+    columns = [Column(title) for title in _module_columns(tree, on_device)]
     cells: list[list[str | Text]] = [
         [
-            *([units.duration(row["device_ns"])] if on_device else []),
-            units.duration(row["host_ns"]),
-            units.count(row["count"]),
+            units.count(row[name]) if name == "count" else units.duration(row.get(name))
+            for name in _module_columns(tree, on_device).values()
         ]
         for row in shown
     ]
-    columns = [*([Column("GPU")] if on_device else []), Column("host"), Column("calls")]
 
     def name(i: int, room: int) -> Text:
         indent = "  " * min(shown[i]["depth"], 12)
         return Text.assemble((indent, DIM), short(shown[i]["name"], max(room - len(indent), 8)))
 
     yield from lines(columns, cells, (what, name), width)
+
+
+def spent(row: Row, name: str) -> int:
+    """Forward, backward and repeated time of a region together."""
+    return sum(row.get(f"{part}{name}") or 0 for part in ("", "backward_", "recompute_"))
+
+
+def _module_columns(tree: list[Row], on_device: bool) -> dict[str, str]:
+    """Titles and keys: what a device did where there is one; backward and repeated time where there is any."""
+    where = "device_ns" if on_device else "host_ns"
+    columns = {"GPU": "device_ns"} if on_device else {"host": "host_ns"}
+    for title, part in (("backward", "backward_"), ("repeated", "recompute_")):
+        if any(row.get(f"{part}{where}") for row in tree):
+            columns[title] = f"{part}{where}"
+    return columns | ({"host": "host_ns"} if on_device else {}) | {"calls": "count"}
 
 
 def communication(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
@@ -191,7 +206,7 @@ def data_loading(document: Row, width: int) -> Iterator[Text]:
         f"{units.duration(loading['total_ns'])} waited for data in {waits} "
         f"({units.share(loading['total_ns'], window)} of the time); the longest wait took {units.duration(longest)}."
     )
-    for line in textwrap.wrap(said, width - 2):
+    for line in textwrap.wrap(f"{said} {loader(loading)}", width - 2):
         yield Text(" " + line)
 
 

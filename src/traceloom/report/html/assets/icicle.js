@@ -3,6 +3,7 @@ import { element, svgElement } from "./element.js";
 import { duration, exact, grouped, share } from "./units.js";
 
 const BOX = 26;
+const SLIM_BOX = 20; // of call stacks, which are deep
 const THINNEST = 1.5; // pixels
 
 export class Icicle {
@@ -13,6 +14,7 @@ export class Icicle {
     for (const node of this.nodes) if (node.parent >= 0) this.nodes[node.parent].children.push(node);
     this.roots = this.nodes.filter((node) => node.parent < 0);
     this.measure = figure.dataset.measure;
+    this.box = figure.classList.contains("stacks") ? SLIM_BOX : BOX;
     this.top = null;
     this.picture = figure.querySelector(".icicle");
     this.say = figure.querySelector(".icicle-says");
@@ -46,8 +48,8 @@ export class Icicle {
     const tops = this.top ? [this.top] : this.roots;
     const total = tops.reduce((sum, node) => sum + this.#value(node), 0);
     this.#place(tops, 0, total ? width / total : 0, above.length, placed);
-    const height = (Math.max(...placed.map(({ depth }) => depth), 0) + 1) * BOX;
-    const svg = svgElement("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "tree", "aria-label": "Module tree by time" });
+    const height = (Math.max(...placed.map(({ depth }) => depth), 0) + 1) * this.box;
+    const svg = svgElement("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "tree", "aria-label": this.figure.dataset.label });
     placed.forEach((box) => svg.append(this.#box(box, total)));
     this.picture.replaceChildren(svg);
     const first = svg.querySelector("[role=treeitem]:not(.faded)") ?? svg.querySelector("[role=treeitem]");
@@ -68,11 +70,11 @@ export class Icicle {
   #box({ node, left, wide, depth, faded }, total) {
     const box = svgElement("g", {
       role: "treeitem", tabindex: "-1", "data-node": node.id, "aria-level": depth + 1, class: faded ? "faded" : `d${depth % 4}`,
-      transform: `translate(${left.toFixed(2)} ${depth * BOX})`,
+      transform: `translate(${left.toFixed(2)} ${depth * this.box})`,
     });
-    box.append(svgElement("rect", { width: Math.max(wide - 1, 0.5).toFixed(2), height: BOX - 1, rx: 2 }));
+    box.append(svgElement("rect", { width: Math.max(wide - 1, 0.5).toFixed(2), height: this.box - 1, rx: 2 }));
     if (wide > 30) {
-      const text = svgElement("text", { x: 7, y: BOX / 2 + 4 });
+      const text = svgElement("text", { x: 7, y: this.box / 2 + 4 });
       const room = Math.floor((wide - 12) / 6.6);
       text.textContent = node.name.length <= room ? node.name : room > 2 ? `${node.name.slice(0, room - 1)}…` : "";
       box.append(text);

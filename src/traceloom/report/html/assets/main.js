@@ -35,7 +35,7 @@ function start() {
   chooseRank();
   for (const figure of document.querySelectorAll(".table")) bringToLife(figure);
   for (const figure of document.querySelectorAll(".curve")) readCurve(figure);
-  for (const figure of document.querySelectorAll(".modules")) new Icicle(figure);
+  for (const figure of document.querySelectorAll(".modules, .stacks")) new Icicle(figure);
   help();
   sectionLinks();
   let timeline = null;

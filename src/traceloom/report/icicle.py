@@ -1,0 +1,51 @@
+"""The figure that the script draws as an icicle: boxes as wide as their time, what they hold below them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from traceloom.report.names import harmless
+
+Node = tuple[int | None, str, int, int, int | None]
+"""Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not told)."""
+
+MEASURES = (("device", "GPU time"), ("host", "Host time"))
+
+
+def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = False) -> str:
+    """The figure of one tree.
+
+    Args:
+        nodes: Parents before children.
+        label: What it shows, for readers that do not see it.
+        note: A sentence below the picture.
+        slim: Low boxes, for call stacks.
+    """
+    device = any(node[4] for node in nodes)
+    host = any(node[3] for node in nodes)
+    measure = "host" if slim and host else "device" if device else "host"
+    told = [
+        [-1 if parent is None else parent, harmless(name), count, ns, gpu if device else None]
+        for parent, name, count, ns, gpu in nodes
+    ]
+    switch = "".join(
+        f'<button type="button" data-measure-as="{key}" aria-pressed="{str(key == measure).lower()}">{name}</button>'
+        for key, name in MEASURES
+    )
+    more = f'<p class="quiet">{escape(note)}</p>' if note else ""
+    return (
+        f'<figure class="{"stacks" if slim else "modules"}" data-measure="{measure}" data-label="{escape(label)}">'
+        f'<div class="switch" role="group" aria-label="Width of the boxes">{switch if device else ""}</div>'
+        '<div class="icicle"></div><p class="icicle-says quiet" role="status">'
+        "Hover or use the arrow keys to read a box; click or Enter to zoom, Escape to go back.</p>"
+        f'<script type="application/json">{island({"nodes": told})}</script>{more}</figure>'
+    )
+
+
+def island(value: Any) -> str:
+    """JSON that is safe inside a script element, whatever names it holds."""
+    dumped = json.dumps(value, separators=(",", ":"))  # ASCII, so U+2028 and U+2029 are escaped already
+    return dumped.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
