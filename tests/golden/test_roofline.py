@@ -9,14 +9,18 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
+import jsonschema
 import polars as pl
 import pytest
 
 from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.roofline import modelled, roofline
-from traceloom.model import Trace
+from traceloom.model import Session, Trace
 from traceloom.read import load
+from traceloom.report import ReportOptions, build
+from traceloom.report.sections.roofline import SECTION
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 GOLDEN_FILE = DATA / "golden" / "gpu_time.json"
@@ -182,3 +186,25 @@ def test_host_times_are_not_taken_for_those_of_an_accelerator() -> None:
     assert found.timed_on == "nothing"
     assert found.operators["flops"].sum() > 0
     assert found.operators["flop_rate"].null_count() == found.operators.height
+
+
+@pytest.mark.parametrize("path", sorted(path for path in GOLDEN if path.startswith("kineto/")))
+def test_the_section_of_every_file_keeps_its_schema_and_explains_what_is_missing(path: str) -> None:
+    document = build(Session((trace_of(path),), "run"), ReportOptions(only=("roofline",)))
+    value = document["roofline"]
+    jsonschema.validate(value, SECTION.schema)
+    explained = {entry["path"] for entry in document["absent"]}
+    for part in ("operators", "steps", "whole", "unmodelled", "devices"):
+        for row in value[part]:
+            missing = {f"roofline.{part}[*].{key}" for key, one in row.items() if one is None}
+            assert missing <= explained
+    ET.fromstring(SECTION.picture(value) or "<svg/>")
+    assert all(table.columns for table in SECTION.tables(value))
+    sentence = SECTION.summary(value)
+    assert sentence is None or "FLOP" in sentence
+
+
+def test_the_largest_file_is_modelled_once_per_distinct_call() -> None:
+    trace = trace_of("kineto/h100_owlv2.json.gz")
+    calls = modelled_calls(trace)
+    assert calls.groups.height < 200 < int((calls.group >= 0).sum())
