@@ -16,6 +16,7 @@ from traceloom.analyze.communication import communication
 from traceloom.analyze.compiled import compiled
 from traceloom.analyze.copies import copies
 from traceloom.analyze.counters import counters
+from traceloom.analyze.compare import Comparison, compare
 from traceloom.analyze.critical_path import CriticalPath, critical_path
 from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.flame import flame
@@ -41,6 +42,7 @@ from traceloom.analyze.threads import threads
 from traceloom.analyze.work_per_step import work_per_step
 
 __all__ = [
+    "Comparison",
     "CriticalPath",
     "KindRule",
     "Rule",
@@ -54,6 +56,7 @@ __all__ = [
     "compiled",
     "copies",
     "counters",
+    "compare",
     "critical_path",
     "data_loading",
     "declared_groups",

@@ -1,0 +1,192 @@
+"""Two runs against each other: what was added and removed, what became faster and slower, and what it adds up to.
+
+Exact definitions: docs/concepts/comparison.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.analyze.compare import conditions as same
+from traceloom.analyze.compare import tables
+from traceloom.analyze.compare.sides import STEPS, Side, side
+from traceloom.analyze.compare.tables import ADDED, FASTER, REMOVED, REPLACED, SAME, SLOWER
+from traceloom.analyze.compare.tree import Words
+from traceloom.analyze.compare.union import Union
+from traceloom.errors import UsageError
+from traceloom.model import Session, Trace, units
+from traceloom.model.result import Result
+
+__all__ = ["ADDED", "FASTER", "REMOVED", "REPLACED", "SAME", "SLOWER", "Comparison", "compare"]
+
+_HOST = "operators on the step's thread"
+_OUTSIDE = "the step's thread outside operators"
+
+
+@dataclass(frozen=True)
+class Comparison(Result):
+    """A new run against a base; all times are means per step (and per device, of what devices did).
+
+    Attributes:
+        sentence: Conditions first, where they differ; then what changed most.
+        comparable: Whether no decisive condition differs.
+        account: `device`: the step is accounted for by what the devices did; `host`: one side has no GPU work, and it
+            is accounted for by what the thread of the step did.
+        base_ns: Mean length of a compared step, rounded to whole nanoseconds (halves up).
+        new_ns: The same of the new run.
+        difference_ns: `new_ns - base_ns`.
+        conditions: `condition`, `base`, `new`, `same`, `weight`.
+        breakdown: `part`, `meaning`, `base_ns`, `new_ns`, `difference_ns`: adds up to `base_ns`, `new_ns` and
+            `difference_ns`.
+        kernels: GPU work by path and names: `status`, `operator`, `path`, `kind`, `base_kernel`, `new_kernel` (null
+            where that side has none); of what a step launched, whenever it ran, `base_count`, `new_count`,
+            `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves `base_ns`, `new_ns`,
+            `difference_ns`, which add up to the step with the idle parts of `breakdown`. The status is by durations.
+        operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`, `new_shapes`,
+            `base_count`, `new_count`; of the GPU work that they launched themselves `base_device_ns`, `new_device_ns`,
+            `device_difference_ns` (adds up to `kernels`); of the step's thread in them, not in operators below,
+            `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean step).
+        steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
+    """
+
+    sentence: str
+    comparable: bool
+    account: str
+    base_ns: int
+    new_ns: int
+    difference_ns: int
+    conditions: pl.DataFrame
+    breakdown: pl.DataFrame
+    kernels: pl.DataFrame
+    operators: pl.DataFrame
+    steps: pl.DataFrame
+
+    def check(self) -> None:
+        """Raise AssertionError where a sum does not come out."""
+        whole = {"base_ns": self.base_ns, "new_ns": self.new_ns, "difference_ns": self.difference_ns}
+        assert {name: int(self.breakdown[name].sum()) for name in whole} == whole
+        for name in ("base", "new"):
+            steps = self.steps.filter(pl.col("side") == name)["duration_ns"]
+            assert int(self.operators[f"{name}_host_ns"].sum()) == tables.mean(int(steps.sum()), steps.len())
+            on_device = int(self.operators[f"{name}_device_ns"].sum())
+            assert on_device == int(self.kernels[f"{name}_ns"].sum())
+            if self.account == "device":
+                idle = self.breakdown.filter(pl.col("part").str.starts_with("idle"))
+                assert on_device + int(idle[f"{name}_ns"].sum()) == whole[f"{name}_ns"]
+
+
+def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
+    """Compare two runs, step by step of the same program: of any vendors and versions, with any number of ranks.
+
+    All whole steps of both are compared (of a trace without steps its window). Operators are aligned by their place in
+    the call tree, shapes and order; GPU work by the operator that launched it.
+
+    Args:
+        base: What it was.
+        new: What it is now.
+
+    Raises:
+        UsageError: `nothing-to-compare`: one of them holds no timed events.
+
+    Example:
+        >>> import traceloom
+        >>> found = traceloom.analyze.compare(traceloom.load("before"), traceloom.load("after"))  # doctest: +SKIP
+        >>> print(found.sentence)  # doctest: +SKIP
+    """
+    runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
+    words, union = Words(), Union()
+    sides = [_side(run, number, union, words) for number, run in enumerate(runs)]
+    found = tables.device(*sides)
+    reached = [tables.padded(one.count, len(union.parent)) for one in sides]
+    places = tables.grouped(union, words, *reached)
+    operators = tables.operators(found, places, *sides)
+    by_device = all(one.device_steps for one in sides)
+    lengths = [_mean_step(one, by_device) for one in sides]
+    breakdown = tables.breakdown(found) if by_device else _host_parts(operators)
+    kernels = tables.kernels(found, places, words, *sides)
+    if not by_device:
+        operators = operators.with_columns(pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n)
+        kernels = kernels[:0]
+    stated = pl.concat([same.conditions(*runs), _program(union, *reached)])
+    differ = stated.filter(~pl.col("same") & (pl.col("weight") == same.DECISIVE))
+    return Comparison(
+        sentence=_sentence(lengths[0], lengths[1], differ, breakdown, operators, kernels),
+        comparable=not differ.height,
+        account="device" if by_device else "host",
+        base_ns=lengths[0],
+        new_ns=lengths[1],
+        difference_ns=lengths[1] - lengths[0],
+        conditions=stated,
+        breakdown=breakdown,
+        kernels=kernels,
+        operators=operators,
+        steps=_steps(*sides),
+    )
+
+
+def _side(run: Session, number: int, union: Union, words: Words) -> Side:
+    found = side(run, number, union, words)
+    if not found.steps.height or not int(found.steps["duration_ns"].sum()):
+        which = ("the base", "the new run")[number]
+        raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
+    return found
+
+
+def _mean_step(one: Side, by_device: bool) -> int:
+    if by_device:
+        return tables.mean(one.device_ns, one.device_steps)
+    return tables.mean(int(one.steps["duration_ns"].sum()), one.steps.height)
+
+
+def _host_parts(operators: pl.DataFrame) -> pl.DataFrame:
+    """Without GPU work on both sides: the step's thread in operators and outside."""
+    outside = pl.col("operator") == tables.OUTSIDE
+    rows = []
+    for part, chosen, what in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
+        mine = operators.filter(chosen)
+        old, now = int(mine["base_host_ns"].sum()), int(mine["new_host_ns"].sum())
+        rows.append((part, what, old, now, now - old))
+    return pl.DataFrame(rows, schema=tables.PARTS, orient="row")
+
+
+def _program(union: Union, base: tables.Ints, new: tables.Ints) -> pl.DataFrame:
+    """Whether both sides ran the same operators, on the same shapes."""
+    both = (base > 0) & (new > 0)
+    shapes = other = 0
+    for place in both.nonzero()[0].tolist():
+        one, two = union.shape[0][place], union.shape[1][place]
+        shapes += bool(one and two)
+        other += bool(one and two and one != two)
+    return same.of_program(int(both.sum()), int((base > 0).sum()), int((new > 0).sum()), shapes, other)
+
+
+def _steps(base: Side, new: Side) -> pl.DataFrame:
+    parts = [one.steps.select(pl.lit(name).alias("side"), *STEPS) for name, one in (("base", base), ("new", new))]
+    return pl.concat(parts)
+
+
+def _sentence(  # noqa: PLR0917  (what the sentence is made of)
+    base: int, new: int, differ: pl.DataFrame, breakdown: pl.DataFrame, operators: pl.DataFrame, kernels: pl.DataFrame
+) -> str:
+    difference = new - base
+    if not difference and not _changes(operators, kernels):
+        return f"No difference: the step takes {units.duration(base)} on both sides, and so does everything in it."
+    share = f"{difference / max(base, 1):+.1%}".replace("%", " %")
+    text = f"The step takes {units.duration(new)} instead of {units.duration(base)} ({share})"
+    largest = breakdown.sort(pl.col("difference_ns").abs(), descending=True).row(0, named=True)
+    if largest["difference_ns"]:
+        sign = "+" if largest["difference_ns"] > 0 else "−"
+        what = largest["part"].split(":")[0]
+        what = f"idle because {largest['meaning']}" if what == "idle" else what
+        text += f"; the largest part: {what}, {sign}{units.duration(abs(largest['difference_ns']))}"
+    if not differ.height:
+        return text + "."
+    what = ", ".join(f"{row['condition']} ({row['base']} → {row['new']})" for row in differ.head(3).to_dicts())
+    more = f" and {differ.height - 3} more" if differ.height > 3 else ""
+    return f"The conditions differ, so the times cannot be held against each other: {what}{more}. {text}."
+
+
+def _changes(operators: pl.DataFrame, kernels: pl.DataFrame) -> bool:
+    return any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))

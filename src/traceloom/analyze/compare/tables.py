@@ -1,0 +1,312 @@
+"""The tables of a comparison, from two sides laid on one tree; every column of times adds up to the usual step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.compare.samples import BUSY, meaning
+from traceloom.analyze.compare.sides import Side
+from traceloom.analyze.compare.tree import Words
+from traceloom.analyze.compare.union import Union
+
+Ints = NDArray[np.int64]
+
+ADDED, REMOVED, REPLACED, SLOWER, FASTER, SAME = "added", "removed", "replaced", "slower", "faster", "same"
+STATUSES = (ADDED, REMOVED, REPLACED, SLOWER, FASTER, SAME)
+StatusType = pl.Enum(list(STATUSES))
+OUTSIDE = "(outside operators)"
+SEPARATOR = " > "
+LEAST_NS = 1_000  # a smaller difference of the mean is none
+LEAST_SHARE = 0.02  # of the larger side
+
+PARTS = pl.Schema(
+    {
+        "part": pl.String(),
+        "meaning": pl.String(),
+        "base_ns": pl.Int64(),
+        "new_ns": pl.Int64(),
+        "difference_ns": pl.Int64(),
+    }
+)
+KERNELS = pl.Schema(
+    {
+        "status": StatusType,
+        "operator": pl.String(),
+        "path": pl.String(),
+        "kind": pl.String(),
+        "base_kernel": pl.String(),
+        "new_kernel": pl.String(),
+        "base_count": pl.Float64(),
+        "new_count": pl.Float64(),
+        "base_duration_ns": pl.Int64(),
+        "new_duration_ns": pl.Int64(),
+        "base_ns": pl.Int64(),
+        "new_ns": pl.Int64(),
+        "difference_ns": pl.Int64(),
+    }
+)
+OPERATORS = pl.Schema(
+    {
+        "status": StatusType,
+        "operator": pl.String(),
+        "path": pl.String(),
+        "base_shapes": pl.String(),
+        "new_shapes": pl.String(),
+        "base_count": pl.Float64(),
+        "new_count": pl.Float64(),
+        "base_device_ns": pl.Int64(),
+        "new_device_ns": pl.Int64(),
+        "device_difference_ns": pl.Int64(),
+        "base_host_ns": pl.Int64(),
+        "new_host_ns": pl.Int64(),
+        "host_difference_ns": pl.Int64(),
+    }
+)
+
+
+def mean(total: int, count: int) -> int:
+    """A mean as whole nanoseconds, halves up."""
+    return (2 * total + count) // (2 * count) if count else 0
+
+
+def apportioned(totals: Ints, count: int) -> Ints:
+    """Means of totals as whole nanoseconds that add up to the mean of their sum.
+
+    Each is rounded down, and the nanoseconds that are missing go to those with the largest rests.
+    """
+    if not count or not totals.size:
+        return np.zeros_like(totals)
+    whole, rest = np.divmod(totals, count)
+    missing = mean(int(totals.sum()), count) - int(whole.sum())
+    if missing:
+        whole[np.argsort(-rest, kind="stable")[:missing]] += 1
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device account, matched and rounded.
+
+    Attributes:
+        kernels: `place`, `base_name`, `new_name` (numbers; null on the side that does not have it), `kind`,
+            `base_count`, `new_count`, `base_sum`, `new_sum` (totals of what was launched, and of its durations),
+            `base_ns`, `new_ns` (per step and device).
+        waiting: `cause`, `base_ns`, `new_ns`.
+    """
+
+    kernels: pl.DataFrame
+    waiting: pl.DataFrame
+
+
+def device(base: Side, new: Side) -> Device:
+    """Match GPU work place by place, and round all of it at once so that it adds up to the step."""
+    kernels = _matched(base.kernels, new.kernels)
+    waiting = base.waiting.rename({"ns": "base_total"}).join(
+        new.waiting.rename({"ns": "new_total"}), on="cause", how="full", coalesce=True
+    )
+    waiting = waiting.with_columns(pl.col("base_total", "new_total").fill_null(0)).sort("cause")
+    for name, side in (("base", base), ("new", new)):
+        totals = np.concatenate([kernels[f"{name}_total"].to_numpy(), waiting[f"{name}_total"].to_numpy()])
+        rounded = apportioned(totals, side.device_steps)
+        kernels = kernels.with_columns(pl.Series(f"{name}_ns", rounded[: kernels.height]))
+        waiting = waiting.with_columns(pl.Series(f"{name}_ns", rounded[kernels.height :]))
+    return Device(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
+
+
+def _matched(base: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
+    """Both sides' GPU work: first what has the same name and order at a place, then what is left in its order."""
+    sides = {
+        name: frame.sort("place", "nth", "name").rename(
+            {"count": f"{name}_count", "ns": f"{name}_total", "sum_ns": f"{name}_sum"}
+        )
+        for name, frame in (("base", base), ("new", new))
+    }
+    keys = ["place", "name", "nth", "kind"]
+    same = sides["base"].join(sides["new"], on=keys, how="inner")
+    same = same.with_columns(pl.col("name").alias("base_name"), pl.col("name").alias("new_name"))
+    left = {
+        name: frame.join(same.select(keys), on=keys, how="anti")
+        .with_columns(pl.int_range(pl.len()).over("place", "kind").alias("order"))
+        .rename({"name": f"{name}_name"})
+        for name, frame in sides.items()
+    }
+    # At the same place something else of its kind does the same: kernels of other vendors, versions and choices. What
+    # no operator launched has no place, so that only its name tells what it is.
+    placed = pl.col("place") >= 0
+    by_order = ["place", "kind", "order"]
+    replaced = left["base"].filter(placed).join(left["new"].filter(placed), on=by_order, how="full", coalesce=True)
+    loose = [frame.filter(~placed) for frame in left.values()]
+    wanted = ["place", "kind", *(f"{name}_{column}" for name in sides for column in ("name", "count", "total", "sum"))]
+    filled = [
+        frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in wanted if name not in frame.columns)
+        for frame in (same, replaced, *loose)
+    ]
+    counted = pl.col(*(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))).fill_null(0)
+    return pl.concat([frame.select(wanted) for frame in filled]).with_columns(counted)
+
+
+def breakdown(found: Device) -> pl.DataFrame:
+    """Busy time by kind and idle time by cause; adds up to the step on both sides."""
+    words = {
+        "compute": "kernels that compute",
+        "communication": "communication that nothing hides",
+        "copies": "copies and fills that nothing hides",
+    }
+    sums = found.kernels.group_by("kind").agg(pl.col("base_ns", "new_ns").sum())
+    by_kind = {row["kind"]: row for row in sums.to_dicts()}
+    rows = [(kind, words[kind], by_kind[kind]["base_ns"], by_kind[kind]["new_ns"]) for kind in BUSY if kind in by_kind]
+    rows += [(f"idle: {c}", meaning(c), old, now) for c, old, now in found.waiting.rows()]
+    frame = pl.DataFrame(rows, schema=["part", "meaning", "base_ns", "new_ns"], orient="row")
+    return frame.with_columns((pl.col("new_ns") - pl.col("base_ns")).alias("difference_ns")).cast(PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places of a union, grouped: those with the same path, shapes and sides stand for one row.
+
+    Attributes:
+        group: Group of each place; the last one is that of what no operator did.
+        operator: Name of each group.
+        path: Names from the outermost operator to it.
+        base_shapes: Input shapes on the base's side; null where not recorded.
+        new_shapes: On the new side.
+    """
+
+    group: Ints
+    operator: list[str]
+    path: list[str]
+    base_shapes: list[str | None]
+    new_shapes: list[str | None]
+
+
+def grouped(union: Union, words: Words, base: Ints, new: Ints) -> Places:
+    """Group the places; `base` and `new` are how often each was reached."""
+    names = list(words.names)
+    shapes = list(words.shapes)
+    keys: dict[tuple[object, ...], int] = {}
+    group: list[int] = []
+    operator: list[str] = []
+    path: list[str] = []
+    given: tuple[list[str | None], list[str | None]] = ([], [])
+    for place, up in enumerate(union.parent):
+        of_side = [union.name[side][place] for side in (0, 1)]
+        shape = [union.shape[side][place] for side in (0, 1)]
+        above = group[up] if up >= 0 else -1
+        key = (above, *of_side, *shape, base[place] > 0, new[place] > 0)
+        number = keys.setdefault(key, len(keys))
+        group.append(number)
+        if number == len(operator):
+            told = next((names[name] for name in reversed(of_side) if name >= 0), "")
+            operator.append(told or OUTSIDE)
+            # The root has no name; below it stand the threads.
+            path.append(told if above < 0 or not path[above] else f"{path[above]}{SEPARATOR}{told}")
+            for side in (0, 1):
+                given[side].append(shapes[shape[side]])
+    group.append(len(operator))
+    return Places(
+        np.array(group, dtype=np.int64), [*operator, OUTSIDE], [*path, OUTSIDE], [*given[0], None], [*given[1], None]
+    )
+
+
+def kernels(found: Device, places: Places, words: Words, base: Side, new: Side) -> pl.DataFrame:
+    """GPU work by path and by the names it has on both sides; the largest differences first."""
+    text = pl.Series(list(words.names), dtype=pl.String)
+    rows = found.kernels.with_columns(pl.Series("group", places.group[found.kernels["place"].to_numpy()]))
+    summed = rows.group_by("group", "kind", "base_name", "new_name").agg(
+        pl.col("base_count", "new_count", "base_ns", "new_ns", "base_sum", "new_sum").sum()
+    )
+    summed = summed.with_columns(
+        (pl.col("base_sum") / max(base.device_steps, 1)).round().cast(pl.Int64).alias("base_duration_ns"),
+        (pl.col("new_sum") / max(new.device_steps, 1)).round().cast(pl.Int64).alias("new_duration_ns"),
+    )
+    difference = pl.col("new_ns") - pl.col("base_ns")
+    named = summed.with_columns(
+        pl.Series("operator", places.operator, dtype=pl.String).gather(summed["group"]).alias("operator"),
+        pl.Series("path", places.path, dtype=pl.String).gather(summed["group"]).alias("path"),
+        text.gather(summed["base_name"].cast(pl.UInt32)).alias("base_kernel"),
+        text.gather(summed["new_name"].cast(pl.UInt32)).alias("new_kernel"),
+        (pl.col("base_count") / max(base.device_steps, 1)).alias("base_count"),
+        (pl.col("new_count") / max(new.device_steps, 1)).alias("new_count"),
+        difference.alias("difference_ns"),
+        _status(
+            pl.col("base_name").is_null(),
+            pl.col("new_name").is_null(),
+            pl.col("base_name") != pl.col("new_name"),
+            ("base_duration_ns", "new_duration_ns"),
+        ).alias("status"),
+    )
+    return _ordered(named, "difference_ns").select(list(KERNELS)).cast(KERNELS)
+
+
+def _status(added: pl.Expr, removed: pl.Expr, replaced: pl.Expr, durations: tuple[str, str]) -> pl.Expr:
+    base, new = durations
+    difference = pl.col(new) - pl.col(base)
+    tells = (difference.abs() >= LEAST_NS) & (difference.abs() >= LEAST_SHARE * pl.max_horizontal(base, new))
+    return (
+        pl.when(added).then(pl.lit(ADDED))
+        .when(removed).then(pl.lit(REMOVED))
+        .when(replaced).then(pl.lit(REPLACED))
+        .when(tells & (difference > 0)).then(pl.lit(SLOWER))
+        .when(tells).then(pl.lit(FASTER))
+        .otherwise(pl.lit(SAME))
+    )  # fmt: skip
+
+
+def _ordered(frame: pl.DataFrame, by: str) -> pl.DataFrame:
+    return frame.sort(pl.col(by).abs(), "path", "operator", descending=[True, False, False], maintain_order=True)
+
+
+def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFrame:
+    """Operators by path and shapes, with the time of what they launched themselves, and of the host in them."""
+    size = places.group.size
+    table: dict[str, Ints] = {"group": places.group}
+    for name, side, steps in (("base", base, base.steps.height), ("new", new, new.steps.height)):
+        count = padded(side.count, size)
+        host = padded(side.host_ns, size)
+        host[-1] = side.outside_ns
+        table[f"{name}_total"] = count
+        table[f"{name}_host_ns"] = apportioned(host, steps)
+        launched = np.zeros(size, dtype=np.int64)
+        np.add.at(launched, found.kernels["place"].to_numpy(), found.kernels[f"{name}_ns"].to_numpy())
+        table[f"{name}_device_ns"] = launched
+        took = np.zeros(size, dtype=np.int64)
+        np.add.at(took, found.kernels["place"].to_numpy(), found.kernels[f"{name}_sum"].to_numpy())
+        table[f"{name}_took"] = took // max(side.device_steps, 1)
+    frame = pl.DataFrame(table)
+    summed = frame.group_by("group").agg(pl.all().sum())
+    at = summed["group"]
+    on_device = pl.col("new_device_ns") - pl.col("base_device_ns")
+    on_host = pl.col("new_host_ns") - pl.col("base_host_ns")
+    by_device = pl.max_horizontal("base_took", "new_took") > 0
+    outside = pl.col("group") == int(places.group[-1])
+    added, removed = (pl.col("base_total") == 0) & ~outside, (pl.col("new_total") == 0) & ~outside
+    never = pl.lit(value=False)
+    told = summed.with_columns(
+        pl.Series("operator", places.operator, dtype=pl.String).gather(at).alias("operator"),
+        pl.Series("path", places.path, dtype=pl.String).gather(at).alias("path"),
+        pl.Series("base_shapes", places.base_shapes, dtype=pl.String).gather(at).alias("base_shapes"),
+        pl.Series("new_shapes", places.new_shapes, dtype=pl.String).gather(at).alias("new_shapes"),
+        (pl.col("base_total") / max(base.steps.height, 1)).alias("base_count"),
+        (pl.col("new_total") / max(new.steps.height, 1)).alias("new_count"),
+        on_device.alias("device_difference_ns"),
+        on_host.alias("host_difference_ns"),
+        pl.when(by_device)
+        .then(_status(added, removed, never, ("base_took", "new_took")))
+        .otherwise(_status(added, removed, never, ("base_host_ns", "new_host_ns")))
+        .alias("status"),
+    )
+    # The root and the threads are no operators: they are never reached.
+    told = told.filter(outside | (pl.col("base_total") > 0) | (pl.col("new_total") > 0))
+    primary = "device_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
+    return _ordered(told, primary).select(list(OPERATORS)).cast(OPERATORS)
+
+
+def padded(values: Ints, size: int) -> Ints:
+    """The values with zeros behind them."""
+    filled = np.zeros(size, dtype=np.int64)
+    filled[: values.size] = values
+    return filled

@@ -1,0 +1,295 @@
+"""Call trees of operators: one per compared step, and one that all steps of both sides are laid on.
+
+Two operators are the same where they stand at the same place: under the same parents, with the same name and shapes,
+in the same order among their neighbours. Lists of children are aligned as sequences, so that one more operator does not
+shift all that follow it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.compare.samples import Samples
+from traceloom.analyze.compare.sequence import Items, Pair, pairs
+from traceloom.analyze.phases import meaning
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.large import column
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_WRAP = (1 << 61) - 1
+_BASE = 1_000_003
+_ROOT = -1
+_MAIN = "main thread"
+
+
+@dataclass(slots=True)
+class Words:
+    """Names and shapes of both sides as numbers."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str | None, int] = field(default_factory=lambda: {None: 0})
+
+    def name(self, text: str) -> int:
+        """The number of a name."""
+        return self.names.setdefault(text, len(self.names))
+
+    def shape(self, text: str | None) -> int:
+        """The number of the shapes of an operator's inputs; 0 where they are not recorded."""
+        return self.shapes.setdefault(text, len(self.shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The call tree of one step in preorder: the root, below it a node per thread, below these the operators.
+
+    Attributes:
+        name: Number of each node's name.
+        shape: Number of its shapes.
+        work: Equal where it launches GPU work of equal names itself.
+        parent: Its parent; -1 of the root.
+        stop: Node after its last descendant.
+        mark: A number that is equal for equal subtrees.
+        event: Row of `trace.events`; -1 of the root and of threads.
+    """
+
+    name: list[int]
+    shape: list[int]
+    work: list[int]
+    parent: list[int]
+    stop: list[int]
+    mark: list[int]
+    event: Ints
+
+    def items(self, nodes: list[int]) -> Items:
+        """Some nodes as a list to be aligned."""
+        name, shape, work, mark = (
+            np.array([of[node] for node in nodes], dtype=np.int64)
+            for of in (self.name, self.shape, self.work, self.mark)
+        )
+        return Items(name, shape, work, mark, np.array([self.stop[node] - node for node in nodes], dtype=np.int64))
+
+    def children(self, node: int) -> list[int]:
+        """The children of a node, in order."""
+        found, at, last = [], node + 1, self.stop[node]
+        while at < last:
+            found.append(at)
+            at = self.stop[at]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """The call trees of the compared steps of one trace.
+
+    Attributes:
+        trees: One per step.
+        node: Of each host event (position in the forest) its node in the tree of its step; -1 outside all.
+        above: Of each host event the nearest operator around it, itself included, as position; -1 for none.
+        self_ns: Time of each host event, within its step, in which it is the innermost operator of its thread.
+        sample: Of each host event the row of the step in which it begins; -1 outside the compared steps.
+        main: Operators on the thread of their step.
+    """
+
+    trees: list[Tree]
+    node: Ints
+    above: Ints
+    self_ns: Ints
+    sample: Ints
+    main: Bools
+
+
+def trees(of: Samples, words: Words) -> Trees:
+    """The call trees of a trace, step by step."""
+    tree, says = forest(of.trace), meaning(of.trace)
+    annotation = column(of.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    ends = np.append(of.spans.end, 0)
+    sample = np.searchsorted(of.spans.start, tree.start_ns, side="right") - 1
+    sample = np.where((sample >= 0) & (tree.start_ns < ends[sample]), sample, -1)
+    kept = (says.op | (annotation & ~says.mark)) & (sample >= 0)
+    above = tree.nearest(kept)
+    parent = np.where((above >= 0) & (sample[above] == sample), above, -1)
+    # What runs on into the next step counts as far as its own step goes.
+    span = np.where(kept, np.maximum(np.minimum(tree.end_ns, ends[sample]) - tree.start_ns, 0), 0)
+    self_ns = span.copy()
+    child = np.flatnonzero(kept & (parent >= 0))
+    np.subtract.at(self_ns, parent[child], span[child])
+    thread, labels = _threads(of, tree.lane)
+    name = _names(of.trace, tree.row, kept, annotation, words)
+    shape = _shapes(of.trace, tree.row, words)
+    owner = tree.nearest_or_self(kept, above)
+    owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
+    work = _work(of.trace, owner, words)
+    order = np.flatnonzero(kept)
+    order = order[np.lexsort((order, thread[order], sample[order]))]
+    bounds = np.searchsorted(sample[order], np.arange(of.spans.start.size + 1)).tolist()
+    node = np.full(tree.row.size, -1, dtype=np.int64)
+    numbers = [words.name(label) for label in labels]
+    made = []
+    for low, high in pairwise(bounds):
+        rows = order[low:high]
+        columns = (of_event[rows] for of_event in (name, shape, work, parent, thread, tree.row))
+        made.append(_tree(_Rows(rows, *columns), numbers, node))
+    return Trees(made, node, owner, self_ns, sample, kept & (thread == 0))
+
+
+def _threads(of: Samples, lane: Ints) -> tuple[Ints, list[str]]:
+    """A number of each event's thread (0 for that of the steps, then by the number of events), and what to call each.
+
+    Threads are called by their names without numbers, which differ from run to run.
+    """
+    numbers, counts = np.unique(lane, return_counts=True)
+    main = _main_lane(of)
+    order = np.lexsort((numbers, -counts, numbers != main))
+    place = np.empty(numbers.size, dtype=np.int64)
+    place[order] = np.arange(numbers.size)
+    names = dict(of.trace.lanes.select("lane", "name").rows())
+    labels = [_MAIN]
+    for number in numbers[order][1:].tolist():
+        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
+        labels.append(plain or "thread")
+    found: Ints = place[np.searchsorted(numbers, lane)] if numbers.size else lane
+    return found, labels
+
+
+def _main_lane(of: Samples) -> int | None:
+    """The thread that the steps are marked on; without steps the one with most operators."""
+    trace = of.trace
+    host = trace.events.filter(
+        pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
+    ).select("start_ns", "name", "lane", "category")
+    marks = host.join(trace.steps.select("start_ns", "name"), on=["start_ns", "name"], how="semi")
+    lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == cat.OP)["lane"]
+    return int(lanes.mode().sort()[0]) if lanes.len() else None
+
+
+def work_names(trace: Trace, words: Words) -> Ints:
+    """Number of the name of each kernel, copy and fill, in the order of events."""
+    known = vocabulary(trace)
+    category = column(trace, "category")
+    code = known.code[np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(one) for one in cat.GPU_WORK]))]
+    used, number = np.unique(code, return_inverse=True)
+    names = [words.name(text) for text in known.names.gather(used).to_list()]
+    found: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
+    return found
+
+
+def _work(trace: Trace, owner: Ints, words: Words) -> Ints:
+    """A number for the names of the GPU work that each host event launched itself, whatever their order; 0 for none."""
+    launched = np.append(owner, -1)[launched_work(trace).origin]
+    # Squares, so that two names together are not taken for two others with the same sum.
+    value = (work_names(trace, words) + 1) ** 2 * _BASE
+    found = np.zeros(owner.size + 1, dtype=np.int64)
+    np.add.at(found, launched, value)
+    return found[:-1]
+
+
+def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: Words) -> Ints:
+    """Number of each event's name; numbers in the names of annotations count steps or calls, and are left out."""
+    known = vocabulary(trace)
+    code = np.where(kept, known.code[row].astype(np.int64) * 2 + annotation, -1)
+    used, number = np.unique(code, return_inverse=True)
+    texts: list[str] = known.names.gather(np.maximum(used // 2, 0)).to_list() if known.names.len() else []
+    numbers = [
+        -1 if value < 0 else words.name(_without_digits(text) if value % 2 else text)
+        for text, value in zip(texts, used.tolist(), strict=True)
+    ]
+    found: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
+    return found
+
+
+def _without_digits(text: str) -> str:
+    return re.sub(r"[0-9]+", "#", text)
+
+
+def _shapes(trace: Trace, row: Ints, words: Words) -> Ints:
+    """Number of the input shapes of each host event."""
+    tensors = trace.tensors.select("event", "shapes").drop_nulls()
+    found = np.zeros(trace.events.height + 1, dtype=np.int64)
+    if tensors.height:
+        distinct = tensors["shapes"].unique()
+        numbers = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
+        coded = tensors.join(numbers, on="shapes", how="left", maintain_order="left")
+        found[coded["event"].to_numpy()] = coded["number"].to_numpy()
+    return found[row]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The operators of one step, thread after thread, parents before their children; arrays of one length."""
+
+    position: Ints
+    name: Ints
+    shape: Ints
+    work: Ints
+    parent: Ints
+    thread: Ints
+    event: Ints
+
+
+def _tree(rows: _Rows, labels: list[int], node: Ints) -> Tree:
+    """The tree of one step; fills in the `node` of each of its events."""
+    names, shapes, works, parents, events = [-1], [0], [0], [_ROOT], [-1]
+    open_thread, root = -1, 0
+    at: dict[int, int] = {}
+    columns = (rows.position, rows.name, rows.shape, rows.work, rows.parent, rows.thread, rows.event)
+    for position, name, shape, work, parent, thread, event in zip(*(c.tolist() for c in columns), strict=True):
+        if thread != open_thread:
+            open_thread, root = thread, len(names)
+            names.append(labels[thread])
+            shapes.append(0)
+            works.append(0)
+            parents.append(0)
+            events.append(-1)
+        at[position] = len(names)
+        names.append(name)
+        shapes.append(shape)
+        works.append(work)
+        parents.append(root if parent < 0 else at[parent])
+        events.append(event)
+    node[rows.position] = np.fromiter(at.values(), dtype=np.int64, count=len(at))
+    stop, mark = _closed(names, [one * 31 + other for one, other in zip(shapes, works, strict=True)], parents)
+    return Tree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
+
+
+def _closed(name: list[int], more: list[int], parent: list[int]) -> tuple[list[int], list[int]]:
+    """Where each subtree ends, and its mark: from the last node to the first, so that children come before parents."""
+    size = len(name)
+    stop, inner, mark = [0] * size, [7] * size, [0] * size
+    for at in range(size - 1, -1, -1):
+        stop[at] = max(stop[at], at + 1)
+        mark[at] = (inner[at] * _BASE + name[at] * 8_191 + more[at] * 131_071 + 5) % _WRAP
+        up = parent[at]
+        if up >= 0:
+            stop[up] = max(stop[up], stop[at])
+            inner[up] = (inner[up] * _BASE * _BASE + mark[at] * 31 + 3) % _WRAP
+    return stop, mark
+
+
+def laid_on(one: Tree, other: Tree) -> list[int]:
+    """For each node of `other` the node of `one` at the same place; -1 where there is none."""
+    found = [-1] * len(other.name)
+    if not other.name or not one.name:
+        return found
+    waiting: list[Pair] = [(0, 0)]
+    while waiting:
+        left, right = waiting.pop()
+        if one.mark[left] == other.mark[right] and one.stop[left] - left == other.stop[right] - right:
+            found[right : other.stop[right]] = range(left, one.stop[left])
+            continue
+        found[right] = left
+        mine, theirs = one.children(left), other.children(right)
+        if mine and theirs:
+            waiting += [(mine[at], theirs[to]) for at, to in pairs(one.items(mine), other.items(theirs))]
+    return found

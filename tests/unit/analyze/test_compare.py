@@ -1,0 +1,273 @@
+"""Two runs against each other: what is planted is found, what is equal is equal, and every sum comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceloom.analyze import compare
+from traceloom.analyze.compare.sequence import Items, pairs
+from traceloom.analyze.compare.tables import apportioned, mean
+from traceloom.errors import UsageError
+from traceloom.model import Session, Trace
+from traceloom.testing import TraceBuilder
+from traceloom.testing.jobs import Change, Recipe, training_job
+
+US = 1_000
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator of the made program: its launch stands 2 us after its start, its kernel runs one after the other."""
+
+    name: str
+    kernel: str | None
+    kernel_us: float = 10
+    shapes: str = "[[4, 4]]"
+    host_us: float = 10
+
+
+PROGRAM = (
+    Op("aten::linear", "gemm", 20),
+    Op("aten::relu", "relu"),
+    Op("aten::linear", "gemm", 20),
+    Op("aten::relu", "relu"),
+    Op("aten::sum", "reduce", 5),
+)
+
+
+def built(program: tuple[Op, ...], *, steps: int = 3, module: str = "block", **kwargs: Any) -> Trace:
+    """Steps of 300 us; the ops stand one after the other in an annotation, kernels on one stream right behind."""
+    builder = TraceBuilder(**kwargs)
+    correlation = 0
+    for step in range(steps):
+        at = 300.0 * step
+        builder.step(step, at, 300).annotation(module, at + 5, 200)
+        host, device = at + 10, at + 20
+        for op in program:
+            correlation += 1
+            builder.op(op.name, host, op.host_us, shapes=eval(op.shapes))
+            if op.kernel is not None:
+                builder.launch("cudaLaunchKernel", host + 2, 3, correlation=correlation)
+                builder.kernel(op.kernel, device, op.kernel_us, correlation=correlation)
+                device += op.kernel_us
+            host += op.host_us
+    return builder.build()
+
+
+def changed(frame: pl.DataFrame) -> list[dict[str, Any]]:
+    return frame.filter(pl.col("status").cast(pl.String) != "same").to_dicts()
+
+
+def test_a_run_against_itself_has_no_difference() -> None:
+    found = compare(built(PROGRAM), built(PROGRAM))
+    found.check()
+    assert (found.difference_ns, found.comparable) == (0, True)
+    assert set(found.breakdown["difference_ns"]) == {0}
+    assert changed(found.kernels) == changed(found.operators) == []
+    assert found.conditions["same"].all()
+    assert "No difference" in found.sentence
+
+
+def test_one_slower_operator_is_found_with_what_it_costs() -> None:
+    slower = (*PROGRAM[:2], replace(PROGRAM[2], kernel_us=35), *PROGRAM[3:])
+    found = compare(built(PROGRAM), built(slower))
+    found.check()
+    (kernel,) = changed(found.kernels)
+    assert (kernel["status"], kernel["operator"], kernel["base_kernel"]) == ("slower", "aten::linear", "gemm")
+    # Both linears stand at places of one path and one shape: they are one row.
+    assert (kernel["base_ns"], kernel["new_ns"], kernel["difference_ns"]) == (40 * US, 55 * US, 15 * US)
+    parts = dict(found.breakdown.select("part", "difference_ns").rows())
+    assert parts["compute"] == 15 * US
+    idle = sum(ns for part, ns in parts.items() if part.startswith("idle"))
+    assert idle == -15 * US, "the step is as long as before: the device is less idle"
+    assert found.difference_ns == 0
+
+
+def test_one_added_and_one_removed_kernel_are_found_and_nothing_else() -> None:
+    new = (*PROGRAM[:1], Op("aten::dropout", "dropout", 7), *PROGRAM[1:4])
+    found = compare(built(PROGRAM), built(new))
+    found.check()
+    rows = {(row["status"], row["operator"]): row for row in changed(found.kernels)}
+    assert set(rows) == {("added", "aten::dropout"), ("removed", "aten::sum")}
+    assert rows["added", "aten::dropout"]["difference_ns"] == 7 * US
+    assert rows["removed", "aten::sum"]["difference_ns"] == -5 * US
+    operators = {(row["status"], row["operator"]) for row in changed(found.operators)}
+    assert operators == {("added", "aten::dropout"), ("removed", "aten::sum")}
+
+
+def test_operators_are_told_apart_by_their_place_and_not_only_by_name() -> None:
+    """The same operator in another module is another one, be it as often."""
+    found = compare(built(PROGRAM, module="encoder"), built(PROGRAM, module="decoder"))
+    found.check()
+    statuses = {row["path"].split(" > ")[1]: row["status"] for row in changed(found.operators)}
+    assert statuses == {"encoder": "removed", "decoder": "added"}
+
+
+def test_numbers_in_annotations_count_and_do_not_name() -> None:
+    found = compare(built(PROGRAM, module="batch 17"), built(PROGRAM, module="batch 2048"))
+    found.check()
+    assert changed(found.operators) == []
+
+
+def test_an_operator_in_the_middle_does_not_shift_those_behind_it() -> None:
+    layers = tuple(Op("aten::linear", f"gemm_{k}", 10 + k) for k in range(8))
+    more = (*layers[:3], Op("aten::linear", "gemm_new", 4), *layers[3:])
+    found = compare(built(layers), built(more))
+    (row,) = changed(found.kernels)
+    assert (row["status"], row["new_kernel"], row["difference_ns"]) == ("added", "gemm_new", 4 * US)
+
+
+def test_other_kernels_at_the_same_place_are_a_replacement() -> None:
+    """Vendors name their kernels as they like: the operator tells what is what."""
+    amd = tuple(replace(op, kernel=f"Cijk_{op.kernel}", kernel_us=op.kernel_us * 2) for op in PROGRAM)
+    found = compare(built(PROGRAM), built(amd, device_name="AMD Instinct MI300X", generation="rocm"))
+    found.check()
+    rows = {row["base_kernel"]: row for row in changed(found.kernels)}
+    assert {name: (row["status"], row["new_kernel"]) for name, row in rows.items()} == {
+        "gemm": ("replaced", "Cijk_gemm"), "relu": ("replaced", "Cijk_relu"), "reduce": ("replaced", "Cijk_reduce"),
+    }  # fmt: skip
+    assert rows["relu"]["difference_ns"] == 20 * US
+    assert not found.comparable
+    assert found.sentence.startswith("The conditions differ")
+    assert "MI300X" in found.sentence
+
+
+def test_other_shapes_are_a_condition_that_differs() -> None:
+    larger = tuple(replace(op, shapes="[[8, 8]]") for op in PROGRAM)
+    found = compare(built(PROGRAM), built(larger))
+    found.check()
+    assert not found.comparable
+    stated = {row["condition"]: row for row in found.conditions.to_dicts()}
+    assert stated["shapes of inputs"]["same"] is False
+    assert stated["operators at the same place"]["same"] is True
+    assert {row["base_shapes"] for row in found.operators.to_dicts() if row["operator"] == "aten::relu"} == {"[[4,4]]"}
+    assert {row["new_shapes"] for row in found.operators.to_dicts() if row["operator"] == "aten::relu"} == {"[[8,8]]"}
+
+
+def test_a_slower_host_shows_in_the_account_of_the_thread() -> None:
+    slower = (*PROGRAM[:4], replace(PROGRAM[4], host_us=25))
+    found = compare(built(PROGRAM), built(slower))
+    found.check()
+    row = next(row for row in found.operators.to_dicts() if row["operator"] == "aten::sum")
+    assert (row["base_host_ns"], row["new_host_ns"], row["host_difference_ns"]) == (10 * US, 25 * US, 15 * US)
+
+
+def test_without_gpu_work_the_host_is_the_account() -> None:
+    base = tuple(replace(op, kernel=None) for op in PROGRAM)
+    new = (*base[:1], replace(base[1], host_us=18), *base[2:])
+    found = compare(built(base, device_name=None), built(new, device_name=None))
+    found.check()
+    assert found.account == "host"
+    assert found.kernels.height == 0
+    (row,) = [row for row in changed(found.operators) if row["operator"].startswith("aten")]
+    assert (row["status"], row["operator"], row["host_difference_ns"]) == ("slower", "aten::relu", 8 * US)
+
+
+def test_more_steps_and_ranks_are_means() -> None:
+    def job(ranks: int, steps: int) -> Session:
+        traces = [built(PROGRAM, rank=rank, world_size=ranks, steps=steps) for rank in range(ranks)]
+        return Session(tuple(traces), "made")
+
+    found = compare(job(2, 3), job(2, 5))
+    found.check()
+    assert found.difference_ns == 0
+    assert changed(found.kernels) == []
+    assert found.steps.filter(pl.col("side") == "new").height == 10
+    other = compare(job(2, 3), job(4, 3))
+    assert [row["condition"] for row in other.conditions.filter(~pl.col("same")).to_dicts()] == [
+        "ranks of the job", "ranks recorded",
+    ]  # fmt: skip
+
+
+def test_traces_without_steps_are_compared_over_their_windows() -> None:
+    def once(kernel_us: float) -> Trace:
+        builder = TraceBuilder().op("aten::mm", 0, 20).launch("cudaLaunchKernel", 5, 3, correlation=1)
+        return builder.kernel("gemm", 12, kernel_us, correlation=1).build()
+
+    found = compare(once(30), once(50))
+    found.check()
+    assert (found.base_ns, found.new_ns) == (42 * US, 62 * US)
+    assert dict(found.breakdown.select("part", "difference_ns").rows())["compute"] == 20 * US
+
+
+def test_nothing_cannot_be_compared() -> None:
+    with pytest.raises(UsageError, match="the new run holds no timed events") as caught:
+        compare(built(PROGRAM), TraceBuilder().build())
+    assert caught.value.slug == "nothing-to-compare"
+
+
+@pytest.mark.parametrize("change", [Change(kernels=2.0), Change(host=1.5)], ids=["kernels", "host"])
+def test_made_jobs_with_a_change_add_up(change: Change) -> None:
+    recipe = Recipe(steps=4, layers=4, ranks=2, autograd=True, side_stream=True, item=True)
+    job = training_job(recipe)
+    runs = [Session(tuple(trace.build() for trace in job.run(one).traces()), "made") for one in (Change(), change)]
+    found = compare(*runs)
+    found.check()
+    assert found.comparable
+    assert found.difference_ns > 0
+    assert {row["status"] for row in changed(found.operators)} <= {"slower", "faster"}
+    back = compare(runs[1], runs[0])
+    assert back.difference_ns == -found.difference_ns
+    assert back.kernels["difference_ns"].sum() == -found.kernels["difference_ns"].sum()
+
+
+def test_doubled_kernels_show_as_twice_the_time_of_each() -> None:
+    job = training_job(Recipe(steps=3, layers=3, spread=0))
+    base, new = (job.run(one).traces()[0].build() for one in (Change(), Change(kernels=2.0)))
+    found = compare(base, new)
+    rows = found.kernels.filter(pl.col("kind") == "compute").to_dicts()
+    assert rows
+    for row in rows:
+        assert row["status"] == "slower"
+        assert row["new_duration_ns"] == pytest.approx(2 * row["base_duration_ns"], abs=2), row
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=20), st.integers(1, 9))
+def test_rounded_parts_add_up_to_the_rounded_whole(totals: list[int], count: int) -> None:
+    parts = apportioned(np.array(totals, dtype=np.int64), count)
+    assert int(parts.sum()) == mean(sum(totals), count)
+    assert all(abs(part - total / count) < 1 for part, total in zip(parts.tolist(), totals, strict=True))
+
+
+def items(text: str, sizes: dict[str, int] | None = None) -> Items:
+    codes = np.array([ord(letter) for letter in text.lower()], dtype=np.int64)
+    size = np.array([(sizes or {}).get(letter, 1) for letter in text], dtype=np.int64)
+    return Items(codes, codes * 0, codes * 0, np.array([ord(letter) for letter in text], dtype=np.int64), size)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("abc", "abc", "abc"),
+        ("abc", "abxc", "abc"),
+        ("aabaa", "aacaa", "aaaa"),
+        ("", "abc", ""),
+        ("abcabc", "abc", "abc"),
+    ],
+)
+def test_lists_are_paired_in_order(one: str, other: str, expected: str) -> None:
+    found = pairs(items(one), items(other))
+    assert "".join(one[at] for at, _ in found) == expected
+    assert all(one[at] == other[to] for at, to in found)
+    assert found == sorted(found)
+    assert len({to for _, to in found}) == len(found)
+
+
+def test_a_large_subtree_is_rather_the_same_than_many_small_ones() -> None:
+    found = pairs(items("zMzz", {"M": 500}), items("zzzm", {"m": 400}))
+    assert (1, 3) in found
+
+
+def test_long_lists_are_paired_too() -> None:
+    long = np.arange(5_000) % 1_000
+    one = Items(long, long * 0, long * 0, long, np.ones(long.size, dtype=np.int64))
+    cut = np.delete(long, [10, 2_500])
+    other = Items(cut, cut * 0, cut * 0, cut, np.ones(cut.size, dtype=np.int64))
+    assert len(pairs(one, other)) == cut.size
