@@ -90,7 +90,7 @@ def _followed(allocations: pl.DataFrame, live: int | None) -> pl.DataFrame:
     `live` is what existed on the CPU before the first event; None where nobody counted.
     """
     counted = allocations.with_columns(
-        pl.when(_shared(allocations)).then(pl.lit(SHARED)).otherwise("device_type").alias("device_type"),
+        pl.when(shared_memory(allocations)).then(pl.lit(SHARED)).otherwise("device_type").alias("device_type"),
         pl.col("device").fill_null(-1),
     )
     totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(["cpu", SHARED])
@@ -104,7 +104,7 @@ def _followed(allocations: pl.DataFrame, live: int | None) -> pl.DataFrame:
     )
 
 
-def _shared(allocations: pl.DataFrame) -> pl.Series:
+def shared_memory(allocations: pl.DataFrame) -> pl.Series:
     """Which events are about shared memory of DataLoader workers.
 
     The map allocator reports a new block with its size as the reserved total and nothing as the allocated one, which no

@@ -73,26 +73,3 @@ def _processor() -> str | None:
     except OSError:
         pass  # not Linux
     return platform.processor() or None
-
-
-def live_tensor_bytes() -> dict[str, int]:
-    """Bytes of all tensor storages alive now, by device: what a memory curve starts from.
-
-    PyTorch reports no frees of blocks from before the window, so the curve needs this count. Only tensors that
-    Python's garbage collector knows are seen; parameters and buffers are.
-    """
-    import gc
-
-    seen: dict[tuple[str, int], int] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
-            continue
-        try:
-            storage = thing.untyped_storage()
-            seen[str(storage.device), storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError):
-            continue  # a tensor without storage
-    total: dict[str, int] = {}
-    for (device, _), size in seen.items():
-        total[device] = total.get(device, 0) + size
-    return total

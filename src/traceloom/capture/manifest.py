@@ -22,7 +22,7 @@ NAME = "capture.json"
 _PART = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
 _OURS = re.compile(
     r"capture\.json|(rank\d+(-pid\d+)?|pid\d+)\."
-    r"(capture\.json|steps\.json\.gz|collectives\.json\.gz|memory\.pickle|(graph\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
+    r"(capture\.json|steps\.json\.gz|collectives\.json\.gz|memory\.pickle|oom\.json|(graph\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
 )
 
 

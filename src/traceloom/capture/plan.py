@@ -7,7 +7,7 @@ Events go in (the first torch call, a step that starts, a moment in time, a fore
                                                    └─a foreign profiler─┘ held back: try again afterwards
 
 `early` is what a short run keeps: everything from the first torch call on, at most `early_cap` seconds. It is thrown
-away when the window begins.
+away when the window begins; where allocations are recorded, it becomes the beginning of the window.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Action(Enum):
     HOLD = "hold"  # stop; keep the result in case nothing better follows
     DISCARD = "discard"  # stop, and forget what was recorded and what is held
     KEEP = "keep"  # stop; this is the window, write it
+    ADOPT = "adopt"  # go on: what was recorded so far is the beginning of the window
     GRAPH_START = "graph-start"
     GRAPH_KEEP = "graph-keep"
     GRAPH_DISCARD = "graph-discard"
@@ -97,6 +98,9 @@ class Plan:
             return []
         if self.phase is Phase.WINDOW:
             return self._end(pending=False) if number >= self._window_from + self._count else []
+        if self.phase is Phase.EARLY and self._settings.from_the_start and number >= self._first:
+            self.phase, self._window_from = Phase.WINDOW, number
+            return [Action.ADOPT]
         if self.phase in (Phase.IDLE, Phase.EARLY) and number >= self._first:
             before = [Action.DISCARD] if self.phase is Phase.EARLY else []
             return before + self._begin(Phase.WINDOW, now, number)

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from traceloom.capture import distributed, kineto
+from traceloom.capture import distributed, kineto, out_of_memory
+from traceloom.capture.census import census
 from traceloom.capture.compiler import never_traced
-from traceloom.capture.environment import live_tensor_bytes
 from traceloom.capture.messages import say_once
+from traceloom.capture.module_scopes import ModuleScopes
 from traceloom.capture.moments import on_main_thread
 from traceloom.capture.plan import Action, Phase, Plan
 from traceloom.capture.settings import Settings
@@ -46,7 +47,8 @@ class Window:
     end_step: int = 0
     end_ns: int = 0
     collectives: dict[str, Any] | None = None
-    live_bytes: dict[str, int] | None = None
+    census: dict[str, list[Any]] | None = None
+    last_census: dict[str, list[Any]] | None = None
 
 
 def harmless(method: _F) -> _F:
@@ -87,6 +89,7 @@ class Recorder:
         self._window: Window | None = None
         self._held: Window | None = None
         self._collectives = distributed.CollectiveLog()
+        self._modules = ModuleScopes(settings.module_names)
         self._graph_step = 0
         self._disturbed = True
         self._turning = False
@@ -149,6 +152,9 @@ class Recorder:
         if self._finished:
             return
         self._finished = True
+        error = out_of_memory.last_error()
+        if self.settings.memory and error is not None and out_of_memory.is_out_of_memory(error):
+            self.storage.keep_out_of_memory(error, self.log.number)
         self._turn(self.plan.finish(), between_steps=False)
         if self._held is not None:
             self.log.relabel(self._held.first_step, self._held.end_step, Mark.EARLY, Mark.RECORDED)
@@ -237,6 +243,9 @@ class Recorder:
             self._start(between_steps=between_steps)
         elif action is Action.GRAPH_START:
             self._start_graph()
+        elif action is Action.ADOPT:
+            if self._window is not None:
+                self._window.kind = "steps"
         elif action in (Action.GRAPH_KEEP, Action.GRAPH_DISCARD):
             self._stop_graph(keep=action is Action.GRAPH_KEEP)
         else:
@@ -260,15 +269,18 @@ class Recorder:
         self.on_start()
         self.storage.look_around()
         # The early part may hold the import of half of PyTorch: millions of Python calls. It goes without stacks.
-        wanted = replace(settings, stacks=False) if kind == "early" else settings
+        hurried = kind == "early" and not settings.from_the_start
+        wanted = replace(settings, stacks=False) if hurried else settings
         window = Window(
             kineto.Kineto(wanted, every_thread=kind == "early"),  # nobody knows yet which thread will train
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
             start_ns=time.time_ns(),
-            live_bytes=live_tensor_bytes() if settings.memory else None,
+            census=census() if settings.memory else None,
         )
         self._collectives.start()
+        if settings.memory and settings.module_names != "off":
+            self._modules.start()
         window.kineto.start()
         window.start_ns = time.time_ns()
         self._window = window
@@ -283,7 +295,11 @@ class Recorder:
             return None
         window.end_step, window.end_ns = max(self.log.number, window.first_step), time.time_ns()
         window.collectives = self._collectives.stop()
-        return window if self._stopped(window.kineto.stop) else None
+        self._modules.stop()
+        if not self._stopped(window.kineto.stop):
+            return None
+        window.last_census = census() if self.settings.memory else None
+        return window
 
     def _stopped(self, stop: Callable[[], None]) -> bool:
         """Stop a recorder; where it runs on the main thread and this is another one, let that one do it."""

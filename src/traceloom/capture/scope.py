@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from traceloom.errors import UsageError
 
 PREFIX = "traceloom.scope:"
+MODULE_PREFIX = "traceloom.module:"
 MAXIMUM_LENGTH = 200
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -41,6 +42,7 @@ class scope:  # noqa: N801  (used like a function)
     """
 
     __slots__ = ("_annotation", "_open", "_outer", "name")
+    prefix = PREFIX
 
     def __init__(self, name: str) -> None:
         if type(name) is not str:
@@ -61,7 +63,7 @@ class scope:  # noqa: N801  (used like a function)
         if profiler is not None and not _is_compiling() and profiler._is_profiler_enabled:
             from traceloom.capture.kineto import annotate
 
-            self._annotation = annotate(PREFIX + self.path)
+            self._annotation = annotate(self.prefix + self.path)
         return self
 
     def __exit__(

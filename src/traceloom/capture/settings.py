@@ -31,6 +31,7 @@ class Settings:
     duration: float | None = None
     stacks: bool = False
     memory: bool = False
+    module_names: str = "path"  # of the scopes that modules open by themselves with `memory`: path, class or off
     shapes: bool = True
     graph_step: bool = True
     quiet: bool = False
@@ -53,6 +54,11 @@ class Settings:
         first = WARM_UP_STEPS if self.first_step is None else self.first_step
         return first, WINDOW_STEPS if self.step_count is None else self.step_count
 
+    @property
+    def from_the_start(self) -> bool:
+        """Whether the early part is kept as the beginning of the window: allocations are only whole from the start."""
+        return self.memory and self.early
+
     def to_json(self) -> str:
         """The settings for the environment variable."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -68,6 +74,7 @@ class Settings:
             "duration_seconds": self.duration,
             "stacks": self.stacks,
             "memory": self.memory,
+            "module_names": self.module_names if self.memory else None,
             "shapes": self.shapes,
             "graph_step": self.graph_step,
         }

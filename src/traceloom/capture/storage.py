@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceloom.capture import distributed, environment, manifest, writing
+from traceloom.capture import distributed, environment, manifest, out_of_memory, writing
+from traceloom.capture.census import live_bytes
 from traceloom.capture.messages import say_once
 from traceloom.capture.settings import WARM_UP_STEPS, Settings
 from traceloom.capture.steps import Mark, StepClock, StepLog
@@ -39,7 +40,9 @@ class Storage:
         self._graph: dict[str, Any] | None = None
         self._graph_table: dict[str, Any] | None = None
         self._collectives: dict[str, Any] | None = None
-        self._live_bytes: dict[str, int] | None = None
+        self._census: dict[str, list[Any]] | None = None
+        self._last_census: dict[str, list[Any]] | None = None
+        self._out_of_memory: dict[str, str] | None = None
         self._notices: list[dict[str, str]] = []
         self._place: tuple[int | None, int | None, int | None] = (None, None, None)
         self._groups: list[dict[str, Any]] = []
@@ -54,7 +57,7 @@ class Storage:
     @property
     def empty(self) -> bool:
         """Whether this process has nothing to write."""
-        return self._window is None and self._graph is None
+        return self._window is None and self._graph is None and self._out_of_memory is None
 
     def look_around(self) -> None:
         """Note the place in the job and the groups; at its end a program may have left them already."""
@@ -104,7 +107,7 @@ class Storage:
         if window.kind == "early" and self._settings.stacks:
             message = "the run ended before the window began; what was recorded until then has no stacks"
             self._notices.append({"slug": "no-early-stacks", "message": message})
-        self._collectives, self._live_bytes = window.collectives, window.live_bytes
+        self._collectives, self._census, self._last_census = window.collectives, window.census, window.last_census
         self._memory_snapshot()
         table = self._window
         self._writer.submit(lambda: self._compress(table, "file", plain))
@@ -123,6 +126,15 @@ class Storage:
         self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._compress(table, "host_file", host))
         self._writer.submit(lambda: self._publish("running"))
+
+    def keep_out_of_memory(self, error: BaseException, steps: int) -> None:
+        """Write what was alive when memory ran out."""
+        path = self._places.choose(1_000_000) / f"{self.stem()}.oom.json"
+        out_of_memory.write(path, error, steps)
+        self._out_of_memory = {"file": path.name}
+        asked = out_of_memory.asked_bytes(error)
+        what = "" if asked is None else f" when {asked / 1e6:.4g} MB were asked for"
+        say_once("out-of-memory", f"memory ran out{what}; see: traceloom memory {self.directory}")
 
     def forget(self) -> None:
         """The numbers of the steps begin anew: what was kept has lost its place."""
@@ -233,7 +245,10 @@ class Storage:
             "step_source": self._clock.source,
             "steps": self._table("steps", self._log.to_dict(), self._log.number),
             "collectives": self._collective_table(),
-            "live_bytes_at_start": self._live_bytes,
+            "live_bytes_at_start": None if self._census is None else live_bytes(self._census),
+            "live_storages_at_start": self._census,
+            "live_storages_at_end": self._last_census,
+            "out_of_memory": self._out_of_memory,
             "overhead": manifest.overhead(self._log, graph_ns[-1] if graph_ns else None, WARM_UP_STEPS),
             "notices": self._notices,
         }

@@ -24,6 +24,7 @@ NOBODY_READS = 141
 VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
+    "memory": "show whose memory it is: by scope, module, operator, line of code",
     "link": "link host and device traces of all ranks into one graph",
     "convert": "turn graphs and Chakra files into another form",
     "validate": "say what is wrong with a set of Chakra files",
@@ -46,6 +47,8 @@ verbs:
   report   {VERBS["report"]}
              traceloom report run
              traceloom report trace.json.gz -o report.html
+  memory   {VERBS["memory"]}
+             traceloom memory run
   link     {VERBS["link"]}
              traceloom link run -o run.graph
   convert  {VERBS["convert"]}

@@ -44,7 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--after", type=float, metavar="SECONDS", help="record by time: begin so long after torch was imported")
     add("--duration", type=float, metavar="SECONDS", help="record by time: for so long (default: 10)")
     add("--stacks", action="store_true", help="record Python call stacks and modules (slow)")
-    add("--memory", action="store_true", help="record allocations")
+    add("--memory", action="store_true", help="record allocations from the start, with the modules that make them")
+    add(
+        "--module-names", choices=("path", "class", "off"), default="path", help="how modules are named (default: path)"
+    )
     add("--no-shapes", dest="shapes", action="store_false", help="leave out the shapes of inputs")
     add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
     add("--force", action="store_true", help="replace an earlier capture in DIR")
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         duration=args.duration,
         stacks=args.stacks,
         memory=args.memory,
+        module_names=args.module_names,
         shapes=args.shapes,
         graph_step=args.graph_step,
         quiet=args.quiet,

@@ -1,0 +1,240 @@
+"""The answers about one trace: who holds the memory at the peak, what was allocated where, what grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.blocks import ALIVE, EXISTED
+from traceloom.analyze.allocations.categories import CATEGORIES, EVIDENCE
+from traceloom.analyze.allocations.explained import Explained, explain
+from traceloom.analyze.allocations.growth import growth
+from traceloom.analyze.allocations.holders import TREE, scope_tree, sums_by
+from traceloom.analyze.allocations.named import Named
+from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.table import names
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Notice, Trace
+from traceloom.model.result import Result
+
+POOLS = pl.Schema(
+    {
+        "pool": pl.Int64,
+        "device_type": pl.String,
+        "device": pl.Int32,
+        "peak_bytes": pl.Int64,
+        "peak_time_ns": pl.Int64,
+        "peak_step": pl.Int32,
+        "peak_row": pl.Int64,
+        "unseen_bytes": pl.Int64,
+        "start_bytes": pl.Int64,
+        "end_bytes": pl.Int64,
+        "allocation_count": pl.Int64,
+        "free_count": pl.Int64,
+        "reserved_at_peak_bytes": pl.Int64,
+    }
+)
+"""One row per memory."""
+
+
+@dataclass(frozen=True)
+class Allocations(Result):
+    """Whose memory it is, in one trace.
+
+    Attributes:
+        pools: One row per memory (a device, or the shared memory of loader workers): peak, its time, step and row;
+            `unseen_bytes` (what the allocator held before the recording and was never seen), start, end, counts.
+        peak: At the peak of each pool, who holds what: pool and `TREE`.
+        categories: At the peak: pool, category, evidence, bytes, block_count, fraction.
+        largest: The largest blocks alive at the peak: pool, name, bytes, category, time_ns, end_ns, step.
+        growth: Places that leave memory alive step after step; see `growth`.
+        notices: What to know about the pairing.
+    """
+
+    pools: pl.DataFrame
+    peak: pl.DataFrame
+    categories: pl.DataFrame
+    largest: pl.DataFrame
+    growth: pl.DataFrame
+    notices: tuple[Notice, ...]
+
+
+MOST = 100
+CATEGORY_ROWS = pl.Schema(
+    {
+        "pool": pl.Int64,
+        "category": pl.String,
+        "evidence": pl.String,
+        "bytes": pl.Int64,
+        "block_count": pl.Int64,
+        "fraction": pl.Float64,
+    }
+)
+LARGEST = pl.Schema(
+    {
+        "pool": pl.Int64,
+        "name": pl.String,
+        "owner": pl.String,
+        "bytes": pl.Int64,
+        "category": pl.String,
+        "backward": pl.Boolean,
+        "time_ns": pl.Int64,
+        "end_ns": pl.Int64,
+        "step": pl.Int32,
+    }
+)
+
+
+def allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
+    """Pair, name and explain the allocations of a trace (recorded with `profile_memory`).
+
+    Args:
+        trace: The trace; without allocation events all frames are empty.
+        full_op_names: Keep namespaces in names: `aten::relu`.
+    """
+    return answers(explain(trace, full_op_names=full_op_names))
+
+
+def answers(known: Explained, rows: Mapping[int, int] | None = None) -> Allocations:
+    """The same for blocks that are explained already, and for other instants than the peaks.
+
+    Args:
+        known: The blocks.
+        rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
+    """
+    trace, found, kinds, whose = known.trace, known.named, known.kinds, known.whose
+    pools = _pools(trace, found)
+    peaks, by_category, largest = [TREE_ROWS.to_frame()], [CATEGORY_ROWS.to_frame()], [LARGEST.to_frame()]
+    for pool, highest, unseen in pools.select("pool", "peak_row", "unseen_bytes").rows():
+        row = (rows or {}).get(pool, highest)
+        chosen = (found.blocks.pool == pool) & found.blocks.alive(row)
+        here = pl.lit(pool, pl.Int64).alias("pool")
+        peaks.append(scope_tree(found, chosen, unseen, whose).select(here, pl.all()))
+        key = kinds.category * len(EVIDENCE) + kinds.evidence
+        both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
+        sums = sums_by(found, chosen, key, pl.int_range(len(both), eager=True))
+        by_category.append(_categories(sums, unseen, both).select(here, pl.all()))
+        largest.append(_largest(trace, found, whose, kinds.category, np.flatnonzero(chosen)).select(here, pl.all()))
+    return Allocations(
+        pools,
+        pl.concat(peaks),
+        pl.concat(by_category),
+        pl.concat(largest),
+        growth(trace, found),
+        _notices(found),
+    )
+
+
+TREE_ROWS = pl.Schema({"pool": pl.Int64(), **TREE})
+
+
+def _pools(trace: Trace, found: Named) -> pl.DataFrame:
+    rows = trace.allocations
+    sizes, times = rows["bytes"], rows["time_ns"]
+    out = []
+    for number, pool in enumerate(found.blocks.pools):
+        levels = found.blocks.levels(number, rows.height)
+        unseen = 0 if pool.start_bytes is None else pool.start_bytes - int(levels[0])
+        peak = int(levels.argmax())
+        row = max(peak - 1, 0)
+        mine = found.blocks.pool == number
+        before = found.blocks.start_ns == EXISTED
+        out.append(
+            {
+                "pool": number,
+                "device_type": pool.device_type,
+                "device": pool.device,
+                "peak_bytes": int(levels[peak]) + unseen,
+                "peak_time_ns": times[row],
+                "peak_step": rows["step"][row],
+                "peak_row": peak - 1,
+                "unseen_bytes": unseen,
+                "start_bytes": pool.start_bytes,
+                "end_bytes": int(levels[-1]) + unseen,
+                "allocation_count": int((mine & ~before).sum()),
+                "free_count": int((mine & (found.blocks.end_ns != ALIVE)).sum()),
+                "reserved_at_peak_bytes": rows["reserved_bytes"][row] if pool.start_bytes is not None else None,
+            }
+        )
+    del sizes
+    return pl.DataFrame(out, schema=POOLS)
+
+
+def _categories(sums: pl.DataFrame, unseen: int, both: list[tuple[str, str]]) -> pl.DataFrame:
+    rows = [(*both[key], size, count) for key, size, count, _ in sums.rows()]
+    if unseen:
+        rows.append(("before_recording", "none", unseen, 0))
+    frame = pl.DataFrame(rows, schema=["category", "evidence", "bytes", "block_count"], orient="row")
+    whole = max(int(frame["bytes"].sum()), 1) if rows else 1
+    summed = frame.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum()) if rows else frame
+    told = summed.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "category", descending=[True, False])
+    wanted = [name for name in CATEGORY_ROWS if name != "pool"]
+    return told.select(wanted).cast({name: CATEGORY_ROWS[name] for name in wanted})
+
+
+def _largest(trace: Trace, found: Named, whose: Owners, category: Ints, rows: Ints) -> pl.DataFrame:
+    """The largest of these blocks."""
+    sizes = found.blocks.bytes[rows]
+    top = rows[np.argsort(-sizes, kind="stable")[:MOST]]
+    made = found.blocks.made[top]
+    step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
+    return pl.DataFrame(
+        {
+            "name": names(found, whose, top),
+            "owner": whose.table["name"].gather(pl.Series(whose.of[top]).replace(-1, None).cast(pl.UInt32)),
+            "bytes": found.blocks.bytes[top],
+            "category": pl.Series(CATEGORIES).gather(category[top]),
+            "backward": found.backward[top],
+            "time_ns": pl.Series(found.blocks.start_ns[top]).replace(EXISTED, None),
+            "end_ns": pl.Series(found.blocks.end_ns[top]).replace(ALIVE, None),
+            "step": step.set(pl.Series(made < 0), None),
+        }
+    ).cast({name: kind for name, kind in LARGEST.items() if name != "pool"})
+
+
+def _notices(found: Named) -> tuple[Notice, ...]:
+    """What pairing and naming had to assume, with counts."""
+    blocks, out = found.blocks, []
+    if blocks.lost_frees:
+        out.append(
+            Notice(
+                "lost-frees",
+                "warning",
+                f"{blocks.lost_frees} blocks were never freed in the recording, and yet their address was given out "
+                "again: they are taken to end there (another thread freed them, or events were dropped)",
+                count=blocks.lost_frees,
+            )
+        )
+    if blocks.resized:
+        out.append(
+            Notice(
+                "resized-frees",
+                "warning",
+                f"{blocks.resized} frees say another size than their allocation: that of the allocation counts",
+                count=blocks.resized,
+            )
+        )
+    early = int(((blocks.start_ns == EXISTED) & (blocks.owner < 0)).sum())
+    if early:
+        out.append(
+            Notice(
+                "freed-from-before",
+                "info",
+                f"{early} blocks from before the recording were freed in it: nobody knows who made them",
+                count=early,
+            )
+        )
+    if found.places.unknown_backward:
+        out.append(
+            Notice(
+                "backward-without-forward",
+                "info",
+                f"{found.places.unknown_backward} backward nodes belong to no recorded forward operator: what they "
+                "allocate is called backward.unknown",
+                count=found.places.unknown_backward,
+            )
+        )
+    return tuple(out)

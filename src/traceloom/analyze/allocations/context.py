@@ -1,0 +1,54 @@
+"""Where in the program each event without a duration happened: the innermost host event on its thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Forest
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Trace
+
+
+def innermost(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
+    """Position (in the forest) of the innermost host event open at each row's time on its thread; -1 for none.
+
+    Args:
+        trace: The trace.
+        tree: Its forest.
+        rows: time_ns, process, thread.
+    """
+    lane = _lanes(trace, rows)
+    time = rows["time_ns"].to_numpy()
+    out = np.full(rows.height, -1, dtype=np.int64)
+    for number in np.unique(lane[lane >= 0]).tolist():
+        low, high = np.searchsorted(tree.lane, [number, number + 1])
+        mine = np.flatnonzero(lane == number)
+        at = low + np.searchsorted(tree.start_ns[low:high], time[mine], side="right") - 1
+        out[mine] = np.where(at >= low, at, -1)
+    todo = np.flatnonzero(out >= 0)
+    while todo.size:
+        todo = todo[tree.end_ns[out[todo]] <= time[todo]]
+        out[todo] = tree.parent[out[todo]]
+        todo = todo[out[todo] >= 0]
+    return out
+
+
+def _lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
+    """The host lane of each row's thread; -1 where nothing of that thread was recorded."""
+    lanes = trace.lanes.filter(pl.col("kind") == "host").select(
+        pl.col("process", "thread").cast(pl.Int64, strict=False), "lane"
+    )
+    threads = rows.select("process", "thread").unique()
+    known = threads.join(lanes, on=["process", "thread"], how="left", nulls_equal=True)
+    if known.height == 1:
+        lane = known["lane"][0]
+        return np.full(rows.height, -1 if lane is None else lane, dtype=np.int64)
+    joined = rows.select("process", "thread").join(
+        lanes.unique(["process", "thread"]),
+        on=["process", "thread"],
+        how="left",
+        maintain_order="left",
+        nulls_equal=True,
+    )
+    return joined["lane"].cast(pl.Int64).fill_null(-1).to_numpy()

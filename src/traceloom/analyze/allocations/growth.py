@@ -1,0 +1,73 @@
+"""What is left alive by every step: leaks, caches that grow."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.named import Named
+from traceloom.model import Trace
+
+GROWTH = pl.Schema(
+    {
+        "site": pl.String,
+        "pool": pl.Int64,
+        "step_count": pl.Int64,
+        "bytes": pl.Int64,
+        "bytes_per_step": pl.Float64,
+        "block_count": pl.Int64,
+        "first_step": pl.Int64,
+        "last_step": pl.Int64,
+        "example": pl.UInt32,
+    }
+)
+LEAST_STEPS = 3
+
+
+def growth(trace: Trace, named: Named) -> pl.DataFrame:
+    """Places in the code that leave memory alive in one step after the other.
+
+    A block counts where it was made in a step and is alive when the recording ends, its step being over. The last step
+    does not count: what it made may be in use. A place grows where it does so in all but one of the steps from its
+    first on, and in at least `LEAST_STEPS`; what only the first step leaves (optimizer state, caches) does not grow.
+
+    Returns:
+        `GROWTH`, the fastest first: site (name with the counter restarting every step), pool (number of the memory),
+        step_count (steps that left something), bytes and block_count (left in all), bytes_per_step (mean over the steps
+        from the first to the last of these), first_step, last_step, example (a block).
+    """
+    blocks, steps = named.blocks, trace.steps
+    if steps.height < LEAST_STEPS + 1 or not blocks.made.size:
+        return GROWTH.to_frame()
+    made = np.maximum(blocks.made, 0)
+    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()[made]
+    last = int(steps["step"].to_numpy().max())
+    left = np.flatnonzero((blocks.made >= 0) & (blocks.ended >= trace.allocations.height) & (step >= 0) & (step < last))
+    rows = pl.DataFrame(
+        {
+            "site": named.names(left, sites=True),
+            "pool": blocks.pool[left],
+            "step": step[left],
+            "bytes": blocks.bytes[left],
+            "block": left.astype(np.uint32),
+        }
+    )
+    grown = (
+        rows.group_by("site", "pool")
+        .agg(
+            step_count=pl.col("step").n_unique().cast(pl.Int64),
+            bytes=pl.col("bytes").sum(),
+            block_count=pl.len().cast(pl.Int64),
+            first_step=pl.col("step").min(),
+            last_step=pl.col("step").max(),
+            example=pl.col("block").last(),
+        )
+        .with_columns(span=pl.col("last_step") - pl.col("first_step") + 1)
+        .filter(
+            pl.col("step_count") >= LEAST_STEPS,
+            pl.col("step_count") >= pl.col("span") - 1,
+            pl.col("last_step") >= last - 2,
+        )
+        .with_columns(bytes_per_step=pl.col("bytes") / pl.col("span"))
+    )
+    return grown.select(list(GROWTH)).cast(GROWTH).sort("bytes_per_step", "site", descending=[True, False])

@@ -1,0 +1,121 @@
+"""Whose memory is it? Every allocation with its scope, op, category and lifetime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.blocks import ALIVE, EXISTED, Blocks, blocks
+from traceloom.analyze.allocations.context import innermost
+from traceloom.analyze.allocations.naming import Places, places
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.model import Trace
+
+__all__ = ["ALIVE", "EXISTED", "Blocks", "Named", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Blocks with their names; arrays of shape (blocks,).
+
+    Attributes:
+        blocks: The blocks.
+        places: Scopes and ops of the host events.
+        position: Innermost host event (in the forest) at the allocation; -1 for none or unknown.
+        path: Number of the scope path (`places.paths`).
+        label: Number of the op's name (`places.labels`).
+        counter: Which invocation of that op in that scope path it was, from 1; 0 for blocks from before.
+        in_step: The same count, restarting with every step (outside all steps: over all of that).
+        extra: Which allocation of that invocation, from 1.
+        backward: Whether the backward pass made it.
+    """
+
+    blocks: Blocks
+    places: Places
+    position: Ints
+    path: Ints
+    label: Ints
+    counter: Ints
+    in_step: Ints
+    extra: Ints
+    backward: Bools
+
+    def names(self, rows: Ints | None = None, *, sites: bool = False) -> pl.Series:
+        """The identifiers `scope.op.counter` (`#2`, `#3` for further allocations of one invocation) of some blocks.
+
+        With `sites` the counter restarts with every step, so that the same line of code has the same name in each.
+        """
+        rows = np.arange(self.path.size) if rows is None else rows
+        paths, labels = pl.Series(self.places.paths, dtype=pl.String), pl.Series(self.places.labels, dtype=pl.String)
+        frame = pl.DataFrame(
+            {
+                "path": paths.gather(self.path[rows]),
+                "label": labels.gather(self.label[rows]),
+                "counter": (self.in_step if sites else self.counter)[rows],
+                "extra": self.extra[rows],
+            }
+        )
+        dotted = pl.when(pl.col("path") == "").then(pl.lit("")).otherwise(pl.col("path") + ".")
+        more = pl.when(pl.col("extra") > 1).then(pl.format("#{}", "extra")).otherwise(pl.lit(""))
+        return frame.select(
+            pl.concat_str(dotted, "label", pl.lit("."), pl.col("counter").cast(pl.String), more)
+        ).to_series()
+
+
+def named(trace: Trace, *, full_op_names: bool = False) -> Named:
+    """Name every block of the trace.
+
+    The counter counts invocations of an op in a scope path over the whole recording, also those that allocate
+    nothing; what is allocated outside of any op counts one by one.
+    """
+    tree = forest(trace)
+    found = blocks(trace)
+    known = places(trace, tree, full_op_names=full_op_names)
+    rows = np.maximum(found.made, 0)
+    position = (
+        innermost(trace, tree, trace.allocations.select("time_ns", "process", "thread"))[rows] if rows.size else rows
+    )
+    position = np.where(found.made >= 0, position, -1)
+    path, label = np.append(known.path, 0)[position], np.append(known.label, 0)[position]
+    op = np.append(known.op, -1)[position]
+    extra = np.ones(path.size, dtype=np.int64)
+    inside = np.flatnonzero(op >= 0)
+    extra[inside] = _turns(op[inside])
+    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()
+    steps = np.where(found.made >= 0, step[rows], -1) if rows.size else rows
+    counters = []
+    for restarts in (False, True):
+        counter = np.append(_invocations(trace, known, restarts=restarts), 0)[op]
+        outside = np.flatnonzero((op < 0) & (found.made >= 0))
+        counter[outside] = _turns(path[outside] + (steps[outside] + 1) * len(known.paths) * restarts)
+        counter[found.made < 0] = 0
+        counters.append(counter)
+    backward = np.append(known.backward, False)[position]
+    return Named(found, known, position, path, label, counters[0], counters[1], extra, backward)
+
+
+def _invocations(trace: Trace, known: Places, *, restarts: bool) -> Ints:
+    """For each host event that is a counted op: the how manieth of its label in its path, by start."""
+    tree = forest(trace)
+    ops = np.flatnonzero(known.op == np.arange(known.op.size))
+    ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
+    out = np.zeros(known.op.size, dtype=np.int64)
+    key = known.path[ops] * len(known.labels) + known.label[ops]
+    if restarts:
+        step = trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()[tree.row[ops]]
+        key += (step + 1) * len(known.labels) * len(known.paths)
+    out[ops] = _turns(key)
+    return out
+
+
+def _turns(keys: Ints) -> Ints:
+    """1, 2, 3, ... for the occurrences of each key, in order."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: keys.size])
+    out = np.empty(keys.size, dtype=np.int64)
+    out[order] = np.arange(keys.size) - np.repeat(first, np.diff(np.append(first, keys.size))) + 1
+    return out

@@ -1,0 +1,224 @@
+"""Names of allocations: `{scope}.{op}.{counter}`, where scope, op and counter come from the events around them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Forest
+from traceloom.analyze.autograd import backward_of
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK, meaning
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.large import column
+from traceloom.read.ondisk import lookup
+
+NO_OP = "none"
+UNKNOWN_BACKWARD = "backward.unknown"
+_MODULE = "nn.Module: "
+MODULE_PREFIX = "traceloom.module:"
+_PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
+_EVALUATE = "autograd::engine::evaluate_function: "
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_OPTIMIZER = re.compile(r"^Optimizer\.\w+#(?=.)")
+_DEEPEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What every host event is part of; arrays of shape (host events,), in the forest's order.
+
+    Attributes:
+        paths: Distinct scope paths, dotted; number 0 is the empty one.
+        modules: For each of them the path of its innermost module; empty outside modules.
+        path: Number of the path of the innermost scope at or above each event (of its forward op, in a backward node
+            that is known).
+        labels: Distinct names of ops, without namespace; number 0 is `none`.
+        label: Number of the outermost op inside that scope, at or above each event.
+        op: Position of that op; -1 for none.
+        backward: Whether the event is part of the backward pass.
+        unknown_backward: How many backward nodes belong to no known forward op.
+    """
+
+    paths: list[str]
+    modules: list[str]
+    path: Ints
+    labels: list[str]
+    label: Ints
+    op: Ints
+    backward: Bools
+    unknown_backward: int
+
+
+def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places:
+    """Find scope and op of every host event."""
+    is_scope = _scopes(trace, tree)
+    scope = tree.nearest_or_self(is_scope)
+    paths, modules, path_of = _paths(trace, tree, is_scope)
+    path = np.append(path_of, 0)[scope]
+    top = _top_ops(tree, meaning(trace).op, scope)
+    op = tree.nearest_or_self(top)
+    op = np.where((op >= 0) & (scope[op] == scope), op, -1)
+    labels, label_of = _labels(trace, tree, full_op_names)
+    label = np.where(op >= 0, label_of[op], 0)
+    node, home, unknown = _backward(trace, tree)
+    backward = node >= 0
+    known = home >= 0
+    inner = known & (scope > node)  # a scope opened inside the backward node: what it recomputes
+    own = np.where(known & ~inner, path[home], path)
+    paths, modules, path = _merged(paths, modules, own, np.where(inner, path[home], -1))
+    if unknown:
+        paths, modules = [*paths, UNKNOWN_BACKWARD], [*modules, ""]
+        path = np.where(backward & ~known, len(paths) - 1, path)
+    return Places(paths, modules, path, labels, label, op, backward, unknown)
+
+
+def _scopes(trace: Trace, tree: Forest) -> Bools:
+    """Which events are scopes: ours, modules, and regions that the user or PyTorch annotates.
+
+    Modules are known by the scopes that `record --memory` opens, else by Python frames.
+    """
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    category = column(trace, "category")[tree.row]
+    ours = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    named = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code) | ours
+    module = lookup(words.names.str.starts_with(_MODULE).to_numpy(), code) & (not ours.any())
+    mark = lookup(words.matching(STEP_MARK), code)
+    python = category == cat.CATEGORIES.index(cat.PYTHON)
+    annotation = category == cat.CATEGORIES.index(cat.ANNOTATION)
+    scopes: Bools = named | (python & module) | (annotation & ~mark)
+    return scopes
+
+
+def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list[str], Ints]:
+    """The distinct dotted paths, the path of the innermost module of each, and the number of each scope's path.
+
+    0 stands where there is no scope.
+    """
+    words = vocabulary(trace)
+    code = words.code[tree.row].astype(np.int64)
+    above = tree.nearest(is_scope)
+    out = np.zeros(is_scope.size, dtype=np.int64)
+    paths, modules, own = [""], [""], [""]  # own: the recorded name of the path's last scope
+    known: dict[tuple[int, int], int] = {}
+    here = np.flatnonzero(is_scope & (above < 0))
+    for _ in range(_DEEPEST):
+        if not here.size:
+            break
+        outer = np.where(above[here] >= 0, out[above[here]], 0)
+        pair, number = np.unique(np.stack([outer, code[here]]), axis=1, return_inverse=True)
+        turn = np.empty(pair.shape[1], dtype=np.int64)
+        for k, (at, name) in enumerate(pair.T.tolist()):
+            if (at, name) not in known:
+                recorded = str(words.names[name])
+                known[at, name] = len(paths)
+                modules.append(_module(modules[at], paths[at], _joined(paths[at], own[at], recorded), recorded))
+                paths.append(_joined(paths[at], own[at], recorded))
+                own.append(recorded)
+            turn[k] = known[at, name]
+        out[here] = turn[number.reshape(-1)]
+        inside = np.zeros(is_scope.size + 1, dtype=np.bool_)
+        inside[here] = True
+        here = np.flatnonzero(is_scope & inside[above])
+    return paths, modules, out
+
+
+def _module(outer: str, around: str, path: str, recorded: str) -> str:
+    """The path of the innermost module: the names of modules alone, without the scopes between them."""
+    if not recorded.startswith((MODULE_PREFIX, _MODULE)):
+        return outer
+    last = path[len(around) + 1 :] if around else path
+    return f"{outer}.{last}" if outer else last
+
+
+def _joined(path: str, outer: str, name: str) -> str:
+    """The path of a scope: ours already carries the names of the scopes of ours around it."""
+    mine, around = _ours(name), _ours(outer)
+    if mine is None:  # `Optimizer.step#Adam.step` is `Adam.step`
+        last = _OPTIMIZER.sub("", name.removeprefix(_MODULE))
+    else:
+        last = mine[len(around) + 1 :] if around is not None and mine.startswith(f"{around}.") else mine
+    return f"{path}.{last}" if path else last
+
+
+def _ours(name: str) -> str | None:
+    """The dotted names in the annotation of a scope of ours; None for what is none."""
+    return next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), None)
+
+
+def _top_ops(tree: Forest, is_op: Bools, scope: Ints) -> Bools:
+    """Ops with no other op between them and their scope."""
+    alone = np.arange(is_op.size) + is_op.size + 1  # kinds of their own
+    return is_op & tree.topmost_of_kind(np.where(is_op, scope + 1, alone))
+
+
+def _labels(trace: Trace, tree: Forest, full: bool) -> tuple[list[str], Ints]:
+    """The distinct names of ops as they stand in identifiers, and the number of each event's name."""
+    words = vocabulary(trace)
+    plain = words.names.str.strip_prefix(_EVALUATE)
+    if not full:
+        plain = plain.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
+    distinct = plain.unique(maintain_order=True)
+    number = pl.Series(plain).replace_strict(distinct, pl.int_range(1, distinct.len() + 1, eager=True)).to_numpy()
+    return [NO_OP, *distinct.to_list()], number.astype(np.int64)[words.code[tree.row]]
+
+
+def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tuple[list[str], list[str], Ints]:
+    """The paths of what a backward node recomputes, as they are in the forward pass.
+
+    There only the modules stand around it. The path of the node's forward op says what stood around these: up to where
+    it names the same outermost module.
+    """
+    rows = np.flatnonzero(home >= 0)
+    if not rows.size:
+        return paths, modules, path
+    pairs, number = np.unique(np.stack([home[rows], path[rows]]), axis=1, return_inverse=True)
+    paths, modules = list(paths), list(modules)
+    known = {text: k for k, text in reversed(list(enumerate(paths)))}
+    new = []
+    for outer, inner in pairs.T.tolist():
+        around, parts = paths[outer].split("."), paths[inner].split(".")
+        at = around.index(parts[0]) if parts[0] in around else 0
+        text = ".".join([*around[:at], *parts])
+        if text not in known:
+            known[text] = len(paths)
+            paths.append(text)
+            modules.append(modules[inner])
+        new.append(known[text])
+    out = path.copy()
+    out[rows] = np.array(new)[number.reshape(-1)]
+    return paths, modules, out
+
+
+def _backward(trace: Trace, tree: Forest) -> tuple[Ints, Ints, int]:
+    """The backward node (position) each event is part of, -1 for none; its forward op; how many nodes lack one.
+
+    A node that only adds to a gradient inherits from the node before it on its thread, which made that gradient:
+    autograd runs it at once.
+    """
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    node = tree.topmost(lookup(words.names.str.starts_with(_EVALUATE).to_numpy(), code))
+    joined = backward_of(trace, tree)
+    home = np.full(node.size, -1, dtype=np.int64)
+    if joined is not None:
+        home[joined.backward] = joined.forward
+    first = tree.nearest_or_self(node)
+    nodes = np.flatnonzero(node)
+    accumulates = lookup(words.names.str.ends_with(_ACCUMULATE).to_numpy(), code)[nodes]
+    inherits = accumulates & (home[nodes] < 0)
+    source = np.where(inherits, -1, np.arange(nodes.size))
+    source = np.maximum.accumulate(source)
+    same = (source >= 0) & (tree.lane[nodes[np.maximum(source, 0)]] == tree.lane[nodes])
+    home[nodes] = np.where(inherits & same, home[nodes[np.maximum(source, 0)]], home[nodes])
+    backward = first >= 0
+    # a backward op may be recorded without the engine's span around it
+    alone = (home >= 0) & ~backward
+    owner = tree.nearest_or_self(node | alone)
+    return owner, np.where(owner >= 0, np.append(home, -1)[owner], -1), int((home[nodes] < 0).sum())

@@ -1,0 +1,46 @@
+"""Who owns each block, where a census says so: a parameter, a gradient, a state of an optimizer, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.blocks import Blocks
+from traceloom.analyze.allocations.census import CENSUS, census, last_census
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """What the censuses say.
+
+    Attributes:
+        table: `CENSUS`: that of the start, then that of the end.
+        of: Row of the table for each block, shape (blocks,); -1 where no census knows it.
+    """
+
+    table: pl.DataFrame
+    of: Ints
+
+
+def owners(trace: Trace, blocks: Blocks) -> Owners:
+    """Find the owners: a block from before is known by the first census, one alive at the end by the last, by address.
+
+    The last one also tells of blocks from before what has become of them.
+    """
+    first, last = census(trace), last_census(trace)
+    table = pl.concat([first, last]) if last.height else first
+    of = blocks.owner.copy()
+    alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
+    if last.height and alive.size:
+        kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
+        mine = pl.DataFrame(
+            {"address": blocks.address[alive], "device_type": kinds.gather(blocks.pool[alive]), "block": alive}
+        )
+        known = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
+        found = mine.join(known.unique(["address", "device_type"], keep="first"), on=["address", "device_type"])
+        of[found["block"].to_numpy()] = found["row"].cast(pl.Int64).to_numpy()
+    return Owners(table.select(list(CENSUS)), of)

@@ -1,0 +1,137 @@
+"""Ways to divide memory: by scope, module, category, op, stack or element type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.categories import CATEGORIES, Categories
+from traceloom.analyze.allocations.named import Named
+from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.table import Stacks
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Trace
+
+BY = ("scope", "module", "category", "op", "stack", "dtype")
+BEFORE = "(before the recording)"
+NO_MODULE = "(outside modules)"
+NO_SCOPE = "(no scope)"
+UNKNOWN_TYPE = "(unknown)"
+NO_STACK = "(no stack recorded)"
+
+Partition = tuple[list[str], Ints]
+"""Names, and for each block the number of its name."""
+
+
+def partition(
+    by: str, trace: Trace, named: Named, kinds: Categories, whose: Owners, *, depth: int | None = None
+) -> Partition:
+    """Divide the blocks.
+
+    Args:
+        by: One of `BY`.
+        trace: The trace.
+        named: Its blocks with names.
+        kinds: Their categories.
+        whose: Their owners: a parameter, its gradient and its states belong to the module that the name tells.
+        depth: For scopes and modules: so many parts of the path, from the root; None for all.
+    """
+    makers: dict[str, Callable[[], Partition]] = {
+        "scope": lambda: _paths(named, depth),
+        "module": lambda: _modules(named, whose, depth),
+        "category": lambda: (list(CATEGORIES), kinds.category),
+        "op": lambda: _ops(named),
+        "stack": lambda: _stacks(trace, named),
+        "dtype": lambda: _types(trace, named),
+    }
+    return makers[by]()
+
+
+def _early(named: Named, names: list[str], number: Ints) -> Partition:
+    """Blocks from before the recording as a part of their own."""
+    return [*names, BEFORE], np.where(named.blocks.made < 0, len(names), number)
+
+
+def _cut(path: str, depth: int | None) -> str:
+    return path if depth is None else ".".join(path.split(".")[:depth])
+
+
+def _numbered(texts: list[str]) -> tuple[list[str], Ints]:
+    """The distinct texts, and the number of each."""
+    known: dict[str, int] = {}
+    number = np.array([known.setdefault(text, len(known)) for text in texts], dtype=np.int64)
+    return list(known), number
+
+
+def _paths(named: Named, depth: int | None) -> Partition:
+    names, number = _numbered([_cut(path, depth) or NO_SCOPE for path in named.places.paths])
+    return _early(named, names, number[named.path])
+
+
+def _modules(named: Named, whose: Owners, depth: int | None) -> Partition:
+    """The module whose call made it; parameters and what belongs to them: the module that holds them."""
+    of_path = [named.places.modules[k] for k in range(len(named.places.paths))]
+    held = [_holder(owner, name) for owner, name in zip(whose.table["owner"], whose.table["name"], strict=True)]
+    texts = [_cut(one, depth) or NO_MODULE for one in (*of_path, *held)]
+    names, number = _numbered(texts or [NO_MODULE])
+    by_path = number[named.path] if named.places.paths else np.zeros(0, dtype=np.int64)
+    by_owner = np.append(number[len(of_path) :], 0)[whose.of]
+    told = np.append(np.array([bool(one) for one in held], dtype=np.bool_), False)[whose.of]
+    out = np.where(told, by_owner, by_path)
+    nobody = (named.blocks.made < 0) & ~told
+    return [*names, BEFORE], np.where(nobody, len(names), out)
+
+
+def _holder(owner: str, name: str) -> str:
+    """The path of the module in the name of a parameter, buffer, gradient or state; empty where there is none."""
+    if owner == "other" or "(" in name:
+        return ""
+    of = name.rpartition(" of ")[2]
+    if owner == "gradient":
+        of = of.removesuffix(".grad")
+    return of.rpartition(".")[0]
+
+
+def _ops(named: Named) -> Partition:
+    return _early(named, named.places.labels, named.label)
+
+
+def _stacks(trace: Trace, named: Named) -> Partition:
+    texts = Stacks(trace).of(named.position)
+    filled = texts.fill_null(NO_STACK)
+    names = filled.unique(maintain_order=True)
+    number = filled.replace_strict(names, pl.int_range(names.len(), eager=True)) if names.len() else filled
+    return _early(named, names.to_list(), number.cast(pl.Int64).to_numpy() if names.len() else named.label)
+
+
+def _types(trace: Trace, named: Named) -> Partition:
+    """The element type of the first tensor that the op around it, or its nearest caller, works on: a guess."""
+    tree = forest(trace)
+    types = trace.events.select("event").join(
+        trace.tensors.select("event", "types"), on="event", how="left", maintain_order="left"
+    )["types"]
+    distinct = types.drop_nulls().unique(maintain_order=True)
+    first = pl.Series([_first_type(text) for text in distinct], dtype=pl.String)
+    known = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
+    has = known.is_not_null().to_numpy()[tree.row]
+    near = tree.nearest_or_self(has)
+    at = np.append(near, -1)[named.position]
+    names = [UNKNOWN_TYPE, *known.drop_nulls().unique(maintain_order=True).to_list()]
+    number = known.fill_null(UNKNOWN_TYPE).replace_strict(names, list(range(len(names)))).to_numpy()
+    rows = np.append(tree.row, 0)[at]
+    out = np.where(at >= 0, number[rows], 0) if number.size else np.zeros(at.size, dtype=np.int64)
+    return _early(named, names, out)
+
+
+def _first_type(text: str) -> str | None:
+    """The first type of a list that is that of a tensor."""
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        return None
+    plain = {"", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None"}
+    return next((one for one in listed if isinstance(one, str) and one not in plain), None)

@@ -1,0 +1,104 @@
+"""Scopes that `nn.Module` calls open by themselves while allocations are recorded.
+
+The hooks stand only while Kineto runs, and change nothing of how modules are called.
+"""
+
+# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from traceloom.capture.scope import MODULE_PREFIX, scope
+
+NAMES = ("class", "path", "off")
+
+
+class module_scope(scope):  # noqa: N801  (as its base)
+    """A scope opened for a module call; told apart in the trace by its prefix."""
+
+    __slots__ = ()
+    prefix = MODULE_PREFIX
+
+
+class ModuleScopes:
+    """Opens a scope around every module call between `start` and `stop`.
+
+    Args:
+        names: `path`: modules are called by their attribute path from the outermost module that was called, which is
+            called by its class (`GPT.blocks.0.attn`); `class`: each by its class (`GPT.Block.Attention`).
+    """
+
+    def __init__(self, names: str) -> None:
+        self._by_path = names == "path"
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._open = threading.local()
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """From now on module calls are scopes."""
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Leave modules as they were; scopes that are open end with their calls."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        while self._stack():
+            self._stack().pop()[1].__exit__(None, None, None)
+
+    def _before(self, module: torch.nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack()
+        opened = module_scope(self._name(module, stack[-1][0] if stack else None))
+        opened.__enter__()
+        stack.append((module, opened))
+
+    def _after(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack()
+        if stack and any(module is one for one, _ in stack):  # not one that was entered before we began
+            while stack:
+                one, opened = stack.pop()
+                opened.__exit__(None, None, None)
+                if one is module:
+                    return
+
+    def _stack(self) -> list[tuple[torch.nn.Module, module_scope]]:
+        stack: list[tuple[torch.nn.Module, module_scope]] | None = getattr(self._open, "stack", None)
+        if stack is None:
+            stack = self._open.stack = []
+        return stack
+
+    def _name(self, module: torch.nn.Module, around: torch.nn.Module | None) -> str:
+        """The module's name inside the scope of the module around it."""
+        if not self._by_path:
+            return _class(module)
+        path = self._paths.get(module)
+        if path is None:
+            self._learn(module)
+            path = self._paths.get(module, _class(module))
+        outer = self._paths.get(around) if around is not None else None
+        if outer is not None and path.startswith(f"{outer}."):
+            return path[len(outer) + 1 :]
+        return path
+
+    def _learn(self, root: torch.nn.Module) -> None:
+        """Note the paths of all modules below one that nobody above has named."""
+        for path, module in root.named_modules(prefix=_class(root)):
+            if module not in self._paths:
+                self._paths[module] = path.replace("._orig_mod", "")
+
+
+def _class(module: torch.nn.Module) -> str:
+    inner = module._modules.get("_orig_mod")  # torch.compile's wrapper stands for what it wraps
+    return type(inner if inner is not None else module).__name__

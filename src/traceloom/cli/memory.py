@@ -1,0 +1,156 @@
+"""`traceloom memory`: whose memory is it?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from traceloom.model import Session
+    from traceloom.report.memory import MemoryOptions
+
+BY = ("scope", "module", "category", "op", "stack", "dtype")
+_EXAMPLES = """\
+examples:
+  traceloom memory run                           who holds what at the peak
+  traceloom memory run --by module --depth 3     by part of the model
+  traceloom memory run --at "step 4" --by stack  by line of code, in one step
+  traceloom memory run -o allocations.csv --all  every allocation with its name
+"""
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)")
+_NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+_ENDINGS = (".csv", ".json")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "memory",
+        help="show whose memory it is",
+        description="Show who holds the memory at an instant, what grows, and every allocation by name.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="run recorded with --memory, or traces with profile_memory=True"
+    )
+    what = parser.add_argument_group("what to show")
+    what.add_argument("--by", choices=BY, default="scope", help="divide memory by this (default: scope)")
+    what.add_argument("--depth", type=_count, metavar="N", help="parts of a scope's or module's path told apart")
+    what.add_argument(
+        "--at", type=_instant, default="peak", metavar="WHEN",
+        help='peak (default), start, end, "step 3" (its highest point), or a time as 12.5ms',
+    )  # fmt: skip
+    what.add_argument("--rank", type=_ranks, metavar="N[,N]", help="only these ranks")
+    what.add_argument("--full-op-names", action="store_true", help="keep namespaces: aten::relu instead of relu")
+    how = parser.add_argument_group("how to show it")
+    how.add_argument("--top", type=_count, default=10, metavar="N", help="rows of a table (default: 10)")
+    how.add_argument("--json", action="store_true", help="print the answer as JSON")
+    how.add_argument(
+        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
+        help="write a file instead: .csv (every allocation), .json (may be repeated)",
+    )  # fmt: skip
+    how.add_argument("--all", action="store_true", help="with .csv: time, lifetime, category, step, stack, ... too")
+    how.add_argument("--force", action="store_true", help="overwrite files")
+    more = parser.add_argument_group("more")
+    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
+    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"`{text}` is no number from 1 on")
+    return int(text)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
+
+
+def _instant(text: str) -> str:
+    """`12.5ms` becomes nanoseconds; words stay."""
+    match = _TIME.fullmatch(text.strip())
+    if match:
+        return str(round(float(match[1]) * _NANOSECONDS[match[2]]))
+    if text in ("peak", "start", "end") or re.fullmatch(r"step \d+", text):
+        return text
+    raise argparse.ArgumentTypeError(f'`{text}` is no instant: give peak, start, end, "step 3" or a time as 12.5ms')
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, explain and show; returns the exit code."""
+    from traceloom import files
+    from traceloom.read import load
+    from traceloom.report.memory import MemoryOptions, build
+
+    for path in args.output:
+        if not path.name.lower().endswith(_ENDINGS):
+            hint = f"use one of the endings {', '.join(_ENDINGS)}"
+            raise UsageError(f"`{path}` does not tell which format to write", slug="unknown-format", hint=hint)
+        files.check_free(path, force=args.force)
+    options = MemoryOptions(args.rank, args.by, args.depth, args.at, args.top, args.full_op_names)
+    with Progress(shown=not args.quiet) as progress:
+        progress.say("reading")
+        session = load(*args.inputs, cache=not args.no_cache)
+        progress.say("naming allocations")
+        document = build(session, options)
+        written = []
+        write: Callable[[BinaryIO], None]
+        for path in args.output:
+            progress.say(f"writing {path}")
+            if path.name.lower().endswith(".csv"):
+                write = partial(_csv, session, options, whole=args.all)
+            else:
+                write = partial(_json, document)
+            written.append((path, files.write(path, write, force=args.force)))
+    _show(args, document, options, written)
+    return 0
+
+
+def _csv(session: Session, options: MemoryOptions, handle: BinaryIO, *, whole: bool) -> None:
+    from traceloom.report.memory import csvfile
+
+    csvfile.write(session, options, handle, whole=whole)
+
+
+def _json(document: dict[str, Any], handle: BinaryIO) -> None:
+    from traceloom.report.jsonfile import encode
+
+    handle.write(encode(document))
+
+
+def _show(
+    args: argparse.Namespace, document: dict[str, Any], options: MemoryOptions, written: list[tuple[Path, int]]
+) -> None:
+    from traceloom.model import units
+
+    if args.json:
+        from traceloom.report.jsonfile import encode
+
+        sys.stdout.buffer.write(encode(document))
+    elif not written:
+        from traceloom.report import terminal
+        from traceloom.report.memory.terminal import render
+
+        terminal.put(partial(render, document, options), sys.stdout)
+    if args.quiet:
+        return
+    stream = sys.stderr if args.json else sys.stdout
+    for path, size in written:
+        print(f"Wrote {path} ({units.size(size)}).", file=stream)
+    if not written and not args.json and document["ranks"]:
+        print(f"\nNext: traceloom memory {shlex.join(args.inputs)} -o allocations.csv --all", file=stream)

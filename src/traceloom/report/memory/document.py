@@ -1,0 +1,214 @@
+"""The memory document: what `traceloom memory` knows of a run, as one JSON object.
+
+Its keys are described in docs/reference/memory-json.md; version 1 only gains keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom import __version__
+from traceloom.analyze.allocations import Explained, answers, explain
+from traceloom.analyze.allocations.answers import Allocations
+from traceloom.analyze.allocations.holders import sums_by
+from traceloom.analyze.allocations.lifetimes import lifetimes
+from traceloom.analyze.allocations.over_time import instants, largest_keys, levels_by
+from traceloom.analyze.allocations.partitions import BEFORE
+from traceloom.model import Notice, Session, units
+from traceloom.model.notice import worst_first
+from traceloom.report.absent import Absent
+from traceloom.report.memory.instant import row_of
+from traceloom.report.memory.options import MemoryOptions
+
+FORMAT = "traceloom-memory"
+VERSION = 1
+_LEAVES = 120  # scopes that a curve tells apart; the rest is one
+
+REASONS = {
+    "ranks": "allocations were not recorded (record with --memory, or profile with profile_memory=True)",
+    "ranks[*].rank": "the file does not say its rank",
+    "memories[*].peak_step": "the peak is outside all steps",
+    "memories[*].start_bytes": "the allocator's own total was not recorded",
+    "memories[*].reserved_at_peak_bytes": "the allocator does not say what it has reserved",
+    "memories[*].capacity_bytes": "the recording does not say how much memory the device has",
+    "memories[*].tree[*].parent": "null is the root",
+    "memories[*].largest[*].owner": "no census tells who owned it",
+    "memories[*].largest[*].time_ns": "it was there before the recording",
+    "memories[*].largest[*].end_ns": "it was alive when the recording ended, or longer",
+    "memories[*].largest[*].step": "it was made outside all steps, or before the recording",
+    "memories[*].growth[*].full_at_step": "the recording does not say how much memory the device has",
+    "memories[*].growth[*].stack": "Python stacks were not recorded",
+    "out_of_memory": "memory did not run out, or nothing was recorded when it did",
+}
+
+Row = dict[str, Any]
+
+
+def build(session: Session, options: MemoryOptions | None = None) -> Row:
+    """The document of one run.
+
+    Raises:
+        UsageError: slugs `no-such-rank`, `no-such-step`, `bad-instant`.
+    """
+    options = options or MemoryOptions()
+    part = session if options.ranks is None else session.of_ranks(options.ranks)
+    absent = Absent(part.epoch_ns, REASONS)
+    ranks, notices = [], list(part.notices)
+    for trace in part.traces:
+        if not trace.allocations.height:
+            continue
+        known = explain(trace, full_op_names=options.full_op_names)
+        entry, said = _rank(known, options, absent)
+        ranks.append(entry)
+        notices += [notice.of_rank(trace.rank) for notice in said]
+    if not ranks:
+        absent.say("ranks")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": session.name,
+        "epoch_ns": str(part.epoch_ns),
+        "sentence": _sentence(ranks),
+        "by": options.by,
+        "at": options.at,
+        "ranks": ranks,
+        "job": _job(ranks),
+        "notices": [notice.to_dict() for notice in worst_first(tuple(notices))],
+        "absent": absent.to_list(),
+    }
+
+
+def _rank(known: Explained, options: MemoryOptions, absent: Absent) -> tuple[Row, tuple[Notice, ...]]:
+    trace = known.trace
+    blocks = known.named.blocks
+    rows = {pool: row_of(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
+    found = answers(known, rows)
+    names, number = known.by(options.by, options.depth)
+    memories = []
+    parts = (pl.Series(names, dtype=pl.String), number)
+    memories = [_memory(known, found, at, parts, absent) for at in rows.items()]
+    entry = {
+        "rank": absent.value(trace.rank, "ranks[*].rank"),
+        "path": trace.meta.path,
+        "memories": memories,
+        "lifetimes": lifetimes(blocks).to_dicts(),
+    }
+    return entry, found.notices
+
+
+def _memory(
+    known: Explained, found: Allocations, at: tuple[int, int], parts: tuple[pl.Series, Any], absent: Absent
+) -> Row:
+    """One memory at an instant; `at` is its number and the row."""
+    pool, row = at
+    here = pl.col("pool") == pool
+    facts = absent.rows(found.pools.filter(here), "memories")[0]
+    chosen = (known.named.blocks.pool == pool) & known.named.blocks.alive(row)
+    divided = sums_by(known.named, chosen, parts[1], parts[0])
+    if facts["unseen_bytes"]:
+        name = "before_recording" if "before_recording" in parts[0] else BEFORE
+        divided = _with_unseen(divided, name, facts["unseen_bytes"])
+    times = known.trace.allocations["time_ns"]
+    time_ns = known.trace.start_ns if row < 0 else int(times[row])
+    return {
+        **{key: value for key, value in facts.items() if key not in ("pool", "peak_row")},
+        "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
+        "tree": absent.rows(found.peak.filter(here).drop("pool"), "memories[*].tree"),
+        "categories": found.categories.filter(here).drop("pool").to_dicts(),
+        "parts": divided.to_dicts(),
+        "largest": absent.rows(_relative(found.largest.filter(here).drop("pool"), absent), "memories[*].largest"),
+        "growth": found.growth.filter(here).drop("pool", "example").to_dicts(),
+        "curve": _curve(known, pool, facts["unseen_bytes"], absent),
+    }
+
+
+def _relative(rows: pl.DataFrame, absent: Absent) -> pl.DataFrame:
+    return rows.with_columns(pl.col("end_ns") - absent.epoch_ns)
+
+
+def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
+    """What the allocator held before the recording, beside what is known."""
+    more = pl.DataFrame({"name": [name], "bytes": [unseen], "block_count": [0]})
+    both = pl.concat([divided.drop("fraction"), more]).group_by("name").agg(pl.col("bytes", "block_count").sum())
+    whole = max(int(both["bytes"].sum()), 1)
+    return both.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "name", descending=[True, False])
+
+
+def _curve(known: Explained, pool: int, unseen: int, absent: Absent) -> Row:
+    """Levels over time by category and by scope with its op, at a few hundred instants."""
+    blocks, trace = known.named.blocks, known.trace
+    rows = instants(blocks.levels(pool, trace.allocations.height))
+    times = trace.allocations["time_ns"].to_numpy()
+    at = np.where(rows < 0, trace.start_ns, times[np.maximum(rows, 0)]) - absent.epoch_ns
+    kinds, kind = known.by("category")
+    by_kind = levels_by(blocks, kind, len(kinds), rows, pool)
+    if unseen:
+        by_kind[kinds.index("before_recording")] += unseen
+    scopes, scope = known.by("scope")
+    labels = known.named.places.labels
+    leaf = scope * len(labels) + known.named.label
+    distinct, number = np.unique(leaf, return_inverse=True)
+    levels = levels_by(blocks, number, distinct.size, rows, pool)
+    kept, shown = largest_keys(levels, _LEAVES)
+    names = [_leaf(scopes[distinct[k] // len(labels)], labels[distinct[k] % len(labels)]) for k in kept.tolist()]
+    shown[-1] += unseen
+    return {
+        "time_ns": at.tolist(),
+        "categories": [
+            {"name": name, "bytes": row.tolist()} for name, row in zip(kinds, by_kind, strict=True) if row.any()
+        ],
+        "scopes": [
+            {"name": name, "bytes": row.tolist()}
+            for name, row in zip([*names, "(other)"], shown, strict=True)
+            if row.any()
+        ],
+    }
+
+
+def _leaf(scope: str, label: str) -> str:
+    if scope.startswith("("):
+        return scope if scope == BEFORE else label
+    return f"{scope}.{label}"
+
+
+def _sentence(ranks: list[Row]) -> str:
+    """The peak, and who holds most of it."""
+    if not ranks:
+        return "No allocations were recorded."
+    entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
+    where = _device(memory) + (f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else "")
+    when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
+    kinds = memory["categories"][:2]
+    whole = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
+    held = " and ".join(f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds)
+    growth = memory["growth"][:1]
+    leak = f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
+    return f"{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
+
+
+def _device(memory: Row) -> str:
+    kind = "the CPU" if memory["device_type"] == "cpu" else str(memory["device_type"])
+    return kind if memory["device"] is None or memory["device"] < 0 else f"{kind}:{memory['device']}"
+
+
+def _job(ranks: list[Row]) -> list[Row]:
+    """Over ranks: the sum and the spread of the peaks, by kind of memory."""
+    kinds: dict[str, list[int]] = {}
+    for entry in ranks:
+        for memory in entry["memories"]:
+            kinds.setdefault(memory["device_type"], []).append(memory["peak_bytes"])
+    return [
+        {
+            "device_type": kind,
+            "count": len(peaks),
+            "sum_of_peaks_bytes": sum(peaks),
+            "largest_peak_bytes": max(peaks),
+            "smallest_peak_bytes": min(peaks),
+            "imbalance": max(peaks) * len(peaks) / max(sum(peaks), 1),
+        }
+        for kind, peaks in sorted(kinds.items())
+    ]

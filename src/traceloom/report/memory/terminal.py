@@ -1,0 +1,205 @@
+"""Whose memory it is, on one screen of a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.memory.options import MemoryOptions
+from traceloom.report.names import harmless, short
+from traceloom.report.terminal.bars import plain, sparkline
+from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.look import DIM, SEVERITY
+from traceloom.report.terminal.time import heading, rank_label
+
+Row = dict[str, Any]
+_BAR = 12
+_COLOR = "#3b82d6"
+_SMALL = 0.01  # of the instant; smaller branches are not opened
+
+
+def render(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    """The lines, none wider than `width`."""
+    for line in _lines(document, options, width):
+        if line.cell_len > width:
+            line.truncate(width, overflow="ellipsis")
+        yield line
+
+
+def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    yield Text(short(document["name"], width), "bold")
+    yield Text("")
+    for part in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + part, "bold"))
+    if not document["ranks"]:
+        reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
+        yield from _wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
+    yield from _job(document, width)
+    for entry in document["ranks"]:
+        for memory in _worth_showing(entry["memories"]):
+            yield from _memory(entry, memory, document, options, width)
+    yield from _notices(document, width)
+
+
+def _worth_showing(memories: list[Row]) -> list[Row]:
+    """The largest memories; one of a thousandth of the largest is not worth a screen."""
+    ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
+    return [memory for memory in ordered if memory["peak_bytes"] * 1000 >= ordered[0]["peak_bytes"]]
+
+
+def _job(document: Row, width: int) -> Iterator[Text]:
+    for row in document["job"]:
+        if row["count"] > 1:
+            least, most = units.size(row["smallest_peak_bytes"]), units.size(row["largest_peak_bytes"])
+            said = (
+                f"{row['count']} × {row['device_type']}: peaks from {least} to {most}, "
+                f"{units.size(row['sum_of_peaks_bytes'])} in all; the largest is {row['imbalance']:.2f} × the mean."
+            )
+            yield from _wrapped(said, width)
+
+
+def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    kind = memory["device_type"] + (f":{memory['device']}" if memory["device"] >= 0 else "")
+    name = f"{rank_label(entry['rank'])}, {kind}" if len(document["ranks"]) > 1 else kind
+    instant = memory["instant"]
+    facts = [f"{units.size(instant['bytes'])} at {_at(document['at'], memory)}"]
+    if document["at"] != "peak":
+        facts.append(f"peak {units.size(memory['peak_bytes'])}")
+    if memory["reserved_at_peak_bytes"]:
+        facts.append(f"{units.size(memory['reserved_at_peak_bytes'])} reserved at the peak")
+    yield from heading(name, " · ".join(facts), width)
+    levels = [sum(values) for values in zip(*(kind["bytes"] for kind in memory["curve"]["categories"]), strict=True)]
+    if levels:
+        yield Text.assemble(" ", (sparkline(levels, width - 2), _COLOR))
+    yield from _categories(memory, width)
+    if document["by"] == "scope":
+        yield from _tree(memory, options, width)
+    else:
+        yield from _parts(memory, document["by"], options, width)
+    yield from _growth(memory, options, width)
+    yield from _largest(memory, options, width)
+
+
+def _at(at: str, memory: Row) -> str:
+    if at == "peak":
+        return "the peak" if memory["peak_step"] is None else f"the peak, in step {memory['peak_step']}"
+    return at if not at.isdigit() else units.duration(int(at))
+
+
+def _categories(memory: Row, width: int) -> Iterator[Text]:
+    parts = [
+        f"{row['category'].replace('_', ' ')} {units.size(row['bytes'])} ({units.share(row['fraction'], 1)}"
+        + (", inferred)" if row["evidence"] == "inferred" else ")")
+        for row in memory["categories"]
+    ]
+    yield from _wrapped(" · ".join(parts), width)
+
+
+def _tree(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    """The tree opened where it is heavy: the largest branches first, chains of one as one line."""
+    drawn = _opened(memory["tree"], options)
+
+    def name(i: int, room: int) -> Text:
+        depth, label, _ = drawn[i]
+        indent = "  " * min(depth, 10)
+        return Text.assemble((indent, DIM), short(label, max(room - len(indent), 8)))
+
+    yield from lines(_HELD, [_held(row) for _, _, row in drawn], ("scope and operator", name), width)
+
+
+def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row]]:
+    """The rows to draw: indentation, label, row."""
+    whole = max(rows[0]["bytes"], 1)
+    chosen = {0}
+    for row in sorted(rows[1:], key=lambda row: (-row["bytes"], row["depth"])):
+        deep = options.depth is None or row["depth"] <= options.depth
+        if row["parent"] in chosen and deep and row["bytes"] >= _SMALL * whole and len(chosen) <= 2 * options.top:
+            chosen.add(row["node"])
+    shown = [row for row in rows[1:] if row["node"] in chosen]
+    children: dict[int, list[Row]] = {}
+    for row in shown:
+        children.setdefault(row["parent"], []).append(row)
+    drawn: list[tuple[int, str, Row]] = []
+    labels: dict[int, tuple[int, str]] = {0: (0, "")}
+    for row in shown:
+        depth, above = labels[row["parent"]]
+        label = f"{above}.{row['name']}" if above else row["name"]
+        inside = children.get(row["node"], [])
+        if len(inside) == 1 and inside[0]["bytes"] == row["bytes"]:
+            labels[row["node"]] = (depth, label)
+        else:
+            labels[row["node"]] = (depth + 1, "")
+            drawn.append((depth, label, row))
+    return drawn
+
+
+_HELD = (Column("bytes"), Column("share"), Column("", right=False), Column("blocks"))
+
+
+def _held(row: Row) -> list[str | Text]:
+    share = units.share(row["fraction"], 1)
+    return [units.size(row["bytes"]), share, plain(row["fraction"], _BAR, _COLOR), units.count(row["block_count"])]
+
+
+def _parts(memory: Row, by: str, options: MemoryOptions, width: int) -> Iterator[Text]:
+    shown = memory["parts"][: options.top]
+    last = (by, lambda i, room: short(shown[i]["name"], room))
+    yield from lines(_HELD, [_held(row) for row in shown], last, width)
+
+
+def _growth(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    rows = memory["growth"][: options.top]
+    if not rows:
+        return
+    yield from heading("Grows with every step", "made in a step and never freed: a leak, or a cache", width)
+    cells: list[list[str | Text]] = [
+        [units.size(round(row["bytes_per_step"])), units.count(row["step_count"]), units.size(row["bytes"]), _full(row)]
+        for row in rows
+    ]
+    columns = [Column("per step"), Column("steps"), Column("so far"), Column("full at step")]
+
+    def name(i: int, room: int) -> str:
+        stack = rows[i].get("stack")
+        return short(rows[i]["site"] + (f"  {stack}" if stack else ""), room)
+
+    yield from lines(columns, cells, ("allocated by", name), width)
+
+
+def _full(row: Row) -> str:
+    step = row.get("full_at_step")
+    return "-" if step is None else units.count(step)
+
+
+def _largest(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    rows = memory["largest"][: max(options.top // 2, 1)]
+    if not rows:
+        return
+    yield from heading("Largest", "", width)
+    cells: list[list[str | Text]] = [
+        [units.size(row["bytes"]), row["category"].replace("_", " "), "-" if row["step"] is None else str(row["step"])]
+        for row in rows
+    ]
+    columns = [Column("bytes"), Column("category", right=False), Column("step")]
+    yield from lines(columns, cells, ("name", lambda i, room: short(rows[i]["name"], room)), width)
+
+
+def _notices(document: Row, width: int) -> Iterator[Text]:
+    if not document["notices"]:
+        return
+    yield from heading("Notices", "what to know about the data", width)
+    for notice in document["notices"]:
+        sign, style = SEVERITY[notice["severity"]]
+        message = harmless(f"{notice['message']} [{notice['slug']}]")
+        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
+        yield Text.assemble(" ", (sign, style), " ", first)
+        for line in rest:
+            yield Text("   " + line)
+
+
+def _wrapped(words: str, width: int) -> Iterator[Text]:
+    for part in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
+        yield Text(" " + part)
