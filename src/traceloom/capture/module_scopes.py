@@ -7,6 +7,7 @@ The hooks stand only while Kineto runs, and change nothing of how modules are ca
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from traceloom.capture.scope import MODULE_PREFIX, scope
 
 NAMES = ("class", "path", "off")
+_ABOUT_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
 
 
 class module_scope(scope):  # noqa: N801  (as its base)
@@ -41,6 +43,8 @@ class ModuleScopes:
 
     def start(self) -> None:
         """From now on module calls are scopes."""
+        # PyTorch would warn the user of hooks that are ours, when a module is compiled
+        warnings.filterwarnings("ignore", message=_ABOUT_HOOKS)
         self._handles = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
@@ -55,8 +59,8 @@ class ModuleScopes:
             self._stack().pop()[1].__exit__(None, None, None)
 
     def _before(self, module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+        if torch.compiler.is_compiling() or isinstance(module, torch.fx.GraphModule):
+            return  # compiled code has no modules of its own
         stack = self._stack()
         opened = module_scope(self._name(module, stack[-1][0] if stack else None))
         opened.__enter__()

@@ -52,6 +52,7 @@ class TraceBuilder:
         self._events: list[dict[str, Any]] = []
         self._ids = 0
         self._groups: list[dict[str, Any]] = []
+        self._allocated: dict[tuple[int, int], int] = {}
         self._header: dict[str, Any] = {"schemaVersion": 1}
         if device_name is not None:
             self._header["deviceProperties"] = [self._spell.device(index, device_name) for index in range(devices)]
@@ -254,16 +255,21 @@ class TraceBuilder:
         bytes: int,  # noqa: A002  (the word of the trace)
         *,
         address: int,
-        total_allocated: int,
+        total_allocated: int | None = None,
         total_reserved: int = 0,
         device: int = 0,
         device_type: int = 1,
         thread: int = 1,
     ) -> TraceBuilder:
-        """A `[memory]` event: negative bytes free; device types are torch's numbers (0 CPU, 1 CUDA, 20 HIP ...)."""
+        """A `[memory]` event: negative bytes free; device types are torch's numbers (0 CPU, 1 CUDA, 6 HIP ...).
+
+        Without `total_allocated` it is the sum of what was allocated on that device so far, in the order of the calls.
+        """
+        key = (device_type, device)
+        self._allocated[key] = self._allocated.get(key, 0) + bytes if total_allocated is None else total_allocated
         args = {
             "Total Reserved": total_reserved,
-            "Total Allocated": total_allocated,
+            "Total Allocated": self._allocated[key],
             "Bytes": bytes,
             "Addr": address,
             "Device Id": device,

@@ -17,7 +17,7 @@ from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.allocations.table import names
 from traceloom.analyze.intervals import Ints
-from traceloom.model import Notice, Trace
+from traceloom.model import Notice, Trace, units
 from traceloom.model.result import Result
 
 POOLS = pl.Schema(
@@ -235,6 +235,18 @@ def _notices(found: Named) -> tuple[Notice, ...]:
                 f"{found.places.unknown_backward} backward nodes belong to no recorded forward operator: what they "
                 "allocate is called backward.unknown",
                 count=found.places.unknown_backward,
+            )
+        )
+    compiled = np.append(found.places.compiled, False)[found.position]
+    if compiled.any():
+        size = units.size(int(blocks.bytes[compiled].sum()))
+        out.append(
+            Notice(
+                "compiled-allocations",
+                "info",
+                f"{units.count(int(compiled.sum()))} allocations ({size}) were made in compiled code: they are charged "
+                "to the scope that called it, because modules and scopes inside it are gone",
+                count=int(compiled.sum()),
             )
         )
     return tuple(out)

@@ -26,6 +26,7 @@ _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
 _EVALUATE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _OPTIMIZER = re.compile(r"^Optimizer\.\w+#(?=.)")
+_COMPILED = r"^(Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph)"
 _DEEPEST = 256
 
 
@@ -42,6 +43,7 @@ class Places:
         label: Number of the outermost op inside that scope, at or above each event.
         op: Position of that op; -1 for none.
         backward: Whether the event is part of the backward pass.
+        compiled: Whether the event is part of compiled code, where no modules and scopes open.
         unknown_backward: How many backward nodes belong to no known forward op.
     """
 
@@ -52,6 +54,7 @@ class Places:
     label: Ints
     op: Ints
     backward: Bools
+    compiled: Bools
     unknown_backward: int
 
 
@@ -61,21 +64,24 @@ def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places
     scope = tree.nearest_or_self(is_scope)
     paths, modules, path_of = _paths(trace, tree, is_scope)
     path = np.append(path_of, 0)[scope]
-    top = _top_ops(tree, meaning(trace).op, scope)
+    is_node = lookup(vocabulary(trace).names.str.starts_with(_EVALUATE).to_numpy(), vocabulary(trace).code[tree.row])
+    top = _top_ops(tree, meaning(trace).op, scope) | is_node  # a backward pass may run inside a node of another
     op = tree.nearest_or_self(top)
     op = np.where((op >= 0) & (scope[op] == scope), op, -1)
     labels, label_of = _labels(trace, tree, full_op_names)
     label = np.where(op >= 0, label_of[op], 0)
-    node, home, unknown = _backward(trace, tree)
+    node, home, unknown = _backward(trace, tree, is_node)
     backward = node >= 0
     known = home >= 0
     inner = known & (scope > node)  # a scope opened inside the backward node: what it recomputes
-    own = np.where(known & ~inner, path[home], path)
-    paths, modules, path = _merged(paths, modules, own, np.where(inner, path[home], -1))
+    paths, modules, path = _merged(paths, modules, path, np.where(inner, path[home], -1))
+    path = np.where(known & ~inner, path[home], path)
     if unknown:
         paths, modules = [*paths, UNKNOWN_BACKWARD], [*modules, ""]
         path = np.where(backward & ~known, len(paths) - 1, path)
-    return Places(paths, modules, path, labels, label, op, backward, unknown)
+    words = vocabulary(trace)
+    compiled = tree.nearest_or_self(lookup(words.matching(_COMPILED), words.code[tree.row])) >= 0
+    return Places(paths, modules, path, labels, label, op, backward, compiled, unknown)
 
 
 def _scopes(trace: Trace, tree: Forest) -> Bools:
@@ -196,7 +202,7 @@ def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tup
     return paths, modules, out
 
 
-def _backward(trace: Trace, tree: Forest) -> tuple[Ints, Ints, int]:
+def _backward(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]:
     """The backward node (position) each event is part of, -1 for none; its forward op; how many nodes lack one.
 
     A node that only adds to a gradient inherits from the node before it on its thread, which made that gradient:
@@ -204,11 +210,11 @@ def _backward(trace: Trace, tree: Forest) -> tuple[Ints, Ints, int]:
     """
     words = vocabulary(trace)
     code = words.code[tree.row]
-    node = tree.topmost(lookup(words.names.str.starts_with(_EVALUATE).to_numpy(), code))
     joined = backward_of(trace, tree)
     home = np.full(node.size, -1, dtype=np.int64)
     if joined is not None:
         home[joined.backward] = joined.forward
+        home = _of_nested(trace, tree, node, home)
     first = tree.nearest_or_self(node)
     nodes = np.flatnonzero(node)
     accumulates = lookup(words.names.str.ends_with(_ACCUMULATE).to_numpy(), code)[nodes]
@@ -222,3 +228,26 @@ def _backward(trace: Trace, tree: Forest) -> tuple[Ints, Ints, int]:
     alone = (home >= 0) & ~backward
     owner = tree.nearest_or_self(node | alone)
     return owner, np.where(owner >= 0, np.append(home, -1)[owner], -1), int((home[nodes] < 0).sum())
+
+
+def _of_nested(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
+    """Forward ops of nodes inside other nodes: by sequence number, among the ops that the outer node has run again.
+
+    A backward pass runs inside a node of another one where checkpointing is reentrant.
+    """
+    inside = np.flatnonzero(node & (home < 0) & (tree.nearest(node) >= 0))
+    sequence = trace.events["sequence"].fill_null(-1).to_numpy()[tree.row]
+    inside = inside[sequence[inside] >= 0]
+    if not inside.size:
+        return home
+    again = np.flatnonzero((sequence >= 0) & ~node & (tree.nearest(node) >= 0))
+    forward = trace.events["forward_thread"].fill_null(0).to_numpy()[tree.row[again]] == 0
+    again = again[forward]
+    if not again.size:
+        return home
+    again = again[np.lexsort((again, sequence[again]))]
+    last = np.searchsorted(sequence[again], sequence[inside], side="right") - 1
+    found = (last >= 0) & (sequence[again[np.maximum(last, 0)]] == sequence[inside])
+    out = home.copy()
+    out[inside[found]] = again[last[found]]
+    return out

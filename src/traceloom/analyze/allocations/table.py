@@ -51,14 +51,17 @@ def names(named: Named, whose: Owners, rows: np.ndarray, *, sites: bool = False)
 
 
 def slices(trace: Trace, named: Named, kinds: Categories, whose: Owners, *, whole: bool) -> Iterator[pl.DataFrame]:
-    """The table of all blocks in the order they were made: `name`, `bytes`, and with `whole` all of `LONG`.
+    """The table of blocks in the order they were made: `name` and `bytes` of those made in the recording.
+
+    With `whole` all columns of `LONG`, and the blocks from before the recording too.
 
     `time_ns` is null for blocks from before the recording, `lifetime_ns` for those and for blocks alive at its end.
     `stack` lists Python frames, the innermost first.
     """
     blocks = named.blocks
     stacks = Stacks(trace) if whole else None
-    for low in range(0, max(blocks.made.size, 1), SLICE):
+    first = 0 if whole else int((blocks.made < 0).sum())  # blocks from before stand first
+    for low in range(first, max(blocks.made.size, first + 1), SLICE):
         rows = np.arange(low, min(low + SLICE, blocks.made.size))
         frame = pl.DataFrame({"name": names(named, whose, rows), "bytes": blocks.bytes[rows]})
         if stacks is None:

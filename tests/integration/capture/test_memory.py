@@ -1,0 +1,184 @@
+"""Whose memory it is, in real runs whose sizes are known to the byte."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import traceloom
+from traceloom.cli import main
+from traceloom.report.memory import MemoryOptions, build
+
+pytestmark = pytest.mark.torch
+
+THREE_LINES = """
+import torch, traceloom
+@traceloom.scope("function1")
+def function1(x):
+    y = torch.relu(x)
+    z = torch.relu(y)
+    with traceloom.scope("sec1"):
+        return torch.exp(z)
+x = torch.ones(100)
+with traceloom.record({directory!r}, memory=True):
+    function1(x)
+"""
+
+MLP = """
+import sys, torch, traceloom
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0); torch.set_num_threads(1)
+mode = {mode!r}
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.fc2(torch.relu(self.fc1(x)))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(64, 10)
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=mode == "reentrant") if "reentrant" in mode else block(x)
+        return self.head(x)
+net = Net()
+run = torch.compile(net, backend="aot_eager") if mode == "compile" else net
+optimizer = torch.optim.Adam(net.parameters())
+kept = []
+for step in range(10):
+    with traceloom.scope("fwd"):
+        loss = run(torch.randn(32, 64, requires_grad=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if mode == "leak":
+        with traceloom.scope("cache"):
+            kept.append(torch.zeros(1000))
+    if mode == "oom" and step == 6:
+        torch.empty(10**14)
+"""
+PARAMETERS = 2 * (64 * 256 + 256 + 256 * 64 + 64) + 64 * 10 + 10
+TENSORS = 2 * 4 + 2
+
+
+def _document(directory: Path, **options: Any) -> dict[str, Any]:
+    return build(traceloom.load(directory), MemoryOptions(**options))
+
+
+def _cpu(document: dict[str, Any]) -> dict[str, Any]:
+    return next(m for m in document["ranks"][0]["memories"] if m["device_type"] == "cpu")
+
+
+def _rows(directory: Path, tmp_path: Path) -> list[dict[str, str]]:
+    path = tmp_path / "all.csv"
+    assert main(["memory", str(directory), "-o", str(path), "--all", "--force", "--quiet"]) == 0
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_three_line_example_gives_exactly_these_identifiers(recorder: Any, tmp_path: Path) -> None:
+    target = tmp_path / "example"
+    script = recorder.script(THREE_LINES.format(directory=str(target)), train=False)
+    subprocess.run([sys.executable, script], check=True, env={**recorder.env, "PYTHONPATH": str(recorder.source)})
+    path = tmp_path / "allocations.csv"
+    assert main(["memory", str(target), "-o", str(path), "--quiet"]) == 0
+    assert path.read_text().splitlines() == [
+        "name,bytes",
+        "function1.relu.1,400",
+        "function1.relu.2,400",
+        "function1.sec1.exp.1,400",
+    ]
+
+
+@pytest.fixture
+def plain(recorder: Any) -> Any:
+    return recorder.python(MLP.format(mode="plain"), "--memory", train=False)
+
+
+def test_sizes_are_those_of_the_model_to_the_byte(plain: Any) -> None:
+    assert plain.code == 0
+    assert plain.theirs == ""
+    memory = _cpu(_document(plain.directory))
+    held = {(row["category"], row["evidence"]): row["bytes"] for row in memory["categories"]}
+    assert held["parameter", "census"] == 4 * PARAMETERS
+    of_input = 4 * 32 * 64  # the input has a gradient too
+    assert sum(size for (name, _), size in held.items() if name == "gradient") == 4 * PARAMETERS + of_input
+    # two moments of each parameter, and the count of steps of each
+    assert sum(size for (name, _), size in held.items() if name == "optimizer_state") == 8 * PARAMETERS + 4 * TENSORS
+    assert sum(held.values()) == memory["peak_bytes"] == memory["tree"][0]["bytes"]
+
+
+def test_a_module_owns_parameters_gradients_and_states(plain: Any) -> None:
+    memory = _cpu(_document(plain.directory, by="module", at="peak"))
+    held = {row["name"]: row["bytes"] for row in memory["parts"]}
+    weights = 64 * 256 + 256
+    assert held["Net.blocks.0.fc1"] == 4 * 4 * weights + 2 * 4  # with two step counters
+
+
+def test_activations_are_those_that_backward_needs(plain: Any, tmp_path: Path) -> None:
+    rows = [row for row in _rows(plain.directory, tmp_path) if row["step"] == "3"]
+    kept = {row["site"]: int(row["bytes"]) for row in rows if row["category"] == "activation"}
+    assert kept["fwd.Net.blocks.0.relu.1"] == 4 * 32 * 256
+    assert kept["fwd.Net.blocks.1.relu.1"] == 4 * 32 * 256
+    assert "fwd.Net.blocks.0.fc1.linear.1" not in kept  # the result of the relu is enough
+    assert len({row["name"] for row in rows}) == len(rows)
+
+
+def test_a_planted_leak_is_found_by_its_line(recorder: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorder.python(MLP.format(mode="leak"), "--memory", train=False)
+    growth = _cpu(_document(run.directory))["growth"]
+    assert (growth[0]["site"], growth[0]["bytes_per_step"]) == ("cache.zeros.1", 4000.0)
+    assert main(["memory", str(run.directory)]) == 0
+    shown = capsys.readouterr().out
+    assert "cache.zeros.1 leaves 4.00 kB per step" in " ".join(shown.split())
+
+
+def test_the_model_without_a_leak_has_none(plain: Any) -> None:
+    assert _cpu(_document(plain.directory))["growth"] == []
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "not reentrant"])
+def test_checkpointed_code_is_named_as_in_eager(mode: str, plain: Any, recorder: Any, tmp_path: Path) -> None:
+    eager = {row["name"].rpartition(".")[0] for row in _rows(plain.directory, tmp_path)}
+    recorder.directory = tmp_path / "checkpointed"
+    run = recorder.python(MLP.format(mode=mode), "--memory", train=False)
+    rows = _rows(run.directory, tmp_path)
+    names = {row["name"].rpartition(".")[0] for row in rows}
+    own = {name for name in names - eager if "Checkpoint" not in name and not name.endswith(".none")}
+    assert own == set()
+    again = [row for row in rows if row["backward"] == "true" and row["name"].startswith("fwd.Net.blocks.0.fc1.linear")]
+    assert again
+
+
+def test_compiled_code_is_said_to_have_lost_its_scopes(recorder: Any) -> None:
+    run = recorder.python(MLP.format(mode="compile"), "--memory", train=False)
+    assert run.code == 0
+    assert run.theirs == ""
+    assert "compiled-allocations" in {notice["slug"] for notice in _document(run.directory)["notices"]}
+
+
+def test_running_out_of_memory_leaves_a_report(recorder: Any) -> None:
+    run = recorder.python(MLP.format(mode="oom"), "--memory", train=False)
+    assert run.code == 1
+    assert "DefaultCPUAllocator" in run.theirs
+    assert any("memory ran out" in line for line in run.ours)
+    report = json.loads((run.directory / "rank0.oom.json").read_text())
+    assert (report["format"], report["asked_bytes"], report["step"]) == ("traceloom-out-of-memory", 4 * 10**14, 7)
+    owners = dict(zip(report["live_storages"]["name"], report["live_storages"]["bytes"], strict=True))
+    assert owners["Net.blocks.0.fc1.weight"] == 4 * 64 * 256
+    assert any("script.py" in frame for frame in report["stack"])
+
+
+@pytest.mark.parametrize(("names", "expected"), [("class", "fwd.Net.Block.Linear.linear"), ("off", "fwd.linear")])
+def test_modules_are_named_as_asked(names: str, expected: str, recorder: Any, tmp_path: Path) -> None:
+    run = recorder.python(MLP.format(mode="plain"), "--memory", "--module-names", names, train=False)
+    assert expected in {row["name"].rpartition(".")[0] for row in _rows(run.directory, tmp_path)}
