@@ -124,6 +124,16 @@ class Recorder:
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
+    return _recorder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """For runs that several tests of a module look at."""
+    return _recorder(tmp_path_factory.mktemp("shared"))
+
+
+def _recorder(directory: Path) -> Recorder:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    return Recorder(tmp_path)
+    return Recorder(directory)

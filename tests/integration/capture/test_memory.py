@@ -99,9 +99,9 @@ def test_the_three_line_example_gives_exactly_these_identifiers(recorder: Any, t
     ]
 
 
-@pytest.fixture
-def plain(recorder: Any) -> Any:
-    return recorder.python(MLP.format(mode="plain"), "--memory", train=False)
+@pytest.fixture(scope="module")
+def plain(shared_recorder: Any) -> Any:
+    return shared_recorder.python(MLP.format(mode="plain"), "--memory", train=False)
 
 
 def test_sizes_are_those_of_the_model_to_the_byte(plain: Any) -> None:
@@ -149,7 +149,6 @@ def test_the_model_without_a_leak_has_none(plain: Any) -> None:
 @pytest.mark.parametrize("mode", ["reentrant", "not reentrant"])
 def test_checkpointed_code_is_named_as_in_eager(mode: str, plain: Any, recorder: Any, tmp_path: Path) -> None:
     eager = {row["name"].rpartition(".")[0] for row in _rows(plain.directory, tmp_path)}
-    recorder.directory = tmp_path / "checkpointed"
     run = recorder.python(MLP.format(mode=mode), "--memory", train=False)
     rows = _rows(run.directory, tmp_path)
     names = {row["name"].rpartition(".")[0] for row in rows}

@@ -210,7 +210,7 @@ def _backward(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]
     """
     words = vocabulary(trace)
     code = words.code[tree.row]
-    joined = backward_of(trace, tree)
+    joined = backward_of(trace)
     home = np.full(node.size, -1, dtype=np.int64)
     if joined is not None:
         home[joined.backward] = joined.forward
