@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from traceloom.model import Session, units
-from traceloom.report.html import capture, inputs, memory, modules, overview, ranks, sections, timeline, work
+from traceloom.report.html import capture, featured, inputs, memory, modules, overview, ranks, sections, timeline, work
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import text
 
@@ -40,23 +40,26 @@ def render(document: dict[str, Any], session: Session) -> str:
     """
     began = time.perf_counter()
     reasons = Reasons(document)
-    view = _timeline(document, session)
-    sections = _sections(document, reasons, view)
-    script, theme = _script(), _asset("theme.js")
-    style = "\n".join(_asset(name) for name in STYLES)
+    few = None if document.get("runs") else featured.choose(document, session)
+    near = document if few is None else few.document(document)
+    view = _timeline(document, session if few is None else few.session(session))
+    told = "" if few is None else featured.told(few.sentence(document))
+    sections = _sections(document, near, reasons, _timeline_body(view, told))
+    script, theme = page_script(), page_asset("theme.js")
+    style = "\n".join(page_asset(name) for name in STYLES)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
     name = document.get("name") or session.name
-    page = Template(_asset("page.html")).substitute(
-        policy=_policy([theme, script], style),
+    page = Template(page_asset("page.html")).substitute(
+        policy=page_policy([theme, script], style),
         title=text(f"{sentence} – {name}"),
         theme=theme,
         style=style,
         name=text(name),
-        ranks=_rank_choice(document),
+        ranks=_rank_choice(near),
         headline=overview.headline(document),
         numbers=overview.key_numbers(document),
         links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, body in sections if not _missing(body)),
-        sections="\n".join(_section(*section) for section in sections),
+        sections="\n".join(page_section(*section) for section in sections),
         footer=_footer(document, time.perf_counter() - began),
         data=view.payload if view else "",
         script=script,
@@ -64,17 +67,18 @@ def render(document: dict[str, Any], session: Session) -> str:
     return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
-def _asset(name: str) -> str:
+def page_asset(name: str) -> str:
+    """A file of the page's own: a style, a script, a piece of HTML."""
     return files("traceloom.report.html").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _script() -> str:
+def page_script() -> str:
     """All modules in one script: their imports and exports resolve to names of one shared scope."""
-    parts = [_EXPORT.sub("", _IMPORT.sub("", _asset(name))) for name in SCRIPTS]
+    parts = [_EXPORT.sub("", _IMPORT.sub("", page_asset(name))) for name in SCRIPTS]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
 
 
-def _policy(scripts: list[str], style: str) -> str:
+def page_policy(scripts: list[str], style: str) -> str:
     """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
 
     def allowed(body: str) -> str:
@@ -92,11 +96,12 @@ def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
     kernels = document.get("kernels") or []
     communication = {row["name"] for row in kernels if row.get("category") == "communication"}
     curves = (document.get("memory") or {}).get("curve") or []
-    return timeline.build(session, communication, curves, path=document.get("critical_path"))
+    epoch = int(document["epoch_ns"]) if document.get("epoch_ns") else session.epoch_ns
+    return timeline.build(session, communication, curves, path=document.get("critical_path"), epoch_ns=epoch)
 
 
-def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -> list[Section]:
-    """(id, title, how to read it, body), in the order of the page."""
+def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[Section]:
+    """(id, title, how to read it, body), in the order of the page; `near` has the ranks that are shown one by one."""
     if document.get("runs"):
         data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
         return [("runs", "Runs", "Report one of them alone to see more.", inputs.runs(document, reasons)),
@@ -104,14 +109,14 @@ def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -
     several = len(document["ranks"]) > 1
     return [
         ("breakdown-section", "Breakdown", "Where the time of every rank went.", overview.breakdown(document, reasons)),
-        ("timeline", "Timeline", "Every event of every thread and stream.", _timeline_body(view)),
+        ("timeline", "Timeline", "Every event of every thread and stream.", events),
         (
             "steps",
             "Steps",
             "One row per step; the longest step fills the width.",
-            ranks.steps(document, reasons),
+            ranks.steps(near, reasons),
         ),
-        ("idle", "Idle time", "Why the GPU had nothing to do, gap by gap.", ranks.idle(document, reasons)),
+        ("idle", "Idle time", "Why the GPU had nothing to do, gap by gap.", ranks.idle(near, reasons)),
         (
             "kernels",
             "Kernels",
@@ -120,11 +125,11 @@ def _sections(document: Row, reasons: Reasons, view: timeline.Timeline | None) -
         ),
         ("operators", "Operators", "Framework operators by host time.", work.operators(document, reasons)),
         ("communication", "Communication", "Collectives by kind and group.", work.communication(document, reasons)),
-        ("modules", "Modules", "Which part of the model the time belongs to.", modules.modules(document, reasons)),
+        ("modules", "Modules", "Which part of the model the time belongs to.", modules.modules(near, reasons)),
         ("memory", "Memory", "What the allocator had given out.", memory.memory(document, reasons)),
-        ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(document, reasons)),
+        ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(near, reasons)),
         ("loading", "Data loading", "Waits for the next batch.", work.data_loading(document, reasons)),
-        *sections.sections(document, reasons),
+        *sections.sections(document, reasons, few=near is document),
         ("data", "Data", "What was read, and what to know about it.", _data(document, reasons)),
     ]
 
@@ -135,7 +140,8 @@ def _data(document: Row, reasons: Reasons) -> str:
     return "".join(parts) + found
 
 
-def _section(identity: str, title: str, note: str, body: str) -> str:
+def page_section(identity: str, title: str, note: str, body: str) -> str:
+    """A section of the page; one line where its body only says why it is missing."""
     missing = _missing(body)
     look, beside = (' class="missing"', body) if missing else ("", f'<p class="quiet">{note}</p>')
     return (
@@ -149,10 +155,10 @@ def _missing(body: str) -> bool:
     return body.startswith('<p class="quiet absent">') and body.count("<p") == 1
 
 
-def _timeline_body(view: timeline.Timeline | None) -> str:
+def _timeline_body(view: timeline.Timeline | None, told: str) -> str:
     if view is None:
         return '<p class="quiet absent">Timeline: the trace has no events.</p>'
-    return _asset("timeline.html") + _omitted(view)
+    return told + page_asset("timeline.html") + _omitted(view)
 
 
 def _omitted(view: timeline.Timeline) -> str:

@@ -8,15 +8,17 @@ from typing import Any
 
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
-from traceloom.report.html.table import table
+from traceloom.report.html.table import MOST_ROWS, table
 from traceloom.report.sections import SECTIONS
 from traceloom.report.sections.section import Section, Table
 
 Row = dict[str, Any]
+_MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
 
 
-def sections(document: Row, reasons: Reasons) -> Iterator[tuple[str, str, str, str]]:
-    """Id, title, note and body of each section that was made."""
+def sections(document: Row, reasons: Reasons, *, few: bool = True) -> Iterator[tuple[str, str, str, str]]:
+    """Id, title, note and body of each section that was made; of many ranks, tables have fewer rows of each."""
+    most = MOST_ROWS if few else _MOST_ROWS_OF_MANY
     for section in SECTIONS:
         value = document.get(section.key)
         tables = list(section.tables(value)) if value else []
@@ -27,7 +29,7 @@ def sections(document: Row, reasons: Reasons) -> Iterator[tuple[str, str, str, s
             continue
         sentence = section.summary(value)
         body = f'<p class="sentence">{_sentence(sentence)}</p>' if sentence else ""
-        body += picture + "".join(_table(one, reasons, alone=len(tables) == 1) for one in tables)
+        body += picture + "".join(_table(one, reasons, most, alone=len(tables) == 1) for one in tables)
         yield name, section.title, section.note, body
 
 
@@ -43,8 +45,9 @@ def _missing(section: Section[Any], document: Row, reasons: Reasons) -> str:
     return reasons.line(path, section.title)
 
 
-def _table(one: Table, reasons: Reasons, *, alone: bool) -> str:
+def _table(one: Table, reasons: Reasons, most: int, *, alone: bool) -> str:
     columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
     head = "" if alone else f"<h3>{escape(one.title)}</h3>"
     note = f'<p class="quiet">{escape(one.note)}</p>' if one.note else ""
-    return head + note + table(one.key, columns, one.rows, reasons.columns(one.path) if one.path else {}, one.title)
+    why = reasons.columns(one.path) if one.path else {}
+    return head + note + table(one.key, columns, one.rows, why, one.title, most=most)

@@ -19,6 +19,8 @@ def table(
     rows: Sequence[Mapping[str, Any]],
     reasons: Mapping[str, str],
     label: str,
+    *,
+    most: int = MOST_ROWS,
 ) -> str:
     """A figure with one table.
 
@@ -28,8 +30,9 @@ def table(
         rows: In the order to be shown first.
         reasons: Why a column's unknown values are unknown, by key.
         label: What the table is about, for readers that do not see it.
+        most: How many rows it has at most.
     """
-    kept = rows[:MOST_ROWS]
+    kept = rows[:most]
     values = {column.key: [row.get(column.key) for row in kept] for column in columns}
     units = _units(columns, values)
     shown = [cells(c, values[c.key], unit, reasons.get(c.key, "")) for c, unit in zip(columns, units, strict=True)]
@@ -41,7 +44,7 @@ def table(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
         f'<table><caption class="unseen">{escape(label)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-        f'<button type="button" class="more" hidden></button>{_rest(len(rows))}</figure>'
+        f'<button type="button" class="more" hidden></button>{_rest(len(rows), most)}</figure>'
     )
 
 
@@ -88,10 +91,10 @@ def _filter(label: str, count: int) -> str:
     )
 
 
-def _rest(count: int) -> str:
-    if count <= MOST_ROWS:
+def _rest(count: int, most: int) -> str:
+    if count <= most:
         return ""
     return (
-        f'<p class="quiet">The first {MOST_ROWS:,} of {count:,} rows; '
+        f'<p class="quiet">The first {most:,} of {count:,} rows; '
         "<code>traceloom report -o report.json</code> has all of them.</p>"
     ).replace(",", "\u202f")

@@ -66,6 +66,7 @@ def build(
     limit: int = LIMIT,
     *,
     path: dict[str, Any] | None = None,
+    epoch_ns: int | None = None,
 ) -> Timeline:
     """Pack the events of a session.
 
@@ -75,7 +76,9 @@ def build(
         curves: The memory curves of the report document.
         limit: The most events to embed, shared fairly between the ranks; see `_keep` for which go first.
         path: The critical path of the report document, where it has one.
+        epoch_ns: What the times of the document count from; the session's own epoch where None.
     """
+    shift = 0 if epoch_ns is None else session.epoch_ns - epoch_ns
     quota = _fair_share([trace.events.height for trace in session.traces], limit)
     parts, places, lanes, first = [], [], [], 0
     for number, (trace, share) in enumerate(zip(session.traces, quota, strict=True)):
@@ -94,17 +97,20 @@ def build(
     header = {
         "version": 1,
         "epoch_ns": str(session.epoch_ns),
+        "shift_ns": shift,
         "span_ns": max((t.end_ns for t in session.traces), default=0) - session.epoch_ns,
         "categories": list(CATEGORIES),
-        "ranks": [_rank(trace, session.epoch_ns, curves) for trace in session.traces],
+        "ranks": [_rank(trace, session.epoch_ns, shift, curves) for trace in session.traces],
         "lanes": [lane for lane in lanes if lane["count"]],
-        "path": _path(session, lanes, path),
+        "path": _path(session, lanes, path, shift),
         **tables,
     }
     return Timeline(pack(header, columns), first, _omitted(session, parts))
 
 
-def _path(session: Session, lanes: list[dict[str, Any]], path: dict[str, Any] | None) -> dict[str, Any] | None:
+def _path(
+    session: Session, lanes: list[dict[str, Any]], path: dict[str, Any] | None, shift: int
+) -> dict[str, Any] | None:
     """The critical path as [lane, start, end]; None where there is none, or nothing of it stands on a lane."""
     ranks: dict[Any, int] = {}
     for number, trace in enumerate(session.traces):
@@ -113,16 +119,19 @@ def _path(session: Session, lanes: list[dict[str, Any]], path: dict[str, Any] | 
     shown = [lane for lane in lanes if lane["count"]]
     place = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(shown)}
     stretches = []
+    last = max((trace.end_ns for trace in session.traces), default=0) - session.epoch_ns
     for row in (path or {}).get("stretches") or []:
         lane = place.get((ranks.get(row["rank"]), *(row[key] for key in keys)))
         if lane is not None:
-            stretches.append([lane, row["start_ns"], row["start_ns"] + row["duration_ns"]])
+            start = row["start_ns"] - shift
+            if start + row["duration_ns"] >= 0 and start <= last:
+                stretches.append([lane, start, start + row["duration_ns"]])
     if path is None or not stretches:
         return None
     return {
         "step": path["step"],
-        "start": path["start_ns"],
-        "end": path["start_ns"] + path["window_ns"],
+        "start": path["start_ns"] - shift,
+        "end": path["start_ns"] - shift + path["window_ns"],
         "stretches": stretches,
     }
 
@@ -302,7 +311,7 @@ def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[A
     return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
 
 
-def _rank(trace: Trace, epoch_ns: int, curves: list[dict[str, Any]]) -> dict[str, Any]:
+def _rank(trace: Trace, epoch_ns: int, shift: int, curves: list[dict[str, Any]]) -> dict[str, Any]:
     """What the timeline shows of a rank beside its events: steps, the memory curves and other curves."""
     steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
     return {
@@ -310,11 +319,23 @@ def _rank(trace: Trace, epoch_ns: int, curves: list[dict[str, Any]]) -> dict[str
         "host": trace.meta.host,
         "steps": [list(row) for row in steps.iter_rows()],
         "memory": [
-            {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
-            for curve in curves
-            if curve["rank"] == trace.rank and curve["time_ns"]
+            _memory(curve, shift, trace) for curve in curves if curve["rank"] == trace.rank and curve["time_ns"]
         ],
         "curves": tracks(trace, epoch_ns),
+    }
+
+
+def _memory(curve: dict[str, Any], shift: int, trace: Trace) -> dict[str, Any]:
+    """A memory curve on the times of the timeline; what lies outside a chosen step is left out."""
+    shown = {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
+    if not shift:
+        return shown
+    time = np.asarray(curve["time_ns"], dtype=np.int64) - shift
+    inside = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
+    return {
+        **shown,
+        "time_ns": time[inside].tolist(),
+        "allocated_bytes": np.asarray(curve["allocated_bytes"])[inside].tolist(),
     }
 
 

@@ -19,6 +19,7 @@ export class Events {
     this.count = count;
     this.span = Math.max(header.span_ns, 1);
     this.epoch = BigInt(header.epoch_ns);
+    this.shift = header.shift_ns ?? 0; // of the times here against those of the tables
     this.ranks = header.ranks;
     this.lanes = header.lanes;
     this.facts = header.facts;

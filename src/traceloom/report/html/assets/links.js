@@ -14,8 +14,11 @@ function findName(timeline, name) {
   input.focus({ preventScroll: true });
 }
 
-function showRange(timeline, range, rank) {
-  const [from, to] = range.split("-").map(Number);
+function rangeOf(timeline, row) {
+  return row.dataset.range.split("-").map((time) => Number(time) - timeline.events.shift);
+}
+
+function showRange(timeline, [from, to], rank) {
   const margin = (to - from) * 0.02;
   timeline.rows.open(rank);
   timeline.setView(from - margin, to + margin);
@@ -36,6 +39,8 @@ export function linkTables(timeline) {
   }
   for (const row of document.querySelectorAll("tr[data-range]")) {
     const rank = Number(row.closest(".table").id.split("-").pop());
-    row.cells[0].prepend(way("Show it in the timeline", () => showRange(timeline, row.dataset.range, rank)));
+    const range = rangeOf(timeline, row);
+    if (range[1] <= 0 || range[0] >= timeline.events.span) continue; // of many ranks only one step is there
+    row.cells[0].prepend(way("Show it in the timeline", () => showRange(timeline, range, rank)));
   }
 }
