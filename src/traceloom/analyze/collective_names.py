@@ -10,10 +10,10 @@ from traceloom.model.category import ANNOTATION, COLLECTIVE
 
 # First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
 KERNEL_KINDS = (
-    ("layout", r"\bep::(\w+::)*get_dispatch_layout"),
-    ("notify", r"\bep::(\w+::)*\w*notify"),
-    ("dispatch", r"\bep::(\w+::)*dispatch"),
-    ("combine", r"\bep::(\w+::)*combine"),
+    ("layout", r"(\b|_)ep::(\w+::)*get_dispatch_layout"),
+    ("notify", r"(\b|_)ep::(\w+::)*\w*notify"),
+    ("dispatch", r"(\b|_)ep::(\w+::)*dispatch"),
+    ("combine", r"(\b|_)ep::(\w+::)*combine"),
     ("reduce_scatter", r"reduce_?scatter"),
     ("all_reduce", r"all_?reduce|cross_device_reduce"),
     ("all_gather", r"all_?gather"),

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.read.large import column
 
 MEASURES = ("compute_ns", "embedding_ns", "exchanged_bytes", "tokens", "memory_bytes")
 LOAD_SCHEMA = pl.Schema({"step": pl.Int32(), **{name: pl.Int64() for name in MEASURES}})
@@ -23,7 +29,7 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of them, those of embedding
-        tables; null where none ran in the whole trace), exchanged_bytes (sent in all-to-alls; null where unknown),
+        tables by name or by the op around their launch; null where none ran in the whole trace), exchanged_bytes (sent in all-to-alls; null where unknown),
         tokens (indices looked up in the largest table of `aten::embedding`; null where shapes are not recorded),
         memory_bytes (most that was allocated on a device; null where allocations are not recorded).
     """
@@ -52,15 +58,34 @@ def _whole(name: str) -> pl.Expr:
 
 def _compute(trace: Trace) -> pl.DataFrame:
     work = gpu_work(trace).filter(pl.col("category") == "compute")
-    took = pl.col("end_ns") - pl.col("start_ns")
-    names = (
-        work.select("name")
-        .unique()
-        .with_columns((pl.col("name").str.contains(EMBEDDING) & ~pl.col("name").str.contains(NO_TABLE)).alias("embeds"))
+    names = work.select("name").unique().with_columns(_of_tables("name").alias("embeds"))
+    told = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
+        trace.events["step"].gather(work["event"]), pl.Series("below", _below_tables(trace, work["op"]))
     )
-    told = work.select("name", compute_ns=took).with_columns(trace.events["step"].gather(work["event"]))
     told = told.join(names, on="name", how="left", maintain_order="left")
-    return told.select("step", "compute_ns", pl.when("embeds").then("compute_ns").otherwise(0).alias("embedding_ns"))
+    embeds = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)
+    return told.select("step", "compute_ns", embeds.alias("embedding_ns"))
+
+
+def _of_tables(name: str) -> pl.Expr:
+    return pl.col(name).str.contains(EMBEDDING) & ~pl.col(name).str.contains(NO_TABLE)
+
+
+def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
+    """Whether the op that launched each piece of work stands inside one of embedding tables (index_select does)."""
+    tree, words = forest(trace), vocabulary(trace)
+    known = words.names.to_frame("name").select(_of_tables("name")).to_series().to_numpy()
+    none = np.zeros(op.len(), dtype=np.bool_)
+    if not tree.row.size or not known.any():
+        return none
+    is_op = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in (cat.OP, cat.ANNOTATION)])
+    wanted = (known[words.code] & is_op)[tree.row]
+    if not wanted.any():
+        return none
+    above = tree.nearest_or_self(wanted)
+    at = tree.position[op.fill_null(0).to_numpy()]
+    found: NDArray[np.bool_] = (at >= 0) & op.is_not_null().to_numpy() & (above[np.maximum(at, 0)] >= 0)
+    return found
 
 
 def _exchanged(calls: pl.DataFrame) -> pl.DataFrame:

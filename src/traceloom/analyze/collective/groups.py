@@ -42,14 +42,15 @@ GROUP_SCHEMA = pl.Schema(
 
 # First match wins; names and descriptions in lower case.
 _WORDS = (
-    ("expert", r"expert_data_parallel|expert_dp|edp_?group", "data"),
-    ("expert", r"expert|(^|[^a-z])(ep|moe)([^a-z]|$)|(^|_)ep_size", "expert"),
-    ("tensor", r"tensor|(^|[^a-z])(tp|mp)([^a-z]|$)", "tensor"),
-    ("pipeline", r"pipeline|(^|[^a-z])(pp|pipe)([^a-z]|$)", "pipeline"),
-    ("context", r"context|sequence_parallel|ulysses|(^|[^a-z])(cp|sp)([^a-z]|$)", "context"),
-    ("embedding", r"embedding", "embedding"),
-    ("sharded", r"fsdp|dp_shard|zero|(^|[^a-z])(shard|hsdp)([^a-z]|$)", "sharded data"),
-    ("data", r"data_parallel|dp_replicate|(^|[^a-z])(dp|ddp|replicate)([^a-z]|$)", "data"),
+    (r"expert_data_parallel|expert_dp|edp_?group", "data"),
+    (r"expert|(^|[^a-z])(ep|moe)([^a-z]|$)|(^|_)ep_size", "expert"),
+    (r"^data_parallel", "data"),
+    (r"tensor|(^|[^a-z])(tp|mp)([^a-z]|$)", "tensor"),
+    (r"pipeline|(^|[^a-z])(pp|pipe)([^a-z]|$)", "pipeline"),
+    (r"context|sequence_parallel|ulysses|(^|[^a-z])(cp|sp)([^a-z]|$)", "context"),
+    (r"embedding", "embedding"),
+    (r"fsdp|dp_shard|zero|(^|[^a-z])(shard|hsdp)([^a-z]|$)", "sharded data"),
+    (r"data_parallel|dp_replicate|(^|[^a-z])(dp|ddp|replicate)([^a-z]|$)", "data"),
 )
 _SHARES = ("pairs", "exchange", "backward", "forward", "gathers", "scatters", "reduces")
 _MOSTLY = 0.6  # share of a group's calls that decides what it is for
@@ -167,7 +168,7 @@ def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
         words = str(row.get(source) or "").lower()
         if words and not words.isdigit() and words not in ("default_pg", "undefined"):
             found = pl.Series([words])
-            for _, pattern, role in _WORDS:
+            for pattern, role in _WORDS:
                 if found.str.contains(pattern)[0]:
                     return role, f"its {'description' if source == 'description' else 'name'} is `{words[:60]}`"
     if row.get("key") is None:  # listed, never called
