@@ -19,7 +19,7 @@ from traceloom.chakra.schema import GlobalMetadata
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import COMMUNICATION
 
-WINDOW = 1 << 16  # nodes encoded together
+WINDOW = 1 << 14  # nodes encoded together
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 

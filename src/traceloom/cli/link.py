@@ -135,12 +135,14 @@ def _write(args: argparse.Namespace, linked: Linked) -> list[str]:
 
 
 def _show(args: argparse.Namespace, linked: Linked, law: Any) -> None:
+    if args.quiet and not args.json:
+        return
     from traceloom.report import graph_document
 
     document = graph_document.build(linked.graph, law)
     if args.json:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    elif not args.quiet:
+    else:
         from traceloom.report import terminal
 
         terminal.show_graph(document, sys.stdout)

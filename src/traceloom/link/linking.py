@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 
 from traceloom.errors import InputError
 from traceloom.link.inputs import AnyPath, Window
-from traceloom.link.job import join
 from traceloom.link.loading import load_ranks
-from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Notice
 from traceloom.read.ranks import Progress
-from traceloom.retime import calibrate
 
 Say = Callable[[str], None]
 
@@ -60,6 +57,8 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
 
     say("reading")
     loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
+    from traceloom.link.rank import link_rank  # not before: what is refused needs nothing of it
+
     parts = []
     for number, one in enumerate(loaded.ranks, 1):
         say(f"linking rank {one.rank} ({number} of {len(loaded.ranks)})")
@@ -77,6 +76,9 @@ def linked(parts: Sequence[Graph], name: str, notices: Iterable[Notice] = ()) ->
         name: What to call it.
         notices: What is to be said before what the graph itself says.
     """
+    from traceloom.link.job import join
+    from traceloom.retime import calibrate
+
     graph = calibrate(join(parts, name))
     return replace(graph, notices=(*notices, *graph.notices))
 
