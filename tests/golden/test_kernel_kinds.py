@@ -137,6 +137,27 @@ def test_kinds_of_a_trained_resnet_on_nvidia() -> None:
     assert found["convolution"] == 56_152_003
 
 
+@pytest.mark.parametrize(
+    "path", ["kineto/a100_ddp_nccl.json.gz", "kineto/v100_ns_resolution.json.gz", "kineto/mi250_minitoy.json.gz"]
+)
+def test_what_the_step_of_an_optimizer_launches_is_the_optimizers(path: str) -> None:
+    spans = [
+        (ns(e["ts"]), ns(e["ts"]) + ns(e["dur"]), e["tid"])
+        for e in raw(path)
+        if e.get("cat") == "user_annotation" and e["name"].startswith("Optimizer.step#")
+    ]
+    launched = {
+        e["args"]["correlation"]
+        for e in raw(path)
+        if e.get("cat") == "cuda_runtime"
+        and any(start <= ns(e["ts"]) < end and tid == e["tid"] for start, end, tid in spans)
+    }
+    work = [e for e in work_of(path) if e["args"].get("correlation") in launched]
+    found = kernel_kinds(trace_of(path)).kinds.filter(pl.col("kind") == "optimizer")
+    assert (found["count"].sum(), len(work) > 0) == (len(work), True)
+    assert found["sum_ns"].sum() == pytest.approx(sum(ns(e["dur"]) for e in work), rel=1e-5 if "v100" in path else 0)
+
+
 def test_kinds_of_a_language_model_on_amd() -> None:
     path = "kineto/mi300_qwen_0.5b.json.gz"
     sums: Counter[str] = Counter()

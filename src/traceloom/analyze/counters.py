@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -74,7 +75,7 @@ def counters(trace: Trace) -> Counters:
     """Gather counters, and pair those of kernels with their launches."""
     category = column(trace, "category")
     rows = np.flatnonzero(category == cat.CATEGORIES.index(cat.COUNTER_RANGE))
-    launches = _launches(trace) if rows.size else rows
+    launches = kernel_launches(trace) if rows.size else rows
     paired = rows.size == launches.size
     unpaired = None if paired else "counts-differ"
     readable_ = readable(trace)
@@ -111,12 +112,13 @@ def _series(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _launches(trace: Trace) -> Any:
+def kernel_launches(trace: Trace) -> Ints:
     """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the same launch."""
     is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
     rows = np.flatnonzero(is_call & vocabulary(trace).events(KERNEL_LAUNCH))
     inside = np.isin(column(trace, "parent", -1)[rows], rows)
-    return rows[~inside]
+    launches: Ints = rows[~inside]
+    return launches
 
 
 def _ranges(trace: Trace, rows: Any, launches: Any) -> pl.DataFrame:

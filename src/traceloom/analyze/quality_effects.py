@@ -43,6 +43,12 @@ EFFECTS: dict[str, dict[str, str]] = {
         "operators": "device times exceed the time that passed",
         "roofline": "kernels that share the GPU seem slower than they are",
     },
+    "instant-gpu-work": {
+        "kernels": "counts hold such work, sums do not",
+        "copies": "such copies are in no bandwidth",
+        "roofline": "such work seems free",
+    },
+    "unpaired-counters": {"counters": "operators of the counters are unknown"},
     "waits-without-record": {
         "critical_path": "dependencies between streams are guessed from order",
         "ranks[*].idle": "waits for another stream may have another cause",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import polars as pl
 
+from traceloom.analyze.counters import kernel_launches
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.verdict import Check, graded, many
 from traceloom.analyze.vocabulary import vocabulary
@@ -100,6 +101,32 @@ def overlapping_work(trace: Trace) -> Check | None:
     return Check(affected, work.height, "info", message, slug="overlapping-gpu-work")
 
 
+def instant_work(trace: Trace) -> Check | None:
+    """GPU work that was too short for the clock."""
+    work = _work(trace)
+    if not work.height:
+        return None
+    affected = int((work["duration_ns"] == 0).sum())
+    message = (
+        f"{count(affected)} of {many(work.height, 'piece')} of GPU work took no time by the clock of the recording: "
+        "they are counted, but take no time in any sum, and have no bandwidth"
+    )
+    return Check(affected, work.height, graded(affected, work.height, 0.1), message, slug="instant-gpu-work")
+
+
+def unpaired_counters(trace: Trace) -> Check | None:
+    """Counters of kernels that cannot be joined to launches."""
+    ranges = int((trace.events["category"] == cat.COUNTER_RANGE).sum())
+    if not ranges:
+        return None
+    launched = len(kernel_launches(trace))
+    message = (
+        f"{many(ranges, 'kernel')} with counters, but {many(launched, 'launch', 'launches')} of kernels: they "
+        "cannot be paired, so the operators of the counters are unknown"
+    )
+    return Check(0 if ranges == launched else ranges, ranges, "warning", message, slug="unpaired-counters")
+
+
 def waits_without_record(trace: Trace) -> Check | None:
     """Waits for an event that do not say which record they await (rule 2)."""
     waits = trace.syncs.filter(pl.col("kind").is_in(_WAITS))
@@ -184,6 +211,8 @@ GPU_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
     launches_without_work,
     work_before_launch,
     overlapping_work,
+    instant_work,
+    unpaired_counters,
     waits_without_record,
     syncs_while_running,
     waits_for_unknown_record,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.analyze import copies, counters
+from traceloom.analyze import copies, counters, quality
 from traceloom.model import Trace
 from traceloom.read import read_kineto
 from traceloom.testing import TraceBuilder
@@ -146,6 +146,9 @@ def test_ranges_are_not_paired_where_their_number_differs_from_that_of_launches(
     assert found.ranges["value"].len() == 4
     assert found.ranges["launch"].null_count() == 4
     assert found.operators.height == 0
+    checks = {row["check"]: row["affected_count"] for row in quality(profiled(tmp_path, 3, 2)).checks.to_dicts()}
+    assert checks["unpaired-counters"] == 2
+    assert quality(profiled(tmp_path, 2, 2)).checks.filter(check="unpaired-counters")["affected_count"].to_list() == [0]
 
 
 def test_samples_over_time_are_told_by_source_and_counter(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ CASES: list[tuple[str, int, TraceBuilder]] = [
         1,
         sound().launch("cudaLaunchKernel", 32, 2, correlation=9).kernel("k", 45, 9, correlation=9),
     ),
+    ("instant-gpu-work", 2, sound().kernel("k", 60, 0, correlation=1).fill(62, 0, bytes=4, correlation=2)),
     (
         "waits-without-record",
         1,
