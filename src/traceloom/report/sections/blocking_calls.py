@@ -75,7 +75,7 @@ def _build(study: Study[Measured], absent: Absent) -> Row | None:
 
 
 def _tables(value: Row) -> Iterator[Table]:
-    rows = [{**row, "what": _WORDS[row["kind"]], "where": where(row)} for row in value["sites"]]
+    rows = [{**row, "what": _WORDS.get(row["kind"], row["kind"]), "where": where(row)} for row in value["sites"]]
     ranks = [Col("rank", "Rank", "count")] if len({row["rank"] for row in rows}) > 1 else []
     on_gpu = any(row["gpu_busy_ns"] is not None for row in rows)
     gpu = [
@@ -112,10 +112,11 @@ def _summary(value: Row) -> str | None:
     kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
     whole = sum(row["blocked_ns"] for row in kinds)
     top = value["sites"][0]
+    kind = _WORDS.get(top["kind"], top["kind"])
     share = units.share(top["blocked_ns"], max(whole, 1))
     return (
         f"{units.duration(whole)} of host time in calls that wait; "
-        f"{share} of it for {_WORDS[top['kind']]} at {short(where(top), _NAME)}"
+        f"{share} of it for {kind} at {short(where(top), _NAME)}"
     )
 
 

@@ -112,7 +112,7 @@ def _tables(value: Row) -> Iterator[Table]:
     ranks = [Col("rank", "Rank", "count")] if len({row["rank"] for row in value["counts"]}) > 1 else []
     device = any(row["device_ns"] for row in value["time"])
     gpu = [Col("device_ns", "GPU", "time", "GPU work launched there")] if device else []
-    told = [{**row, "part": _WORDS[row["part"]]} for row in value["time"]]
+    told = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["time"]]
     yield Table(
         "compile-time",
         "Time by part",
@@ -141,7 +141,7 @@ def _tables(value: Row) -> Iterator[Table]:
     if value["graphs"]:
         yield Table("compile-graphs", "Compiled graphs", [*ranks, *graphs], value["graphs"], "compile.graphs")
     if value["uncompiled"]:
-        rows = [{**row, "part": _WORDS[row["part"]]} for row in value["uncompiled"]]
+        rows = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["uncompiled"]]
         columns = [
             Col("host_ns", "Host", "time"),
             *gpu,

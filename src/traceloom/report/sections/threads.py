@@ -96,7 +96,7 @@ def _tables(value: Row) -> Iterator[Table]:
 
 def _role(row: Row) -> str:
     """What the thread is for, with the name that says so where it is only some Python."""
-    told = ROLES[row["role"]]
+    told = ROLES.get(row["role"], str(row["role"]))
     return f"{told}: {row['says']}" if row["role"] == "python" and row["says"] else told
 
 
