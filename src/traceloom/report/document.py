@@ -7,6 +7,7 @@ docs/reference/report-json.md and docs/reference/report.schema.json; version 1 o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from traceloom import __version__, analyze
@@ -16,7 +17,7 @@ from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
 from traceloom.report import totals
 from traceloom.report.absent import Absent
-from traceloom.report.measure import measure
+from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.rank import rank_entry
 from traceloom.report.sections import SECTIONS, chosen, reasons
@@ -47,7 +48,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     whole = _of_ranks(session, options)
     part = selected(session, options)
     absent = Absent(part.epoch_ns, reasons())
-    ranks = [measure(trace, options.steps, by_shape=options.by_shape) for trace in whole.traces]
+    ranks, results = _measured(whole, part, options)
     notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
     absent.say("findings")
     return {
@@ -63,7 +64,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "communication": totals.communication(ranks, absent),
         "memory": totals.memory(ranks, absent),
         "data_loading": totals.data_loading(ranks, absent),
-        **_sections(whole, part, options, absent),
+        **_sections(Study(whole, part, options, ()), results, absent),
         "findings": [],
         "runs": [],
         "absent": absent.to_list(),
@@ -80,17 +81,31 @@ def _of_ranks(session: Session, options: ReportOptions) -> Session:
     return session if options.ranks is None else session.of_ranks(options.ranks)
 
 
-def _sections(whole: Session, part: Session, options: ReportOptions, absent: Absent) -> Row:
-    """The chosen sections, one after the other and rank by rank; null where not asked for."""
+def _measured(whole: Session, part: Session, options: ReportOptions) -> tuple[list[Measured], dict[str, list[Any]]]:
+    """What the core and the chosen sections measure, rank by rank.
+
+    All of one rank before the next: what several of them need of a trace is worked out once and then forgotten, so
+    that a run of many ranks needs the room of one.
+    """
     asked = chosen(options.only)
+    core: list[Measured] = []
+    results: dict[str, list[Any]] = {section.key: [] for section in asked}
+    for trace, shown in zip(whole.traces, part.traces, strict=True):
+        core.append(measure(trace, options.steps, by_shape=options.by_shape))
+        for section in asked:
+            results[section.key].append(section.measure(shown, options))
+    return core, results
+
+
+def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent) -> Row:
+    """The chosen sections, one after the other; null where not asked for."""
     out: Row = {}
     for section in SECTIONS:
-        if section not in asked:
+        if section.key not in results:
             absent.say(section.key, "not asked for (--only)")
             out[section.key] = None
             continue
-        results = [section.measure(trace, options) for trace in part.traces]
-        out[section.key] = section.build(Study(whole, part, options, results), absent)
+        out[section.key] = section.build(replace(study, results=results.pop(section.key)), absent)
     return out
 
 
