@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.peaks import Peak, peak_of
@@ -78,12 +79,12 @@ class Roofline(Result):
             type`, `kernel name` (tf32 against fp32), `assumed` (fp32 where the kernel's name does not tell).
             `roofline_ns` is the time at the peaks, `roofline_fraction` its share of `total_ns` (above 1: the data came
             from a cache), `bound` what limits it; the four are null where the peaks are unknown.
-        steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work launched in it), `modelled_ns` and its
-            fraction; `flops` and `bytes` of all modelled work; `hardware_flops` of its matrix work, `model_flops` the
-            same without what repeats the forward pass; `roofline_ns` of the work on the roofline, `rest_ns` the time in
-            which only other GPU work runs, `roofline_fraction` their sum over the step, `placed_fraction` the share of
-            GPU work on the roofline; `mfu` and `hfu`: time that model and hardware FLOPs need at their peaks, over the
-            step. `reason` says why a value is null.
+        steps: One row per step: `duration_ns`; `gpu_ns` (sum of the GPU work that runs in it), `modelled_ns` and its
+            fraction; `flops` and `bytes` of all modelled work that it launched, `hardware_flops` of its matrix work,
+            `model_flops` the same without what repeats the forward pass; `roofline_ns` of the work on the roofline that
+            runs in it, `rest_ns` the time in which only other GPU work runs, `roofline_fraction` their sum over the
+            step, `placed_fraction` the share of GPU work on the roofline; `mfu` and `hfu`: time that model and hardware
+            FLOPs need at their peaks, over the step. `reason` says why a value is null.
         whole: The same once per trace, over the time from the first to the last GPU work.
         spread: Per step: mean, min and max over the whole steps of each quantity (see `QUANTITIES`).
         unmodelled: GPU work without a model by operator (without one, by kernel), with the reason; the longest first.
@@ -160,12 +161,12 @@ def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
         roofline=pl.col("roofline_ns").sum(),
         known=pl.col("roofline_ns").is_not_null().all(),
     )
-    whole = trace.gpu_work()["duration_ns"].clip(lower_bound=0).sum() or int(sums["total_ns"].sum())
+    whole = int(launched_work(trace).duration_ns.sum()) or int(sums["total_ns"].sum())
     time, timed = pl.col("total_ns"), pl.col("total_ns") > 0
     over = pl.col("compute_ns") > pl.col("memory_ns")
     return (
         sums.with_columns(
-            fraction=time / max(int(whole), 1),
+            fraction=time / max(whole, 1),
             intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
             flop_rate=pl.when(timed).then(pl.col("flops") / time * 1e9),
             byte_rate=pl.when(timed).then(pl.col("bytes") / time * 1e9),

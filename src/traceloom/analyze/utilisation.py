@@ -11,6 +11,7 @@ from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.placed import Placed
 from traceloom.analyze.recompute import ENGINE, recomputed
+from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -19,6 +20,8 @@ from traceloom.read.ondisk import lookup
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05
 """Share of the GPU work of a step that matrix work without a model may take before MFU and HFU are not told."""
+
+_HIDDEN = f"more than {MOST_UNMODELLED:.0%} of the GPU work is matrix work without a model".replace("%", " %")
 
 STEPS = pl.Schema(
     {
@@ -46,18 +49,19 @@ STEPS = pl.Schema(
 def utilisation(trace: Trace, found: Placed) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(steps, whole): one row per step, and one row for the whole trace, from its first to its last GPU work.
 
-    Work belongs to the step in which it was launched. Columns as `STEPS`; see `Roofline` for what they mean.
+    FLOPs belong to the step that launched them; times are those of the GPU work that runs in the step. Columns as
+    `STEPS`; see `Roofline` for what they mean.
     """
     calls = found.calls.with_columns(again=pl.Series(repeated_calls(trace, found.calls), dtype=pl.Boolean))
     work = _all_work(trace, found)
     why = _recompute_unknown(trace)
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
-    steps = _told(bounds, _sums(calls, work, ["step"]), found, why)
+    steps = _told(bounds, _sums(calls, _in_steps(trace, work)), found, why)
     window = pl.DataFrame(
         {"step": [None], "duration_ns": [_window_ns(trace, work)], "complete": [True]}, schema=bounds.schema
     )
     one = pl.lit(None, pl.Int32).alias("step")
-    whole = _told(window, _sums(calls.with_columns(one), work.with_columns(one), ["step"]), found, why)
+    whole = _told(window, _sums(calls.with_columns(one), work.with_columns(one)), found, why)
     return steps, whole
 
 
@@ -87,20 +91,40 @@ def _recompute_unknown(trace: Trace) -> str | None:
 
 
 def _all_work(trace: Trace, found: Placed) -> pl.DataFrame:
-    """All GPU work: event, device, step, start_ns, end_ns, ns, modelled, placed, matrix (work by its kind)."""
+    """All GPU work: device, start_ns, end_ns, ns, modelled, placed, density (of roofline time), matrix (its kind)."""
     length = pl.col("duration_ns").clip(lower_bound=0)
     work = (
         trace.events.lazy()
         .filter(pl.col("category").is_in(cat.GPU_WORK))
-        .select("event", "device", "step", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
+        .select("event", "device", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
         .collect()
     )
     owner = modelled_calls(trace).work_owner
-    on_roofline = found.calls.filter(pl.col("roofline_ns").is_not_null())["position"]
-    placed = np.isin(owner, on_roofline.to_numpy()) & (owner >= 0)
-    work = work.with_columns(pl.Series("modelled", owner >= 0), pl.Series("placed", placed))
+    dense = found.calls.filter(pl.col("gpu_ns") > 0).select(
+        "position", density=pl.col("roofline_ns") / pl.col("gpu_ns")
+    )
     matrix = kinds(trace).select("event", matrix=pl.col("kind").cast(pl.String).is_in(MATRIX_KINDS))
-    return work.join(matrix, on="event", how="left", maintain_order="left")
+    return (
+        work.with_columns(pl.Series("position", owner), pl.Series("modelled", owner >= 0))
+        .join(dense, on="position", how="left", maintain_order="left")
+        .join(matrix, on="event", how="left", maintain_order="left")
+        .with_columns(placed=pl.col("density").is_not_null())
+    )
+
+
+def _in_steps(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
+    """The work cut at the bounds of steps, with the step in which each piece runs; null outside all steps."""
+    long = work.filter(pl.col("ns") > 0)
+    pieces, steps = split_at_steps(trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy())
+    return (
+        long[pieces.source]
+        .with_columns(
+            pl.Series("start_ns", pieces.start_ns),
+            pl.Series("end_ns", pieces.end_ns),
+            pl.Series("step", steps, dtype=pl.Int64).replace(int(NO_STEP), None).cast(pl.Int32),
+        )
+        .with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
+    )
 
 
 def _window_ns(trace: Trace, work: pl.DataFrame) -> int:
@@ -110,24 +134,24 @@ def _window_ns(trace: Trace, work: pl.DataFrame) -> int:
     return int(end) - int(start)
 
 
-def _union_ns(work: pl.DataFrame, keys: list[str], name: str) -> pl.DataFrame:
-    """Time in which any of the work runs, per device, added over devices."""
-    by = [*keys, "device"]
+def _union_ns(work: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Per step the time in which any of the work runs, per device, added over devices."""
+    by = ["step", "device"]
     reached = pl.col("end_ns").cum_max().shift(1).over(by)
     new = pl.col("end_ns") - pl.max_horizontal("start_ns", reached)
     return (
         work.sort("start_ns")
         .with_columns(new=new.clip(lower_bound=0))
-        .group_by(keys)
+        .group_by("step")
         .agg(pl.col("new").sum().alias(name))
     )
 
 
-def _sums(calls: pl.DataFrame, work: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
+def _sums(calls: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
+    """Per step the FLOPs of the calls that it launched, and the times of the work that runs in it."""
     ideal = pl.col("compute_ns")
-    done = calls.group_by(keys).agg(
+    done = calls.group_by("step").agg(
         pl.col("flops", "bytes").sum(),
-        pl.col("roofline_ns").sum().round().cast(pl.Int64),
         hardware_flops=pl.col("flops").filter("matrix").sum(),
         model_flops=(pl.col("flops") - pl.col("recomputed")).filter(pl.col("matrix") & ~pl.col("again")).sum(),
         hardware_ns=ideal.filter("matrix").sum(),
@@ -136,18 +160,16 @@ def _sums(calls: pl.DataFrame, work: pl.DataFrame, keys: list[str]) -> pl.DataFr
         .sum(),
         matrix_unknown=(pl.col("compute_ns").is_null() & pl.col("matrix")).any(),
     )
-    timed = work.group_by(keys).agg(
+    timed = work.group_by("step").agg(
         gpu_ns=pl.col("ns").sum(),
         modelled_ns=pl.col("ns").filter("modelled").sum(),
         placed_ns=pl.col("ns").filter("placed").sum(),
+        roofline_ns=(pl.col("ns") * pl.col("density")).sum().round().cast(pl.Int64),
         unmodelled_matrix_ns=pl.col("ns").filter(pl.col("matrix") & ~pl.col("modelled")).sum(),
     )
-    unions = _union_ns(work, keys, "busy_ns").join(
-        _union_ns(work.filter("placed"), keys, "placed_busy_ns"), on=keys, how="left", nulls_equal=True
-    )
-    return timed.join(unions, on=keys, how="left", nulls_equal=True).join(
-        done, on=keys, how="full", coalesce=True, nulls_equal=True
-    )
+    for part, name in ((work, "busy_ns"), (work.filter("placed"), "placed_busy_ns")):
+        timed = timed.join(_union_ns(part, name), on="step", how="left", nulls_equal=True)
+    return timed.join(done, on="step", how="full", coalesce=True, nulls_equal=True)
 
 
 def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | None) -> pl.DataFrame:
@@ -159,15 +181,11 @@ def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | No
     long = pl.col("duration_ns") > 0
     placed = (pl.col("placed_ns") > 0) & long
     hidden = pl.col("unmodelled_matrix_ns") > MOST_UNMODELLED * pl.col("gpu_ns")
-    share = pl.concat_str(
-        (100 * pl.col("unmodelled_matrix_ns") / pl.max_horizontal("gpu_ns", 1)).round(1),
-        pl.lit(" % of the GPU work is matrix work without a model"),
-    )
     reason = (
         pl.when(not found.known)
         .then(pl.lit("the peaks of the device are not known"))
         .when(hidden)
-        .then(share)
+        .then(pl.lit(_HIDDEN))
         .when("matrix_unknown")
         .then(pl.lit("the peak for this element type is not known"))
         .when(~long)

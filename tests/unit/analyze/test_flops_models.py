@@ -259,6 +259,11 @@ MEMORY: dict[str, tuple[str, list[Any], tuple[int, int]]] = {
         [([6, 4], F), none(), none(), none(), ([6, 4], F)],
         (24, 2 * 96),
     ),
+    "backward with numbers between": (
+        "aten::elu_backward",
+        [([6, 4], F), scalar("1"), scalar("1"), scalar("1"), scalar("False"), ([6, 4], F)],
+        (24, 3 * 96),
+    ),
     "ternary": ("aten::addcmul_", [([6, 4], F), ([6, 4], F), ([6, 4], F), scalar("1")], (72, 4 * 96)),
     "where": ("aten::where", [([6, 4], "bool"), ([6, 4], F), ([], F)], (0, 24 + 96 + 4 + 96)),
     "layer norm": (
@@ -377,6 +382,15 @@ def test_shapes_of_a_damaged_file_cost_nothing_and_are_refused() -> None:
     assert unmasked_pairs(10**15, 10**15, bottom_right=True) == 10**15 * (10**15 + 1) // 2
     assert work("aten::mm", ([10**9, 10**9], F), ([10**9, 10**9], F)) == "the recorded shapes are too large to be true"
     assert isinstance(work("aten::mm", ([-4, 5], F), ([5, 3], F)), str)
+
+
+@pytest.mark.parametrize("name", ["aten::mm", "aten::linear", "aten::matmul", "aten::mul"])
+def test_inputs_of_another_operator_before_its_own_are_noticed(name: str) -> None:
+    """A real file records aten::matmul with [[2048,1120],[1120,256],[1120],[2048,2400],[256,2048],[2048,2400]]."""
+    left_over = [([2048, 1120], F), ([1120, 256], F), ([1120], F)]
+    assert (
+        work(name, *left_over, ([256, 2048], F), ([2048, 2400], F)) == "more inputs are recorded than the operator has"
+    )
 
 
 def test_types_promote_as_in_pytorch() -> None:

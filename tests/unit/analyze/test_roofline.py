@@ -166,6 +166,18 @@ def test_a_step_adds_roofline_times_and_the_rest_as_measured() -> None:
     assert row["mfu"] == row["hfu"] == pytest.approx(0.02)
 
 
+def test_a_gpu_that_lags_behind_does_not_fill_a_step_with_more_than_its_time() -> None:
+    writer = Writer()
+    writer.builder.step(1, 0, 100).step(2, 100, 100).step(3, 200, 100)
+    writer.mm(5, 60, 80)  # runs from the first step into the second
+    writer.launch(40, "other", 140, 100)  # launched in the first, runs in the second and third
+    found = steps(writer)
+    assert found["roofline_ns"].to_list() == [1_000, 1_000, None]  # 2 µs at the peak, half of it in each
+    assert found["rest_ns"].to_list() == [0, 60_000, None]
+    assert found["gpu_ns"].to_list() == [40_000, 100_000, 40_000]
+    assert found["flops"].to_list() == [2_000_000, 0, 0]
+
+
 def test_repeated_forward_work_counts_for_hfu_and_not_for_mfu() -> None:
     writer = Writer()
     writer.builder.step(1, 0, 100).step(2, 100, 100)
@@ -221,7 +233,7 @@ def test_matrix_work_without_a_model_leaves_mfu_and_hfu_untold() -> None:
     writer.mm(5, 30, 10).launch(40, GEMM, 60, 10)
     row = steps(writer).row(0, named=True)
     assert (row["mfu"], row["hfu"]) == (None, None)
-    assert row["reason"] == "50.0 % of the GPU work is matrix work without a model"
+    assert row["reason"] == "more than 5 % of the GPU work is matrix work without a model"
     assert row["roofline_fraction"] == pytest.approx((2 + 10) / 100)
 
 

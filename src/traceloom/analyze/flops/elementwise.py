@@ -37,6 +37,8 @@ _ARITY = {
     **dict.fromkeys(("where", "masked_fill", "clamp", "clip", "addcmul", "addcdiv", "lerp", "log_sigmoid_backward"), 3),
 }
 """How many tensors go in; two where nothing else is said."""
+_MOST_OF_UNARY = 5  # inputs with numbers and a tensor for the result: `nan_to_num`
+_MOST = {"elu_backward": 7}
 _FLOATS = ("cos", "sin", "exp", "log", "rsqrt", "sqrt", "sigmoid", "tanh", "reciprocal", "div", "true_divide", "log2")
 _COPIES = ("where", "masked_fill", "tril", "triu")
 
@@ -52,7 +54,10 @@ def _operands(call: Call) -> list[Tensor]:
     if not found:
         raise Unknown("no input is recorded as a tensor")
     name = call.name.removeprefix("aten::").removesuffix("_")
-    return found[: _ARITY.get(name, 2)]
+    arity = _ARITY.get(name, 2)
+    if len(call.shapes) > _MOST.get(name, _MOST_OF_UNARY if arity == 1 else arity + 2):
+        raise Unknown("more inputs are recorded than the operator has")
+    return found[:arity]
 
 
 def _result(call: Call, operands: list[Tensor]) -> Tensor:
@@ -135,6 +140,8 @@ def _arange(call: Call) -> Work:
     if len(out) != 1:
         raise Unknown("the element type of the result is not recorded")
     numbers = [float(call.text(at)) for at in range(len(call.types) - 1) if call.text(at)]
+    if not numbers:
+        raise Unknown("the bounds are not recorded")
     start, end, step = (0.0, *numbers, 1.0) if len(numbers) == 1 else (*numbers, 1.0)[:3]
     count = max(0, math.ceil((end - start) / step))
     return Work(0, count * out[0].size, out[0].dtype)

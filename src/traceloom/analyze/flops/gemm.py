@@ -31,25 +31,25 @@ def _optional(call: Call, *places: int) -> list[Tensor]:
     return [call.tensor(at) for at in places if call.has(at)]
 
 
-@MODELS.register("aten::mm", "aten::_sparse_semi_structured_mm", family=FAMILY)
+@MODELS.register("aten::mm", "aten::_sparse_semi_structured_mm", family=FAMILY, inputs=4)
 def _mm(call: Call) -> Work:
     a, b = call.tensor(0), call.tensor(1)
     return product(a, b, a.dtype)
 
 
-@MODELS.register("aten::addmm", "aten::addmm_", "aten::_addmm_activation", family=FAMILY)
+@MODELS.register("aten::addmm", "aten::addmm_", "aten::_addmm_activation", family=FAMILY, inputs=6)
 def _addmm(call: Call) -> Work:
     a, b = call.tensor(1), call.tensor(2)
     bias = [call.tensor(0)] if call.number(3, 1.0) else []
     return product(a, b, a.dtype, *bias)
 
 
-@MODELS.register("aten::bmm", family=FAMILY)
+@MODELS.register("aten::bmm", family=FAMILY, inputs=3)
 def _bmm(call: Call) -> Work:
     return _batched(call.tensor(0), call.tensor(1))
 
 
-@MODELS.register("aten::baddbmm", "aten::baddbmm_", family=FAMILY)
+@MODELS.register("aten::baddbmm", "aten::baddbmm_", family=FAMILY, inputs=6)
 def _baddbmm(call: Call) -> Work:
     return _batched(call.tensor(1), call.tensor(2), *([call.tensor(0)] if call.number(3, 1.0) else []))
 
@@ -74,6 +74,8 @@ def _addbmm(call: Call) -> Work:
     "aten::_weight_int8pack_mm", "bitsandbytes::int8_linear_matmul", "aiter::gemm_a16w16", family=FAMILY,
 )  # fmt: skip
 def _linear(call: Call) -> Work:
+    if call.name == "aten::linear" and len(call.shapes) > 4:
+        raise Unknown("more inputs are recorded than the operator has")
     a, weight = call.tensor(0), call.tensor(1)
     out = "int32" if call.name.startswith("bitsandbytes") else a.dtype
     if len(weight.shape) == 1:
@@ -97,7 +99,7 @@ def _vectors(a: Tensor, b: Tensor) -> Work:
     return Work(2 * a.numel, a.bytes + b.bytes + rows * a.size, _arithmetic(a, b), matrix=True)
 
 
-@MODELS.register("aten::matmul", family=FAMILY)
+@MODELS.register("aten::matmul", family=FAMILY, inputs=3)
 def _matmul(call: Call) -> Work:
     a, b = call.tensor(0), call.tensor(1)
     if not a.shape or not b.shape or a.shape[-1] != b.shape[-2 if len(b.shape) > 1 else 0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import wraps
 
 from traceloom.analyze.flops.call import SIZES, Call, Unknown
 
@@ -36,6 +37,16 @@ Model = Callable[[Call], Work]
 _MOST = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
 
 
+def _limited(model: Model, most: int) -> Model:
+    @wraps(model)
+    def limited(call: Call) -> Work:
+        if len(call.shapes) > most:
+            raise Unknown("more inputs are recorded than the operator has")
+        return model(call)
+
+    return limited
+
+
 class Registry:
     """Models by the names of operators."""
 
@@ -44,19 +55,22 @@ class Registry:
         self._patterns: dict[str, tuple[Model, str]] = {}
         self.generation = 0  # grows with every change, so that remembered results are not used after it
 
-    def register(self, *names: str, family: str = "own") -> Callable[[Model], Model]:
+    def register(self, *names: str, family: str = "own", inputs: int | None = None) -> Callable[[Model], Model]:
         """Give operators a model; a later one replaces an earlier one.
 
         Args:
             names: Names as they stand in traces; `*` stands for anything (an exact name goes before a pattern).
             family: What kind of operator it is; for tables.
+            inputs: The most inputs that it has. Old profilers sometimes record those of another operator before its
+                own; such a call is then not modelled.
         """
 
-        def add(model: Model) -> Model:
+        def add(given: Model) -> Model:
+            model = given if inputs is None else _limited(given, inputs)
             for name in names:
                 (self._patterns if "*" in name else self._exact)[name] = (model, family)
             self.generation += 1
-            return model
+            return given
 
         return add
 
