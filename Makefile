@@ -53,8 +53,10 @@ format: $(VENV)/.lint ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.test ## Measure reading, recording, linking and Chakra files, against peers where there are any
+bench: $(VENV)/.test ## Measure reading, analyses, recording, linking and Chakra files, against peers where there are any
 	$(BIN)/python benchmarks/read.py
+	$(BIN)/python benchmarks/analyze.py
+	$(BIN)/python benchmarks/analyze.py --job benchmarks/out/job64
 	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/link.py
 	$(BIN)/python benchmarks/retime.py
