@@ -82,6 +82,42 @@ def test_the_name_decides_and_the_launcher_where_the_name_is_ambiguous(
     assert told(kernel, op, under)[0] == kind
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "gemm"),
+        ("void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 128u, 128u>(float*)", "gemm"),
+        ("void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm>()", "gemm"),
+        ("fused_moe_kernel", "gemm"),
+        ("void Marlin<256, 1, 8, 8, 4, 8>(int4 const*, int4 const*)", "gemm"),
+        ("gemm_kernel", "gemm"),  # oneDNN
+        ("_ZN7ck_tile6kentryILi2ENS_13FmhaFwdKernelINS_28BlockFmhaPipelineQRKSVSAsync", "attention"),
+        ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits>()", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm80_flash_fprop_wmma_f16_knob_3_64x64x64_4x1x1_kernel0_0", "attention"),
+        ("micro_sdpa", "attention"),  # oneDNN
+        ("void vllm::paged_attention_v2_kernel<c10::BFloat16, 128, 16>()", "attention"),
+        ("miopenSp3AsmConvRxSf3x2_v4_f32_stride1", "convolution"),
+        ("Im2d2Col.kd", "convolution"),
+        ("kernel_grouped_conv_fwd_multiple_abd_xdl_cshuffle", "convolution"),
+        ("MIOpenBatchNormFwdTrainSpatial.kd", "normalisation"),
+        ("void cuApplyLayerNorm<float, float, float>(float*)", "normalisation"),
+        ("_rms_norm_forward_kernel", "normalisation"),
+        ("scaled_upper_triang_masked_softmax_warp_forward<half, half, float, 11>", "normalisation"),
+        ("at::native::xpu::VectorizedElementwiseKernel<4, at::native::xpu::AddFunctor>", "elementwise"),
+        ("void transformer_engine::cast_transpose_fused_kernel<true>()", "elementwise"),
+        ("_triton_rope", "elementwise"),
+        ("void vllm::act_and_mul_kernel<c10::BFloat16, &vllm::silu_kernel>()", "elementwise"),
+        ("void kOptimizer32bit2State<float, 0>(float*)", "optimizer"),
+        ("void at::native::(anonymous namespace)::FusedAdamMathFunctor<float>", "optimizer"),
+        ("liger_cross_entropy_kernel", "reduction"),
+        ("void vllm::moe::moe_align_block_size_kernel<int>()", "other"),
+        ("void at::native::bitonicSortKVInPlace<2, -1, 16, 16>()", "other"),
+    ],
+)
+def test_kernels_of_all_vendors_and_servers(kernel: str, kind: str) -> None:
+    assert told(kernel)[0] == kind
+
+
 def test_names_of_python_frames_are_no_operators() -> None:
     made = TraceBuilder().python("conv2d.py(3): Optimizer.step#", 0, 90).op("aten::add", 10, 70)
     trace = made.launch("cudaLaunchKernel", 20, 5, correlation=1).kernel(GEMM, 100, 50, correlation=1).build()
