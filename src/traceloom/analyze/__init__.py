@@ -23,6 +23,7 @@ from traceloom.analyze.flame import flame
 from traceloom.analyze.graph_launches import graph_launches
 from traceloom.analyze.host import host
 from traceloom.analyze.idle import idle
+from traceloom.analyze.inference import inference
 from traceloom.analyze.kernel_bound import kernel_bounds
 from traceloom.analyze.kernel_efficiency import kernel_efficiency
 from traceloom.analyze.kernel_kinds import kernel_kinds
@@ -53,10 +54,10 @@ __all__ = [
     "collectives",
     "collectives_of",
     "communication",
+    "compare",
     "compiled",
     "copies",
     "counters",
-    "compare",
     "critical_path",
     "data_loading",
     "declared_groups",
@@ -68,6 +69,7 @@ __all__ = [
     "host",
     "idle",
     "imbalance",
+    "inference",
     "kernel_bounds",
     "kernel_efficiency",
     "kernel_kinds",

@@ -16,6 +16,7 @@ import polars as pl
 from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.op_siblings import Host
+from traceloom.analyze.repeats import Stretches
 from traceloom.analyze.submissions import plain
 from traceloom.read.large import column
 
@@ -127,11 +128,11 @@ def loop_indexing(host: Host) -> Found:
     there = np.append(select[1:] < end[:-1], False)  # another select in the same family
     same = there.copy()
     at = np.flatnonzero(there)
-    hashed = _hashes(code)
+    hashed = Stretches(code)
     fits = select[at] + 2 * length[at] <= end[at]
     at = at[fits]
     same[:] = False
-    same[at] = _hash(hashed, select[at], length[at]) == _hash(hashed, select[at + 1], length[at])
+    same[at] = hashed.number(select[at], length[at]) == hashed.number(select[at + 1], length[at])
     # a run goes on as long as each part equals the next and has its length
     goes_on = np.append(same[1:] & (length[1:] == length[:-1]) & same[:-1], False)
     starts = np.flatnonzero(same & ~np.append(False, goes_on[:-1]))
@@ -146,31 +147,6 @@ def loop_indexing(host: Host) -> Found:
         for count, low, size in zip(repeats.tolist(), select[starts].tolist(), length[starts].tolist(), strict=True)
     )
     return Found(ops[select[starts]], "correlated" if host.has_stacks else "inferred", detail, last)
-
-
-_FACTOR = 0x9E3779B97F4A7C15
-
-
-def _hashes(code: Ints) -> tuple[np.ndarray, np.ndarray]:
-    """Running sums of the codes times powers of an odd number, and the inverse powers; modulo 2^64."""
-    with np.errstate(over="ignore"):
-        size = code.size + 1
-        power, back = np.full((2, size), _FACTOR, dtype=np.uint64)
-        back[:] = np.uint64(pow(_FACTOR, -1, 1 << 64))
-        power[0] = back[0] = 1
-        power, back = np.cumprod(power), np.cumprod(back)
-        mixed = (code.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
-        mixed ^= mixed >> np.uint64(32)
-        sums = np.append(np.zeros(1, dtype=np.uint64), np.cumsum(mixed * power[:-1]))
-    return sums, back
-
-
-def _hash(hashed: tuple[np.ndarray, np.ndarray], start: Ints, length: Ints) -> np.ndarray:
-    """One number per stretch: equal for equal stretches."""
-    sums, back = hashed
-    with np.errstate(over="ignore"):
-        found: np.ndarray = (sums[start + length] - sums[start]) * back[start]
-    return found
 
 
 def fp32_matmul(host: Host) -> Found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import Bools, Ints
 
@@ -188,3 +189,40 @@ def _without_overlap(start: Ints, length: int) -> tuple[Ints, int]:
     distance = int(np.diff(start).min())
     short = apart(start, distance)
     return (short, distance) if distance > 1 and short.size * distance > kept.size * length else (kept, length)
+
+
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+
+
+class Stretches:
+    """Numbers for stretches of a row of numbers: equal stretches have equal ones, others almost surely not."""
+
+    def __init__(self, codes: Ints) -> None:
+        size = codes.size + 1
+        with np.errstate(over="ignore"):  # all is modulo 2^64
+            power, back = np.full((2, size), _FACTOR, dtype=np.uint64)
+            back[:] = np.uint64(pow(_FACTOR, -1, 1 << 64))
+            power[0] = back[0] = 1
+            mixed = (codes.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+            mixed ^= mixed >> np.uint64(32)
+            sums = np.cumsum(mixed * np.cumprod(power)[:-1], dtype=np.uint64)
+            self._back = np.cumprod(back)
+        self._sums = np.append(np.zeros(1, dtype=np.uint64), sums)
+
+    def number(self, start: Ints, length: Ints | int) -> NDArray[np.uint64]:
+        """The number of each stretch; it does not depend on where the stretch stands, nor on the row around it."""
+        with np.errstate(over="ignore"):
+            found: NDArray[np.uint64] = (self._sums[start + length] - self._sums[start]) * self._back[start]
+        return found
+
+
+def places_of(wanted: Ints, codes: Ints) -> Ints:
+    """Where all of one row stands in another, ascending, in linear time."""
+    last = codes.size - wanted.size
+    if not wanted.size or last < 0:
+        return np.zeros(0, dtype=np.int64)
+    number = Stretches(wanted).number(np.zeros(1, dtype=np.int64), wanted.size)
+    start = np.arange(last + 1)
+    found: Ints = start[Stretches(codes).number(start, wanted.size) == number]
+    same = not found.size or bool((codes[found[0] : found[0] + wanted.size] == wanted).all())
+    return found if same else found[:0]

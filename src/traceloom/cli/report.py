@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli.progress import Progress
-from traceloom.errors import PartialError, UsageError
+from traceloom.errors import InputError, PartialError, UsageError
 
 if TYPE_CHECKING:
     from traceloom.model import Notice, Session
@@ -63,6 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     against.add_argument(
         "--peak", metavar="TYPE=N[,...]", help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12"
     )
+    what.add_argument(
+        "--graph-capture", type=Path, metavar="FILE",
+        help="recording of the capture of the graphs, or of the same model without graphs: tells the operators "
+        "of graph replays",
+    )  # fmt: skip
+    what.add_argument("--tokens-per-step", type=_count, metavar="N", help="tokens of a step, to tell tokens per second")
+    what.add_argument("--samples-per-step", type=_count, metavar="N", help="the same for samples")
     how = parser.add_argument_group("how to show it")
     how.add_argument("--top", type=_positive, default=10, metavar="N", help="rows of a table (default: 10)")
     how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
@@ -83,6 +90,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
     return int(text)
 
 
@@ -114,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     # before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from traceloom import files
-    from traceloom.report import ReportOptions, formats
+    from traceloom.report import formats
 
     targets = [(path, formats.format_of(path)) for path in args.output]
     if len({path.absolute() for path, _ in targets}) < len(targets):
@@ -123,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         if any(path.resolve() == Path(given).resolve() for given in args.inputs):
             raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
-    options = ReportOptions(args.rank, args.steps, args.by_shape, args.top, args.sort, args.only, _peak(args))
+    options = _options(args)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         loaded = _load(args, progress)
@@ -140,6 +153,26 @@ def run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr if args.json else sys.stdout)
     _check_refused(loaded.refused)
     return 0
+
+
+def _options(args: argparse.Namespace) -> ReportOptions:
+    from traceloom.report import ReportOptions
+
+    capture = args.graph_capture
+    if capture is not None and not capture.exists():
+        raise InputError("there is no such file or directory", slug="unreadable", where=str(capture))
+    return ReportOptions(
+        ranks=args.rank,
+        steps=args.steps,
+        by_shape=args.by_shape,
+        top=args.top,
+        sort=args.sort,
+        only=args.only,
+        peak=_peak(args),
+        graph_capture=None if capture is None else str(capture),
+        tokens_per_step=args.tokens_per_step,
+        samples_per_step=args.samples_per_step,
+    )
 
 
 def _peak(args: argparse.Namespace) -> str | None:

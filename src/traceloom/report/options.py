@@ -20,6 +20,10 @@ class ReportOptions:
             all are made, and the terminal shows the core with a line for each.
         peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100 SXM`) or numbers
             (`bf16=989e12,memory=3.35e12`).
+        graph_capture: File with the recording of the graphs' capture, or of the same model without graphs: from it the
+            operators of graph replays are known.
+        tokens_per_step: Tokens that a step makes, where the user says so.
+        samples_per_step: Samples that a step takes, where the user says so.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -29,6 +33,9 @@ class ReportOptions:
     sort: str | None = None
     only: tuple[str, ...] | None = None
     peak: str | None = None
+    graph_capture: str | None = None
+    tokens_per_step: int | None = None
+    samples_per_step: int | None = None
 
 
 # Key of --sort -> the columns it means, the first one a table has.

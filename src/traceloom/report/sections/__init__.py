@@ -20,6 +20,7 @@ from traceloom.report.sections import (
     groups,
     idle_gaps,
     imbalance,
+    inference,
     kernel_shapes,
     kinds,
     launches,
@@ -57,6 +58,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     imbalance.SECTION,
     pipeline.SECTION,
     anti_patterns.SECTION,
+    inference.SECTION,
 )
 """In the order of every view."""
 

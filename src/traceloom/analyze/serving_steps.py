@@ -1,0 +1,216 @@
+"""Steps of inference servers, read from the names of their annotations.
+
+The forms are those of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and the older
+`execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM (`prefill[bs=2 tok=8192]`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Trace
+from traceloom.model.category import ANNOTATION, GPU_ANNOTATION
+
+KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
+FACTS = (
+    "requests",
+    "context_requests",
+    "context_tokens",
+    "context_kv_tokens",
+    "generation_requests",
+    "generation_tokens",
+    "generation_kv_tokens",
+)
+ANNOTATIONS = pl.Schema(
+    {
+        "event": pl.UInt32(),
+        "name": pl.String(),
+        "framework": pl.String(),
+        "kind": pl.Enum(KINDS),
+        "start_ns": pl.Int64(),
+        "end_ns": pl.Int64(),
+        "on_gpu": pl.Boolean(),
+        **dict.fromkeys(FACTS, pl.Int64()),
+    }
+)
+
+_VLLM = re.compile(r"^execute(?:_(\d+))?_context_(\d+)\(([^()]*)\)_generation_(\d+)\(([^()]*)\)")
+_VLLM_OLD = re.compile(r"^execute_new_(\d+)_cached_(\d+)$")
+_SGLANG = re.compile(r"^step\[(\w+)((?: \w+=\d+)*)\]$")
+_ATOM = re.compile(r"^(prefill|decode|mixed)\[((?:\w+=\d+ ?)*)\]$")
+_SUMS = re.compile(r"^sq(\d+)sk(\d+)")
+_ANY = r"^execute(_\d+)?_(context|new)_\d|^step\[\w+[ \]]|^(prefill|decode|mixed)\[(\w+=\d+ ?)*\]$"
+_SGLANG_KINDS = {
+    "EXTEND": "prefill",
+    "PREFILL": "prefill",
+    "SPLIT_PREFILL": "prefill",
+    "DECODE": "decode",
+    "MIXED": "mixed",
+    "TARGET_VERIFY": "verify",
+    "VERIFY": "verify",
+    "DRAFT_EXTEND": "draft",
+    "DRAFT_EXTEND_V2": "draft",
+    "DRAFT": "draft",
+    "IDLE": "idle",
+}
+Facts = dict[str, Any]
+
+
+def step_annotations(trace: Trace) -> pl.DataFrame:
+    """The annotations of server steps, by start: `ANNOTATIONS`; none within another of its thread.
+
+    What an annotation within another says is added to the outer one: some servers write two for one step. Where the
+    host recorded none, those of the GPU are taken; one that stands on several streams is one step.
+    """
+    events = (
+        trace.events.lazy()
+        .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]), pl.col("name").str.contains(_ANY))
+        .select(
+            "event", "name", "category", "lane", "start_ns",
+            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
+        )
+        .collect()
+    )  # fmt: skip
+    on_host = events.filter(pl.col("category") == ANNOTATION)
+    found = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
+    told = [_told(name) for name in found["name"].to_list()]
+    known = [at for at, facts in enumerate(told) if facts is not None]
+    found = found[known].sort("lane", "start_ns", maintain_order=True)
+    rows: list[Facts] = []
+    lane = -1
+    for row in found.to_dicts():  # as many as there are steps
+        facts = _told(row["name"])
+        assert facts is not None
+        if rows and row["lane"] == lane and row["start_ns"] < rows[-1]["end_ns"]:
+            _merge(rows[-1], row, facts, whole=not on_host.height)
+            continue
+        lane = row["lane"]
+        rows.append({**row, **facts, "on_gpu": not on_host.height})
+    frame = pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS)) if rows else pl.DataFrame(schema=ANNOTATIONS)
+    return frame.select(list(ANNOTATIONS)).cast(ANNOTATIONS).sort("start_ns", maintain_order=True)
+
+
+def _merge(outer: Facts, row: Facts, facts: Facts, *, whole: bool) -> None:
+    """Add what a further annotation of the same step says; on the GPU it may last longer on another stream."""
+    if whole:
+        outer["end_ns"] = max(outer["end_ns"], row["end_ns"])
+    if facts["framework"] == "sglang":
+        outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
+    for name in FACTS:
+        if outer[name] is None:
+            outer[name] = facts[name]
+
+
+def _told(name: str) -> Facts | None:
+    """Framework, kind and facts that a name tells; None for other names."""
+    for pattern, read in _FORMS:
+        match = pattern.match(name)
+        if match:
+            return {**dict.fromkeys(FACTS), **read(match)}
+    return None
+
+
+def _vllm(match: re.Match[str]) -> Facts:
+    context, generation = int(match[2]), int(match[4])
+    context_tokens, context_kv = _sums(match[3])
+    tokens, kv = _sums(match[5])
+    return {
+        "framework": "vllm",
+        "kind": _kind(context, generation),
+        "requests": context + generation,
+        "context_requests": context,
+        "context_tokens": context_tokens,
+        "context_kv_tokens": context_kv,
+        "generation_requests": generation,
+        "generation_tokens": tokens,
+        "generation_kv_tokens": kv,
+    }
+
+
+def _vllm_old(match: re.Match[str]) -> Facts:
+    new, cached = int(match[1]), int(match[2])
+    return {
+        "framework": "vllm",
+        "kind": _kind(new, cached),
+        "requests": new + cached,
+        "context_requests": new,
+        "generation_requests": cached,
+    }
+
+
+def _sums(text: str) -> tuple[int | None, int | None]:
+    """Tokens that are computed, and tokens that these attend to."""
+    if text.isdigit():
+        return int(text), None
+    match = _SUMS.match(text)
+    return (int(match[1]), int(match[2])) if match else (None, None)
+
+
+def _kind(context: int, generation: int) -> str:
+    if context and generation:
+        return "mixed"
+    return "prefill" if context else "decode" if generation else "idle"
+
+
+def _sglang(match: re.Match[str]) -> Facts:
+    kind = _SGLANG_KINDS.get(match[1], "other")
+    said = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
+    facts = {**_of_batch(kind, said.get("bs"), said.get("toks")), "framework": "sglang", "kind": kind}
+    if kind == "mixed":
+        facts |= {"context_requests": said.get("c"), "generation_requests": said.get("g")}
+    names = {
+        "c_sq": "context_tokens",
+        "c_sk": "context_kv_tokens",
+        "g_sq": "generation_tokens",
+        "g_sk": "generation_kv_tokens",
+    }
+    return facts | {names[key]: value for key, value in said.items() if key in names}
+
+
+def _atom(match: re.Match[str]) -> Facts:
+    said = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
+    tokens = said.get("tok", said.get("toks"))
+    return {**_of_batch(match[1], said.get("bs"), tokens), "framework": "atom", "kind": match[1]}
+
+
+def _of_batch(kind: str, size: int | None, tokens: int | None) -> Facts:
+    """What a batch of one kind says: a prefill computes its tokens, a decode one token of each request."""
+    if kind == "prefill":
+        return {
+            "requests": size,
+            "context_requests": size,
+            "context_tokens": tokens,
+            "generation_requests": 0,
+            "generation_tokens": 0,
+        }
+    if kind == "decode":
+        made = size if tokens is None else tokens
+        return {
+            "requests": size,
+            "context_requests": 0,
+            "context_tokens": 0,
+            "generation_requests": size,
+            "generation_tokens": made,
+        }
+    return {"requests": size}
+
+
+_FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Facts]], ...] = (
+    (_VLLM, _vllm),
+    (_VLLM_OLD, _vllm_old),
+    (_SGLANG, _sglang),
+    (_ATOM, _atom),
+)
+
+
+def step_at(steps: pl.DataFrame, time_ns: Ints) -> Ints:
+    """Row of the step that holds each instant; -1 for none."""
+    start, end = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    at = np.searchsorted(start, time_ns, side="right") - 1
+    return np.where((at >= 0) & (time_ns < np.append(end, 0)[at]), at, -1)
