@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.across.lateness import BEGAN, CAUSE_NAMES, CauseType, Lateness
-from traceloom.analyze.across.ledger import CLASSES
+from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model.units import duration
@@ -83,6 +83,8 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: in
     if cause == BEGAN or cause not in CLASSES:
         return None
     row = int(found.last_part[at])
+    if cause == COMMUNICATION:
+        return _earlier(matched, found, row)
     instance = matched.parts["instance"][row]
     low = int(matched.parts["instance"].search_sorted(instance, side="left"))
     high = int(matched.parts["instance"].search_sorted(instance, side="right"))
@@ -96,6 +98,21 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: in
     largest = sorted(more.items(), key=lambda pair: -pair[1])[:_NAMES]
     said = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
     return "; ".join(said) or None
+
+
+def _earlier(matched: Matched, found: Lateness, row: int) -> str | None:
+    """Which collectives a rank was in since counting began."""
+    parts = matched.parts
+    mine = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
+    place = found.start_of_part[mine]
+    inside = mine[(place >= found.base_of_part[row]) & (place < found.start_of_part[row])]
+    if not inside.size:
+        return None
+    waits = parts["wait_ns"].gather(inside)
+    longest = inside[int(waits.arg_max() or 0)]
+    last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])["last_rank"][0]
+    many = "1 collective" if inside.size == 1 else f"{inside.size} collectives"
+    return f"{many}, waiting {duration(int(waits.sum()))}; longest for rank {last}"
 
 
 def _names(ranks: Sequence[RankPart], matched: Matched, found: Lateness, row: int, cause: str) -> dict[str, int]:

@@ -29,9 +29,10 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of them, those of embedding
-        tables by name or by the op around their launch; null where none ran in the whole trace), exchanged_bytes (sent in all-to-alls; null where unknown),
-        tokens (indices looked up in the largest table of `aten::embedding`; null where shapes are not recorded),
-        memory_bytes (most that was allocated on a device; null where allocations are not recorded).
+        tables by name or by the op around their launch; null where none ran in the whole trace), exchanged_bytes
+        (sent in all-to-alls; null where unknown), tokens (indices looked up in the largest table of
+        `aten::embedding`; null where shapes are not recorded), memory_bytes (most that was allocated on a device;
+        null where allocations are not recorded).
     """
     stepped = trace.steps.height > 0
     steps = trace.steps.select("step") if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})

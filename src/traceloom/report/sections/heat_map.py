@@ -76,6 +76,5 @@ _BLOCKS = " ░▒▓█"
 
 def blocks(value: float, most: float) -> str:
     """One character for a value, for terminals."""
-    if value <= 0 or most <= 0:
-        return "·"
-    return _BLOCKS[max(1, min(4, round(4 * value / most)))]
+    level = round(4 * value / most) if most > 0 else 0
+    return _BLOCKS[min(4, level)] if level > 0 else "·"
