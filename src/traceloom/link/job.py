@@ -81,7 +81,7 @@ def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
     for kept in (np.ones(len(by_number), dtype=np.bool_), by_number):
         instance = np.where(kept, joined.instance, -1)
         graph = _numbered(merged, instance, joined.evidence)
-        if _acyclic(graph):
+        if not (instance >= 0).any() or _acyclic(graph):  # what does not meet is ordered as each rank is
             dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
             return graph, [_circle(dropped)] if dropped else []
     nothing = np.full(len(by_number), -1, dtype=np.int64)

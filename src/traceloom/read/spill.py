@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.read import ondisk
 
-SPILL_BYTES = 2 * 10**9  # of text, from which on columns go to disk
+SPILL_BYTES = 500 * 10**6  # of text, from which on columns go to disk: in memory the report of more needs too much
 
 Array = NDArray[Any]
 _READ_BYTES = 1 << 22  # at once
