@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from traceloom.model import Trace
 from traceloom.read import large, mapped, ondisk
 
-SESSION_BYTES = 200 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
+SESSION_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
 _BLOCK = 64 << 20
 _ALIGNED = 64
 _LEAST_ROWS = 1024  # of a frame; smaller ones stay in memory
