@@ -19,7 +19,11 @@ from traceloom.model.result import Result
 from traceloom.read.again import numbers, readable
 
 Floats = NDArray[np.float64]
-_ARGUMENTS = {"blocks_per_sm": "blocks per SM", "occupancy": "est. achieved occupancy %"}
+_ARGUMENTS = {
+    "blocks_per_sm": "blocks per SM",
+    "warps_per_sm": "warps per SM",
+    "occupancy": "est. achieved occupancy %",
+}
 _FIGURES = {"sm_efficiency": pl.Float64(), "sm_fill": pl.Float64(), "occupancy": pl.Float64()}
 
 DEVICE_SCHEMA = pl.Schema(
@@ -29,6 +33,7 @@ DEVICE_SCHEMA = pl.Schema(
         "kernel_count": pl.Int64(),
         "kernel_ns": pl.Int64(),
         "measured_ns": pl.Int64(),
+        "estimated_ns": pl.Int64(),
         **_FIGURES,
     }
 )
@@ -56,7 +61,8 @@ class KernelEfficiency(Result):
 
     Attributes:
         devices: device, window_ns (first start to last end of its GPU work), kernel_count, kernel_ns (sum),
-            measured_ns (sum over kernels whose blocks per SM are recorded), sm_efficiency (share of the window's SM
+            measured_ns (sum over kernels whose blocks per SM are recorded), estimated_ns (sum over kernels whose
+            occupancy is known), sm_efficiency (share of the window's SM
             time that has a block: at every instant the blocks per SM of all running kernels, at most 1), sm_fill (the
             same over the time of the measured kernels, each by itself), occupancy (mean of the estimated achieved
             occupancy, 0 to 1, weighted by time). The last three are null where the writer does not record them.
@@ -89,7 +95,7 @@ def kernel_efficiency(trace: Trace) -> KernelEfficiency:
     said = None if absent else numbers(trace, runs["event"].to_numpy().astype(np.int64), _ARGUMENTS)
     runs = runs.with_columns(
         pl.lit(None, pl.Float64).alias(name) if said is None else said[name] for name in _ARGUMENTS
-    ).with_columns(pl.col("occupancy") / 100)
+    ).with_columns(pl.when(~_FAILED).then(pl.col("occupancy") / 100).alias("occupancy"))
     if absent is None and runs.height and runs["blocks_per_sm"].null_count() == runs.height:
         absent = "not-recorded"
     table = _kernels(runs)
@@ -107,6 +113,9 @@ def _mean(value: pl.Expr, name: str) -> pl.Expr:
 
 
 _FILL = pl.col("blocks_per_sm").clip(0, 1)
+# A warp on every SM is 1 to 2 % of what an SM can hold: an estimate of 0 % then is one that failed (it does for kernels
+# that ask for more shared memory than a block has by default).
+_FAILED = ((pl.col("occupancy") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
 
 
 def _kernels(runs: pl.DataFrame) -> pl.DataFrame:
@@ -143,6 +152,7 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
                 pl.len().alias("kernel_count"),
                 pl.col("ns").sum().alias("kernel_ns"),
                 pl.col("ns").filter(known).sum().alias("measured_ns"),
+                pl.col("ns").filter(pl.col("occupancy").is_not_null()).sum().alias("estimated_ns"),
                 _mean(_FILL, "sm_fill"),
                 _mean(pl.col("occupancy"), "occupancy"),
             ),
@@ -151,7 +161,8 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
             nulls_equal=True,
         )
         .with_columns(
-            pl.col("kernel_count", "kernel_ns", "measured_ns").fill_null(0), window_ns=pl.col("high") - pl.col("low")
+            pl.col("kernel_count", "kernel_ns", "measured_ns", "estimated_ns").fill_null(0),
+            window_ns=pl.col("high") - pl.col("low"),
         )
         .sort("device")
     )
@@ -187,7 +198,7 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
 
 
 def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
-    """SM time with a block in each [low, high), in ns of the whole device: the area under the blocks per SM, up to 1."""
+    """SM time with a block in each [low, high), in ns of the whole device: the area below blocks per SM, up to 1."""
     start, end = runs["start_ns"].to_numpy(), runs["end_ns"].to_numpy()
     blocks = runs["blocks_per_sm"].to_numpy()
     time = np.concatenate([start, end])

@@ -68,6 +68,19 @@ def test_kernels_without_the_argument_are_left_out_and_odd_values_are_none(tmp_p
     assert device["sm_fill"] == pytest.approx(0.5)
 
 
+def test_an_estimate_of_no_occupancy_on_sms_that_hold_warps_is_none(tmp_path: Path) -> None:
+    made = TraceBuilder().kernel(
+        "a", 0, 10, **{"est. achieved occupancy %": 40, "warps per SM": 30, "blocks per SM": 4}
+    )
+    made = made.kernel("b", 20, 90, **{"est. achieved occupancy %": 0, "warps per SM": 372.4, "blocks per SM": 31})
+    made = made.kernel("c", 120, 10, **{"est. achieved occupancy %": 0, "warps per SM": 0.2, "blocks per SM": 0.02})
+    found = kernel_efficiency(kept(made, tmp_path))
+    device = found.devices.row(0, named=True)
+    assert device["occupancy"] == pytest.approx(0.2)  # of a and c
+    assert device["estimated_ns"] == 20_000
+    assert dict(found.kernels.select("name", "occupancy").rows())["b"] is None
+
+
 def test_writers_that_do_not_record_it_leave_it_unknown_with_a_reason(tmp_path: Path) -> None:
     found = kernel_efficiency(kept(TraceBuilder(generation="rocm").kernel("k", 0, 10), tmp_path))
     assert found.devices.select("sm_efficiency", "sm_fill", "occupancy").row(0) == (None, None, None)

@@ -299,7 +299,7 @@ SECTION = Section(
         {
             "devices": ranked(
                 _DEVICES,
-                nullable={"device", "kernel_count", "kernel_ns", "measured_ns", *_FILL},
+                nullable={"device", "kernel_count", "kernel_ns", "measured_ns", "estimated_ns", *_FILL},
                 what="time of each GPU, and how full kernels keep it",
             ),
             "job": rows(JOB, nullable={"max_rank"}, what="GPU time by kind over all ranks"),

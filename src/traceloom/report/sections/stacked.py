@@ -55,7 +55,7 @@ def _legend(used: Sequence[str], order: Sequence[str], base: int) -> list[str]:
     for name in used:
         out.append(f'<rect x="{at}" y="{base - 9}" width="10" height="10" fill="{_colour(name, order)}"/>')
         out.append(f'<text x="{at + 14}" y="{base}" fill="currentColor">{escape(name)}</text>')
-        at += 26 + 7 * len(name)
+        at += 30 + round(7.4 * len(name))
     return out
 
 
