@@ -334,6 +334,11 @@ MEMORY: dict[str, tuple[str, list[Any], tuple[int, int]]] = {
         [([1, 2, 8, 8], F), sizes("[2, 2]"), sizes("[2, 2]"), sizes("[0, 0]"), sizes("[1, 1]"), scalar("False")],
         (32 * 4, 4 * 128 + 12 * 32),
     ),
+    "resampling": (
+        "aten::upsample_bilinear2d",
+        [([1, 2, 8, 8], F), sizes("[16, 12]"), scalar("False"), none(), none()],
+        (2 * 4 * 384, 4 * (128 + 384)),
+    ),
     "quantised rows carry their scale": (
         "fbgemm::FloatToFP8RowwiseQuantized",
         [([6, 16], F), scalar("True")],

@@ -79,7 +79,7 @@ _BACKWARD = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Places(7, query=1, mask=8),
     "aten::_scaled_dot_product_efficient_attention_backward": Places(11, query=1, mask=4),
     "aten::_scaled_dot_product_cudnn_attention_backward": Places(14, query=1, mask=8),
-    "aten::_flash_attention_backward": Places(11, query=1, heads_first=False, bottom_right=True, lengths=6, window=16),
+    "aten::_flash_attention_backward": Places(11, query=1, heads_first=False, bottom_right=True, lengths=6, window=15),
     "aten::_efficient_attention_backward": Places(14, query=1, heads_first=False, mask=4, lengths=6),
     "flash_attn::_flash_attn_backward": Places(11, query=1, heads_first=False, bottom_right=True, window=12),
     "flash_attn::_flash_attn_varlen_backward": Places(

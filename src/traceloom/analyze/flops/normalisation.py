@@ -95,7 +95,7 @@ def _rms_norm_backward(call: Call) -> Work:
 
 _BATCH_BACKWARD = {
     "aten::cudnn_batch_norm_backward": (1, 0, 2, (5, 6)),
-    "aten::miopen_batch_norm_backward": (0, 1, 2, (5, 6)),
+    "aten::miopen_batch_norm_backward": (1, 0, 2, (5, 6)),
     "aten::native_batch_norm_backward": (0, 1, 2, (5, 6)),
     "aten::batch_norm_backward": (0, 1, 2, (5, 6)),
 }

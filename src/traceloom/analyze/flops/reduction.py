@@ -1,4 +1,4 @@
-"""Reductions and scans: one operation per element of the input; poolings."""
+"""Reductions and scans: one operation per element of the input; pooling and resampling."""
 
 from __future__ import annotations
 
@@ -147,3 +147,19 @@ def _adaptive(call: Call) -> Work:
     x = call.tensor(0)
     out = math.prod(x.shape[:-2]) * math.prod(call.sizes(1, 2))
     return Work(x.numel, x.bytes + out * SIZES[x.dtype], x.dtype)
+
+
+_TAPS = {
+    "nearest1d": (1, 0), "nearest2d": (2, 0), "nearest3d": (3, 0), "linear1d": (1, 2), "bilinear2d": (2, 4),
+    "trilinear3d": (3, 8), "bicubic2d": (2, 16),
+}  # fmt: skip
+"""Dimensions, and how many values of the input each value of the result is made of (0: copied)."""
+
+
+@MODELS.register(*(f"aten::upsample_{name}" for name in _TAPS), family="resampling")
+def _upsample(call: Call) -> Work:
+    """A multiply-add per value of the input that a value of the result is made of."""
+    rank, taps = _TAPS[call.name.removeprefix("aten::upsample_")]
+    x = call.tensor(0)
+    out = math.prod(x.shape[:-rank]) * math.prod(call.sizes(1, rank))
+    return Work(2 * taps * out, x.bytes + out * x.size, x.dtype)
