@@ -25,6 +25,7 @@ VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
+    "diff": "compare two traces or recorded runs",
     "link": "link host and device traces of all ranks into one graph",
     "convert": "turn graphs and Chakra files into another form",
     "validate": "say what is wrong with a set of Chakra files",
@@ -49,6 +50,8 @@ verbs:
              traceloom report trace.json.gz -o report.html
   memory   {VERBS["memory"]}
              traceloom memory run
+  diff     {VERBS["diff"]}
+             traceloom diff before after
   link     {VERBS["link"]}
              traceloom link run -o run.graph
   convert  {VERBS["convert"]}

@@ -56,7 +56,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table whose first column is text and whose others are numbers."""
     if not rows:
         return
@@ -78,7 +78,7 @@ def _runs(document: Row) -> Iterator[str]:
         ]
         for run in document["runs"]
     ]
-    yield from _table("run", ("ranks", "time", "steps", "answer"), rows[: _MOST_ROWS * 4])
+    yield from table("run", ("ranks", "time", "steps", "answer"), rows[: _MOST_ROWS * 4])
 
 
 def _label(rank: int | None) -> str:
@@ -95,7 +95,7 @@ def _devices(document: Row) -> Iterator[str]:
         for rank, device in found[:_MOST_RANKS]
     ]
     head = ("window", "compute", "exposed communication", "exposed memory", "idle", "median step")
-    yield from _table("GPU time", head, rows)
+    yield from table("GPU time", head, rows)
     if len(found) > _MOST_RANKS:
         yield f"| … and {len(found) - _MOST_RANKS} more | | | | | | |"
 
@@ -118,7 +118,7 @@ def _host(document: Row) -> Iterator[str]:
         shares = [units.share(part, whole) for part in parts]
         rows.append([f"rank {_label(rank['rank'])}", units.duration(whole), *shares, _step(rank)])
     head = ("window", "loading", "forward", "backward", "optimizer", "communication", "other", "median step")
-    yield from _table("host time", head, rows[:_MOST_RANKS])
+    yield from table("host time", head, rows[:_MOST_RANKS])
 
 
 def _kernels(document: Row, options: ReportOptions) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _kernels(document: Row, options: ReportOptions) -> Iterator[str]:
         ]
         for r in shown
     ]
-    yield from _table("GPU work", ("category", "total", "share", "count"), rows)
+    yield from table("GPU work", ("category", "total", "share", "count"), rows)
 
 
 def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
@@ -148,7 +148,7 @@ def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
         ]
         for r in shown
     ]
-    yield from _table("operator", ("self", "total", "GPU", "count"), rows)
+    yield from table("operator", ("self", "total", "GPU", "count"), rows)
 
 
 def _sections(document: Row) -> Iterator[str]:

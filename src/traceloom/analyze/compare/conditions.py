@@ -87,7 +87,7 @@ def _versions(base: Session, new: Session) -> list[tuple[str, str, str, bool, st
     def version(name: str) -> Callable[[Session], str]:
         return lambda run: _each(trace.meta.versions.get(name) for trace in run.traces)
 
-    return [_row(f"version of {name}", base, new, version(name), MINOR) for name in names]
+    return [_row(name if "version" in name else f"{name} version", base, new, version(name), MINOR) for name in names]
 
 
 def _setting(name: str) -> Callable[[Session], str]:
@@ -108,7 +108,7 @@ def of_program(matched: int, base: int, new: int, shapes: int, other_shapes: int
         shapes: Places of both where both recorded shapes.
         other_shapes: Those of them whose shapes differ.
     """
-    alike = 2 * matched / max(base + new, 1)
+    alike = 2 * matched / (base + new) if base + new else 1.0
     rows = [
         ("operators at the same place", f"{matched} of {base}", f"{matched} of {new}", alike >= _ALIKE, DECISIVE),
     ]

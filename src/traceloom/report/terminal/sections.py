@@ -65,7 +65,7 @@ def _full(section: Section[Any], document: Row, options: ReportOptions, width: i
     for part in textwrap.wrap(harmless(sentence or ""), width - 2, break_on_hyphens=False):
         yield Text(" " + part)
     for table in tables:
-        yield from _table(table, options, width)
+        yield from table_lines(table, options, width)
 
 
 def _why(document: Row, key: str) -> str:
@@ -74,7 +74,8 @@ def _why(document: Row, key: str) -> str:
     return str(reasons.get(key) or next((why for path, why in reasons.items() if path.startswith(key)), "not recorded"))
 
 
-def _table(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:
+def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:
+    """A declared table: heading, as many columns as there is room for, the first `options.top` rows."""
     rows = ordered(list(table.rows), options)
     if not rows:
         return

@@ -1,0 +1,48 @@
+"""The document of a comparison: what `traceloom diff` knows, as one JSON object; every view is drawn from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceloom import __version__
+from traceloom.analyze import Comparison
+from traceloom.model import Session
+
+FORMAT = "traceloom-diff"
+VERSION = 1
+
+Row = dict[str, Any]
+
+
+def build(found: Comparison, base: Session, new: Session) -> Row:
+    """The document.
+
+    Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null where that side does
+    not have or say them.
+
+    Args:
+        found: The comparison.
+        base: What it was.
+        new: What it is now.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "base": _run(base),
+        "new": _run(new),
+        **found.to_dict(),
+    }
+
+
+def _run(run: Session) -> Row:
+    inputs = [
+        {
+            "path": trace.meta.path,
+            "rank": trace.rank,
+            "world_size": trace.meta.world_size,
+            "events": trace.events.height,
+        }
+        for trace in run.traces
+    ]
+    return {"name": run.name, "inputs": inputs, "notices": [notice.to_dict() for notice in run.all_notices()]}

@@ -1,0 +1,50 @@
+"""A comparison as Markdown for a pull request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.comparison.tables import tables
+from traceloom.report.markdown import code, table, text
+from traceloom.report.sections.section import Col
+
+Row = dict[str, Any]
+_MOST_ROWS = 10
+_WRITTEN: dict[str, Callable[[Any], str]] = {
+    "time": units.duration,
+    "number": units.number,
+    "share": lambda value: units.share(value, 1.0),
+    "name": lambda value: code(str(value)),
+}
+
+
+def render(document: Row) -> str:
+    """The document as GitHub-flavoured Markdown, ended by a line end."""
+    return "\n".join(_lines(document)) + "\n"
+
+
+def _lines(document: Row) -> Iterator[str]:
+    yield f"### Traceloom: {code(document['base']['name'])} → {code(document['new']['name'])}"
+    yield ""
+    yield f"**{text(document['sentence'])}**"
+    for one in tables(document):
+        # The first column is text, so what a row is about stands first.
+        columns = sorted((column for column in one.columns if column.narrow), key=lambda column: column.kind != "name")
+        columns = columns if one.key != "diff-conditions" else list(one.columns)
+        # What differs, and what the step consists of, is never cut short.
+        most = len(one.rows) if one.key in ("diff-conditions", "diff-parts") else _MOST_ROWS
+        rows = [[_cell(column, row.get(column.key)) for column in columns] for row in one.rows[:most]]
+        yield from table(f"{one.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
+        if len(one.rows) > most:
+            yield f"| … and {len(one.rows) - most} more |{' |' * (len(columns) - 1)}"
+    yield ""
+    yield f"<sub>traceloom {document['traceloom']}</sub>"
+
+
+def _cell(column: Col, value: Any) -> str:
+    if value is None:
+        return "-"
+    write = _WRITTEN.get(column.kind)
+    return write(value) if write else text(str(value))

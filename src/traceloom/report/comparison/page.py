@@ -1,0 +1,114 @@
+"""A comparison as a page of its own, in the frame of the report's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from string import Template
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.comparison.tables import tables
+from traceloom.report.html import page as frame
+from traceloom.report.html.bars import bar, legend
+from traceloom.report.html.cells import Column, text
+from traceloom.report.html.table import table
+from traceloom.report.sections.section import Col, Table
+
+Row = dict[str, Any]
+
+_COLOURS = {"compute": "compute", "communication": "communication", "copies": "memory", "operators": "op"}
+_REASONS = {"base_kernel": "the base does not launch it", "new_kernel": "the new run does not launch it"}
+
+
+def render(document: Row) -> str:
+    """The comparison as one HTML page that needs nothing but itself."""
+    sections = list(_sections(document))
+    name = f"{document['base']['name']} → {document['new']['name']}"
+    script, theme = frame.page_script(), frame.page_asset("theme.js")
+    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
+    page = Template(frame.page_asset("page.html")).substitute(
+        policy=frame.page_policy([theme, script], style),
+        title=text(f"{document['sentence']} – {name}"),
+        theme=theme,
+        style=style,
+        name=text(name),
+        ranks="",
+        headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
+        numbers=_numbers(document),
+        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
+        sections="\n".join(frame.page_section(*section) for section in sections),
+        footer=_footer(document),
+        data="",
+        script=script,
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
+
+
+def _bars(document: Row) -> str:
+    """Both steps as bars of one scale."""
+    longest = max(document["base_ns"], document["new_ns"], 1)
+    out = []
+    for side in ("base", "new"):
+        parts = _kinds(document, side)
+        whole = document[f"{side}_ns"]
+        out.append(
+            f'<p class="quiet">{side}: {units.duration(whole)}</p>{bar(parts, whole, longest)}{legend(parts, whole)}'
+        )
+    return f'<div class="answer-bar">{"".join(out)}</div>'
+
+
+def _kinds(document: Row, side: str) -> list[tuple[str, str, int]]:
+    """The parts of a side by kind: idle time as one."""
+    sums: dict[str, int] = {}
+    for row in document["breakdown"]:
+        kind = row["part"].split(":")[0]
+        sums[kind] = sums.get(kind, 0) + row[f"{side}_ns"]
+    return [(kind, _COLOURS.get(kind, "idle"), ns) for kind, ns in sums.items()]
+
+
+def _numbers(document: Row) -> str:
+    def steps(side: str) -> str:
+        count = sum(row["side"] == side for row in document["steps"])
+        return f"mean of {count} steps" if count > 1 else "one step"
+
+    change = document["difference_ns"] / max(document["base_ns"], 1)
+    shown = [
+        ("Base step", document["base_ns"], steps("base")),
+        ("New step", document["new_ns"], steps("new")),
+        ("Difference", document["difference_ns"], f"{change:+.1%} of the base".replace("%", " %")),
+    ]
+    items = "".join(
+        f'<div><dt>{label}</dt><dd><b title="{ns} ns">{units.duration(ns)}</b><span>{more}</span></dd></div>'
+        for label, ns, more in shown
+    )
+    return f'<dl class="key">{items}</dl>'
+
+
+def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
+    for one in tables(document):
+        yield f"{one.key}-section", escape(one.title), text(one.note), _drawn(one)
+    yield "diff-data-section", "Data", "What was read.", _drawn(_inputs(document))
+
+
+def _drawn(one: Table) -> str:
+    columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
+    return table(one.key, columns, one.rows, _REASONS, one.title)
+
+
+def _inputs(document: Row) -> Table:
+    rows = [{"side": side, **given} for side in ("base", "new") for given in document[side]["inputs"]]
+    columns = [
+        Col("side", "Side"),
+        Col("rank", "Rank", "count"),
+        Col("events", "Events", "count"),
+        Col("path", "File", "name"),
+    ]
+    return Table("diff-inputs", "Files", columns, rows)
+
+
+def _footer(document: Row) -> str:
+    return (
+        f"<p>Traceloom {text(document['traceloom'])}</p>"
+        "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
+    )

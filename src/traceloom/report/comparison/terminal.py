@@ -1,0 +1,43 @@
+"""A comparison on a terminal: the sentence, what differs, then what changed, the largest differences first."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TextIO
+
+from rich.text import Text
+
+from traceloom.report import terminal
+from traceloom.report.comparison.tables import tables
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions
+from traceloom.report.terminal.look import DIM
+from traceloom.report.terminal.sections import table_lines
+
+Row = dict[str, Any]
+
+
+def show(document: Row, top: int, stream: TextIO) -> None:
+    """Write the comparison to a stream.
+
+    Args:
+        document: Of `traceloom.report.comparison.build`.
+        top: Rows of each table.
+        stream: Where to; with colours where it is a terminal.
+    """
+    terminal.put(partial(render, document, top), stream)
+
+
+def render(document: Row, top: int, width: int) -> Iterator[Text]:
+    """The lines, none wider than `width`."""
+    for side in ("base", "new"):
+        yield Text.assemble((f"{side:<5}", DIM), (short(document[side]["name"], width - 6), "bold"))
+    yield Text("")
+    for line in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
+    for table in tables(document):
+        # What differs is never cut short: it decides how the rest is read.
+        rows = len(table.rows) if table.key in ("diff-conditions", "diff-parts") else top
+        yield from table_lines(table, ReportOptions(top=rows), width)
