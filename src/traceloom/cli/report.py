@@ -64,6 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "--peak", metavar="TYPE=N[,...]", help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12"
     )
     what.add_argument(
+        "--link-peak", type=_rate, metavar="GB/S", help="peak of one device's link in one direction, for all groups"
+    )
+    what.add_argument(
         "--graph-capture", type=Path, metavar="FILE",
         help="recording of the capture of the graphs, or of the same model without graphs: tells the operators "
         "of graph replays",
@@ -85,6 +88,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
     more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
     return parser
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of 10^9 bytes per second above 0, got `{text}`")
+    return value
 
 
 def _positive(text: str) -> int:
@@ -169,6 +182,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         sort=args.sort,
         only=args.only,
         peak=_peak(args),
+        link_peak=args.link_peak,
         graph_capture=None if capture is None else str(capture),
         tokens_per_step=args.tokens_per_step,
         samples_per_step=args.samples_per_step,

@@ -20,6 +20,8 @@ class ReportOptions:
             all are made, and the terminal shows the core with a line for each.
         peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100 SXM`) or numbers
             (`bf16=989e12,memory=3.35e12`).
+        link_peak: Peak of the link of one device in one direction, 10^9 bytes per second, for groups of every kind;
+            None for that of the device's name where a group stays inside a host.
         graph_capture: File with the recording of the graphs' capture, or of the same model without graphs: from it the
             operators of graph replays are known.
         tokens_per_step: Tokens that a step makes, where the user says so.
@@ -33,6 +35,7 @@ class ReportOptions:
     sort: str | None = None
     only: tuple[str, ...] | None = None
     peak: str | None = None
+    link_peak: float | None = None
     graph_capture: str | None = None
     tokens_per_step: int | None = None
     samples_per_step: int | None = None

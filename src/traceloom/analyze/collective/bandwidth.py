@@ -107,19 +107,25 @@ def with_peaks(calls: pl.DataFrame, trace: Trace, peak_gb_per_s: float | None = 
         peak_gb_per_s: The user's own: of one device in one direction, for every group.
     """
     if peak_gb_per_s is not None:
-        told = calls.with_columns(
-            pl.when(pl.col("where") == "device").then(pl.lit("given")).alias("link"),
-            pl.when(pl.col("where") == "device").then(pl.lit(float(peak_gb_per_s))).alias("link_peak_gb_per_s"),
-        )
-    else:
-        used = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
-        found = {device: link for device, link in used.items() if link is not None}
-        inside = inside_host(trace.meta.world_size, trace.devices.height)
-        link = _named(found, "name", pl.String)
-        peak = _named(found, "peak_gb_per_s", pl.Float64)
-        told = calls.with_columns(
-            pl.when(inside).then(link).alias("link"), pl.when(inside).then(peak).alias("link_peak_gb_per_s")
-        )
+        return against_peak(calls, peak_gb_per_s)
+    used = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
+    found = {device: link for device, link in used.items() if link is not None}
+    inside = inside_host(trace.meta.world_size, trace.devices.height)
+    return _with_fraction(
+        calls,
+        pl.when(inside).then(_named(found, "name", pl.String)),
+        pl.when(inside).then(_named(found, "peak_gb_per_s", pl.Float64)),
+    )
+
+
+def against_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
+    """The calls with the same peak for every group, as the user gives it."""
+    kernels = pl.when(pl.col("where") == "device")
+    return _with_fraction(calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s))))
+
+
+def _with_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.DataFrame:
+    told = calls.with_columns(link.alias("link"), peak.alias("link_peak_gb_per_s"))
     return told.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
 
 

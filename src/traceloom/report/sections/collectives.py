@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import polars as pl
 
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.analyze.collective.bandwidth import against_peak
 from traceloom.analyze.collective.collectives import CALL_SCHEMA
 from traceloom.model import units
 from traceloom.report.absent import Absent
@@ -49,6 +50,8 @@ _GB = 1e9
 
 def _build(study: Study[RankPart], absent: Absent) -> Row:
     calls = calls_of(study.results)
+    if study.options.link_peak is not None:
+        calls = against_peak(calls, study.options.link_peak)
     out = {
         "summary": absent.rows(_summed(calls, study.results), "collectives.summary"),
         "calls": absent.rows(
