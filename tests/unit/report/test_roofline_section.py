@@ -115,6 +115,20 @@ def test_given_peaks_take_the_place_of_those_of_the_device() -> None:
     assert found["devices"][0]["peak"] == "given"
 
 
+def test_operators_of_several_ranks_stand_by_their_time_and_points_name_their_rank() -> None:
+    traces = []
+    for rank in range(3):
+        made = TraceBuilder(rank=rank, world_size=3).op("aten::mm", 5, 8, shapes=[[100, 100]] * 2, types=[BF, BF])
+        made.launch("cudaLaunchKernel", 6, 1, correlation=1).kernel("sm90_gemm", 20, 10 * (rank + 1), correlation=1)
+        traces.append(made.build())
+    document = build(Session(tuple(traces), "run"), ReportOptions(only=("roofline",)))
+    found = document["roofline"]
+    assert [row["rank"] for row in found["operators"]] == [2, 1, 0]
+    assert [row["rank"] for row in found["whole"]] == [0, 1, 2]
+    assert ["rank 2" in (point[0].text or "") for point in circles(SECTION.picture(found))] == [True, False, False]
+    assert next(iter(SECTION.tables(found))).columns[0].key == "rank"
+
+
 def test_long_shapes_are_cut() -> None:
     made = TraceBuilder()
     made.op("aten::_foreach_add_", 5, 8, shapes=[[[1000, 1000]] * 200, []], types=["TensorList", "Scalar"])

@@ -54,7 +54,10 @@ def _measure(trace: Trace, options: ReportOptions) -> Roofline:
 def _build(study: Study[Roofline], absent: Absent) -> Row:
     most = max(_LEAST_ROWS, _ROWS // max(len(study.results), 1))
     of_all = joined([_cut(result, most) for result in study.results])
-    out = {name: absent.rows(getattr(of_all, name), f"roofline.{name}") for name in _PARTS}
+    frames = {name: getattr(of_all, name) for name in _PARTS}
+    for name, time in (("operators", "total_ns"), ("unmodelled", "gpu_ns")):
+        frames[name] = frames[name].sort(time, descending=True, nulls_last=True, maintain_order=True)
+    out = {name: absent.rows(frame, f"roofline.{name}") for name, frame in frames.items()}
     for name in _PARTS:
         if not out[name]:
             absent.say(f"roofline.{name}")

@@ -41,7 +41,7 @@ def picture(operators: Sequence[Row]) -> str:
     """The SVG of the operators of a roofline; empty where none of them calculates in a known time.
 
     Args:
-        operators: Rows with name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix, peak_flop_rate,
+        operators: Rows with rank, name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix, peak_flop_rate,
             peak_byte_rate, roofline_fraction and bound.
     """
     shown = [row for row in operators if row["intensity"] and row["flop_rate"]]
@@ -53,6 +53,8 @@ def picture(operators: Sequence[Row]) -> str:
     ridges = [rate / memory for _, rate, memory in roofs if memory]
     plane = _Plane([row["intensity"] for row in shown] + ridges, rates)
     lines, names = _roofs(plane, roofs)
+    several = len({row["rank"] for row in shown}) > 1
+    points = "".join(_point(plane, row, shown[0], several=several) for row in shown)
     said = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
     left_out = len(operators) - len(shown)
     more = f"; {units.count(left_out)} that only move data, or take least time, are not drawn" if left_out else ""
@@ -60,7 +62,7 @@ def picture(operators: Sequence[Row]) -> str:
     return (
         f'<figure class="roofline"><figcaption>{escape(said + more)}.{hint}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(said)}">'
-        f"{_grid(plane)}{lines}{''.join(_point(plane, row, shown[0]) for row in shown)}{names}</svg></figure>"
+        f"{_grid(plane)}{lines}{points}{names}</svg></figure>"
     )
 
 
@@ -128,7 +130,7 @@ def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> t
     return "".join(lines), "".join(names)
 
 
-def _point(plane: _Plane, row: Row, largest: Row) -> str:
+def _point(plane: _Plane, row: Row, largest: Row, *, several: bool) -> str:
     radius = max(2.5, _LARGEST * math.sqrt(row["total_ns"] / max(largest["total_ns"], 1)))
     lines = [
         short(harmless(str(row["name"])), 120),
@@ -136,6 +138,8 @@ def _point(plane: _Plane, row: Row, largest: Row) -> str:
         f"{units.duration(row['total_ns'])} in {units.count(row['count'])} calls",
         f"{units.flop_rate(row['flop_rate'])}, {units.number(row['intensity'])} FLOPs per byte",
     ]
+    if several and row["rank"] is not None:
+        lines.append(f"rank {row['rank']}")
     if row["roofline_fraction"] is not None:
         lines.append(f"{100 * row['roofline_fraction']:.1f} % of the roofline, bound by {row['bound']}")
     label = escape("\n".join(lines))
