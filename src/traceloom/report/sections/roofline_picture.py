@@ -41,8 +41,8 @@ def picture(operators: Sequence[Row]) -> str:
     """The SVG of the operators of a roofline; empty where none of them calculates in a known time.
 
     Args:
-        operators: Rows with rank, name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix, peak_flop_rate,
-            peak_byte_rate, roofline_fraction and bound.
+        operators: Rows with rank, name, shapes, count, total_ns, intensity, flop_rate, arithmetic, matrix,
+            peak_flop_rate, peak_byte_rate, roofline_fraction and bound.
     """
     shown = [row for row in operators if row["intensity"] and row["flop_rate"]]
     shown = sorted(shown, key=lambda row: -row["total_ns"])[:_MOST]
