@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.analyze import communication, gpu_time, idle, kernels, step_times
+from traceloom.analyze import communication, gpu_time, idle, kernels, longest_gaps, step_times
 from traceloom.analyze.breakdown import FIELDS
 from traceloom.model import Trace
 from traceloom.read import load
@@ -96,6 +96,28 @@ def test_idle_causes_add_up_to_the_idle_time_of_devices_and_steps(path: str) -> 
     assert (found.gaps["duration_ns"] > 0).all()
     unknown = found.gaps.filter(pl.col("evidence").is_null())["cause"].unique().to_list()
     assert unknown in ([], ["launch_not_recorded"])
+
+
+@on_every_trace
+def test_the_longest_gaps_are_the_longest_and_their_evidence_fits_the_cause(path: str) -> None:
+    trace = trace_of(path)
+    found = idle(trace)
+    rows = longest_gaps(trace, found, 30)
+    lengths = found.gaps.group_by("gap").agg(pl.col("duration_ns").sum())["duration_ns"].sort(descending=True)
+    assert rows["duration_ns"].to_list() == lengths.head(30).to_list()
+    start, events = trace.events["start_ns"], trace.events
+    ends = start + events["duration_ns"].clip(lower_bound=0)
+    for row in rows.to_dicts():
+        gap_end = row["start_ns"] + row["duration_ns"]
+        assert row["start_ns"] == ends[row["before"]]
+        assert gap_end == start[row["after"]]
+        assert row["cause_ns"] <= row["duration_ns"]
+        assert (row["producer"] is None) or row["cause"] == "dependency" or row["cause_ns"] < row["duration_ns"]
+        if row["producer"] is not None:
+            assert ends[row["producer"]] <= gap_end + 2_000
+        if row["host_event"] is not None:  # it was open in the gap
+            assert start[row["host_event"]] < gap_end
+            assert ends[row["host_event"]] > row["start_ns"]
 
 
 @on_every_trace

@@ -15,6 +15,7 @@ from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, Held, curve, held_up, queues
 from traceloom.analyze.short_kernels import BINS, SHORT, histogram, short_by_name
 from traceloom.analyze.submissions import Submissions, submissions
+from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
@@ -52,7 +53,7 @@ CALLS = pl.Schema(
 )
 OUTLIERS = pl.Schema(
     {
-        "kind": pl.Enum(["late work", "long call", "full queue"]),
+        "kind": pl.Enum(["late work", "waiting work", "long call", "full queue"]),
         "duration_ns": pl.Int64(),
         "start_ns": pl.Int64(),
         "device": pl.Int32(),
@@ -90,7 +91,8 @@ class Launches(Result):
         names: The same per name of GPU work, the largest total delay first.
         calls: Launch calls by name: call_count, total_ns, median_ns, p95_ns, max_ns, long_count and long_ns (calls of
             at least 50 µs).
-        outliers: Work with a latency of at least 100 µs, calls of at least 50 µs, and calls held up by a full queue,
+        outliers: Work with a latency of at least 100 µs (late work; waiting work where its stream was told to wait for
+            another before it), calls of at least 50 µs, and calls held up by a full queue,
             the longest first; a call that was held up is not listed as long, too.
         queues: Per stream, see `queue_depth.QUEUES`.
         curve: device, stream, time_ns, launches and works (how many are pending from then on), by stream and time.
@@ -235,7 +237,10 @@ def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.Da
     late = times.filter(pl.col("latency") >= LONG_DELAY_NS)
     long = calls.filter(pl.col("call_ns") >= LONG_CALL_NS, ~pl.col("at").is_in(held.at))
     at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
-    kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size])
+    kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size]).astype("<U12")
+    if late.height:
+        told, _ = stream_waits(trace, made.row[late["at"].to_numpy()])
+        kind[: late.height][told] = "waiting work"
     length = np.concatenate([late["latency"].to_numpy(), long["call_ns"].to_numpy(), held.ns])
     names = trace.events["name"]
     steps = trace.steps["step"]
@@ -245,7 +250,7 @@ def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.Da
             {
                 "kind": kind,
                 "duration_ns": length,
-                "start_ns": np.where(kind == "late work", made.start[at] - length, made.call_start[at]),
+                "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
                 "device": made.device[at],
                 "stream": made.stream[at],
                 "step": steps.gather(pl.Series(step).set(pl.Series(step < 0), None).cast(pl.UInt32)),

@@ -76,12 +76,14 @@ class Patterns(Result):
         occurrences: Where they are: sequence, device, stream, step, first and last (rows of work), start_ns, span_ns.
         steps: Per sequence calls and span per whole step, as mean, min and max.
         work_count: GPU work that was searched.
+        work_ns: Its summed durations.
     """
 
     sequences: pl.DataFrame
     occurrences: pl.DataFrame
     steps: pl.DataFrame
     work_count: int
+    work_ns: int
 
 
 def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: int = 3, most: int = 25) -> Patterns:
@@ -102,12 +104,14 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     every = _search(code, made, np.zeros(code.size, dtype=np.bool_), bounds)
     fused = _search(code, made, ~simple, bounds)
     found = [*every, *fused]
+    whole = int((made.end - made.start).sum())
     if not found:
         return Patterns(
             pl.DataFrame(schema=SEQUENCES),
             pl.DataFrame(schema=OCCURRENCES),
             pl.DataFrame(schema=STEPS),
             made.row.size,
+            whole,
         )
     places = _places(made, found)
     first = np.cumsum([0, *(start.size for start, _ in found)])[:-1]
@@ -122,10 +126,10 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             "example": [int(made.row[start[0]]) for start, _ in found],
             "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in found],
         }
-    ).with_columns((pl.col("kernel_ns") / max(int((made.end - made.start).sum()), 1)).alias("fraction"))
+    ).with_columns((pl.col("kernel_ns") / max(whole, 1)).alias("fraction"))
     occurrences = _occurrences(trace, made, places)
     steps = _steps(trace, occurrences)
-    return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size)
+    return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size, whole)
 
 
 _SUMS = ("launch_count", "kernel_ns", "gap_ns", "span_ns")

@@ -114,6 +114,12 @@ def test_outliers_are_late_work_and_long_calls() -> None:
     assert found == [("late work", 240_000, 160_000, "three"), ("long call", 60_000, 100_000, "three")]
 
 
+def test_late_work_that_was_told_to_wait_is_called_so() -> None:
+    builder = two().launch("cudaStreamWaitEvent", 90, 2, correlation=9, flow=False)
+    builder.launch("cudaLaunchKernel", 100, 6, correlation=3).kernel("three", 400, 5, correlation=3)
+    assert launches(builder.build()).outliers.select("kind", "duration_ns").rows() == [("waiting work", 294_000)]
+
+
 def test_short_kernels_are_counted_beside_their_calls() -> None:
     found = launches(two().build())
     assert found.short.rows() == [("two", 1, 1, 2_000, 5_000, 2_000)]

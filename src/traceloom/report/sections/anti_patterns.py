@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import polars as pl
+
 from traceloom import analyze
 from traceloom.analyze.anti_patterns import MATCHES, PATTERNS, AntiPatterns
 from traceloom.model import Trace, units
@@ -12,8 +14,22 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.sections.shapes import rows as rows_of
 
 _ROWS = 100  # matches of a rank, the longest of each pattern
+_JOB = pl.Schema(
+    {
+        "pattern": PATTERNS["pattern"],
+        "checked": pl.Boolean(),
+        "rank_count": pl.Int64(),
+        "match_count": pl.Int64(),
+        "host_ns": pl.Int64(),
+        "gpu_ns": pl.Int64(),
+        "evidence": PATTERNS["evidence"],
+        "reason": pl.String(),
+        "advice": pl.String(),
+    }
+)
 _NULLS = ("match_count", "host_ns", "gpu_ns", "evidence", "reason")
 
 
@@ -25,10 +41,30 @@ def _measure(trace: Trace, _options: ReportOptions) -> AntiPatterns:
 
 
 def _build(study: Study[AntiPatterns], absent: Absent) -> Row:
+    patterns = study.concat(lambda found: found.patterns)
     return {
-        "patterns": absent.rows(study.concat(lambda found: found.patterns), "anti_patterns.patterns"),
+        "job": absent.rows(_job(patterns), "anti_patterns.job"),
+        "patterns": absent.rows(patterns, "anti_patterns.patterns"),
         "matches": absent.rows(study.concat(lambda found: found.matches), "anti_patterns.matches"),
     }
+
+
+def _job(patterns: pl.DataFrame) -> pl.DataFrame:
+    """The patterns over all ranks; checked where one rank can tell."""
+    checked = pl.col("checked").any()
+    return (
+        patterns.group_by("pattern", maintain_order=True)
+        .agg(
+            checked,
+            (pl.col("match_count") > 0).sum().alias("rank_count"),
+            *(pl.when(checked).then(pl.col(name).sum()).alias(name) for name in ("match_count", "host_ns", "gpu_ns")),
+            pl.col("evidence").drop_nulls().first(),
+            pl.when(~checked).then(pl.col("reason").first()).alias("reason"),
+            pl.col("advice").first(),
+        )
+        .select(list(_JOB))
+        .cast(_JOB)
+    )
 
 
 def _words(row: Row) -> Row:
@@ -38,11 +74,9 @@ def _words(row: Row) -> Row:
 
 def _tables(value: Row) -> Iterator[Table]:
     rank = [Col("rank", "Rank", "count")] if len({row["rank"] for row in value["patterns"]}) > 1 else []
-    found = sorted(
-        value["patterns"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0))
-    )
+    found = sorted(value["job"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0)))
     columns = [
-        *rank,
+        *([Col("rank_count", "Ranks", "count", "in which it was found")] if rank else []),
         Col("pattern", "Pattern"),
         Col("match_count", "Matches", "count"),
         Col("host_ns", "Host", "time", "time of the matches"),
@@ -50,9 +84,8 @@ def _tables(value: Row) -> Iterator[Table]:
         Col("evidence", "Evidence", narrow=False),
         Col("says", "What to do, or why it is not known", "name"),
     ]
-    yield Table(
-        "anti-patterns-patterns", "Known patterns", columns, [_words(row) for row in found], "anti_patterns.patterns"
-    )
+    rows = [_words(row) for row in found]
+    yield Table("anti-patterns-patterns", "Known patterns", columns, rows, "anti_patterns.job")
     if value["matches"]:
         columns = [
             *rank,
@@ -69,14 +102,9 @@ def _tables(value: Row) -> Iterator[Table]:
 
 
 def _summary(value: Row) -> str | None:
-    times: dict[str, int] = {}
-    for row in value["patterns"]:
-        if row["match_count"]:
-            times[row["pattern"]] = times.get(row["pattern"], 0) + row["match_count"]
-    unknown = len({row["pattern"] for row in value["patterns"] if not row["checked"]})
-    rest = (
-        f"; {unknown} of {len({row['pattern'] for row in value['patterns']})} could not be checked" if unknown else ""
-    )
+    times = {row["pattern"]: row["match_count"] for row in value["job"] if row["match_count"]}
+    unknown = sum(not row["checked"] for row in value["job"])
+    rest = f"; {unknown} of {len(value['job'])} could not be checked" if unknown else ""
     if not times:
         return f"none of the known anti-patterns was found{rest}"
     said = ", ".join(f"{name.replace('_', ' ')} ({units.count(count)} times)" for name, count in times.items())
@@ -93,6 +121,7 @@ SECTION = Section(
     summary=_summary,
     schema=record(
         {
+            "job": rows_of(_JOB, nullable=_NULLS, what="all known patterns over all ranks"),
             "patterns": ranked(PATTERNS, nullable=_NULLS, what="all known patterns of each rank, found or not"),
             "matches": ranked(
                 MATCHES, nullable=("step", "thread"), what="the longest matches, about a hundred of each rank"
@@ -102,11 +131,17 @@ SECTION = Section(
     reasons={
         **{f"anti_patterns.{name}[*].rank": "the file does not say its rank" for name in ("patterns", "matches")},
         **{
-            f"anti_patterns.patterns[*].{name}": "the recording does not tell; see the reason in the row"
-            for name in ("match_count", "host_ns", "gpu_ns")
+            f"anti_patterns.{part}[*].{name}": why
+            for part in ("job", "patterns")
+            for name, why in (
+                *(
+                    (name, "the recording does not tell; see its reason")
+                    for name in ("match_count", "host_ns", "gpu_ns")
+                ),
+                ("evidence", "without matches there is none"),
+                ("reason", "null is a pattern that was checked"),
+            )
         },
-        "anti_patterns.patterns[*].evidence": "without matches there is none",
-        "anti_patterns.patterns[*].reason": "null is a pattern that was checked",
         "anti_patterns.matches[*].step": "null is the time outside all steps",
         "anti_patterns.matches[*].thread": "the file does not number this thread",
     },

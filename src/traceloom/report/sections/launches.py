@@ -20,6 +20,13 @@ from traceloom.report.sections.shapes import or_null, ranked, record
 
 _ROWS = 100  # of each table of a rank
 _POINTS = 300  # of each curve
+_LARGEST_FIRST = {  # over all ranks
+    "outliers": "duration_ns",
+    "calls": "total_ns",
+    "short": "call_ns",
+    "names": "delay_max_ns",
+    "queues": "held_ns",
+}
 _CURVE = {"device": pl.Int32, "stream": pl.Int64, "time_ns": pl.Int64, "launches": pl.Int64, "works": pl.Int64}
 _NULLS = {
     "totals": {"device", *(name for name in TOTALS if name.endswith(("median_ns", "p95_ns", "max_ns")))},
@@ -59,7 +66,10 @@ def _build(study: Study[Launches], absent: Absent) -> Row | None:
         return None
     out: Row = {}
     for name in _SHAPES:
-        out[name] = absent.rows(study.concat(lambda found, name=name: getattr(found, name)), f"launches.{name}")  # type: ignore[misc]
+        rows = study.concat(lambda found, name=name: getattr(found, name))  # type: ignore[misc]
+        if by := _LARGEST_FIRST.get(name):
+            rows = rows.sort(by, descending=True, nulls_last=True, maintain_order=True)
+        out[name] = absent.rows(rows, f"launches.{name}")
     return out
 
 
@@ -130,9 +140,20 @@ def _tables(value: Row) -> Iterator[Table]:
         ),
     }  # fmt: skip
     for name, (title, shown) in columns.items():
-        rows = [row for row in value[name] if name != "bins" or row["kernel_count"]]
+        rows = value[name] if name != "bins" else _all_bins(value["bins"])
         if rows:
-            yield Table(f"launches-{name}", title, [*rank, *shown], rows, f"launches.{name}")
+            several = [] if name == "bins" else rank
+            yield Table(f"launches-{name}", title, [*several, *shown], rows, f"launches.{name}")
+
+
+def _all_bins(rows: list[Row]) -> list[Row]:
+    """The histogram over all ranks, without its empty bins."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        bin_ = found.setdefault(row["low_ns"], {**row, "kernel_count": 0, "total_ns": 0, "short_count": 0})
+        for name in ("kernel_count", "total_ns", "short_count"):
+            bin_[name] += row[name]
+    return [row for _, row in sorted(found.items()) if row["kernel_count"]]
 
 
 def _summary(value: Row | None) -> str | None:
