@@ -11,7 +11,18 @@ from traceloom.analyze.ancestry import Forest, forest, host_segments
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import backward_of
 from traceloom.analyze.compilations import COMPILATIONS, compilations
-from traceloom.analyze.compile_marks import BREAK, COMPILE, GRAPH, OUTSIDE, PARTS, REGION_NAME, Marks, marks, part_of
+from traceloom.analyze.compile_marks import (
+    BREAK,
+    COMPILE,
+    GRAPH,
+    LOOKUP,
+    OUTSIDE,
+    PARTS,
+    REGION_NAME,
+    Marks,
+    marks,
+    part_of,
+)
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Ints, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
@@ -90,7 +101,7 @@ class Compiled(Result):
             breaks), `outside` (recorded, in no compiled region), `unobserved`.
         device: Summed GPU work by the part that launched it; work of no known launch is `outside`.
         regions: One row per compiled region `frame/number`: a number above 0 is a recompilation of that frame.
-            `host_ns` is its time without compilations and regions inside it, in the three parts. `function` is the
+            `host_ns` is its time without compilations, lookups and regions inside it, in the other three parts. `function` is the
             Python frame it runs, null without stacks. `graph_break_count`: continuations that ran inside its calls.
             `device_ns` is GPU work launched in it; `backward_` that of the backward graphs of its graphs (null where
             these cannot be joined).
@@ -204,7 +215,7 @@ def _regions(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
     at = found.within[inside]
     times = {}
     for name, parts in (("graph_ns", (GRAPH,)), ("break_ns", (BREAK,)), ("host_ns", ())):
-        counted = np.isin(found.part[inside], parts) if parts else found.part[inside] != COMPILE
+        counted = np.isin(found.part[inside], parts) if parts else ~np.isin(found.part[inside], (COMPILE, LOOKUP))
         times[name] = np.zeros(tree.row.size, dtype=np.int64)
         np.add.at(times[name], at[counted], own[inside][counted])
     launched = np.zeros(tree.row.size, dtype=np.int64)

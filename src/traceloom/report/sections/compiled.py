@@ -155,7 +155,7 @@ def _tables(value: Row) -> Iterator[Table]:
 def _region_columns(gpu: list[Col]) -> list[Col]:
     return [
         Col("region", "Region", hint="frame/compilation: a second number above 0 is a recompilation"),
-        Col("host_ns", "Host", "time", "without compilations and regions inside it"),
+        Col("host_ns", "Host", "time", "without compilations, lookups and regions inside it"),
         Col("graph_ns", "In graphs", "time"),
         Col("wrapper_ns", "Around", "time", "bytecode, prologues and Python around its graphs", narrow=False),
         Col("break_ns", "Uncompiled", "time", "operators at graph breaks"),
