@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from traceloom.model import units
+from traceloom.report.names import harmless
 
 _WIDTH, _LEFT, _BAR, _GAP = 900, 130, 22, 8
 
@@ -34,7 +35,7 @@ def stacked(bars: Sequence[tuple[str, Sequence[Part]]], order: Sequence[str]) ->
     out = [head + ' font-family="system-ui, sans-serif" font-size="12">']
     for row, (label, parts) in enumerate(bars):
         top = row * (_BAR + _GAP)
-        out.append(f'<text x="0" y="{top + 15}" fill="currentColor">{escape(label)}</text>')
+        out.append(f'<text x="0" y="{top + 15}" fill="currentColor">{_text(label)}</text>')
         at = 0
         whole = sum(part.ns for part in parts)
         for part in sorted(parts, key=lambda one: _place(one.name, order)):
@@ -44,7 +45,7 @@ def stacked(bars: Sequence[tuple[str, Sequence[Part]]], order: Sequence[str]) ->
             said = f"{part.name}: {units.duration(part.ns)}, {units.share(part.ns, whole)}"
             out.append(
                 f'<rect x="{left:.1f}" y="{top}" width="{max(right - left, 0.3):.1f}" height="{_BAR}" '
-                f'fill="{_colour(part.name, order)}"><title>{escape(said)}</title></rect>'
+                f'fill="{_colour(part.name, order)}"><title>{_text(said)}</title></rect>'
             )
             at += part.ns
     return "".join([*out, *_legend(used, order, height - 8), "</svg>"])
@@ -54,7 +55,7 @@ def _legend(used: Sequence[str], order: Sequence[str], base: int) -> list[str]:
     out, at = [], 0
     for name in used:
         out.append(f'<rect x="{at}" y="{base - 9}" width="10" height="10" fill="{_colour(name, order)}"/>')
-        out.append(f'<text x="{at + 14}" y="{base}" fill="currentColor">{escape(name)}</text>')
+        out.append(f'<text x="{at + 14}" y="{base}" fill="currentColor">{_text(name)}</text>')
         at += 30 + round(7.4 * len(name))
     return out
 
@@ -68,3 +69,7 @@ def _colour(name: str, order: Sequence[str]) -> str:
 def _place(name: str, order: Sequence[str]) -> int:
     """Where a part stands; what the order does not know comes last."""
     return order.index(name) if name in order else len(order)
+
+
+def _text(value: str) -> str:
+    return escape(harmless(value))
