@@ -101,8 +101,9 @@ class Compiled(Result):
             breaks), `outside` (recorded, in no compiled region), `unobserved`.
         device: Summed GPU work by the part that launched it; work of no known launch is `outside`.
         regions: One row per compiled region `frame/number`: a number above 0 is a recompilation of that frame.
-            `host_ns` is its time without compilations, lookups and regions inside it, in the other three parts. `function` is the
-            Python frame it runs, null without stacks. `graph_break_count`: continuations that ran inside its calls.
+            `host_ns` is its time without compilations, lookups and regions inside it, in the other three parts.
+            `function` is the Python frame it runs, null without stacks. `graph_break_count`: continuations that ran
+            inside its calls.
             `device_ns` is GPU work launched in it; `backward_` that of the backward graphs of its graphs (null where
             these cannot be joined).
         graphs: Compiled graphs by name and region (null outside regions, as backward graphs are): calls, host time and
