@@ -28,8 +28,8 @@ class Edges:
 
     source: list[Ints] = field(default_factory=list)
     target: list[Ints] = field(default_factory=list)
-    kind: list[Ints] = field(default_factory=list)
-    evidence: list[Ints] = field(default_factory=list)
+    kind: list[NDArray[Any]] = field(default_factory=list)
+    evidence: list[NDArray[Any]] = field(default_factory=list)
     firm: list[Bools] = field(default_factory=list)
 
     def add(
@@ -40,9 +40,9 @@ class Edges:
         count = source.size
         self.source.append(2 * source + np.asarray(from_end, dtype=np.int64))
         self.target.append(2 * target + np.asarray(to_end, dtype=np.int64))
-        self.kind.append(np.full(count, EDGE_KINDS.index(kind)))
+        self.kind.append(np.full(count, EDGE_KINDS.index(kind), dtype=np.uint8))
         words = np.asarray(evidence)
-        codes = np.zeros(count, dtype=np.int64)
+        codes = np.zeros(count, dtype=np.uint8)
         for code, word in enumerate(EVIDENCE):
             codes[np.broadcast_to(words == word, (count,))] = code
         self.evidence.append(codes)
@@ -51,14 +51,14 @@ class Edges:
     def frame(self, times: Ints) -> tuple[pl.DataFrame, pl.DataFrame]:
         """The `edges` frame, sorted by target, and how many edges of each kind did not fit (kind, count).
 
+        What was added is given up.
+
         Args:
             times: Measured time of each point, ns; shape (2 x nodes,).
         """
-        empty = np.zeros(0, dtype=np.int64)
-        source, target, kind, evidence = (
-            np.concatenate([empty, *column]) for column in (self.source, self.target, self.kind, self.evidence)
-        )
-        firm = np.concatenate([np.zeros(0, dtype=np.bool_), *self.firm])
+        source, target = _joined(self.source, np.int64), _joined(self.target, np.int64)
+        kind, evidence = _joined(self.kind, np.uint8), _joined(self.evidence, np.uint8)
+        firm = _joined(self.firm, np.bool_)
         kept = np.flatnonzero(fitting(source, target, firm, times))
         refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
         order = kept[np.lexsort((kind[kept], source[kept], target[kept]))]
@@ -67,13 +67,13 @@ class Edges:
         for column in (source, target, kind):
             same &= column[order[1:]] == column[order[:-1]]
         order = order[np.append(True, ~same)[: order.size]]
-        source, target = source[order], target[order]
+        source, target, kind, evidence = source[order], target[order], kind[order], evidence[order]
         frame = pl.DataFrame(
             {
                 "source": source // 2,
                 "target": target // 2,
-                "kind": pl.Series(EDGE_KINDS, dtype=EdgeKind).gather(kind[order]),
-                "evidence": pl.Series(EVIDENCE, dtype=Evidence).gather(evidence[order]),
+                "kind": pl.Series(EDGE_KINDS, dtype=EdgeKind).gather(pl.Series(kind)),
+                "evidence": pl.Series(EVIDENCE, dtype=Evidence).gather(pl.Series(evidence)),
                 "from_end": source % 2 == 1,
                 "to_end": target % 2 == 1,
                 "delay_ns": np.minimum(times[target] - times[source], 0),  # clocks: some effects precede their causes
@@ -83,6 +83,13 @@ class Edges:
         )
         rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
         return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
+
+
+def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:
+    """One array of all parts, which are given up."""
+    whole = np.concatenate([np.zeros(0, dtype=dtype), *parts])
+    parts.clear()
+    return whole
 
 
 def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:

@@ -9,6 +9,7 @@ from traceloom.errors import InputError
 from traceloom.link.inputs import AnyPath, Window
 from traceloom.link.loading import load_ranks
 from traceloom.model import Graph, Notice
+from traceloom.read.freeing import give_back
 from traceloom.read.ranks import Progress
 
 Say = Callable[[str], None]
@@ -63,6 +64,7 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
     for number, one in enumerate(loaded.ranks, 1):
         say(f"linking rank {one.rank} ({number} of {len(loaded.ranks)})")
         parts.append(link_rank(one.trace, one.matching))
+        give_back()
     say("joining ranks and calibrating")
     refused = tuple(_refusal(error) for error in loaded.refused)
     return Linked(linked(parts, loaded.name, (*loaded.notices, *refused)), refused)
@@ -79,7 +81,9 @@ def linked(parts: Sequence[Graph], name: str, notices: Iterable[Notice] = ()) ->
     from traceloom.link.job import join
     from traceloom.retime import calibrate
 
+    give_back()
     graph = calibrate(join(parts, name))
+    give_back()
     return replace(graph, notices=(*notices, *graph.notices))
 
 
