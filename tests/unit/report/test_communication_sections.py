@@ -1,0 +1,137 @@
+"""The sections about communication and about several ranks, on made jobs and on hostile names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from traceloom import analyze
+from traceloom.model import Session
+from traceloom.report import ReportOptions, build
+from traceloom.report.html.page import render as page
+from traceloom.report.markdown import render as markdown
+from traceloom.report.sections import SECTIONS
+from traceloom.report.sections.heat_map import blocks, heat_map
+from traceloom.report.terminal import render as terminal
+from traceloom.testing import TraceBuilder
+from traceloom.testing.jobs import ParallelRecipe, SlowRank, parallel_job
+
+KEYS = ("collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline")
+SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "reference" / "report.schema.json"
+
+
+@pytest.fixture(scope="module")
+def job() -> Session:
+    recipe = ParallelRecipe(data=2, tensor=2, pipeline=2, microbatches=2, steps=2, faults=(SlowRank(3, 1.5),))
+    return Session(tuple(builder.build() for builder in parallel_job(recipe).run().traces()), "made")
+
+
+def document(session: Session, **options: Any) -> dict[str, Any]:
+    made = build(session, ReportOptions(only=KEYS, **options))
+    Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8"))).validate(made)
+    return made
+
+
+def shown(made: dict[str, Any]) -> str:
+    """The terminal's text, without line breaks inside sentences."""
+    lines = terminal(made, ReportOptions(only=KEYS), 120)
+    return " ".join(" ".join(line.plain for line in lines).split())
+
+
+def test_every_view_names_the_culprit(job: Session) -> None:
+    made = document(job)
+    assert "goes back to rank 3" in made["across_ranks"]["sentence"]
+    for text in (shown(made), markdown(made, ReportOptions(only=KEYS)), page(made, job)):
+        assert "goes back to rank 3" in text
+        assert "it computed longer" in text
+    assert "Why ranks were late" in shown(made)
+    assert "Why ranks were late" in page(made, job)
+
+
+def test_sums_of_the_document_close(job: Session) -> None:
+    made = document(job)
+    across = made["across_ranks"]
+    assert sum(row["wait_ns"] for row in across["ranks"]) == across["wait_ns"]
+    assert sum(row["blame_ns"] for row in across["ranks"]) == across["wait_ns"]
+    assert sum(row["waited_ns"] for row in across["reasons"]) == pytest.approx(across["wait_ns"], rel=0.01)
+    summary = made["collectives"]["summary"]
+    assert sum(row["count"] for row in summary) == made["collectives"]["call_count"]
+    assert sum(row["total_ns"] for row in summary) == across["collective_ns"]
+    for row in made["pipeline"]["steps"]:
+        assert row["compute_ns"] + row["other_ns"] + row["bubble_ns"] == row["window_ns"]
+
+
+def test_pictures_hold_a_cell_per_rank_and_step(job: Session) -> None:
+    made = document(job)
+    by_key = {section.key: section for section in SECTIONS}
+    heat = by_key["across_ranks"].picture(made["across_ranks"])
+    assert heat.count("<rect") == 8 * 2
+    assert "rank 3, step 1: others waited" in heat
+    matrix = by_key["rank_matrix"].picture(made["rank_matrix"])
+    assert matrix.count("<rect") == len(made["rank_matrix"]["cells"]) == 8 * 3
+
+
+def test_one_rank_says_why_there_is_nothing_to_compare(job: Session) -> None:
+    made = document(job.of_rank(3))
+    assert made["across_ranks"] is None
+    assert made["imbalance"] is None
+    reasons = {row["path"]: row["reason"] for row in made["absent"]}
+    assert "only one rank" in reasons["across_ranks"]
+    assert "collectives" in shown(made).lower()
+
+
+def test_a_peak_of_the_users_stands_against_every_group(job: Session) -> None:
+    rows = document(job, link_peak=25.0)["collectives"]["summary"]
+    for row in rows:
+        assert row["link"] == "given"
+        assert row["link_fraction"] == pytest.approx(row["bus_byte_rate"] / 25e9)
+
+
+def test_names_from_strangers_are_escaped() -> None:
+    evil = "</script><b>\x1b[31m"
+    traces = []
+    for rank in range(2):
+        args = TraceBuilder.collective_args("allreduce", evil, 2, 8, "Float") | {"Seq": 0}
+        builder = TraceBuilder(rank, 2, host=evil + str(rank)).group(evil, [0, 1], description=evil)
+        builder.kernel(f"nccl{evil}", 10 + 5 * rank, 50, stream=20, **args)
+        traces.append(builder.build())
+    session = Session(tuple(traces), "made")
+    made = document(session)
+    assert made["across_ranks"]["collective_count"] == 1
+    assert evil not in page(made, session)
+    assert "\x1b[31m" not in shown(made)
+
+
+def test_a_run_without_communication_is_not_an_error() -> None:
+    session = Session(
+        (TraceBuilder(0, 2).op("aten::mm", 0, 5).build(), TraceBuilder(1, 2).op("aten::mm", 0, 9).build()), "made"
+    )
+    made = document(session)
+    assert made["collectives"]["summary"] == []
+    assert made["pipeline"] == {"stages": [], "steps": []}
+    assert shown(made)
+
+
+def test_blocks_and_maps_of_nothing() -> None:
+    assert [blocks(value, 100) for value in (0, 5, 25, 50, 75, 100)] == ["·", "·", "░", "▒", "▓", "█"]
+    assert blocks(5, 0) == "·"
+    assert heat_map({}, [], [], {}, titles=("a", "b")) == ""
+    assert heat_map({(0, 0): 0.0}, [0], [0], {}, titles=("a", "b")) == ""
+    assert "<title>&lt;b&gt;</title>" in heat_map({(0, 0): 1.0}, [0], [0], {(0, 0): "<b>"}, titles=("a", "b"))
+
+
+def test_sections_compare_the_ranks_once(job: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    from traceloom.report.sections import of_ranks
+
+    asked = []
+    monkeypatch.setattr(of_ranks, "_LAST", None)
+    monkeypatch.setattr(analyze, "across_ranks", lambda parts: asked.append(1) or real(parts))
+    document(job)
+    assert len(asked) == 1
+
+
+real = analyze.across_ranks
