@@ -79,8 +79,13 @@ def modelled_calls(trace: Trace) -> ModelledCalls:
     if kept is not None and kept[0]() is trace and kept[1] == MODELS.generation:
         return kept[2]
     found = _modelled_calls(trace)
-    _kept["last"] = (weakref.ref(trace, lambda _: _kept.clear()), MODELS.generation, found)
+    _kept["last"] = (weakref.ref(trace, _forget), MODELS.generation, found)
     return found
+
+
+def _forget(gone: weakref.ref[Trace]) -> None:
+    if "last" in _kept and _kept["last"][0] is gone:
+        del _kept["last"]
 
 
 def _modelled_calls(trace: Trace) -> ModelledCalls:

@@ -291,6 +291,7 @@ MEMORY: dict[str, tuple[str, list[Any], tuple[int, int]]] = {
     ),
     "sum over a dimension": ("aten::sum", [([6, 4], F), sizes("[0]"), scalar("False"), none()], (24, 4 * (24 + 4))),
     "sum over all": ("aten::sum", [([6, 4], F), none()], (24, 4 * 25)),
+    "variance over all, with a flag": ("aten::var", [([6, 4], F), scalar("True")], (72, 4 * 25)),
     "argmax": ("aten::argmax", [([6, 4], F), scalar("-1"), scalar("False")], (24, 96 + 8 * 6)),
     "largest with its place": ("aten::max", [([6, 4], F), scalar("1"), scalar("False")], (24, 96 + 12 * 6)),
     "embedding": ("aten::embedding", [([100, 4], BF), ([6], L)], (0, 2 * 2 * 24 + 48)),
@@ -387,6 +388,12 @@ def test_shapes_of_a_damaged_file_cost_nothing_and_are_refused() -> None:
     assert unmasked_pairs(10**15, 10**15, bottom_right=True) == 10**15 * (10**15 + 1) // 2
     assert work("aten::mm", ([10**9, 10**9], F), ([10**9, 10**9], F)) == "the recorded shapes are too large to be true"
     assert isinstance(work("aten::mm", ([-4, 5], F), ([5, 3], F)), str)
+
+
+def test_results_whose_size_the_data_decide_are_not_guessed() -> None:
+    assert isinstance(work("aten::where", ([6, 4], "bool")), str)
+    assert isinstance(work("aten::index", ([6, 4], F), ([], "")), str)
+    assert isinstance(work("aten::nonzero", ([6, 4], F)), str)
 
 
 @pytest.mark.parametrize("name", ["aten::mm", "aten::linear", "aten::matmul", "aten::mul"])

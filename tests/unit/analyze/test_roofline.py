@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import polars as pl
 import pytest
 
 from traceloom.analyze import flops, kernel_kinds, roofline
+from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.peaks import Peak, find, known_devices, peak_of, peaks
 from traceloom.analyze.roofline import MODELLED, OPERATORS, modelled
 from traceloom.analyze.utilisation import STEPS
@@ -329,6 +331,22 @@ def test_a_model_registered_later_is_used_at_once() -> None:
     finally:
         flops.remove("my::op")
     assert roofline(trace, PEAK).operators.height == 0
+
+
+def test_peaks_without_memory_tell_mfu_and_no_roofline() -> None:
+    writer = Writer()
+    writer.builder.step(1, 0, 100).step(2, 100, 100)
+    row = steps(writer.mm(5, 30, 10), "bf16=1e12").row(0, named=True)
+    assert (row["mfu"], row["roofline_fraction"]) == (pytest.approx(0.02), None)
+
+
+def test_what_is_remembered_goes_with_the_trace_and_not_with_another() -> None:
+    first, second = Writer().mm(0, 30, 10).build(), Writer().mm(0, 30, 10, size=50).build()
+    modelled(first)
+    kept = modelled_calls(second)
+    del first
+    gc.collect()
+    assert modelled_calls(second) is kept
 
 
 def test_kinds_of_work_do_not_depend_on_models() -> None:

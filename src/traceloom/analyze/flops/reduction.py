@@ -30,6 +30,8 @@ def _dims(call: Call, x: Tensor, at: int) -> list[int]:
     text = call.text(at)
     if not listed and len(call.types) > at + 1 and not call.concrete:
         raise Unknown("the reduced dimensions are not recorded")
+    if text in ("True", "False"):  # var(x, unbiased) has no dimensions
+        return list(range(len(x.shape)))
     if not listed or text in ("", "[]"):
         if listed and not text:
             raise Unknown("the reduced dimensions are not recorded")
