@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.analyze import copies, counters, kernel_efficiency, kernel_kinds, kernel_shapes
+from traceloom.analyze import copies, counters, kernel_bounds, kernel_efficiency, kernel_kinds, kernel_shapes
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.kernel_kinds import PRIORITY, kinds
 from traceloom.model import Trace
@@ -68,6 +68,29 @@ def test_kinds_and_idle_time_add_up_to_the_window_of_every_device(path: str) -> 
     assert found.rules["sum_ns"].sum() == found.kinds["sum_ns"].sum()
     assert found.steps["exclusive_ns"].sum() == found.kinds["exclusive_ns"].sum()
     assert found.steps["count"].sum() == found.kinds["count"].sum()
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN))
+def test_bounds_add_up_to_all_work_and_to_the_busy_time_of_every_device(path: str) -> None:
+    trace = trace_of(path)
+    found, kinds_of = kernel_bounds(trace), kernel_kinds(trace)
+    for row in kinds_of.devices.to_dicts():
+        mine = found.bounds.filter(pl.col("device").eq_missing(row["device"]))
+        assert (mine["sum_ns"].sum(), mine["exclusive_ns"].sum()) == (row["sum_ns"], row["busy_ns"])
+        assert mine["count"].sum() == row["count"]
+    assert found.kinds["sum_ns"].sum() == kinds_of.devices["sum_ns"].sum()
+
+
+@pytest.mark.parametrize(
+    ("path", "known", "largest"),
+    [("kineto/h100_owlv2.json.gz", 0.97, "memory"), ("kineto/mi300_bert_small.json.gz", 0.99, "latency")],
+)
+def test_what_bounds_two_models_on_two_vendors(path: str, known: float, largest: str) -> None:
+    """Owlv2 waits for the memory that its softmax over all patches reads; the small BERT is too small for an MI300X."""
+    found = kernel_bounds(trace_of(path))
+    assert found.known_fraction == pytest.approx(known, abs=0.02)
+    shares = dict(found.bounds.select("bound", "fraction").rows())
+    assert shares[largest] > 0.5
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN))
