@@ -192,6 +192,12 @@ def _part(trace: Trace, tree: Forest) -> Ints:
     return np.where(place >= 0, place, otherwise)
 
 
+def loader_calls(trace: Trace) -> Ints:
+    """Rows of `trace.events` in which the training loop waits for its DataLoader, ascending."""
+    tree = forest(trace)
+    return np.sort(tree.row[_calls(trace, tree)[1]])
+
+
 def _calls(trace: Trace, tree: Forest) -> tuple[str, Bools]:
     """Which host events are calls of a DataLoader, the outermost where several enclose each other."""
     words, category_of = vocabulary(trace), trace.events["category"]

@@ -15,6 +15,7 @@ from traceloom.report.html import render as page
 from traceloom.report.html.timeline import build as timeline
 from traceloom.report.markdown import render as markdown
 from traceloom.report.perfetto import write
+from traceloom.report.sections import critical_path
 from traceloom.report.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 from traceloom.testing.jobs import Recipe, training_job
@@ -144,3 +145,11 @@ def test_the_exported_trace_has_a_track_of_the_path_and_arrows_along_it(make: Ca
     assert len(starts) >= 2
     if make is job:
         assert any(starts[number]["pid"] != ends[number]["pid"] for number in starts), "it goes from rank to rank"
+
+
+def test_a_job_too_large_to_be_linked_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(critical_path, "_MOST_EVENTS", 5)
+    document = build(one_rank(), ONLY)
+    assert document["critical_path"] is None
+    reason = next(entry["reason"] for entry in document["absent"] if entry["path"] == "critical_path")
+    assert "more than 5; choose ranks with --rank" in reason

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.data_loading import data_loading
+from traceloom.analyze.data_loading import loader_calls
 from traceloom.model import Trace
 from traceloom.model.graph import Graph
 
@@ -39,12 +39,17 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
         rank: What the graph calls it.
         shift: What makes a time of the trace a time of the graph.
     """
-    waits = data_loading(trace).waits
-    if not waits.height:
+    calls = loader_calls(trace)
+    if not calls.size:
         return
+    waits = trace.events[pl.Series(calls, dtype=pl.UInt32)].select(
+        "start_ns",
+        pl.col("lane").alias("trace_lane"),
+        (pl.col("nested_end_ns") - pl.col("start_ns")).alias("duration_ns"),
+    )
     nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("event").is_not_null() & pl.col("lane").is_not_null())
     lane_of = nodes.select("lane", trace_lane=trace.events["lane"].gather(nodes["event"])).unique()
-    placed = waits.with_columns(trace_lane=trace.events["lane"].gather(waits["event"])).join(lane_of, on="trace_lane")
+    placed = waits.join(lane_of, on="trace_lane")
     for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):
         start = rows["start_ns"].to_numpy() + shift
         yield Waits(int(lane), start, start + rows["duration_ns"].to_numpy())

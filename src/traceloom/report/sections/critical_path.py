@@ -13,11 +13,12 @@ from traceloom.analyze.path.pieces import CLASSES
 from traceloom.analyze.path.tables import CLASS_ROWS, NAMES, RANKS, STRETCHES
 from traceloom.analyze.path.window import usual_step
 from traceloom.errors import TraceloomError
-from traceloom.model import units
+from traceloom.model import Session, units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import of_type, or_null, record, rows
 
+_MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 _MOST_STRETCHES = 5_000
 _MOST_NAMES = 500
 _COLOURS = {
@@ -46,6 +47,13 @@ def _build(study: Study[None], absent: Absent) -> Row | None:
     """The path of the usual one of the chosen steps, found in the whole session: what came before may still run."""
     step = usual_step(study.part.traces)
     session = study.session if step is not None else study.part
+    events = _events(session, step)
+    if events > _MOST_EVENTS:
+        absent.say(
+            "critical_path",
+            f"about {events:,} events would have to be linked, more than {_MOST_EVENTS:,}; choose ranks with --rank",
+        )
+        return None
     try:
         found = critical_path(session, step)
     except TraceloomError as error:
@@ -53,6 +61,19 @@ def _build(study: Study[None], absent: Absent) -> Row | None:
         return None
     found.check()
     return _value(found, absent)
+
+
+def _events(session: Session, step: int | None) -> int:
+    """About how many events have to be linked: those of the step and of what it may need before it, of all ranks."""
+    if step is None:
+        return sum(trace.events.height for trace in session.traces)
+    total = 0
+    for trace in session.traces:
+        of_step = trace.steps.filter(pl.col("step") == step)
+        if of_step.height:
+            length = int((of_step["end_ns"] - of_step["start_ns"])[0])
+            total += round(trace.events.height * min(2 * length / max(trace.end_ns - trace.start_ns, 1), 1.0))
+    return total
 
 
 def _value(found: CriticalPath, absent: Absent) -> Row:
