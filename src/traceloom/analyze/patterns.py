@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.repeats import chosen, maximal_repeats
 from traceloom.analyze.submissions import Submissions, plain, submissions
@@ -99,7 +100,7 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     made = submissions(trace)
     words = vocabulary(trace)
     code = plain(words.code)[made.row].astype(np.int64)
-    simple: Bools = words.matching(ELEMENTWISE)[code] & made.kernel if code.size else np.zeros(0, dtype=np.bool_)
+    simple = _simple(trace, made, words.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_))
     bounds = (shortest, longest, least, most)
     every = _search(code, made, np.zeros(code.size, dtype=np.bool_), bounds)
     fused = _search(code, made, ~simple, bounds)
@@ -153,6 +154,14 @@ def _places(made: Submissions, found: list[tuple[Ints, int]]) -> dict[str, Ints]
         "gap_ns": idle[high] - idle[low + 1],  # the gap before the first is not inside
         "span_ns": reach - made.start[low],
     }
+
+
+def _simple(trace: Trace, made: Submissions, named: Bools) -> Bools:
+    """Kernels that go through their data element by element: by name, or by their kind."""
+    kind = kinds(trace)
+    known = kind.filter(pl.col("kind").is_in(["elementwise"]))["event"].to_numpy()
+    simple: Bools = made.kernel & (named | np.isin(made.row, known))
+    return simple
 
 
 def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:
