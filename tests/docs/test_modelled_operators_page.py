@@ -1,4 +1,4 @@
-"""The page about modelled operators says what the registry holds, and the how-to works."""
+"""The pages about models and peaks say what the registry and the table hold, and the how-to works."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from traceloom.analyze import flops, roofline
 from traceloom.testing import TraceBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_about_modelled_operators_is_up_to_date() -> None:
-    script = ROOT / "scripts" / "modelled_operators.py"
+@pytest.mark.parametrize("script", ["modelled_operators.py", "device_peaks.py"])
+def test_the_pages_are_up_to_date(script: str) -> None:
+    script = str(ROOT / "scripts" / script)
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
