@@ -14,10 +14,10 @@ TYPES = ("fp64", "fp64_matrix", "fp32", "fp32_matrix", "tf32", "bf16", "fp16", "
 HEAD = """\
 # Peaks of devices
 
-Dense rates (without sparsity) that the [roofline](../concepts/roofline.md) compares with: TFLOP/s by element type (TOP/s
-for int8), TB/s of the device memory. `_matrix` is the rate of matrix units where it differs from that of vector units. A
-device is recognised by one of its whole names; where the trace tells its number of multiprocessors (SMs, CUs), that must
-agree. Any other device: `--device` or `--peak`. This page is written by `scripts/device_peaks.py`.
+Dense rates (without sparsity) that the [roofline](../concepts/roofline.md) compares with: TFLOP/s by element type
+(TOP/s for int8), TB/s of the device memory. `_matrix` is the rate of matrix units where it differs from that of vector
+units. A device is recognised by one of its whole names; where the trace tells its number of multiprocessors (SMs, CUs),
+that must agree. Any other device: `--device` or `--peak`. This page is written by `scripts/device_peaks.py`.
 
 """
 
