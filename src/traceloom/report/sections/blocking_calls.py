@@ -101,11 +101,11 @@ def _tables(value: Row) -> Iterator[Table]:
 
 
 def where(row: Row) -> str:
-    """The line, the outermost operator and the call: `train.py(12): step: aten::item, cudaStreamSynchronize`."""
+    """The line (its file without folders), the outermost operator, the call: `train.py(12): step: aten::item, ...`."""
     operator = str(row["op"]).split(" > ", 1)[0] if row["op"] else None
     call = str(row["call"]).removeprefix("<built-in ").removesuffix(">")
     what = ", ".join(part for part in (operator, call) if part)
-    return f"{row['frame']}: {what}" if row["frame"] else what
+    return f"{str(row['frame']).rsplit('/', 1)[-1]}: {what}" if row["frame"] else what
 
 
 def _summary(value: Row) -> str | None:

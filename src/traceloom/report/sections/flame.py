@@ -23,6 +23,7 @@ MOST_FRAMES = 1000  # of the tree in the document; exports hold all
 MOST_FUNCTIONS = 60  # of each rank
 _LEAST = 0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
 _NAME = 60
+_WORK = ("op", "launch", "module")  # what threads that take part in the program's work record
 _TREE = pl.Schema({name: kind for name, kind in FRAMES.items() if name != "rank"})
 _LIST = pl.Schema({**{name: kind for name, kind in FUNCTIONS.items() if name != "rank"}, "main_self_ns": pl.Int64()})
 
@@ -46,7 +47,7 @@ def _measure(trace: Trace, _options: ReportOptions) -> Measured:
     )
     key = ["name", "file", "line"]
     on_main = (
-        found.frames.filter(pl.col("lane") == main_lane(trace)).group_by(key).agg(main_self_ns=pl.col("self_ns").sum())
+        found.frames.filter(pl.col("lane").eq_missing(main_lane(trace))).group_by(key).agg(main_self_ns=pl.col("self_ns").sum())
     )
     chosen = chosen.join(on_main, on=key, how="left", nulls_equal=True, maintain_order="left")
     return Measured(
@@ -133,8 +134,21 @@ def _summary(value: Row) -> str | None:
     return f"the main thread spends the most time of its own, {time}, in {name}"
 
 
+def _of_lanes(tree: list[Row], lanes: set[int]) -> list[Row]:
+    """The rows of some threads, with their parents numbered anew."""
+    number: dict[int | None, int | None] = {None: None}
+    out: list[Row] = []
+    for row in tree:
+        if row["lane"] in lanes:
+            number[row["node"]] = len(out)
+            out.append({**row, "parent": number[row["parent"]]})
+    return out
+
+
 def _picture(value: Row) -> str:
-    tree = shortened(value["tree"])
+    working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK}
+    idle = working and {row["lane"] for row in value["tree"]} - working
+    tree = shortened(_of_lanes(value["tree"], working) if idle else value["tree"])
     nodes = [
         (row["parent"], row["name"], row["calls"], row["total_ns"], row["device_ns"] if value["gpu_work_ns"] else None)
         for row in tree
@@ -144,7 +158,8 @@ def _picture(value: Row) -> str:
     of = "" if rank is None or not any(row["rank"] != rank for row in value["functions"]) else f" of rank {rank}"
     note = (
         f"The call stacks{of}: the thread on top, what it calls below. Frames that do nothing but call the next one "
-        f"are drawn as one (+n). {units.count(left_out)} smaller frames are left out; -o x.speedscope.json has all."
+        f"are drawn as one (+n). {'Threads that run nothing but other Python are not drawn. ' if idle else ''}"
+        f"{units.count(left_out)} smaller frames are left out; -o x.speedscope.json has all."
     )
     return figure(nodes, label="Call stacks by time", note=note, slim=True)
 
