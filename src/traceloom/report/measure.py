@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
 
@@ -11,6 +11,7 @@ from traceloom import analyze
 from traceloom.analyze.answer import Facts
 from traceloom.analyze.breakdown import FIELDS
 from traceloom.model import Notice, Trace
+from traceloom.read.freeing import give_back
 from traceloom.report.window import cut
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from traceloom.analyze.modules import Modules
     from traceloom.analyze.operators import Operators
     from traceloom.analyze.steps import StepTimes
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,24 @@ def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> M
     measured = Measured(
         trace=part,
         gpu=analyze.gpu_time(trace),
-        idle=analyze.idle(trace),
-        host=analyze.host(trace),
+        idle=_freed(analyze.idle(trace)),
+        host=_freed(analyze.host(trace)),
         step_times=analyze.step_times(part),
         data_loading=analyze.data_loading(part),
         kernels=analyze.kernels(part),
-        operators=analyze.operators(part, by_shape=by_shape),
-        modules=analyze.modules(part),
+        operators=_freed(analyze.operators(part, by_shape=by_shape)),
+        modules=_freed(analyze.modules(part)),
         communication=analyze.communication(part),
         memory=analyze.memory(part),
         notices=analyze.quality(trace).notices,
     )
     return measured if steps is None else _of_steps(measured, steps)
+
+
+def _freed(result: T) -> T:
+    """The result; what was freed on the way to it goes back to the system before the next analysis takes more."""
+    give_back()
+    return result
 
 
 def _of_steps(measured: Measured, steps: tuple[int, int]) -> Measured:
