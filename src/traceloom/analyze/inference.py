@@ -14,7 +14,8 @@ from traceloom.analyze.graph_capture import MAPPED, mapped_nodes
 from traceloom.analyze.graph_launches import GRAPH_CALLS, graph_launches
 from traceloom.analyze.intervals import Ints, union
 from traceloom.analyze.serving_steps import ANNOTATIONS, FACTS, KINDS, step_annotations, step_at
-from traceloom.analyze.submissions import Submissions, submissions
+from traceloom.analyze.submissions import Submissions, plain, submissions
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
@@ -196,8 +197,11 @@ def _steps(trace: Trace) -> pl.DataFrame:
 
 
 def _in_graph(trace: Trace, made: Submissions) -> Ints:
-    names = trace.events["name"].gather(np.maximum(made.launch, 0)) if made.row.size else pl.Series([], dtype=pl.String)
-    inside: Ints = (names.str.contains(GRAPH_CALLS).to_numpy() & made.known).astype(np.int64)
+    words = vocabulary(trace)
+    if not made.row.size:
+        return made.row
+    called = words.matching(GRAPH_CALLS)[plain(words.code)[np.maximum(made.launch, 0)]]
+    inside: Ints = (called & made.known).astype(np.int64)
     return inside
 
 

@@ -14,7 +14,8 @@ from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, Held, curve, held_up, queues
 from traceloom.analyze.short_kernels import BINS, SHORT, histogram, short_by_name
-from traceloom.analyze.submissions import Submissions, submissions
+from traceloom.analyze.submissions import Submissions, plain, submissions
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -121,12 +122,8 @@ def launches(trace: Trace) -> Launches:
     calls = _calls(trace, made)
     return Launches(
         totals=_totals(made, times),
-        names=_statistics(times.select("name", *_TIMES), ["name"])
-        .join(times.group_by("name").agg(pl.col("delay").sum().alias("sum")), on="name")
-        .sort("sum", "name", descending=[True, False])
-        .select(list(NAMES))
-        .cast(NAMES),
-        calls=_by_call(calls),
+        names=_by_name(trace, times),
+        calls=_by_call(trace, calls),
         outliers=_outliers(trace, made, times, calls, held),
         queues=queues(made, held),
         curve=curve(made),
@@ -144,11 +141,12 @@ def _times(trace: Trace, made: Submissions, at: Ints) -> pl.DataFrame:
     for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
         reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
     free = np.maximum(returned, reach[at])
+    words = vocabulary(trace)
     return pl.DataFrame(
         {
             "at": at,
             "device": made.device[at],
-            "name": trace.events["name"].gather(made.row[at]),
+            "code": plain(words.code)[made.row[at]],
             "delay": np.maximum(start - returned, 0),
             "span": np.maximum(start - made.call_start[at], 0),
             "latency": np.maximum(start - free, 0),
@@ -171,6 +169,17 @@ def _statistics(times: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
         ),
         (pl.col("latency") >= LONG_DELAY_NS).sum().cast(pl.Int64).alias("late_count"),
     )
+
+
+def _by_name(trace: Trace, times: pl.DataFrame) -> pl.DataFrame:
+    sums = times.group_by("code").agg(pl.col("delay").sum().alias("sum"))
+    found = _statistics(times.select("code", *_TIMES), ["code"]).join(sums, on="code")
+    return _named(trace, found).sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
+
+
+def _named(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
+    """With the names of its codes: names of all events at once would fill the memory."""
+    return frame.with_columns(vocabulary(trace).names.gather(frame["code"]).alias("name"))
 
 
 def _totals(made: Submissions, times: pl.DataFrame) -> pl.DataFrame:
@@ -208,29 +217,24 @@ def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
         {
             "at": at,
             "launch": row,
-            "name": trace.events["name"].gather(row),
+            "code": plain(vocabulary(trace).code)[row],
             "call_ns": made.call_end[at] - made.call_start[at],
         }
     )
 
 
-def _by_call(calls: pl.DataFrame) -> pl.DataFrame:
+def _by_call(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
-    return (
-        calls.group_by("name")
-        .agg(
-            pl.len().alias("call_count"),
-            call.sum().alias("total_ns"),
-            call.median().floor().alias("median_ns"),
-            call.quantile(0.95, "nearest").alias("p95_ns"),
-            call.max().alias("max_ns"),
-            long.sum().alias("long_count"),
-            call.filter(long).sum().alias("long_ns"),
-        )
-        .sort("total_ns", "name", descending=[True, False])
-        .select(list(CALLS))
-        .cast(CALLS)
+    found = calls.group_by("code").agg(
+        pl.len().alias("call_count"),
+        call.sum().alias("total_ns"),
+        call.median().floor().alias("median_ns"),
+        call.quantile(0.95, "nearest").alias("p95_ns"),
+        call.max().alias("max_ns"),
+        long.sum().alias("long_count"),
+        call.filter(long).sum().alias("long_ns"),
     )
+    return _named(trace, found).sort("total_ns", "name", descending=[True, False]).select(list(CALLS)).cast(CALLS)
 
 
 def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.DataFrame, held: Held) -> pl.DataFrame:

@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.submissions import Submissions
+from traceloom.analyze.submissions import Submissions, plain
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 
 _FIRST_EDGE_NS = 1_000
@@ -69,9 +70,10 @@ def short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
     at = np.flatnonzero(made.kernel & made.first & ~made.many)
     length, call = (made.end - made.start)[at], (made.call_end - made.call_start)[at]
     short = pl.col("length") < pl.col("call")
-    return (
-        pl.DataFrame({"name": trace.events["name"].gather(made.row[at]), "length": length, "call": call})
-        .group_by("name")
+    words = vocabulary(trace)
+    found = (
+        pl.DataFrame({"code": plain(words.code)[made.row[at]], "length": length, "call": call})
+        .group_by("code")
         .agg(
             short.sum().alias("short_count"),
             pl.len().alias("kernel_count"),
@@ -80,6 +82,9 @@ def short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
             pl.col("length").sum().alias("kernel_ns"),
         )
         .filter(pl.col("short_count") > 0)
+    )
+    return (
+        found.with_columns(words.names.gather(found["code"]).alias("name"))
         .sort("call_ns", "name", descending=[True, False])
         .select(list(SHORT))
         .cast(SHORT)
