@@ -6,6 +6,7 @@ For what few questions need of few events: the reader itself then need not decod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,14 @@ def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame
     record = msgspec.defstruct(
         "Numbers", [(name, Any, msgspec.field(default=None, name=key)) for name, key in keys.items()], gc=False
     )
-    columns: dict[str, list[Any]] = {name: [] for name in keys}
+    columns = {name: np.full(events.size, np.nan) for name in keys}
     none = record()
-    for found in _decoded(trace, events, record):
+    for places, found in _decoded(trace, events, record):
         rows = [none if args is None else args for args in found]
         for name, values in columns.items():
-            values += [getattr(row, name) for row in rows]
-    finite = [_finite(name, values) for name, values in columns.items()]
-    return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *finite])
+            values[places] = _finite([getattr(row, name) for row in rows])
+    known = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
+    return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *known])
 
 
 def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
@@ -65,36 +66,33 @@ def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: `unreadable`: the file is gone.
     """
-    for found in _decoded(trace, events, dict[str, Any]):
-        for args in found:
-            yield args if args is not None else {}
+    said: list[dict[str, Any]] = [{}] * events.size
+    for places, found in _decoded(trace, events, dict[str, Any]):
+        for place, args in zip(places.tolist(), found, strict=True):
+            said[place] = args if args is not None else {}
+    yield from said
 
 
-def _finite(name: str, values: list[Any]) -> pl.Series:
-    """Values of any kind as numbers; null for what is none."""
-    series = pl.Series(name, values, dtype=pl.Float64, strict=False)
-    return series.to_frame().select(pl.when(pl.col(name).is_finite()).then(pl.col(name)).alias(name)).to_series()
+def _finite(values: list[Any]) -> NDArray[np.float64]:
+    """Values of any kind as numbers; not a number for what is none."""
+    numbers = pl.Series(values, dtype=pl.Float64, strict=False).fill_null(np.nan).to_numpy()
+    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
-def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[list[Any]]:
-    """The arguments of the events as `arguments`, batch by batch; None where there are none."""
+def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints, list[Any]]]:
+    """The arguments as `arguments`, batch by batch in the order of the file, with their places in `events`.
+
+    None where an event has none. Events beyond the end of the file are left out.
+    """
     entry = msgspec.defstruct("Again", [("name", str, ""), ("args", arguments | None, None)], gc=False)
     decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
     order = np.argsort(trace.sources["offset"].gather(events).to_numpy(), kind="stable")
-    place = np.argsort(order, kind="stable")
-    rows = events[order]
-    names = trace.events["name"].gather(rows).to_list()
-    made: list[Any] = []
-    texts: list[bytes] = []
-    for text in stretches(trace, rows):
-        texts.append(text)
-        if len(texts) == _BATCH:
-            made += _batch(decoder, texts, names[len(made) : len(made) + len(texts)], arguments)
-            texts = []
-    made += _batch(decoder, texts, names[len(made) : len(made) + len(texts)], arguments)
-    made += [None] * (len(names) - len(made))
-    for low in range(0, len(made), _BATCH):
-        yield [made[at] for at in place[low : low + _BATCH].tolist()]
+    texts = stretches(trace, events[order])
+    for low in range(0, order.size, _BATCH):
+        places = order[low : low + _BATCH]
+        batch = list(islice(texts, places.size))
+        names = trace.events["name"].gather(events[places]).to_list()
+        yield places[: len(batch)], _batch(decoder, batch, names[: len(batch)], arguments)
 
 
 def _batch(decoder: Any, texts: list[bytes], names: list[str], arguments: Any) -> list[Any]:
