@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Bools, Ints, Spans, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
@@ -161,17 +162,17 @@ def _makers(trace: Trace, tree: Forest, rows: Ints) -> pl.Series:
 
 def _spent(trace: Trace, tree: Forest, called: Bools) -> pl.DataFrame:
     """Tile the waits by what the thread did."""
-    segments = host_segments(trace)
-    owner = segments.owner
-    inside = np.append(tree.nearest_or_self(called) >= 0, False)
-    rows = np.flatnonzero(inside[owner])
-    pieces, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])
-    part = _part(trace, tree)[owner[rows][pieces.source]]
+    if not called.any():
+        return SPENT.to_frame()
+    pieces = host_pieces(trace)
+    inside = tree.nearest_or_self(called) >= 0
+    rows = np.flatnonzero(inside[pieces.owner])
+    part = _part(trace, tree)[pieces.owner[rows]]
     frame = pl.DataFrame(
         {
-            "step": pl.Series(step).replace(int(NO_STEP), None),
+            "step": pl.Series(pieces.step[rows]).replace(int(NO_STEP), None),
             "part": pl.Series(PARTS).gather(part),
-            "ns": pieces.end_ns - pieces.start_ns,
+            "ns": pieces.ns[rows],
         }
     )
     return frame.cast(SPENT).group_by("step", "part").agg(pl.col("ns").sum()).sort("step", "part")

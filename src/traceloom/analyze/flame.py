@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest, host_segments
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.call_tree import KINDS, THREAD, CallTree, call_tree
+from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.splitting import NO_STEP, split_at_steps
+from traceloom.analyze.splitting import NO_STEP
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
 from traceloom.read.large import column
@@ -146,32 +147,29 @@ def _added(size: int, place: Ints, values: Ints) -> Ints:
 
 
 def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Times:
-    tree, segments = forest(trace), host_segments(trace)
-    cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
-    owner = segments.owner[cuts.source]
-    counted = owner >= 0
-    called = np.ones(tree.row.size, dtype=np.bool_)
+    tree, pieces = forest(trace), host_pieces(trace)
+    called = np.arange(tree.row.size)
     work = launched_work(trace)
     launched = work.origin >= 0
-    of_work = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
-    chosen = np.ones(of_work.size, dtype=np.bool_)
+    counted = np.ones(pieces.ns.size, dtype=np.bool_)
+    chosen = np.ones(work.origin.size, dtype=np.bool_)
     if steps is not None:
         low, high = steps
-        counted &= (step >= low) & (step <= high)
+        of_work = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
         of_event = column(trace, "step", int(NO_STEP))[tree.row]
-        called &= (of_event >= low) & (of_event <= high)
+        counted &= (pieces.step >= low) & (pieces.step <= high)
+        called = called[(of_event >= low) & (of_event <= high)]
         chosen = (of_work >= low) & (of_work <= high)
     if lane is not None:
-        counted &= segments.lane[cuts.source] == lane
-        called &= tree.lane == lane
-        launched &= tree.lane[np.maximum(work.origin, 0)] == lane if tree.row.size else launched
-    mine = np.flatnonzero(launched & chosen)
-    rows = np.flatnonzero(counted)
+        counted &= pieces.lane == lane
+        called = called[tree.lane[called] == lane]
+        launched &= np.append(tree.lane, -1)[work.origin] == lane
+    mine, rows = np.flatnonzero(launched & chosen), np.flatnonzero(counted)
     return _Times(
-        owner[rows],
-        (cuts.end_ns - cuts.start_ns)[rows],
-        step[rows],
-        np.flatnonzero(called),
+        pieces.owner[rows],
+        pieces.ns[rows],
+        pieces.step[rows],
+        called,
         work.origin[mine],
         work.duration_ns[mine],
         int(work.duration_ns[chosen].sum()),

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
+from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import SCOPE_PREFIX
 from traceloom.analyze.regions import BACKWARD, FORWARD, KINDS, MODULE, PARTS, RECOMPUTE, Regions, levels, regions
-from traceloom.analyze.splitting import NO_STEP, split_at_steps
+from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -134,12 +135,8 @@ def _outside(host: _Sums, device: _Sums) -> dict[str, int]:
 
 def _host_time(trace: Trace, of_event: Ints, found: Regions) -> _Sums:
     """Every stretch in which something is recorded, by its innermost event's node, part and step."""
-    segments = host_segments(trace)
-    cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
-    owner = segments.owner[cuts.source]
-    rows = np.flatnonzero(owner >= 0)
-    owner = owner[rows]
-    return _Sums(of_event[owner], found.part[owner], step[rows], (cuts.end_ns - cuts.start_ns)[rows])
+    pieces = host_pieces(trace)
+    return _Sums(of_event[pieces.owner], found.part[pieces.owner], pieces.step, pieces.ns)
 
 
 def _device_time(trace: Trace, of_event: Ints, found: Regions) -> tuple[_Sums, _Sums]:

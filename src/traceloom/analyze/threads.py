@@ -11,7 +11,7 @@ from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.intervals import Ints
+from traceloom.analyze.intervals import Ints, Spans, complement, union
 from traceloom.analyze.phases import ACTIVITIES, BACKWARD, BLOCKING_CALL, UNOBSERVED, activity, meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
@@ -116,9 +116,9 @@ def threads(trace: Trace) -> Threads:
         }
     ).cast(THREADS)
     is_main = (pl.col("role") == "main").fill_null(False)
-    active = (doing != UNOBSERVED) & (doing != BLOCKING_CALL)
-    rows = np.flatnonzero(active)
-    start, count = _levels(segments.start_ns[rows], segments.end_ns[rows], trace.start_ns, trace.end_ns)
+    resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
+    active = _active(trace, mine, segments.lane[resting], segments.start_ns[resting], segments.end_ns[resting])
+    start, count = _levels(active.start, active.end, trace.start_ns, trace.end_ns)
     total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
     return Threads(
         table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
@@ -127,6 +127,19 @@ def threads(trace: Trace) -> Threads:
         int(count.max(initial=0)),
         total / window if window else None,
     )
+
+
+def _active(trace: Trace, lanes: Ints, lane: Ints, start: Ints, end: Ints) -> Spans:
+    """When threads are active, lane after lane (of different ones they may overlap): whenever they do not rest."""
+    order = np.argsort(lane, kind="stable")
+    low, high = (np.searchsorted(lane[order], lanes, side=side) for side in ("left", "right"))
+    found = []
+    for first, last in zip(low.tolist(), high.tolist(), strict=True):
+        rows = order[first:last]
+        found.append(complement(union(start[rows], end[rows]), trace.start_ns, trace.end_ns))
+    starts = [np.zeros(0, dtype=np.int64), *(spans.start for spans in found)]
+    ends = [np.zeros(0, dtype=np.int64), *(spans.end for spans in found)]
+    return Spans(np.concatenate(starts), np.concatenate(ends))
 
 
 def _launches(trace: Trace, size: int) -> Ints:
