@@ -1,0 +1,84 @@
+"""The page of a comparison in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceloom.analyze import compare
+from traceloom.model import Session
+from traceloom.report.comparison import build, page
+from traceloom.testing import TraceBuilder
+
+pytestmark = pytest.mark.browser
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def run(kernel_us: float, device: str, extra: str) -> Session:
+    builder = TraceBuilder(device_name=device)
+    correlation = 0
+    for step in range(3):
+        at = 1000.0 * step
+        builder.step(step, at, 1000)
+        for k, name in enumerate([*(f"kernel_{k:02d}" for k in range(14)), extra]):
+            correlation += 1
+            builder.op(f"aten::op{k}", at + 10 + 50 * k, 40, shapes=[[2, k]])
+            builder.launch("cudaLaunchKernel", at + 15 + 50 * k, 5, correlation=correlation)
+            builder.kernel(name, at + 25 + 50 * k, kernel_us + k, correlation=correlation)
+    return Session((builder.build(),), f"run of {extra}")
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    base, new = run(10, "NVIDIA H100 80GB HBM3", "last"), run(20, "AMD Instinct MI300X", EVIL)
+    path: Path = tmp_path_factory.mktemp("diff") / "diff.html"
+    path.write_text(page.render(build(compare(base, new), base, new)), encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture(params=[1440, 800])
+def tab(browser: Any, uri: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page; after the test, nothing may have gone wrong in it."""
+    context = browser.new_context(viewport={"width": request.param, "height": 900})
+    shown = context.new_page()
+    problems: list[str] = []
+    asked: list[str] = []
+    shown.on("console", lambda message: problems.append(message.text))
+    shown.on("pageerror", lambda error: problems.append(str(error)))
+    shown.on("dialog", lambda dialog: (problems.append("dialog"), dialog.dismiss()))
+    shown.on("request", lambda request: asked.append(request.url))
+    shown.goto(uri)
+    shown.wait_for_selector("html[data-ready=yes]", state="attached")
+    yield shown
+    context.close()
+    assert problems == []
+    assert [url for url in asked if url != uri and not url.startswith("data:image/svg")] == []
+
+
+def test_it_opens_and_never_scrolls_sideways(tab: Any) -> None:
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.locator("h1").inner_text().startswith("The conditions differ")
+    assert EVIL in tab.locator("#diff-kernels").inner_text() or EVIL[:30] in tab.locator("#diff-kernels").inner_text()
+
+
+def test_tables_sort_filter_and_unfold(tab: Any) -> None:
+    header = tab.locator("#diff-kernels th[data-key=difference_ns] button")
+    header.click()
+    header.click()
+    cells = tab.locator("#diff-kernels tbody tr:visible td[data-v]").first
+    assert cells.is_visible()
+    tab.locator("#diff-kernels input[type=search]").fill("kernel_03")
+    assert tab.locator("#diff-kernels tbody tr:visible").count() == 1
+
+
+def test_both_steps_are_bars_of_one_scale(tab: Any) -> None:
+    assert tab.locator(".answer-bar svg.stack").count() == 2
+    widths = tab.locator(".answer-bar svg.stack").evaluate_all(
+        "bars => bars.map((bar) => [...bar.querySelectorAll('rect')].reduce((sum, r) => sum + Number(r.getAttribute('width')), 0))"
+    )
+    assert widths[0] == pytest.approx(1000, abs=1)
+    assert widths[1] == pytest.approx(1000, abs=1)  # the steps are equally long
