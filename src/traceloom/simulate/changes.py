@@ -1,0 +1,325 @@
+"""Changes that a graph can be asked about: what each makes of works and delays.
+
+A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kernels ~ gemm * 0.5`, `copies async`,
+`syncs ~ cudaDeviceSynchronize remove`, `rank 7 delay remove`, `network * 2`, `idle remove`. What each assumes is said
+in `ASSUMES`, and in docs/concepts/what-if.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import UsageError
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.retime import ABSENT
+from traceloom.simulate.selection import TARGETS, Selection
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+ASSUMES = {
+    "scale": "the work chosen takes so many times as long; everything else as long as it took",
+    "remove": "the work chosen takes no time; what waited for it waits for nothing longer",
+    "async": "the calls of these copies return at once; what uses the data is ordered on the device as before",
+    "drop": "these calls no longer wait for the device; what they themselves cost stays",
+    "overlap": "nothing before the end of the step needs the result of this communication, and it slows no kernel down",
+    "network": "the transfer of every communication is so many times as fast; waiting for late ranks stays",
+    "delay": "this rank works no slower than the middle one of the others, step by step and kind by kind",
+    "idle": "work is always launched in time: host and launches cost nothing, what the device does stays in order",
+    "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, their "
+    "work stays",
+    "graph": "one launch submits all: the calls that launch and the operators around them cost nothing but the first",
+    "balance": "every rank computes as long as the mean of all ranks",
+    "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
+}
+_ACTIONS = {
+    "remove": "remove", "async": "async", "drop": "drop", "overlap": "overlap", "fuse": "fuse", "graph": "graph",
+    "balance": "balance",
+}  # fmt: skip
+_TEXT = re.compile(
+    r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
+    r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
+)
+EXAMPLES = "`kernels ~ gemm * 0.5`, `copies async`, `rank 7 delay remove`, `network * 2`, `loading workers 4`"
+_LAST = ("collective", "send", "receive")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change.
+
+    Attributes:
+        action: A key of `ASSUMES`.
+        selection: What it is about.
+        factor: Of `scale` (times as long), `network` (times as fast) and `workers` (how many); 1 else.
+    """
+
+    action: str
+    selection: Selection
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        number = f"{self.factor:g}"
+        words = {
+            "scale": f"{self.selection} * {number}",
+            "network": f"{self.selection} * {number}",
+            "workers": f"{self.selection} workers {number}",
+            "delay": f"{self.selection} remove",
+            "idle": f"{self.selection} remove",
+            "drop": f"{self.selection} remove",
+        }
+        special = {"network": "network", "delay": "delay", "idle": "idle"}.get(self.action)
+        text = words.get(self.action, f"{self.selection} {self.action}")
+        return text.replace(self.selection.target, special, 1) if special else text
+
+
+def parse(text: str) -> Change:
+    """Read a change.
+
+    Raises:
+        UsageError: slug `bad-change`, with what is understood.
+    """
+    match = _TEXT.match(text)
+    if match is None:
+        raise _bad(text, "write it as TARGET [~ REGEX] ACTION")
+    ranks = tuple(int(part) for part in (match["ranks"] or "").split(",") if part.strip())
+    target, pattern, action = match["target"], match["pattern"] or "", match["action"]
+    factor = float(match["factor"]) if match["factor"] else 1.0
+    scaled = match["sign"] is not None
+    if target == "network" and scaled and factor > 0:
+        return Change("network", Selection("collectives", pattern, ranks), factor)
+    if target == "delay" and action == "remove":
+        if not ranks:
+            raise _bad(text, "say whose delay, as in `rank 7 delay remove`")
+        return Change("delay", Selection("host", pattern, ranks))
+    if target == "idle" and action == "remove":
+        return Change("idle", Selection("host", pattern, ranks))
+    if target not in TARGETS:
+        raise _bad(text, f"`{target}` is none of {', '.join([*TARGETS, 'network', 'delay', 'idle'])}")
+    chosen = Selection(target, pattern, ranks)
+    if scaled:
+        return Change("scale", chosen, factor)
+    if action == "workers" and target == "loading" and match["number"]:
+        return Change("workers", chosen, float(match["number"]))
+    if action == "remove" and target == "syncs":
+        return Change("drop", chosen)
+    if action not in _ACTIONS:
+        raise _bad(text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS)}, workers N")
+    return Change(_ACTIONS[action], chosen)
+
+
+def _bad(text: str, why: str) -> UsageError:
+    return UsageError(f"`{text}` is no change: {why}", slug="bad-change", hint=f"examples: {EXAMPLES}")
+
+
+@dataclass(slots=True)
+class Scenario:
+    """Works and delays to evaluate a graph with; changes are applied one after the other.
+
+    Attributes:
+        graph: The graph.
+        work_ns: Work of each node, residual included, shape (nodes,).
+        delay_ns: Delay of each edge, residual included, shape (edges,); `ABSENT` where it does not hold.
+    """
+
+    graph: Graph
+    work_ns: Ints
+    delay_ns: Ints
+
+    @classmethod
+    def of(cls, graph: Graph) -> Scenario:
+        """The graph as it was measured."""
+        nodes, edges = graph.nodes, graph.edges
+        work = nodes["work_ns"].to_numpy() + nodes["residual_ns"].to_numpy()
+        return cls(graph, work, edges["delay_ns"].to_numpy() + edges["residual_ns"].to_numpy())
+
+    def copy(self) -> Scenario:
+        """One to change further."""
+        return Scenario(self.graph, self.work_ns.copy(), self.delay_ns.copy())
+
+    def apply(self, change: Change) -> Scenario:
+        """The same with one more change; this one is left as it is.
+
+        Raises:
+            UsageError: slug `nothing-chosen`: the graph has nothing that the change is about.
+        """
+        chosen = change.selection.nodes(self.graph)
+        if not chosen.any():
+            raise UsageError(f"`{change}` is about nothing in this run", slug="nothing-chosen")
+        out = self.copy()
+        _APPLY[change.action](out, change, chosen)
+        return out
+
+
+def _edges(graph: Graph, *kinds: str) -> Bools:
+    found: Bools = graph.edges["kind"].cast(pl.String).is_in(list(kinds)).to_numpy()
+    return found
+
+
+def _ends(graph: Graph) -> tuple[Ints, Ints]:
+    return graph.edges["source"].to_numpy().astype(np.int64), graph.edges["target"].to_numpy().astype(np.int64)
+
+
+def _kind(graph: Graph, *kinds: str) -> Bools:
+    found: Bools = graph.nodes["kind"].cast(pl.String).is_in(list(kinds)).to_numpy()
+    return found
+
+
+def _scale(out: Scenario, change: Change, chosen: Bools) -> None:
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * change.factor).astype(np.int64)
+    _scale_transfers(out, chosen, change.factor)
+
+
+def _scale_transfers(out: Scenario, chosen: Bools, factor: float) -> None:
+    """What leads out of a meeting to the end of a part is that communication's transfer."""
+    _, target = _ends(out.graph)
+    transfer = _edges(out.graph, "rendezvous") & out.graph.edges["to_end"].to_numpy() & chosen[target]
+    transfer &= out.delay_ns > ABSENT // 2
+    out.delay_ns[transfer] = np.rint(out.delay_ns[transfer] * factor).astype(np.int64)
+
+
+def _remove(out: Scenario, change: Change, chosen: Bools) -> None:
+    _scale(out, Change("scale", change.selection, 0.0), chosen)
+    del change
+
+
+def _network(out: Scenario, change: Change, chosen: Bools) -> None:
+    _scale(out, Change("scale", change.selection, 1 / change.factor), chosen)
+
+
+def _drop(out: Scenario, _change: Change, chosen: Bools) -> None:
+    _, target = _ends(out.graph)
+    out.delay_ns[_edges(out.graph, "synchronize") & chosen[target]] = ABSENT
+
+
+def _async(out: Scenario, _change: Change, chosen: Bools) -> None:
+    """The host calls of the chosen copies, and calls that only wait for such copies, no longer wait."""
+    source, target = _ends(out.graph)
+    waits = _edges(out.graph, "synchronize") & chosen[source]
+    out.delay_ns[waits & _kind(out.graph, gs.BLOCK)[target]] = ABSENT
+
+
+def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
+    """Other work of the device no longer waits for the communication; the host and other communication do."""
+    source, target = _ends(out.graph)
+    compute = _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL)
+    out.delay_ns[_edges(out.graph, "stream", "wait", "occupancy") & chosen[source] & compute[target]] = ABSENT
+
+
+def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
+    """The chosen ranks' work of each kind in each step, at most that of the median rank."""
+    ranks = np.unique(out.graph.nodes["rank"].drop_nulls().to_numpy())
+    others = [rank for rank in ranks.tolist() if rank not in change.selection.ranks]
+    if not others:
+        raise UsageError(f"`{change}` needs other ranks to compare with", slug="nothing-chosen")
+    frame = out.graph.nodes.select("rank", pl.col("step").fill_null(-1), pl.col("kind").cast(pl.String)).with_columns(
+        pl.Series("work", out.work_ns), pl.int_range(pl.len()).alias("row")
+    )
+    kinds = [gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL]
+    sums = frame.filter(pl.col("kind").is_in(kinds)).group_by("rank", "step", "kind").agg(pl.col("work").sum())
+    usual = (
+        sums.filter(pl.col("rank").is_in(others)).group_by("step", "kind").agg(pl.col("work").median().alias("usual"))
+    )
+    late = sums.filter(pl.col("rank").is_in(list(change.selection.ranks))).join(usual, on=["step", "kind"])
+    factors = late.with_columns(factor=(pl.col("usual") / pl.max_horizontal("work", 1)).clip(upper_bound=1.0))
+    rows = frame.join(factors.select("rank", "step", "kind", "factor"), on=["rank", "step", "kind"]).sort("row")
+    at = rows["row"].to_numpy()
+    out.work_ns[at] = np.rint(out.work_ns[at] * rows["factor"].to_numpy()).astype(np.int64)
+
+
+def _idle(out: Scenario, _change: Change, chosen: Bools) -> None:
+    out.work_ns[chosen] = 0
+    source, target = _ends(out.graph)
+    host = _kind(out.graph, *TARGETS["host"][0])
+    timed = _edges(out.graph, "launch", "synchronize", "stream", "queue") & (host[source] | host[target] | True)
+    out.delay_ns[timed & (out.delay_ns > 0)] = 0
+
+
+def _fuse(out: Scenario, _change: Change, chosen: Bools) -> None:
+    """Neighbours on a stream: no pause between them; only the first of a run is launched."""
+    source, target = _ends(out.graph)
+    between = _edges(out.graph, "stream") & chosen[source] & chosen[target]
+    out.delay_ns[between & (out.delay_ns > 0)] = 0
+    inner = np.zeros(chosen.size, dtype=np.bool_)
+    inner[target[between]] = True
+    launches = _edges(out.graph, "launch") & inner[target]
+    kinds = _kind(out.graph, gs.LAUNCH)
+    calls = source[launches]
+    out.work_ns[calls[kinds[calls]]] = 0
+
+
+def _graph(out: Scenario, _change: Change, chosen: Bools) -> None:
+    """The launches of the chosen work, and the operators that made them, cost nothing but the first."""
+    source, target = _ends(out.graph)
+    launches = _edges(out.graph, "launch") & chosen[target]
+    calls = np.unique(source[launches])
+    calls = calls[np.argsort(out.graph.nodes["start_ns"].to_numpy()[calls], kind="stable")][1:]
+    ops = out.graph.nodes["op"].to_numpy()
+    rank = out.graph.nodes["rank"].fill_null(-1).to_numpy().astype(np.int64)
+    key = rank * (2**33) + np.where(np.isnan(ops.astype(float)), -1, ops).astype(np.int64)
+    host = _kind(out.graph, gs.HOST, gs.LAUNCH)
+    around = host & np.isin(key, np.unique(key[calls])) & (key % (2**33) != 2**33 - 1)
+    out.work_ns[around] = 0
+    out.work_ns[calls] = 0
+    between = _edges(out.graph, "stream") & chosen[source] & chosen[target]
+    out.delay_ns[between & (out.delay_ns > 0)] = np.minimum(out.delay_ns[between & (out.delay_ns > 0)], 1_000)
+
+
+def _balance(out: Scenario, _change: Change, chosen: Bools) -> None:
+    frame = out.graph.nodes.select("rank", pl.col("step").fill_null(-1)).with_columns(
+        pl.Series("work", np.where(chosen, out.work_ns, 0))
+    )
+    sums = frame.group_by("rank", "step").agg(pl.col("work").sum())
+    mean = sums.group_by("step").agg(pl.col("work").mean().alias("mean"))
+    factors = sums.join(mean, on="step").select("rank", "step", factor=pl.col("mean") / pl.max_horizontal("work", 1))
+    factor = frame.join(factors, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True)["factor"]
+    told = factor.fill_null(1.0).to_numpy()
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * told[chosen]).astype(np.int64)
+
+
+def _workers(out: Scenario, change: Change, chosen: Bools) -> None:
+    """N processes work beside the step: what remains is what they cannot make in the rest of it."""
+    frame = out.graph.nodes.select("rank", "start_ns", "duration_ns", "step").with_columns(
+        pl.Series("loading", np.where(chosen, out.work_ns, 0))
+    )
+    ends = pl.col("start_ns") + pl.col("duration_ns")
+    keys = ["rank", pl.col("step").fill_null(-1)]
+    steps = frame.group_by(keys).agg(pl.col("loading").sum(), window=ends.max() - pl.col("start_ns").min())
+    left = pl.max_horizontal(pl.col("loading") / max(change.factor, 1.0) - (pl.col("window") - pl.col("loading")), 0)
+    factors = steps.with_columns(factor=(left / pl.max_horizontal("loading", 1)).clip(upper_bound=1.0))
+    told = (
+        frame.with_columns(pl.col("step").fill_null(-1))
+        .join(
+            factors.select("rank", "step", "factor"),
+            on=["rank", "step"],
+            how="left",
+            maintain_order="left",
+            nulls_equal=True,
+        )["factor"]
+        .fill_null(1.0)
+        .to_numpy()
+    )
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * told[chosen]).astype(np.int64)
+
+
+_APPLY: dict[str, Callable[[Scenario, Change, Bools], None]] = {
+    "scale": _scale,
+    "remove": _remove,
+    "network": _network,
+    "drop": _drop,
+    "async": _async,
+    "overlap": _overlap,
+    "delay": _delay,
+    "idle": _idle,
+    "fuse": _fuse,
+    "graph": _graph,
+    "balance": _balance,
+    "workers": _workers,
+}

@@ -1,0 +1,85 @@
+"""Which nodes of a graph a change is about.
+
+A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `collectives ~ all_reduce`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import UsageError
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+
+Bools = NDArray[np.bool_]
+
+TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
+    "kernels": ((gs.KERNEL,), "kernels that compute"),
+    "copies": ((gs.COPY, gs.FILL), "copies and fills on the device"),
+    "gpu": ((gs.KERNEL, gs.COPY, gs.FILL), "all work of the device but communication"),
+    "collectives": ((gs.COLLECTIVE, gs.SEND, gs.RECEIVE), "communication"),
+    "host": ((gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK), "what host threads do themselves"),
+    "ops": ((gs.HOST,), "operators and other recorded regions on the host, by their own time"),
+    "think": ((gs.THINK,), "host time that nothing recorded names (Python)"),
+    "launches": ((gs.LAUNCH,), "calls that submit work"),
+    "syncs": ((gs.BLOCK,), "calls that wait for the device"),
+    "loading": ((gs.HOST, gs.THINK), "host work inside the data loader"),
+}
+"""Word -> the kinds of nodes it means, and its meaning."""
+
+LOADING = r"enumerate\(DataLoader\)#|_BaseDataLoaderIter|DataLoader"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A choice of nodes.
+
+    Attributes:
+        target: A key of `TARGETS`.
+        pattern: A regular expression that the name holds somewhere, ignoring case; empty for all.
+        ranks: Only these ranks; empty for all.
+    """
+
+    target: str
+    pattern: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def nodes(self, graph: Graph) -> Bools:
+        """Which nodes are meant, shape (nodes,).
+
+        Raises:
+            UsageError: slug `bad-change`: the pattern is none.
+        """
+        kinds, _ = TARGETS[self.target]
+        frame = graph.nodes
+        chosen = frame["kind"].cast(pl.String).is_in(list(kinds))
+        if self.target == "loading":
+            chosen &= named(graph, LOADING)
+        if self.pattern:
+            chosen &= named(graph, self.pattern)
+        if self.ranks:
+            chosen &= frame["rank"].is_in(list(self.ranks))
+        found: Bools = chosen.fill_null(value=False).to_numpy()
+        return found
+
+    def __str__(self) -> str:
+        ranks = f"rank {','.join(map(str, self.ranks))} " if self.ranks else ""
+        return f"{ranks}{self.target}" + (f" ~ {self.pattern}" if self.pattern else "")
+
+
+def named(graph: Graph, pattern: str) -> pl.Series:
+    """Which nodes have a name that holds the pattern, or a communication of that kind."""
+    try:
+        re.compile(pattern)
+        distinct = graph.nodes["name"].unique().drop_nulls()
+        fitting = distinct.filter(distinct.str.contains(f"(?i){pattern}"))
+    except (re.error, pl.exceptions.ComputeError) as error:
+        raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
+    by_name = graph.nodes["name"].is_in(fitting.implode())
+    kinds = graph.communication.filter(pl.col("kind").str.contains(f"(?i){pattern}"))["node"]
+    return by_name | graph.nodes["node"].is_in(kinds.implode())

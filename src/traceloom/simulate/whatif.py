@@ -1,0 +1,180 @@
+"""What would a change save? The graph evaluated with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model.graph import Graph
+from traceloom.model.result import Result
+from traceloom.retime import Plan
+from traceloom.retime.critical_path import critical_path, parts
+from traceloom.retime.law import Law, law
+from traceloom.simulate.changes import Change, Scenario
+
+Ints = NDArray[np.int64]
+
+HOST_TARGETS = ("host", "ops", "think", "launches", "loading")
+RANKS = pl.Schema({"rank": pl.Int32, "before_ns": pl.Int64, "after_ns": pl.Int64, "saved_ns": pl.Int64})
+PARTS = pl.Schema({"what": pl.String, "kind": pl.String, "before_ns": pl.Int64, "after_ns": pl.Int64})
+
+
+@dataclass(frozen=True)
+class WhatIf(Result):
+    """What some changes together do.
+
+    Attributes:
+        changes: As they are written.
+        before_ns: From the first to the last moment of the graph: of a step, where the graph is of one.
+        after_ns: The same with the changes.
+        saved_ns: The difference; negative where it takes longer.
+        saved_fraction: Of `before_ns`.
+        host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the trace is so much longer
+            than without a profiler; None where nobody measured it.
+        rescaled_saved_ns: `saved_ns` with what is the host's divided by that ratio; `saved_ns` where nothing is known.
+        ranks: rank, before_ns, after_ns, saved_ns.
+        path: What the critical path consists of, before and after: what, kind, before_ns, after_ns; each adds up to the
+            window.
+        times: New times of all points (2i start, 2i + 1 end of node i), ns since the graph's epoch.
+        error_ns: The graph's honest error: how far it is off without any change.
+        trusted: Whether the saving is larger than that error, and the law holds.
+    """
+
+    changes: tuple[str, ...]
+    before_ns: int
+    after_ns: int
+    saved_ns: int
+    saved_fraction: float
+    host_ratio: float | None
+    rescaled_saved_ns: int
+    ranks: pl.DataFrame
+    path: pl.DataFrame
+    times: Ints
+    error_ns: int
+    trusted: bool
+
+
+def whatif(
+    graph: Graph,
+    changes: Sequence[Change],
+    *,
+    plan: Plan | None = None,
+    kept: Law | None = None,
+    host_ratio: float | None = None,
+) -> WhatIf:
+    """Evaluate the graph with some changes together.
+
+    Args:
+        graph: A calibrated graph.
+        changes: Applied one after the other.
+        plan: Of that graph, where there is one.
+        kept: Its law, where it was looked at.
+        host_ratio: How much longer a recorded step takes than an unrecorded one, where that was measured.
+
+    Raises:
+        UsageError: slug `nothing-chosen`: a change is about nothing in this graph.
+
+    Example:
+        >>> whatif(graph, [parse("kernels ~ gemm * 0.5")]).saved_ns  # doctest: +SKIP
+    """
+    plan = plan or Plan(graph)
+    kept = kept or law(graph, plan)
+    scenario = scenario_of(graph, changes)
+    times = plan.evaluate(scenario.work_ns, scenario.delay_ns, residuals=False)
+    measured = graph.point_times()
+    before, after = _span(measured), _span(times)
+    saved = before - after
+    ratio = host_ratio if host_ratio is not None and host_ratio > 1 else None
+    of_host = any(change.selection.target in HOST_TARGETS or change.action in ("graph", "idle") for change in changes)
+    return WhatIf(
+        changes=tuple(str(change) for change in changes),
+        before_ns=before,
+        after_ns=after,
+        saved_ns=saved,
+        saved_fraction=saved / max(before, 1),
+        host_ratio=host_ratio,
+        rescaled_saved_ns=round(saved / ratio) if ratio is not None and of_host else saved,
+        ranks=_ranks(graph, measured, times),
+        path=_path(graph, scenario, times),
+        times=times,
+        error_ns=abs(kept.honest_error_ns),
+        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns),
+    )
+
+
+def whatif_many(graph: Graph, scenarios: Sequence[Scenario], plan: Plan | None = None) -> Ints:
+    """The whole time (first to last moment) of each scenario in one batch, ns, shape (scenarios,)."""
+    if not scenarios:
+        return np.zeros(0, dtype=np.int64)
+    plan = plan or Plan(graph)
+    out = np.empty(len(scenarios), dtype=np.int64)
+    for low in range(0, len(scenarios), _TOGETHER):
+        some = scenarios[low : low + _TOGETHER]
+        works, delays = np.stack([s.work_ns for s in some]), np.stack([s.delay_ns for s in some])
+        times = plan.evaluate(works, delays, residuals=False)
+        out[low : low + len(some)] = times.max(axis=1) - times.min(axis=1)
+    return out
+
+
+_TOGETHER = 8
+
+
+def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
+    """The graph with all of the changes applied."""
+    scenario = Scenario.of(graph)
+    for change in changes:
+        scenario = scenario.apply(change)
+    return scenario
+
+
+def _span(times: Ints) -> int:
+    return int(np.ptp(times)) if times.size else 0
+
+
+def _ranks(graph: Graph, measured: Ints, times: Ints) -> pl.DataFrame:
+    frame = graph.nodes.select("rank").with_columns(
+        start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
+        new_start=pl.Series(times[0::2]), new_end=pl.Series(times[1::2]),
+    )  # fmt: skip
+    spans = (
+        frame.drop_nulls("rank")
+        .group_by("rank")
+        .agg(
+            before_ns=pl.col("end").max() - pl.col("start").min(),
+            after_ns=pl.col("new_end").max() - pl.col("new_start").min(),
+        )
+        .sort("rank")
+    )
+    return spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).select(list(RANKS)).cast(RANKS)
+
+
+def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
+    """Kinds of time on the critical path, before and after."""
+    if not times.size:
+        return PARTS.to_frame()
+    before = parts(graph, critical_path(graph)).select("what", "kind", before_ns="time_ns")
+    changed = _changed(graph, scenario, times)
+    after = parts(changed, critical_path(changed)).select("what", "kind", after_ns="time_ns")
+    both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
+    return both.sort("before_ns", "after_ns", descending=True).select(list(PARTS)).cast(PARTS)
+
+
+def _changed(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
+    """A graph whose measured times are the new ones."""
+    from dataclasses import replace
+
+    from traceloom.retime import ABSENT
+
+    start, end = times[0::2], times[1::2]
+    work = np.minimum(scenario.work_ns, end - start)
+    nodes = graph.nodes.with_columns(
+        start_ns=pl.Series(start), duration_ns=pl.Series(end - start),
+        work_ns=pl.Series(np.maximum(work, 0)), residual_ns=pl.lit(0, pl.Int64),
+    )  # fmt: skip
+    kept = scenario.delay_ns > ABSENT // 2
+    edges = graph.edges.with_columns(delay_ns=pl.Series(scenario.delay_ns), residual_ns=pl.lit(0, pl.Int64))
+    return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
