@@ -24,6 +24,7 @@ NOBODY_READS = 141
 VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
+    "whatif": "say what a change would save",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
     "diff": "compare two traces or recorded runs",
     "link": "link host and device traces of all ranks into one graph",
@@ -48,6 +49,8 @@ verbs:
   report   {VERBS["report"]}
              traceloom report run
              traceloom report trace.json.gz -o report.html
+  whatif   {VERBS["whatif"]}
+             traceloom whatif run --set 'kernels ~ gemm * 0.5'
   memory   {VERBS["memory"]}
              traceloom memory run
   diff     {VERBS["diff"]}

@@ -2,6 +2,18 @@
 
 from traceloom.simulate.changes import Change, Scenario, parse
 from traceloom.simulate.selection import Selection
-from traceloom.simulate.whatif import WhatIf, scenario_of, whatif, whatif_many
+from traceloom.simulate.whatif import Sweep, WhatIf, changed_graph, scenario_of, sweep, whatif, whatif_many
 
-__all__ = ["Change", "Scenario", "Selection", "WhatIf", "parse", "scenario_of", "whatif", "whatif_many"]
+__all__ = [
+    "Change",
+    "Scenario",
+    "Selection",
+    "Sweep",
+    "WhatIf",
+    "changed_graph",
+    "parse",
+    "scenario_of",
+    "sweep",
+    "whatif",
+    "whatif_many",
+]

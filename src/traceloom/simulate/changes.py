@@ -31,10 +31,11 @@ ASSUMES = {
     "drop": "these calls no longer wait for the device; what they themselves cost stays",
     "overlap": "nothing before the end of the step needs the result of this communication, and it slows no kernel down",
     "network": "the transfer of every communication is so many times as fast; waiting for late ranks stays",
-    "delay": "this rank works no slower than the middle one of the others, step by step and kind by kind",
+    "delay": "this rank begins no later and works no slower than the middle one of the others, step by step and name "
+    "by name; what most others do not do takes no time",
     "idle": "work is always launched in time: host and launches cost nothing, what the device does stays in order",
-    "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, their "
-    "work stays",
+    "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, "
+    "their work stays",
     "graph": "one launch submits all: the calls that launch and the operators around them cost nothing but the first",
     "balance": "every rank computes as long as the mean of all ranks",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
@@ -48,7 +49,6 @@ _TEXT = re.compile(
     r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
 )
 EXAMPLES = "`kernels ~ gemm * 0.5`, `copies async`, `rank 7 delay remove`, `network * 2`, `loading workers 4`"
-_LAST = ("collective", "send", "receive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,6 @@ def _scale_transfers(out: Scenario, chosen: Bools, factor: float) -> None:
 
 def _remove(out: Scenario, change: Change, chosen: Bools) -> None:
     _scale(out, Change("scale", change.selection, 0.0), chosen)
-    del change
 
 
 def _network(out: Scenario, change: Change, chosen: Bools) -> None:
@@ -214,31 +213,48 @@ def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 
 def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
-    """The chosen ranks' work of each kind in each step, at most that of the median rank."""
+    """The chosen ranks' work of each name in each step, at most that of the median rank."""
     ranks = np.unique(out.graph.nodes["rank"].drop_nulls().to_numpy())
     others = [rank for rank in ranks.tolist() if rank not in change.selection.ranks]
     if not others:
         raise UsageError(f"`{change}` needs other ranks to compare with", slug="nothing-chosen")
-    frame = out.graph.nodes.select("rank", pl.col("step").fill_null(-1), pl.col("kind").cast(pl.String)).with_columns(
-        pl.Series("work", out.work_ns), pl.int_range(pl.len()).alias("row")
-    )
+    keys = ["step", "kind", "name"]
+    frame = out.graph.nodes.select(
+        "rank", pl.col("step").fill_null(-1), pl.col("kind").cast(pl.String), pl.col("name").fill_null("")
+    ).with_columns(pl.Series("work", out.work_ns), pl.int_range(pl.len()).alias("row"))
     kinds = [gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL]
-    sums = frame.filter(pl.col("kind").is_in(kinds)).group_by("rank", "step", "kind").agg(pl.col("work").sum())
-    usual = (
-        sums.filter(pl.col("rank").is_in(others)).group_by("step", "kind").agg(pl.col("work").median().alias("usual"))
+    sums = frame.filter(pl.col("kind").is_in(kinds)).group_by("rank", *keys).agg(pl.col("work").sum())
+    theirs = sums.filter(pl.col("rank").is_in(others)).group_by(keys).agg("work")
+    # who does not do it at all does it in no time
+    usual = theirs.with_columns(
+        usual=pl.col("work").list.concat(pl.lit(0).repeat_by(len(others) - pl.col("work").list.len())).list.median()
+    ).drop("work")
+    late = sums.filter(pl.col("rank").is_in(list(change.selection.ranks)))
+    factors = late.join(usual, on=keys, how="left").with_columns(
+        factor=(pl.col("usual").fill_null(0) / pl.max_horizontal("work", 1)).clip(upper_bound=1.0)
     )
-    late = sums.filter(pl.col("rank").is_in(list(change.selection.ranks))).join(usual, on=["step", "kind"])
-    factors = late.with_columns(factor=(pl.col("usual") / pl.max_horizontal("work", 1)).clip(upper_bound=1.0))
-    rows = frame.join(factors.select("rank", "step", "kind", "factor"), on=["rank", "step", "kind"]).sort("row")
+    rows = frame.join(factors.select("rank", *keys, "factor"), on=["rank", *keys]).sort("row")
     at = rows["row"].to_numpy()
     out.work_ns[at] = np.rint(out.work_ns[at] * rows["factor"].to_numpy()).astype(np.int64)
+    _start_in_time(out, change.selection.ranks, others)
+
+
+def _start_in_time(out: Scenario, ranks: tuple[int, ...], others: list[int]) -> None:
+    """Ranks that begin later than the middle one of the others begin when that does."""
+    hosts = out.graph.nodes.filter(pl.col("kind").cast(pl.String).is_in([gs.HOST, gs.THINK, gs.LAUNCH]))
+    begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
+    usual = float(np.median([begins[rank] for rank in others if rank in begins] or [0]))
+    source, _ = _ends(out.graph)
+    rank_of = out.graph.nodes["rank"].fill_null(-1).to_numpy()[source]
+    for rank in ranks:
+        late = round(begins.get(rank, usual) - usual)
+        if late > 0:
+            out.delay_ns[_edges(out.graph, "origin") & (rank_of == rank)] -= late
 
 
 def _idle(out: Scenario, _change: Change, chosen: Bools) -> None:
     out.work_ns[chosen] = 0
-    source, target = _ends(out.graph)
-    host = _kind(out.graph, *TARGETS["host"][0])
-    timed = _edges(out.graph, "launch", "synchronize", "stream", "queue") & (host[source] | host[target] | True)
+    timed = _edges(out.graph, "launch", "synchronize", "stream", "queue")
     out.delay_ns[timed & (out.delay_ns > 0)] = 0
 
 

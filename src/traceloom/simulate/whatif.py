@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
-from traceloom.retime import Plan
+from traceloom.retime import ABSENT, Plan
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
-from traceloom.simulate.changes import Change, Scenario
+from traceloom.simulate.changes import Change, Scenario, parse
 
 Ints = NDArray[np.int64]
 
@@ -33,8 +33,8 @@ class WhatIf(Result):
         after_ns: The same with the changes.
         saved_ns: The difference; negative where it takes longer.
         saved_fraction: Of `before_ns`.
-        host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the trace is so much longer
-            than without a profiler; None where nobody measured it.
+        host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the trace is so much
+            longer than without a profiler; None where nobody measured it.
         rescaled_saved_ns: `saved_ns` with what is the host's divided by that ratio; `saved_ns` where nothing is known.
         ranks: rank, before_ns, after_ns, saved_ns.
         path: What the critical path consists of, before and after: what, kind, before_ns, after_ns; each adds up to the
@@ -157,18 +157,14 @@ def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
     if not times.size:
         return PARTS.to_frame()
     before = parts(graph, critical_path(graph)).select("what", "kind", before_ns="time_ns")
-    changed = _changed(graph, scenario, times)
+    changed = changed_graph(graph, scenario, times)
     after = parts(changed, critical_path(changed)).select("what", "kind", after_ns="time_ns")
     both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
     return both.sort("before_ns", "after_ns", descending=True).select(list(PARTS)).cast(PARTS)
 
 
-def _changed(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
-    """A graph whose measured times are the new ones."""
-    from dataclasses import replace
-
-    from traceloom.retime import ABSENT
-
+def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
+    """The graph as if it had been measured with the changes: to walk its critical path, to draw it."""
     start, end = times[0::2], times[1::2]
     work = np.minimum(scenario.work_ns, end - start)
     nodes = graph.nodes.with_columns(
@@ -178,3 +174,30 @@ def _changed(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
     kept = scenario.delay_ns > ABSENT // 2
     edges = graph.edges.with_columns(delay_ns=pl.Series(scenario.delay_ns), residual_ns=pl.lit(0, pl.Int64))
     return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
+
+
+@dataclass(frozen=True)
+class Sweep(Result):
+    """One change with several factors.
+
+    Attributes:
+        template: The change with `{}` where the factor stands.
+        table: factor, time_ns, saved_ns, saved_fraction.
+    """
+
+    template: str
+    table: pl.DataFrame
+
+
+def sweep(graph: Graph, template: str, factors: Sequence[float], *, plan: Plan | None = None) -> Sweep:
+    """Evaluate a change with several factors: `sweep(graph, "network * {}", [1, 2, 4, 8])`.
+
+    Raises:
+        UsageError: slugs `bad-change`, `nothing-chosen`.
+    """
+    base = Scenario.of(graph)
+    scenarios = [base, *(base.apply(parse(template.format(f"{factor:g}"))) for factor in factors)]
+    before, *times = whatif_many(graph, scenarios, plan).tolist()
+    rows = [(float(f), t, before - t, (before - t) / max(before, 1)) for f, t in zip(factors, times, strict=True)]
+    schema = {"factor": pl.Float64, "time_ns": pl.Int64, "saved_ns": pl.Int64, "saved_fraction": pl.Float64}
+    return Sweep(template, pl.DataFrame(rows, schema=schema, orient="row"))

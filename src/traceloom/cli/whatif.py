@@ -1,0 +1,153 @@
+"""`traceloom whatif`: what a change would save."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from traceloom.model import Graph, Session
+
+_EXAMPLES = """\
+examples:
+  traceloom whatif run --set 'kernels ~ gemm * 0.5'        faster matrix products
+  traceloom whatif run --set 'syncs remove' --step 12      no waiting for the device, in one step
+  traceloom whatif run --set 'rank 7 delay remove'         rank 7 as fast as the others
+  traceloom whatif run --set 'network * 2' --set 'copies async'
+  traceloom whatif run --set 'idle remove' -o after.perfetto.json.gz
+
+changes: [rank N[,M]] TARGET [~ REGEX] ACTION
+  TARGET  kernels copies gpu collectives host ops think launches syncs loading
+  ACTION  * FACTOR   remove   async   overlap   fuse   graph   balance   workers N
+  and     network * FACTOR    rank N delay remove    idle remove
+"""
+_ENDINGS = (".json", ".perfetto.json", ".perfetto.json.gz")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "whatif",
+        help="say what a change would save",
+        description="Say what a change would save: the linked graph of the run is evaluated with it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="trace file, directory of traces, or recorded run")
+    parser.add_argument(
+        "--set", dest="changes", action="append", required=True, metavar="CHANGE", help="a change; several add up"
+    )
+    parser.add_argument("--step", type=_step, metavar="N", help="of one step (default: of the whole window)")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument(
+        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
+        help="write a file instead: .json, or the timeline after the change as .perfetto.json.gz (may be repeated)",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="overwrite files")
+    more = parser.add_argument_group("more")
+    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
+    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    return parser
+
+
+def _step(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"`{text}` is not the number of a step")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, link, evaluate and show; returns the exit code."""
+    from traceloom import files
+    from traceloom.link import link_session
+    from traceloom.read import load
+    from traceloom.report import whatif as report
+    from traceloom.retime import Plan, law
+    from traceloom.simulate import changed_graph, parse, scenario_of, whatif
+
+    changes = [parse(text) for text in args.changes]
+    for path in args.output:
+        if not path.name.lower().endswith(_ENDINGS):
+            hint = f"use one of the endings {', '.join(_ENDINGS)}"
+            raise UsageError(f"`{path}` does not tell which format to write", slug="unknown-format", hint=hint)
+        files.check_free(path, force=args.force)
+    with Progress(shown=not args.quiet) as progress:
+        progress.say("reading")
+        session = load(*args.inputs, cache=not args.no_cache)
+        progress.say("linking")
+        graph = link_session(session, step=args.step)
+        progress.say("evaluating")
+        plan = Plan(graph)
+        kept = law(graph, plan)
+        found = whatif(graph, changes, plan=plan, kept=kept, host_ratio=_overhead(session))
+        document = report.build(session.name, args.step, changes, found, kept)
+        written = []
+        for path in args.output:
+            progress.say(f"writing {path}")
+            after = changed_graph(graph, scenario_of(graph, changes), found.times)
+            written.append((path, files.write(path, _writer(path, document, after), force=args.force)))
+    _show(args, document, written)
+    return 0
+
+
+def _overhead(session: Session) -> float | None:
+    """The largest measured ratio of a recorded to an unrecorded step, over the ranks."""
+    parts = [(trace.meta.capture or {}).get("overhead") for trace in session.traces]
+    ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
+    return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
+
+
+def _writer(path: Path, document: dict[str, Any], after: Graph) -> Callable[[BinaryIO], None]:
+    name = path.name.lower()
+    if name.endswith(".perfetto.json.gz"):
+        return partial(_perfetto, after, packed=True)
+    return partial(_perfetto, after, packed=False) if name.endswith(".perfetto.json") else partial(_json, document)
+
+
+def _json(document: dict[str, Any], handle: BinaryIO) -> None:
+    from traceloom.report.jsonfile import encode
+
+    handle.write(encode(document))
+
+
+def _perfetto(after: Graph, handle: BinaryIO, *, packed: bool) -> None:
+    from isal import igzip
+
+    from traceloom.report.perfetto.graph import write_graph
+
+    if not packed:
+        write_graph(after, handle)
+        return
+    with igzip.IGzipFile(fileobj=handle, mode="wb", compresslevel=2) as gz:
+        write_graph(after, gz)
+
+
+def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tuple[Path, int]]) -> None:
+    from traceloom.model import units
+
+    if args.json:
+        from traceloom.report.jsonfile import encode
+
+        sys.stdout.buffer.write(encode(document))
+    elif not written:
+        from traceloom.report import terminal
+        from traceloom.report.whatif import render
+
+        terminal.put(partial(render, document), sys.stdout)
+    if args.quiet:
+        return
+    stream = sys.stderr if args.json else sys.stdout
+    for path, size in written:
+        print(f"Wrote {path} ({units.size(size)}).", file=stream)
+    if not written and not args.json:
+        sets = " ".join(f"--set {shlex.quote(text)}" for text in args.changes)
+        print(f"\nNext: traceloom whatif {shlex.join(args.inputs)} {sets} -o after.perfetto.json.gz", file=stream)

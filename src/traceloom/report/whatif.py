@@ -1,0 +1,106 @@
+"""A what-if as a document, and on a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom import __version__
+from traceloom.model import units
+from traceloom.report.names import harmless
+from traceloom.report.terminal.columns import Column, lines
+from traceloom.report.terminal.time import heading, rank_label
+from traceloom.retime.law import Law
+from traceloom.simulate.changes import ASSUMES, Change
+from traceloom.simulate.whatif import WhatIf
+
+FORMAT = "traceloom-whatif"
+VERSION = 1
+_ROWS = 8
+_HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
+
+Row = dict[str, Any]
+
+
+def build(name: str, step: int | None, changes: list[Change], found: WhatIf, kept: Law) -> Row:
+    """The document: what was asked, what it would do, how far it can be trusted."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": name,
+        "step": step,
+        "sentence": sentence(found, step),
+        "changes": [{"change": str(change), "assumes": ASSUMES[change.action]} for change in changes],
+        "before_ns": found.before_ns,
+        "after_ns": found.after_ns,
+        "saved_ns": found.saved_ns,
+        "saved_fraction": found.saved_fraction,
+        "host_ratio": found.host_ratio,
+        "rescaled_saved_ns": found.rescaled_saved_ns,
+        "ranks": found.ranks.to_dicts(),
+        "path": found.path.to_dicts(),
+        "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
+                "residual_share": kept.residual_share},
+        "trusted": found.trusted,
+    }  # fmt: skip
+
+
+def sentence(found: WhatIf, step: int | None) -> str:
+    """What it would do, in words."""
+    what = "the window" if step is None else f"step {step}"
+    before, after = units.duration(found.before_ns), units.duration(found.after_ns)
+    if not found.saved_ns:
+        return f"{what[0].upper()}{what[1:]} would take {after} as before: nothing of this decides how long it takes."
+    word = "save" if found.saved_ns > 0 else "cost"
+    share = units.share(abs(found.saved_ns), found.before_ns)
+    said = f"This would {word} {units.duration(abs(found.saved_ns))} ({share}) of {what}: {before} to {after}"
+    if found.rescaled_saved_ns != found.saved_ns:
+        said += (
+            f"; without the profiler, which makes steps {found.host_ratio:.2f} × as long, about "
+            f"{units.duration(abs(found.rescaled_saved_ns))}"
+        )
+    return f"{said}."
+
+
+def render(document: Row, width: int) -> Iterator[Text]:
+    """The lines on a terminal."""
+    yield Text(harmless(document["name"]), "bold")
+    yield Text("")
+    for part in _wrapped(document["sentence"], width):
+        part.stylize("bold")
+        yield part
+    for change in document["changes"]:
+        yield Text("")
+        yield Text.assemble(" ", (harmless(change["change"]), "bold"))
+        yield from _wrapped(f"Assumed: {change['assumes']}.", width)
+    if len(document["ranks"]) > 1:
+        yield from heading("Ranks", "", width)
+        rows: list[list[str | Text]] = [
+            [rank_label(r["rank"]), units.duration(r["before_ns"]), units.duration(r["after_ns"]),
+             units.duration(r["saved_ns"])]
+            for r in document["ranks"]
+        ]  # fmt: skip
+        columns = [Column("", right=False), Column("before"), Column("after"), Column("saved")]
+        yield from lines(columns, rows, ("", lambda *_: ""), width)
+    yield from heading("Critical path", "what decides how long it takes", width)
+    parts = document["path"][:_ROWS]
+    cells: list[list[str | Text]] = [[units.duration(p["before_ns"]), units.duration(p["after_ns"])] for p in parts]
+    columns = [Column("before"), Column("after")]
+
+    def name(i: int, _room: int) -> str:
+        kind = parts[i]["kind"]
+        return f"{parts[i]['what']}: {kind}" if kind else str(parts[i]["what"])
+
+    yield from lines(columns, cells, ("of", name), width)
+    yield Text("")
+    trust = "" if document["trusted"] else f"{_HINT} "
+    yield from _wrapped(trust + document["law"]["sentence"], width)
+
+
+def _wrapped(words: str, width: int) -> Iterator[Text]:
+    for part in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
+        yield Text(" " + part)

@@ -1,0 +1,123 @@
+"""What a change would save, against made jobs that are simulated again with that change."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from traceloom.errors import UsageError
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.model import Graph
+from traceloom.retime import Plan, calibrate
+from traceloom.simulate import Scenario, parse, scenario_of, sweep, whatif, whatif_many
+from traceloom.testing.jobs import Change, Job, Recipe, training_job
+from traceloom.testing.jobs.training import DELAY
+
+ALLOWED = 0.02  # of the new time
+RECIPES = {
+    "launch-bound": Recipe(kernel_us=6, op_us=14),
+    "GPU-bound": Recipe(kernel_us=80),
+    "copies that block": Recipe(kernel_us=30, pageable_input=True),
+    "one late": Recipe(ranks=4, kernel_us=40, delay_us={2: 1500.0}, item=True),
+    "sharded": Recipe(ranks=3, kernel_us=50, transfer_us=60, sharded=True, item=True),
+}
+FASTER = ("gpu * 0.5", Change(kernels=0.5))
+HOST = ("host * 0.7", Change(host=0.7))
+NETWORK = ("network * 2", Change(collectives=0.5))
+IN_TIME = ("rank 2 delay remove", Change(without=frozenset({DELAY})))
+CASES = [
+    *((name, *change) for name in RECIPES for change in (FASTER, HOST)),
+    ("one late", *NETWORK), ("sharded", *NETWORK), ("one late", *IN_TIME),
+]  # fmt: skip
+
+
+@cache
+def made(name: str) -> tuple[Job, Graph, Plan]:
+    job = training_job(RECIPES[name])
+    graph = calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    return job, graph, Plan(graph)
+
+
+@pytest.mark.parametrize(("name", "text", "change"), CASES)
+def test_the_new_time_is_that_of_the_job_with_the_change(name: str, text: str, change: Change) -> None:
+    job, graph, plan = made(name)
+    found = whatif(graph, [parse(text)], plan=plan)
+    assert found.after_ns == pytest.approx(job.run(change).window_ns, rel=ALLOWED)
+    assert found.saved_ns == found.before_ns - found.after_ns
+    assert found.path["before_ns"].sum() == found.before_ns
+    assert found.path["after_ns"].sum() == found.after_ns
+
+
+def test_a_batch_says_the_same_as_each_alone_and_changes_add_up_to_at_least_the_larger() -> None:
+    _, graph, plan = made("launch-bound")
+    host, gpu = parse("host * 0.7"), parse("gpu * 0.5")
+    alone = [whatif(graph, [change], plan=plan).saved_ns for change in (host, gpu)]
+    both = whatif(graph, [host, gpu], plan=plan)
+    assert both.saved_ns >= max(alone)
+    scenarios = [scenario_of(graph, [host]), scenario_of(graph, [gpu]), scenario_of(graph, [host, gpu])]
+    times = whatif_many(graph, scenarios, plan)
+    assert [both.before_ns - time for time in times.tolist()] == [*alone, both.saved_ns]
+
+
+def test_nothing_changed_is_the_measurement() -> None:
+    _, graph, plan = made("GPU-bound")
+    before = whatif(graph, [parse("kernels * 1")], plan=plan)
+    assert before.saved_ns == 0
+    assert (before.times == graph.point_times()).all()
+    assert whatif_many(graph, [Scenario.of(graph)], plan).tolist() == [before.before_ns]
+
+
+def test_a_sweep_is_monotone() -> None:
+    _, graph, plan = made("sharded")
+    table = sweep(graph, "network * {}", [1, 2, 4, 8], plan=plan).table
+    assert table["saved_ns"].to_list() == sorted(table["saved_ns"].to_list())
+    assert table["saved_ns"][0] == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kernels ~ gemm * 0.5", "copies async", "rank 7 delay remove", "network * 2", "loading workers 4", "idle remove",
+        "syncs ~ cudaDeviceSynchronize remove", "kernels fuse", "rank 1,3 host * 0.9", "collectives ~ all_reduce overlap",
+        "kernels graph", "kernels balance", "ops ~ aten::copy_ remove",
+    ],
+)  # fmt: skip
+def test_changes_are_written_as_they_are_read(text: str) -> None:
+    assert str(parse(text)) == text
+    assert parse(str(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gemm * 2", "kernels", "kernels faster", "delay remove", "loading workers", "kernels * -1", "network * 0"],
+)
+def test_what_is_no_change_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert caught.value.slug == "bad-change"
+
+
+@pytest.mark.parametrize("text", ["collectives remove", "kernels ~ nothing_like_this * 0.5", "rank 9 delay remove"])
+def test_a_change_of_nothing_is_refused(text: str) -> None:
+    _, graph, plan = made("GPU-bound")
+    with pytest.raises(UsageError) as caught:
+        whatif(graph, [parse(text)], plan=plan)
+    assert caught.value.slug == "nothing-chosen"
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    _, graph, plan = made("GPU-bound")
+    with pytest.raises(UsageError) as caught:
+        whatif(graph, [parse("kernels ~ ( * 0.5")], plan=plan)
+    assert caught.value.slug == "bad-change"
+
+
+def test_savings_of_the_host_are_rescaled_by_what_recording_cost() -> None:
+    _, graph, plan = made("launch-bound")
+    found = whatif(graph, [parse("host * 0.7")], plan=plan, host_ratio=1.25)
+    assert found.rescaled_saved_ns == round(found.saved_ns / 1.25)
+    assert whatif(graph, [parse("gpu * 0.5")], plan=plan, host_ratio=1.25).rescaled_saved_ns == whatif(
+        graph, [parse("gpu * 0.5")], plan=plan
+    ).saved_ns  # fmt: skip
