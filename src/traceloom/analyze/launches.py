@@ -12,7 +12,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.queue_depth import QUEUES, Held, curve, held_up, queues
+from traceloom.analyze.queue_depth import QUEUES, Held, curve, held_up, of_devices, queues
 from traceloom.analyze.short_kernels import BINS, SHORT, histogram, short_by_name
 from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
@@ -97,6 +97,9 @@ class Launches(Result):
             the longest first; a call that was held up is not listed as long, too.
         queues: Per stream, see `queue_depth.QUEUES`.
         curve: device, stream, time_ns, launches and works (how many are pending from then on), by stream and time.
+        device_queues: The same of each device as a whole (its streams together; `stream` is null): a launch is pending
+            until the first of its work starts on any stream.
+        device_curve: The curve of each device as a whole.
         bins: Histogram of kernel durations, see `short_kernels.BINS`.
         short: Kernels shorter than their launch call, by name, see `short_kernels.SHORT`.
         steps: Per device what a whole step launches, as mean, min and max over the steps.
@@ -108,6 +111,8 @@ class Launches(Result):
     outliers: pl.DataFrame
     queues: pl.DataFrame
     curve: pl.DataFrame
+    device_queues: pl.DataFrame
+    device_curve: pl.DataFrame
     bins: pl.DataFrame
     short: pl.DataFrame
     steps: pl.DataFrame
@@ -117,6 +122,7 @@ def launches(trace: Trace) -> Launches:
     """Look at the way of every launch from the call to the start of its work."""
     made = submissions(trace)
     held = held_up(trace, made)
+    whole = of_devices(made)
     at = np.flatnonzero(made.first)
     times = _times(trace, made, at)
     calls = _calls(trace, made)
@@ -127,6 +133,8 @@ def launches(trace: Trace) -> Launches:
         outliers=_outliers(trace, made, times, calls, held),
         queues=queues(made, held),
         curve=curve(made),
+        device_queues=queues(whole, held),
+        device_curve=curve(whole),
         bins=histogram(made),
         short=short_by_name(trace, made),
         steps=_steps(trace, made, held),

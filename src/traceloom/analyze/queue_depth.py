@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Ints
-from traceloom.analyze.submissions import Submissions, plain
+from traceloom.analyze.submissions import UNKNOWN, Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 
@@ -113,12 +114,19 @@ def _curve(made: Submissions) -> _Curve:
 
 
 def _first_on_lane(made: Submissions, known: Ints) -> Ints:
-    """1 for the first work of its launch on its stream, else 0."""
+    """1 for the first work of its launch on its lane, else 0."""
     first = np.zeros(known.size, dtype=np.int64)
     if known.size:
         pair = made.launch[known] * (int(made.lane.max()) + 1) + made.lane[known]
-        first[np.unique(pair, return_index=True)[1]] = 1  # positions are by start within a lane
+        order = np.lexsort((made.start[known], pair))
+        first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
     return first
+
+
+def of_devices(made: Submissions) -> Submissions:
+    """The same with all streams of a device as one lane: for the depths of whole devices, whose stream is null."""
+    opens = np.diff(made.device, prepend=made.device[:1] - 1) != 0
+    return replace(made, lane=np.cumsum(opens) - 1, stream=np.full(made.row.size, UNKNOWN, dtype=np.int64))
 
 
 def held_up(trace: Trace, made: Submissions) -> Held:

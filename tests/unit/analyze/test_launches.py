@@ -64,6 +64,15 @@ def test_a_graph_over_two_streams_is_pending_on_both() -> None:
         (8, 1, 2, 1, 2),
     ]
     assert found.totals["launch_count"].to_list() == [1]
+    whole = found.device_queues.select("stream", "launch_count", "work_count", "max_launches", "max_works").rows()
+    assert whole == [(None, 1, 4, 1, 4)]
+    assert found.device_curve.select("time_ns", "launches", "works").rows() == [
+        (0, 1, 4),
+        (10_000, 0, 3),
+        (20_000, 0, 2),
+        (30_000, 0, 1),
+        (40_000, 0, 0),
+    ]
 
 
 def test_clock_skew_and_unknown_launches_never_make_a_depth_negative() -> None:

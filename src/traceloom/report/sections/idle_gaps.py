@@ -67,7 +67,8 @@ def _summary(value: list[Row]) -> str | None:
     if not value:
         return None
     top = _shown(value[0])
-    where = f": {short(top['because'], _NAME)}" if top["because"] else ""
+    said = top["host_activity"] or top["because"]
+    where = f": {short(said, _NAME)}" if said else ""
     return f"the longest gap is {units.duration(top['duration_ns'])}, {top['cause']}{where}"
 
 

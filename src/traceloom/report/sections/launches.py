@@ -33,6 +33,8 @@ _NULLS = {
     "outliers": {"device", "stream", "step"},
     "queues": {"device", "stream", "capacity"},
     "curve": {"device", "stream"},
+    "device_queues": {"device", "stream", "capacity"},
+    "device_curve": {"device", "stream"},
     "bins": {"high_ns"},
     "steps": {"device"},
 }
@@ -43,6 +45,8 @@ _SHAPES: dict[str, tuple[Mapping[str, Any], str]] = {
     "outliers": (OUTLIERS, "late work, long calls, calls held up by a full queue; the hundred longest of each rank"),
     "queues": (QUEUES, "the queue of each stream"),
     "curve": (_CURVE, "depth of each queue over time: the largest in each of at most 300 parts of the window"),
+    "device_queues": (QUEUES, "the queues of each device together; `stream` is null"),
+    "device_curve": (_CURVE, "depth of each device's queues together over time"),
     "bins": (BINS, "kernels by duration"),
     "short": (SHORT, "kernels shorter than their launch call, by name; the first hundred of each rank"),
     "steps": (STEPS, "what a whole step launches, per device"),
@@ -57,6 +61,7 @@ def _measure(trace: Trace, _options: ReportOptions) -> Launches:
         outliers=found.outliers.head(_ROWS),
         short=found.short.head(_ROWS),
         curve=thinned(found.curve, _POINTS),
+        device_curve=thinned(found.device_curve, _POINTS),
     )
 
 
@@ -85,7 +90,7 @@ def _tables(value: Row) -> Iterator[Table]:
     ranks = {row["rank"] for row in value["totals"]}
     rank = [Col("rank", "Rank", "count")] if len(ranks) > 1 else []
     device = [Col("device", "GPU", "count", narrow=False)]
-    stream = Col("stream", "Stream", "count")
+    stream = Col("stream", "Stream", "count", "without one: all streams of the device")
     columns = {
         "totals": (
             "Launches",
@@ -141,9 +146,19 @@ def _tables(value: Row) -> Iterator[Table]:
     }  # fmt: skip
     for name, (title, shown) in columns.items():
         rows = value[name] if name != "bins" else _all_bins(value["bins"])
+        rows = rows + _of_devices(value) if name == "queues" else rows
         if rows:
             several = [] if name == "bins" else rank
             yield Table(f"launches-{name}", title, [*several, *shown], rows, f"launches.{name}")
+
+
+def _of_devices(value: Row) -> list[Row]:
+    """The queues of the devices that have several streams."""
+    streams: dict[tuple[Any, Any], int] = {}
+    for row in value["queues"]:
+        key = row["rank"], row["device"]
+        streams[key] = streams.get(key, 0) + 1
+    return [row for row in value["device_queues"] if streams.get((row["rank"], row["device"]), 0) > 1]
 
 
 def _all_bins(rows: list[Row]) -> list[Row]:
@@ -206,7 +221,8 @@ SECTION = Section(
             for name in _NULLS["totals"] - {"device"}
         },
         "launches.outliers[*].step": "null is the time outside all steps",
-        "launches.queues[*].capacity": "no launch call was held up",
+        **{f"launches.device_{name}[*].stream": "all streams of the device together" for name in ("queues", "curve")},
+        **{f"launches.{name}[*].capacity": "no launch call was held up" for name in ("queues", "device_queues")},
         "launches.bins[*].high_ns": "the last bin has no upper bound",
     },
 )
