@@ -131,15 +131,15 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
 
 def _with_data(graph: Graph, session: Session, window: Window, found: Pieces) -> Pieces:
     """Host time on the path in which the loop waits for its data."""
-    lane = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)[found.node]
-    host = found.kind == list(CLASSES).index(HOST)
+    lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
+    code = list(CLASSES).index(HOST)
+    ranks = set(graph.nodes["rank"].gather(np.unique(found.node[(found.node >= 0) & (found.kind == code)])))
     for trace, clock in clocks(graph, session, window.step):
-        if clock.rank not in set(graph.ranks["rank"]) or not host.any():
+        if clock.rank not in ranks:
             continue
         for waits in waits_for_data(graph, trace, clock.rank, clock.shift):
-            found = split(found, host & (lane == waits.lane), waits.start, waits.end, DATA)
-            lane = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)[found.node]
-            host = found.kind == list(CLASSES).index(HOST)
+            mine = (found.kind == code) & (lane_of[found.node] == waits.lane)
+            found = split(found, mine, waits.start, waits.end, DATA)
     return found
 
 
