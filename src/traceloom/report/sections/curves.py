@@ -36,12 +36,15 @@ def curves(lines: Mapping[str, Sequence[tuple[int, int]]], what: str) -> str:
             path += f"M{x:.1f} {y:.1f}" if number == 0 else f"H{x:.1f}V{y:.1f}"
         parts.append(f'<path d="{path}" fill="none" stroke="{colour}"><title>{escape(name)}</title></path>')
     legend = " · ".join(
-        f'<span style="color:{colour}">■</span> {escape(name)}' for colour, name in zip(_COLOURS, drawn, strict=False)
+        # no inline style: the page's policy lets none be
+        f'<svg width="10" height="10" aria-hidden="true"><rect width="10" height="10" fill="{colour}"/></svg> '
+        f"{escape(name)}"
+        for colour, name in zip(_COLOURS, drawn, strict=False)
     )
     base = _HEIGHT - _BOTTOM
     return (
         f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(what)} over time" '
-        f'style="width:100%;height:auto">'
+        f'width="100%">'
         f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH}" fill="none" stroke="#999"/>'
         f'<g font-size="11" fill="currentColor">'
         f'<text x="{_LEFT - 4}" y="{_TOP + 4}" text-anchor="end">{units.count(most)}</text>'
