@@ -189,7 +189,8 @@ def _steps(trace: Trace) -> pl.DataFrame:
         pl.col("generation_requests").is_null() & pl.col("kind").is_in(["decode", "mixed", "verify"])
     )
     done = pl.when(generates).then("done")
-    between = pl.when(generates).then(pl.col("done") - done.forward_fill().shift(1))
+    # steps whose work overlaps on several streams may end in another order than they began
+    between = pl.when(generates).then((pl.col("done") - done.cum_max().forward_fill().shift(1)).clip(lower_bound=0))
     lag = pl.when(pl.col("end").is_not_null()).then((pl.col("end") - pl.col("end_ns")).clip(lower_bound=0))
     return rows.with_columns(between.alias("between_ns"), lag.alias("lag_ns")).select(
         name for name in STEPS if name != "rank"
