@@ -19,7 +19,7 @@ from traceloom.read.ondisk import lookup
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05
-"""Share of the GPU work of a step that matrix work without a model may take before MFU and HFU are not told."""
+"""Share of the GPU work launched in a step that unmodelled matrix work may take before MFU and HFU are not told."""
 
 _HIDDEN = f"more than {MOST_UNMODELLED:.0%} of the GPU work is matrix work without a model".replace("%", " %")
 
@@ -56,12 +56,13 @@ def utilisation(trace: Trace, found: Placed) -> tuple[pl.DataFrame, pl.DataFrame
     work = _all_work(trace, found)
     why = _recompute_unknown(trace)
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
-    steps = _told(bounds, _sums(calls, _in_steps(trace, work)), found, why)
+    steps = _told(bounds, _sums(calls, work, _in_steps(trace, work)), found, why)
     window = pl.DataFrame(
         {"step": [None], "duration_ns": [_window_ns(trace, work)], "complete": [True]}, schema=bounds.schema
     )
     one = pl.lit(None, pl.Int32).alias("step")
-    whole = _told(window, _sums(calls.with_columns(one), work.with_columns(one)), found, why)
+    all_work = work.with_columns(one)
+    whole = _told(window, _sums(calls.with_columns(one), all_work, all_work), found, why)
     return steps, whole
 
 
@@ -91,12 +92,12 @@ def _recompute_unknown(trace: Trace) -> str | None:
 
 
 def _all_work(trace: Trace, found: Placed) -> pl.DataFrame:
-    """All GPU work: device, start_ns, end_ns, ns, modelled, placed, density (of roofline time), matrix (its kind)."""
+    """All GPU work: device, step of its launch, start_ns, end_ns, ns, modelled, placed, roofline density, matrix."""
     length = pl.col("duration_ns").clip(lower_bound=0)
     work = (
         trace.events.lazy()
         .filter(pl.col("category").is_in(cat.GPU_WORK))
-        .select("event", "device", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
+        .select("event", "device", "step", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
         .collect()
     )
     owner = modelled_calls(trace).work_owner
@@ -147,11 +148,12 @@ def _union_ns(work: pl.DataFrame, name: str) -> pl.DataFrame:
     )
 
 
-def _sums(calls: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
-    """Per step the FLOPs of the calls that it launched, and the times of the work that runs in it."""
+def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
+    """Per step the FLOPs of the calls that it launched, and the times of the `work` that runs in it."""
     ideal = pl.col("compute_ns")
     done = calls.group_by("step").agg(
         pl.col("flops", "bytes").sum(),
+        calls=pl.len(),
         hardware_flops=pl.col("flops").filter("matrix").sum(),
         model_flops=(pl.col("flops") - pl.col("recomputed")).filter(pl.col("matrix") & ~pl.col("again")).sum(),
         hardware_ns=ideal.filter("matrix").sum(),
@@ -165,8 +167,12 @@ def _sums(calls: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
         modelled_ns=pl.col("ns").filter("modelled").sum(),
         placed_ns=pl.col("ns").filter("placed").sum(),
         roofline_ns=(pl.col("ns") * pl.col("density")).sum().round().cast(pl.Int64),
+    )
+    ours = launched.group_by("step").agg(
+        launched_ns=pl.col("ns").sum(),
         unmodelled_matrix_ns=pl.col("ns").filter(pl.col("matrix") & ~pl.col("modelled")).sum(),
     )
+    timed = timed.join(ours, on="step", how="full", coalesce=True, nulls_equal=True)
     for part, name in ((work, "busy_ns"), (work.filter("placed"), "placed_busy_ns")):
         timed = timed.join(_union_ns(part, name), on="step", how="left", nulls_equal=True)
     return timed.join(done, on="step", how="full", coalesce=True, nulls_equal=True)
@@ -179,13 +185,17 @@ def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | No
         pl.col(counts).fill_null(0), pl.col("matrix_unknown").fill_null(value=False)
     )
     long = pl.col("duration_ns") > 0
+    # a step that launched nothing did no FLOPs; of one whose work has no model nobody knows
+    counted = pl.col("calls").is_not_null() | ((pl.col("launched_ns") == 0) & bool(found.devices))
     placed = (pl.col("placed_ns") > 0) & long
-    hidden = pl.col("unmodelled_matrix_ns") > MOST_UNMODELLED * pl.col("gpu_ns")
+    hidden = pl.col("unmodelled_matrix_ns") > MOST_UNMODELLED * pl.col("launched_ns")
     reason = (
         pl.when(not found.known)
         .then(pl.lit("the peaks of the device are not known"))
         .when(hidden)
         .then(pl.lit(_HIDDEN))
+        .when(~counted)
+        .then(pl.lit("no operator in it has a model and recorded shapes"))
         .when("matrix_unknown")
         .then(pl.lit("the peak for this element type is not known"))
         .when(~long)
@@ -202,10 +212,8 @@ def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | No
         "gpu_ns",
         "modelled_ns",
         pl.when(pl.col("gpu_ns") > 0).then(pl.col("modelled_ns") / pl.col("gpu_ns")).alias("modelled_fraction"),
-        "flops",
-        "bytes",
-        "hardware_flops",
-        pl.when(recompute.is_null()).then("model_flops").alias("model_flops"),
+        pl.when(counted).then(pl.col("flops", "bytes", "hardware_flops")),
+        pl.when(counted & recompute.is_null()).then("model_flops").alias("model_flops"),
         pl.when(placed).then("roofline_ns").alias("roofline_ns"),
         pl.when(placed).then(rest).alias("rest_ns"),
         pl.when(placed).then((pl.col("roofline_ns") + rest) / whole).alias("roofline_fraction"),

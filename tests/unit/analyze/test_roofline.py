@@ -180,6 +180,16 @@ def test_a_gpu_that_lags_behind_does_not_fill_a_step_with_more_than_its_time() -
     assert found["flops"].to_list() == [2_000_000, 0, 0]
 
 
+def test_work_launched_before_the_recording_is_time_of_the_step_but_none_of_its_flops() -> None:
+    writer = Writer()
+    writer.builder.step(1, 0, 100).step(2, 100, 100)
+    writer.builder.kernel(GEMM, 10, 40)
+    row = steps(writer.mm(5, 60, 10)).row(0, named=True)
+    assert row["rest_ns"] == 40_000
+    assert row["hfu"] == row["mfu"] == pytest.approx(0.02)
+    assert row["modelled_fraction"] == pytest.approx(10 / 50)
+
+
 def test_repeated_forward_work_counts_for_hfu_and_not_for_mfu() -> None:
     writer = Writer()
     writer.builder.step(1, 0, 100).step(2, 100, 100)

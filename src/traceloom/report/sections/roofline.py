@@ -35,9 +35,10 @@ _NOT_TOLD = {
     "bound": _NO_PEAK,
 }
 _OF_STEPS = {
+    **dict.fromkeys(("flops", "bytes", "hardware_flops"), "no operator in it has a model and recorded shapes"),
     "modelled_fraction": "no GPU work was recorded in it",
     "placed_fraction": "no GPU work was recorded in it",
-    "model_flops": "repeated forward work cannot be told; see `reason`",
+    "model_flops": "not counted, or repeated forward work cannot be told; see `reason`",
     "roofline_ns": "no work of it lies on a roofline: no models, or no peaks",
     "rest_ns": "no work of it lies on a roofline: no models, or no peaks",
     "roofline_fraction": "no work of it lies on a roofline: no models, or no peaks",
