@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from traceloom import analyze
-from traceloom.analyze.collective.bandwidth import link_of
+from traceloom.analyze.collective.bandwidth import against_hosts, link_of
 from traceloom.analyze.collective.kernel_names import with_names
 from traceloom.read import load
 from traceloom.testing import TraceBuilder
@@ -83,6 +83,26 @@ def test_the_links_peak_is_told_only_inside_a_host() -> None:
     assert fraction([8, 9], 64) == pytest.approx(bus / 450)
     assert fraction([0, 8], 64) is None
     assert fraction([0, 8], 64, peak_gb_per_s=50) == pytest.approx(bus / 50)
+
+
+def test_hosts_that_are_known_decide_about_the_link() -> None:
+    frames = []
+    for rank in range(4):
+        builder = TraceBuilder(rank, 64, devices=1)
+        for place, members in enumerate(([0, 1], [0, 1, 2, 3], [rank, 9])):
+            args = ARGS("allreduce", str(place), len(members), 1_000_000, "Float")
+            told = args | {"Process Group Ranks": str(members)}
+            builder.kernel("ncclDevKernel_AllReduce", 200 * place, 100, stream=20, **told)
+        frames.append(analyze.collectives(builder.build()).calls)
+    before = pl.concat(frames)
+    assert before["link"].null_count() == before.height, "one visible device does not tell"
+    links = {rank: link_of("NVIDIA H100 80GB HBM3") for rank in range(4)}
+    after = against_hosts(before, {0: "a", 1: "a", 2: "b", 3: "b"}, {k: v for k, v in links.items() if v})
+    told = dict(after.group_by("group").agg(pl.col("link").drop_nulls().unique()).rows())
+    assert told == {"0": ["NVLink 4"], "1": [], "2": []}
+    assert after.columns == before.columns
+    row = after.filter(pl.col("group") == "0").row(0, named=True)
+    assert row["link_fraction"] == pytest.approx(row["bus_gb_per_s"] / 450)
 
 
 @pytest.mark.parametrize(

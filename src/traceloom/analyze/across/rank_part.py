@@ -11,6 +11,7 @@ import polars as pl
 from traceloom.analyze.across.ledger import CLASSES, ClassType, Ledger, ledger
 from traceloom.analyze.across.load import load_per_step
 from traceloom.analyze.across.stage import stage_times
+from traceloom.analyze.collective.bandwidth import Link, link_of
 from traceloom.analyze.collective.collectives import collectives
 from traceloom.analyze.collective.groups import declared_groups
 from traceloom.model import Trace
@@ -29,6 +30,7 @@ class RankPart:
         steps: step, name, start_ns, end_ns, complete.
         ledger: What it did up to each of its communications.
         load: What it had to do, per step (`load_per_step`).
+        link: What joins its device with others of its host, by the device's name; None where it is not known.
         stages: When it computed, sent and received, per step (`stage_times`).
     """
 
@@ -40,6 +42,7 @@ class RankPart:
     steps: pl.DataFrame
     ledger: Ledger
     load: pl.DataFrame
+    link: Link | None
     stages: pl.DataFrame
 
 
@@ -68,8 +71,15 @@ def _rank_part(trace: Trace) -> RankPart:
         trace.steps.select("step", "name", "start_ns", "end_ns", "complete"),
         ledger(trace, calls),
         load_per_step(trace, calls),
+        _link(trace, calls),
         stage_times(trace, calls),
     )
+
+
+def _link(trace: Trace, calls: pl.DataFrame) -> Link | None:
+    used = set(calls["device"].drop_nulls())
+    names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
+    return link_of(names[0]) if names else None
 
 
 def breakdown_per_step(part: RankPart) -> pl.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -122,6 +123,42 @@ def against_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
     """The calls with the same peak for every group, as the user gives it."""
     kernels = pl.when(pl.col("where") == "device")
     return _with_fraction(calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s))))
+
+
+def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[int, Link]) -> pl.DataFrame:
+    """Correct what single traces could only suppose, by the hosts of several ranks.
+
+    Args:
+        calls: Of `collectives(...).calls`, of any ranks.
+        hosts: Rank -> host, where files name it.
+        links: Rank -> link of its device, where it is known.
+
+    Returns:
+        The calls: with the link where all members are known to stand on one host, without where they are known to
+        stand on several; else as they were.
+    """
+    whom = pl.col("members").cast(pl.List(pl.String)).list.join(",")
+    groups = calls.select(whom.alias("whom"), "members").unique("whom", keep="first").drop_nulls("whom")
+    table = []
+    for text, members in groups.iter_rows():
+        known = {hosts[rank] for rank in members if rank in hosts}
+        whole = len(known) == 1 and all(rank in hosts for rank in members)
+        table.append((text, True if whole else False if len(known) > 1 else None))
+    inside = pl.DataFrame(table, schema={"whom": pl.String(), "inside": pl.Boolean()}, orient="row")
+    names = {rank: link.name for rank, link in links.items()}
+    peaks = {rank: link.peak_gb_per_s for rank, link in links.items()}
+    told = calls.with_columns(whom.alias("whom")).join(inside, on="whom", how="left", maintain_order="left")
+    yes = (pl.col("inside") & (pl.col("where") == "device")).fill_null(value=False)
+    no = (~pl.col("inside")).fill_null(value=False)
+    values = (
+        (pl.col("rank").replace_strict(table_of, default=None, return_dtype=kind) if table_of else pl.lit(None, kind))
+        for table_of, kind in ((names, pl.String()), (peaks, pl.Float64()))
+    )
+    link, peak = (
+        pl.when(yes).then(pl.coalesce(value, column)).when(no).then(None).otherwise(column)
+        for value, column in zip(values, ("link", "link_peak_gb_per_s"), strict=True)
+    )
+    return _with_fraction(told, link, peak).drop("whom", "inside")
 
 
 def _with_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.DataFrame:

@@ -10,6 +10,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.analyze.collective.bandwidth import against_hosts
 from traceloom.model import Trace
 from traceloom.report.options import ReportOptions
 
@@ -23,8 +24,11 @@ def part_of(trace: Trace, _options: ReportOptions) -> RankPart:
 
 
 def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:
-    """The communication of all ranks."""
-    return pl.concat([part.calls for part in parts])
+    """The communication of all ranks, with links as their hosts tell."""
+    calls = pl.concat([part.calls for part in parts])
+    hosts = {part.rank: part.host for part in parts if part.rank is not None and part.host is not None}
+    links = {part.rank: part.link for part in parts if part.rank is not None and part.link is not None}
+    return against_hosts(calls, hosts, links) if len(hosts) > 1 else calls
 
 
 def compared(parts: Sequence[RankPart]) -> AcrossRanks:
