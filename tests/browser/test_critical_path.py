@@ -19,7 +19,10 @@ def painted(tab: Any) -> int:
         """() => {
           const t = document.getElementById("timeline-view").timeline;
           const wanted = [1, 3, 5].map((at) => parseInt(t.palette.path.slice(at, at + 2), 16));
-          const { data } = t.canvas.getContext("2d").getImageData(0, 0, t.canvas.width, t.canvas.height);
+          const copy = Object.assign(document.createElement("canvas"), { width: t.canvas.width, height: t.canvas.height });
+          const context = copy.getContext("2d", { willReadFrequently: true });
+          context.drawImage(t.canvas, 0, 0);
+          const { data } = context.getImageData(0, 0, copy.width, copy.height);
           let found = 0;
           for (let i = 0; i < data.length; i += 4)
             if (wanted.every((value, k) => Math.abs(data[i + k] - value) < 3)) found++;
