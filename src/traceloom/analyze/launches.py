@@ -19,6 +19,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
 from traceloom.model.result import Result
+from traceloom.read.large import column
 
 LONG_CALL_NS = 50_000
 """A launch call this long is listed: it usually takes 2 to 10 µs."""
@@ -90,6 +91,8 @@ class Launches(Result):
             the work - end of the call, at least 0), span (start - start of the call) and latency (the part of the
             delay in which no earlier work of the stream ran), and late_count (latency >= 100 µs). Null without one.
         names: The same per name of GPU work, the largest total delay first.
+        operators: The same per name of the operator that launched it (the innermost around the call; null where there
+            is none): what each operator's kernels wait for.
         calls: Launch calls by name: call_count, total_ns, median_ns, p95_ns, max_ns, long_count and long_ns (calls of
             at least 50 µs).
         outliers: Work with a latency of at least 100 µs (late work; waiting work where its stream was told to wait for
@@ -107,6 +110,7 @@ class Launches(Result):
 
     totals: pl.DataFrame
     names: pl.DataFrame
+    operators: pl.DataFrame
     calls: pl.DataFrame
     outliers: pl.DataFrame
     queues: pl.DataFrame
@@ -128,7 +132,8 @@ def launches(trace: Trace) -> Launches:
     calls = _calls(trace, made)
     return Launches(
         totals=_totals(made, times),
-        names=_by_name(trace, times),
+        names=_by_name(trace, times, "code"),
+        operators=_by_name(trace, times, "op"),
         calls=_by_call(trace, calls),
         outliers=_outliers(trace, made, times, calls, held),
         queues=queues(made, held),
@@ -150,11 +155,13 @@ def _times(trace: Trace, made: Submissions, at: Ints) -> pl.DataFrame:
         reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
     free = np.maximum(returned, reach[at])
     words = vocabulary(trace)
+    op = plain(column(trace, "op", -1))[made.row[at]]
     return pl.DataFrame(
         {
             "at": at,
             "device": made.device[at],
-            "code": plain(words.code)[made.row[at]],
+            "code": plain(words.code)[made.row[at]].astype(np.int64),
+            "op": np.where(op >= 0, plain(words.code)[np.maximum(op, 0)].astype(np.int64), -1) if at.size else at,
             "delay": np.maximum(start - returned, 0),
             "span": np.maximum(start - made.call_start[at], 0),
             "latency": np.maximum(start - free, 0),
@@ -179,9 +186,11 @@ def _statistics(times: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     )
 
 
-def _by_name(trace: Trace, times: pl.DataFrame) -> pl.DataFrame:
-    sums = times.group_by("code").agg(pl.col("delay").sum().alias("sum"))
-    found = _statistics(times.select("code", *_TIMES), ["code"]).join(sums, on="code")
+def _by_name(trace: Trace, times: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
+    known = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
+    sums = known.group_by("code").agg(pl.col("delay").sum().alias("sum"))
+    found = _statistics(known.select("code", *_TIMES), ["code"]).join(sums, on="code", nulls_equal=True)
     return _named(trace, found).sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
 
 

@@ -23,6 +23,12 @@ def test_delay_span_and_latency() -> None:
     assert (total["delay_median_ns"], total["delay_max_ns"]) == (24_500, 43_000)
 
 
+def test_delays_are_told_by_operator_too() -> None:
+    builder = two().op("aten::mm", 100, 20).launch("cudaLaunchKernel", 105, 5, correlation=3)
+    found = launches(builder.kernel("three", 120, 5, correlation=3).build()).operators
+    assert found.select("name", "launch_count", "delay_max_ns").rows() == [(None, 2, 43_000), ("aten::mm", 1, 10_000)]
+
+
 def test_work_that_seems_to_start_before_its_call_returned_has_no_delay_and_is_counted() -> None:
     builder = TraceBuilder().launch("cudaLaunchKernel", 10, 20, correlation=1).kernel("one", 12, 5, correlation=1)
     total = launches(builder.build()).totals.to_dicts()[0]

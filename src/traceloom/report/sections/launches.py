@@ -25,11 +25,13 @@ _LARGEST_FIRST = {  # over all ranks
     "calls": "total_ns",
     "short": "call_ns",
     "names": "delay_max_ns",
+    "operators": "delay_max_ns",
     "queues": "held_ns",
 }
 _CURVE = {"device": pl.Int32, "stream": pl.Int64, "time_ns": pl.Int64, "launches": pl.Int64, "works": pl.Int64}
 _NULLS = {
     "totals": {"device", *(name for name in TOTALS if name.endswith(("median_ns", "p95_ns", "max_ns")))},
+    "operators": {"name"},
     "outliers": {"device", "stream", "step"},
     "queues": {"device", "stream", "capacity"},
     "curve": {"device", "stream"},
@@ -41,6 +43,7 @@ _NULLS = {
 _SHAPES: dict[str, tuple[Mapping[str, Any], str]] = {
     "totals": (TOTALS, "launches of each device"),
     "names": (NAMES, "by name of GPU work, the largest total delay first; the first hundred of each rank"),
+    "operators": (NAMES, "the same by the operator that launched it; the first hundred of each rank"),
     "calls": (CALLS, "launch calls by name"),
     "outliers": (OUTLIERS, "late work, long calls, calls held up by a full queue; the hundred longest of each rank"),
     "queues": (QUEUES, "the queue of each stream"),
@@ -58,6 +61,7 @@ def _measure(trace: Trace, _options: ReportOptions) -> Launches:
     return replace(
         found,
         names=found.names.head(_ROWS),
+        operators=found.operators.head(_ROWS),
         outliers=found.outliers.head(_ROWS),
         short=found.short.head(_ROWS),
         curve=thinned(found.curve, _POINTS),
@@ -116,6 +120,11 @@ def _tables(value: Row) -> Iterator[Table]:
             "Delays by name",
             [Col("launch_count", "Launches", "count"), *_times("delay"), *_times("latency"),
              Col("name", "Name", "name")],
+        ),
+        "operators": (
+            "Delays by operator",
+            [Col("launch_count", "Launches", "count"), *_times("delay"), *_times("latency"),
+             Col("name", "Operator", "name")],
         ),
         "outliers": (
             "Late work and long calls",
@@ -220,6 +229,7 @@ SECTION = Section(
             f"launches.totals[*].{name}": "no launch of this device's work is recorded"
             for name in _NULLS["totals"] - {"device"}
         },
+        "launches.operators[*].name": "no operator stands around the launch",
         "launches.outliers[*].step": "null is the time outside all steps",
         **{f"launches.device_{name}[*].stream": "all streams of the device together" for name in ("queues", "curve")},
         **{f"launches.{name}[*].capacity": "no launch call was held up" for name in ("queues", "device_queues")},
