@@ -176,6 +176,14 @@ def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Ti
     )
 
 
+def thread_names(trace: Trace) -> pl.Series:
+    """What to call each lane: its name, with process and thread where several have one name; shape (lanes,)."""
+    told = pl.format("{} ({}, {})", "name", "process", "thread")
+    return trace.lanes.select(pl.when(pl.len().over("name", "kind") > 1).then(told).otherwise("name").alias("name"))[
+        "name"
+    ]
+
+
 def places(names: pl.Series) -> pl.DataFrame:
     """Columns name, file and line of names of `call_tree`; one row more, at the end, for threads, which have none."""
     said = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("said")
@@ -192,7 +200,7 @@ def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints]
     parent = folded.parent[rows]
     depth = np.searchsorted(np.array(folded.level), rows, side="right") - 1
     named = places[pl.Series(folded.label[rows] % places.height, dtype=pl.UInt32)]
-    threads = trace.lanes["name"].gather(pl.Series(folded.lane[rows], dtype=pl.UInt32))
+    threads = thread_names(trace).gather(pl.Series(folded.lane[rows], dtype=pl.UInt32))
     is_thread = pl.Series(folded.kind[rows] == THREAD)
     return pl.DataFrame(
         {

@@ -6,8 +6,10 @@ import gzip
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import polars as pl
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -148,6 +150,13 @@ def test_ranks_are_told_apart_and_share_frames_and_the_zero_of_time() -> None:
     assert document["profiles"][-1]["startValue"] == 500_000
     assert [frame["name"] for frame in document["shared"]["frames"]].count("aten::mm") == 1
     check_speedscope(document)
+
+
+def test_threads_of_one_name_are_told_apart() -> None:
+    trace = TraceBuilder().op("aten::mm", 0, 5).op("aten::mm", 0, 7, thread=2).build()
+    same = replace(trace, lanes=trace.lanes.with_columns(name=pl.lit("worker")))
+    document = speedscope_of(Session((same,), "a run"))
+    assert [profile["name"] for profile in document["profiles"]] == ["worker (1, 1)", "worker (1, 2)"]
 
 
 @pytest.mark.parametrize("builder", [TraceBuilder(), TraceBuilder().kernel("k", 0, 5)], ids=["empty", "gpu-only"])

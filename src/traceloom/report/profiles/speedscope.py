@@ -16,7 +16,7 @@ import polars as pl
 from traceloom import __version__
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.call_tree import call_tree
-from traceloom.analyze.flame import Flame, flame, places
+from traceloom.analyze.flame import Flame, flame, places, thread_names
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Session, Trace
 from traceloom.report.profiles.stacks import NO_LAUNCH, Frames, first_of, place
@@ -58,7 +58,8 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator
     tree, folded = forest(trace), call_tree(trace)
     table = places(folded.names)
     number = np.array(frames.numbers(table[: len(folded.names)]), dtype=np.int64)
-    for lane, name in trace.lanes.filter(pl.col("kind") == "host").sort("lane").select("lane", "name").iter_rows():
+    named = trace.lanes.select("lane", "kind", name=thread_names(trace)).filter(pl.col("kind") == "host").sort("lane")
+    for lane, name in named.select("lane", "name").iter_rows():
         low, high = np.searchsorted(tree.lane, [lane, lane + 1]).tolist()
         if high > low:
             yield _thread(trace, (low, high), number[folded.name_of[low:high]], epoch, before + name)
