@@ -28,11 +28,11 @@ def main() -> None:
     started = time.perf_counter()
     from hta.trace_analysis import TraceAnalysis
 
-    imported = time.perf_counter()
+    imported, cpu = time.perf_counter(), time.process_time()
     failed: list[str] = []
     with contextlib.redirect_stdout(io.StringIO()):
         analysis = TraceAnalysis(trace_files={0: sys.argv[1]})
-        loaded = time.perf_counter()
+        loaded, loaded_cpu = time.perf_counter(), time.process_time()
         if "--whole" in sys.argv:
             for name, options in (
                 ("get_temporal_breakdown", {"visualize": False}),
@@ -44,7 +44,8 @@ def main() -> None:
                 ("get_memory_bw_summary", {}),
             ):
                 failed += failure(partial(getattr(analysis, name), **options), name)
-    print(json.dumps({"import_s": imported - started, "load_s": loaded - imported, "failed": failed}))
+    took = {"import_s": imported - started, "load_s": loaded - imported, "load_cpu_s": loaded_cpu - cpu}
+    print(json.dumps({**took, "failed": failed}))
 
 
 if __name__ == "__main__":

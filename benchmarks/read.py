@@ -3,9 +3,9 @@
     python benchmarks/read.py [--runs 5] [--huge] [--only NAME]
 
 Makes a virtual environment for HolisticTraceAnalysis and big files under benchmarks/out. Prints medians of interleaved
-runs. `whole process` is a process from start to end (`traceloom report X -o out.json` against load and seven analyses),
-`load in process` the load inside a process that has imported everything, memory the peak of the whole process. Where
-other programs are running, processor time says more than time.
+runs. `whole process` is a process from start to end (`traceloom report X --only core -o out.json` against load and
+seven analyses), `load in process` the load inside a process that has imported everything, memory the peak of the whole
+process. Where other programs are running, processor time says more than time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 OURS_LOAD = """
 import json, sys, time
 from traceloom.read import load
-started = time.perf_counter()
+started, cpu = time.perf_counter(), time.process_time()
 load(sys.argv[1], cache=False)
-print(json.dumps({"load_s": time.perf_counter() - started}))
+print(json.dumps({"load_s": time.perf_counter() - started, "load_cpu_s": time.process_time() - cpu}))
 """
 
 
@@ -77,7 +77,8 @@ def install_peer() -> None:
 
 def commands(path: Path) -> dict[str, list[str]]:
     """The four processes that are compared."""
-    report = [sys.executable, "-m", "traceloom", "report", str(path), "--no-cache", "--force"]
+    # The core of the report is what the seven analyses of the peer are about.
+    report = [sys.executable, "-m", "traceloom", "report", str(path), "--no-cache", "--force", "--only", "core"]
     return {
         "ours whole": [*report, "-o", str(OUT / "report.json")],
         "peer whole": [str(PEER), str(HERE / "hta_whole.py"), str(path), "--whole"],
@@ -97,14 +98,17 @@ def compare(path: Path, runs: int) -> None:
     wall = {name: statistics.median(run.wall_s for run in some) for name, some in found.items()}
     cpu = {name: statistics.median(run.cpu_s for run in some) for name, some in found.items()}
     peak = {name: statistics.median(run.peak_mb for run in some) for name, some in found.items()}
-    load = {
-        name: statistics.median(run.answer["load_s"] for run in some) for name, some in found.items() if "load" in name
-    }
+    load, load_cpu = (
+        {name: statistics.median(run.answer[key] for run in some) for name, some in found.items() if "load" in name}
+        for key in ("load_s", "load_cpu_s")
+    )
     print(
         f"{path.name.removesuffix('.json.gz'):16}"
         f" {wall['ours whole']:7.2f} {wall['peer whole']:7.2f} {wall['peer whole'] / wall['ours whole']:6.1f}x"
         f" {cpu['ours whole']:7.2f} {cpu['peer whole']:7.2f} {cpu['peer whole'] / cpu['ours whole']:6.1f}x"
         f" {load['ours load']:7.2f} {load['peer load']:7.2f} {load['peer load'] / load['ours load']:6.1f}x"
+        f" {load_cpu['ours load']:7.2f} {load_cpu['peer load']:7.2f}"
+        f" {load_cpu['peer load'] / load_cpu['ours load']:6.1f}x"
         f" {peak['ours whole']:6.0f} {peak['peer whole']:6.0f} {peak['ours whole'] / peak['peer whole']:6.2f}",
         flush=True,
     )
@@ -132,10 +136,10 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     install_peer()
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} interleaved runs")
-    groups = ("whole process, s", "its processor time, s", "load in process, s")
+    groups = ("whole process, s", "its processor time, s", "load in process, s", "its processor time, s")
     print(f"{'':16} {' '.join(f'{group:^23}' for group in groups)} {'peak memory, MB':^20}")
     heads = f"{'ours':>7} {'HTA':>7} {'ratio':>7}"
-    print(f"{'':16} {heads} {heads} {heads} {'ours':>6} {'HTA':>6} {'ratio':>6}")
+    print(f"{'':16} {heads} {heads} {heads} {heads} {'ours':>6} {'HTA':>6} {'ratio':>6}")
     for name in FILES:
         if not args.only or args.only in name:
             compare(DATA / f"{name}.json.gz", args.runs)
