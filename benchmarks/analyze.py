@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,11 @@ def once(trace: Trace) -> dict[str, float]:
     """Every analysis on a fresh copy of the trace: ms by name, the first set as `core`."""
     fresh = dataclasses.replace(trace)
     options, session = ReportOptions(), Session((fresh,), "one")
-    times = {"core": spent(lambda: measure(fresh, None, by_shape=False))[0]}
+    times = {"core": spent(partial(measure, fresh, None, by_shape=False))[0]}
     for section in SECTIONS:
-        taken, result = spent(lambda section=section: section.measure(fresh, options))
+        taken, result = spent(partial(section.measure, fresh, options))
         study = Study(session, session, options, [result])
-        built, _ = spent(lambda section=section, study=study: section.build(study, Absent(session.epoch_ns, reasons())))
+        built, _ = spent(partial(section.build, study, Absent(session.epoch_ns, reasons())))
         times[section.key] = taken + built
     return times
 
