@@ -16,7 +16,9 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import ranked, record
 
-MOST_SITES = 100  # of each rank
+MOST_SITES = 100  # of one rank
+MOST_ROWS = 800  # of all ranks together, but
+LEAST_SITES = 10  # of each
 _GPU = ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
 _SPREAD = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
 _NAME = 60
@@ -63,7 +65,8 @@ def _measure(trace: Trace, _options: ReportOptions) -> Measured:
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row | None:
-    sites = study.concat(lambda one: one.sites)
+    most = max(MOST_ROWS // len(study.results), LEAST_SITES)
+    sites = study.concat(lambda one: one.sites.head(most))
     if not sites.height:
         absent.say("blocking_calls")
         return None
@@ -139,7 +142,7 @@ SECTION = Section(
                     "sites": ranked(
                         SITES,
                         nullable={"op", "frame", "stack", *_GPU, *_SPREAD},
-                        what="by place, those in Python last, the longest first; at most 100 of a rank",
+                        what="by place, those in Python last, the longest first; at most 100 of a rank, fewer in runs of many",
                     ),
                 },
                 what="calls in which the host waits",

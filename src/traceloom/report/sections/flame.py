@@ -20,7 +20,9 @@ from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import or_null, ranked, record, rows
 
 MOST_FRAMES = 1000  # of the tree in the document; exports hold all
-MOST_FUNCTIONS = 60  # of each rank
+MOST_FUNCTIONS = 75  # of one rank
+MOST_ROWS = 600  # of all ranks together, but
+LEAST_FUNCTIONS = 10  # of each
 _LEAST = 0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
 _NAME = 60
 _WORK = ("op", "launch", "module")  # what threads that take part in the program's work record
@@ -47,7 +49,9 @@ def _measure(trace: Trace, _options: ReportOptions) -> Measured:
     )
     key = ["name", "file", "line"]
     on_main = (
-        found.frames.filter(pl.col("lane").eq_missing(main_lane(trace))).group_by(key).agg(main_self_ns=pl.col("self_ns").sum())
+        found.frames.filter(pl.col("lane").eq_missing(main_lane(trace)))
+        .group_by(key)
+        .agg(main_self_ns=pl.col("self_ns").sum())
     )
     chosen = chosen.join(on_main, on=key, how="left", nulls_equal=True, maintain_order="left")
     return Measured(
@@ -82,7 +86,8 @@ def _build(study: Study[Measured], absent: Absent) -> Row | None:
         absent.say("flame")
         return None
     shown, trace = study.results[found], study.part.traces[found]
-    functions = study.concat(lambda one: one.functions)
+    most = max(MOST_ROWS // len(study.results), LEAST_FUNCTIONS)
+    functions = study.concat(lambda one: one.functions.head(most))
     return {
         "busy_ns": sum(one.busy_ns for one in study.results),
         "gpu_work_ns": sum(one.gpu_work_ns for one in study.results),
