@@ -142,7 +142,7 @@ SECTION = Section(
                     "sites": ranked(
                         SITES,
                         nullable={"op", "frame", "stack", *_GPU, *_SPREAD},
-                        what="by place, those in Python last, the longest first; at most 100 of a rank, fewer in runs of many",
+                        what="by place, those in Python last, the longest first; at most 100 of a rank, fewer of many",
                     ),
                 },
                 what="calls in which the host waits",
