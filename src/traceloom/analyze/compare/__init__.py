@@ -183,9 +183,15 @@ def _sentence(  # noqa: PLR0917  (what the sentence is made of)
         text += f"; the largest part: {what}, {sign}{units.duration(abs(largest['difference_ns']))}"
     if not differ.height:
         return text + "."
-    what = ", ".join(f"{row['condition']} ({row['base']} → {row['new']})" for row in differ.head(3).to_dicts())
+    what = ", ".join(_told(row) for row in differ.head(3).to_dicts())
     more = f" and {differ.height - 3} more" if differ.height > 3 else ""
     return f"The conditions differ, so the times cannot be held against each other: {what}{more}. {text}."
+
+
+def _told(condition: dict[str, str]) -> str:
+    """A condition that differs, in a few words; some are of both sides together."""
+    base, new = condition["base"], condition["new"]
+    return f"{condition['condition']} ({base if base == new else f'{base} → {new}'})"
 
 
 def _changes(operators: pl.DataFrame, kernels: pl.DataFrame) -> bool:

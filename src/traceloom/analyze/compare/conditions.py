@@ -113,7 +113,7 @@ def of_program(matched: int, base: int, new: int, shapes: int, other_shapes: int
         ("operators at the same place", f"{matched} of {base}", f"{matched} of {new}", alike >= _ALIKE, DECISIVE),
     ]
     if shapes:
-        equal = f"{shapes - other_shapes} of {shapes} places with shapes"
+        equal = f"equal at {shapes - other_shapes} of {shapes} places"
         rows.append(("shapes of inputs", equal, equal, not other_shapes, DECISIVE))
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
