@@ -16,7 +16,7 @@ SOURCE = Path(traceloom.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Imports only point to the right (a package may import those after it).
-LAYERS = ["cli", "report", "anonymize", "simulate", "analyze", "link", "retime", "read", "chakra", "model"]
+LAYERS = ["cli", "report", "findings", "anonymize", "simulate", "analyze", "link", "retime", "read", "chakra", "model"]
 ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch
 TOP = {"errors", "files", "__version__"}  # anybody may import these
 

@@ -19,7 +19,7 @@ from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT
-from traceloom.simulate.selection import TARGETS, Selection
+from traceloom.simulate.selection import TARGETS, Chosen, Selection
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -62,7 +62,7 @@ class Change:
     """
 
     action: str
-    selection: Selection
+    selection: Selection | Chosen
     factor: float = 1.0
 
     def __str__(self) -> str:

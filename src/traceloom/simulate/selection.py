@@ -72,6 +72,43 @@ class Selection:
         return f"{ranks}{self.target}" + (f" ~ {self.pattern}" if self.pattern else "")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Nodes chosen by a program, with words that say which.
+
+    Attributes:
+        words: What they are, as it stands in a sentence.
+        mask: Which nodes, shape (nodes,).
+        target: The key of `TARGETS` that describes them best.
+        ranks: Whose they are; empty for all.
+    """
+
+    words: str
+    mask: Bools
+    target: str = "gpu"
+    ranks: tuple[int, ...] = ()
+
+    def nodes(self, graph: Graph) -> Bools:
+        """Which nodes are meant, shape (nodes,)."""
+        assert self.mask.size == graph.nodes.height
+        return self.mask
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
+    """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
+    nodes = graph.nodes
+    same = (
+        nodes["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0])
+        if rank is not None
+        else pl.Series(np.ones(nodes.height, dtype=np.bool_))
+    )
+    found: Bools = (same & nodes["event"].is_in(events.cast(pl.UInt32).implode())).fill_null(value=False).to_numpy()
+    return found
+
+
 def named(graph: Graph, pattern: str) -> pl.Series:
     """Which nodes have a name that holds the pattern, or a communication of that kind."""
     try:

@@ -1,0 +1,51 @@
+"""The step waits for data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from traceloom import analyze
+from traceloom.findings.ground import Ground
+from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.model import units
+from traceloom.model.finding import Abstention, Evidence
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import Chosen, Selection
+
+_WORKERS = 4
+
+
+def data_starved(ground: Ground) -> Iterator[Said]:
+    """The main thread waits for, or makes, its batches."""
+    waited, evidence, seen, workers = 0, [], False, False
+    masks = Selection("loading").nodes(ground.graph)
+    for trace in ground.traces:
+        waits = analyze.data_loading(trace).waits
+        seen |= bool(waits.height)
+        if ground.step is not None:
+            waits = waits.filter(pl.col("step") == ground.step)
+        workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
+        waited += int(waits["duration_ns"].sum())
+        for row in waits.sort("duration_ns", descending=True).head(3).to_dicts():
+            evidence.append(Evidence(row["name"], trace.rank, row["start_ns"], row["duration_ns"]))
+    if not seen:
+        yield Abstention("data-starved", "no data loader was recorded")
+        return
+    if not waited or not masks.any():
+        return
+    chosen = Chosen("loading", masks, "loading")
+    change = Change("remove", chosen) if workers else Change("workers", chosen, float(_WORKERS))
+    how = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
+    advice = f"Make batches faster or further ahead: {how}." if workers else f"Make batches beside the step: {how}."
+    yield Candidate(
+        title=f"the step waits {units.duration(waited)} for data",
+        changes=(change,),
+        confidence=0.8,
+        advice=advice,
+        evidence=tuple(sorted(evidence, key=lambda one: -(one.duration_ns or 0))[:5]),
+    )
+
+
+RULES = (Rule("data-starved", "the step waits for its data", data_starved),)

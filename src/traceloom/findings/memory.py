@@ -1,0 +1,98 @@
+"""Memory: leaks, nearly full devices, fragmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from traceloom.analyze.allocations import allocations
+from traceloom.analyze.allocations.answers import Allocations
+from traceloom.findings.ground import Ground
+from traceloom.findings.rule import MemoryCandidate, Rule, Said
+from traceloom.model import Trace, units
+from traceloom.model.finding import Abstention, Evidence
+
+_FULL = 0.9  # of the device
+_LEAST_GROWTH = 1_000_000  # bytes per step; less takes a very long run to matter
+_FRAGMENTED = 0.25  # of what is reserved, unused at the peak
+
+
+def _each(ground: Ground, slug: str) -> Iterator[tuple[Trace, Allocations] | Abstention]:
+    recorded = [trace for trace in ground.traces if trace.allocations.height]
+    if not recorded:
+        yield Abstention(slug, "allocations were not recorded")
+    for trace in recorded:
+        yield trace, allocations(trace)
+
+
+def growth(ground: Ground) -> Iterator[Said]:
+    """Memory that every step leaves behind."""
+    for one in _each(ground, "memory-growth"):
+        if isinstance(one, Abstention):
+            yield one
+            continue
+        trace, found = one
+        for row in found.growth.filter(pl.col("bytes_per_step") >= _LEAST_GROWTH).to_dicts():
+            per_step = round(row["bytes_per_step"])
+            yield MemoryCandidate(
+                title=f"{row['site']} leaves {units.size(per_step)} behind in every step",
+                saving_bytes=row["bytes"],
+                risk=f"memory grows by {units.size(per_step)} per step until it is full",
+                severe=True,
+                confidence=0.7,
+                advice="Do not keep tensors with their graph: detach what is collected, or turn it into numbers.",
+                evidence=(Evidence(row["site"], trace.rank, count=row["block_count"]),),
+            )
+
+
+def fragmentation(ground: Ground) -> Iterator[Said]:
+    """Memory that the allocator holds and cannot give out."""
+    for one in _each(ground, "memory-fragmentation"):
+        if isinstance(one, Abstention):
+            yield one
+            continue
+        trace, found = one
+        for row in found.pools.drop_nulls("reserved_at_peak_bytes").to_dicts():
+            spare = row["reserved_at_peak_bytes"] - row["peak_bytes"]
+            if spare > _FRAGMENTED * row["reserved_at_peak_bytes"]:
+                yield MemoryCandidate(
+                    title=f"{units.size(spare)} of {units.size(row['reserved_at_peak_bytes'])} reserved are unused "
+                    "at the peak",
+                    saving_bytes=spare,
+                    risk=None,
+                    severe=False,
+                    confidence=0.5,
+                    advice="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; keep shapes constant.",
+                    evidence=(Evidence("peak", trace.rank, row["peak_time_ns"]),),
+                )
+
+
+def nearly_full(ground: Ground) -> Iterator[Said]:
+    """A device that is nearly full."""
+    for one in _each(ground, "memory-nearly-full"):
+        if isinstance(one, Abstention):
+            yield one
+            continue
+        trace, found = one
+        sizes = {d.get("device"): d.get("memory_bytes") for d in (trace.meta.capture or {}).get("devices") or []}
+        for row in found.pools.to_dicts():
+            whole = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
+            used = max(row["peak_bytes"], row["reserved_at_peak_bytes"] or 0)
+            if isinstance(whole, int) and used > _FULL * whole:
+                yield MemoryCandidate(
+                    title=f"{units.size(used)} of {units.size(whole)} are taken at the peak",
+                    saving_bytes=None,
+                    risk="a larger batch, a longer sequence or fragmentation ends the run",
+                    severe=True,
+                    confidence=0.8,
+                    advice="See who holds it: traceloom memory; checkpoint activations, shard states, lower the batch.",
+                    evidence=(Evidence("peak", trace.rank, row["peak_time_ns"]),),
+                )
+
+
+RULES = (
+    Rule("memory-growth", "memory grows with every step", growth),
+    Rule("memory-fragmentation", "reserved memory that is not used", fragmentation),
+    Rule("memory-nearly-full", "a device that is nearly full", nearly_full),
+)

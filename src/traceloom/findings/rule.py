@@ -1,0 +1,72 @@
+"""What a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from traceloom.findings.ground import Ground
+from traceloom.model.finding import Abstention, Evidence
+from traceloom.simulate.changes import Change
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Something that could be fixed, before it is known what that saves.
+
+    Attributes:
+        title: One line with the main figure.
+        changes: What the fix does to works and delays; evaluated by re-timing.
+        confidence: From 0 to 1.
+        advice: What to do.
+        evidence: Things to look at.
+        at_most_ns: A bound on what it can save, where re-timing would promise more than the fix can; None for none.
+    """
+
+    title: str
+    changes: tuple[Change, ...]
+    confidence: float
+    advice: str
+    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+    at_most_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCandidate:
+    """A finding about memory: bytes or a risk, no time.
+
+    Attributes:
+        title: One line with the main figure.
+        saving_bytes: What the fix frees; None where it is only a risk.
+        risk: What will go wrong, and on which ground.
+        severe: Whether the run will fail.
+        confidence: From 0 to 1.
+        advice: What to do.
+        evidence: Things to look at.
+    """
+
+    title: str
+    saving_bytes: int | None
+    risk: str | None
+    severe: bool
+    confidence: float
+    advice: str
+    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+
+
+Said = Candidate | MemoryCandidate | Abstention
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule; its page is docs/findings/SLUG.md.
+
+    Attributes:
+        slug: Stable name.
+        title: What it looks for, in a few words.
+        look: Ground -> candidates, or why it cannot know. Nothing where all is well.
+    """
+
+    slug: str
+    title: str
+    look: Callable[[Ground], Iterable[Said]]

@@ -1,0 +1,83 @@
+"""Finding: a ranked, evidenced statement about what to fix, with what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Severity = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One thing that can be looked at in the timeline.
+
+    Attributes:
+        what: What it is, in a few words; names are as recorded.
+        rank: Whose it is; None where unknown.
+        start_ns: When, on the session's clock; None where it is no moment.
+        duration_ns: How long; None where it has no length.
+        lane: Row of the rank's lanes; None where it is on none.
+        count: How many such things there are.
+        total_ns: How long they take together.
+    """
+
+    what: str
+    rank: int | None = None
+    start_ns: int | None = None
+    duration_ns: int | None = None
+    lane: int | None = None
+    count: int = 1
+    total_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What to fix.
+
+    Attributes:
+        slug: The rule; docs/findings/SLUG.md says what it means, how to fix it and when it is wrong.
+        title: One line with the main figure.
+        severity: By what it saves: high from 10 % of the step on, medium from 3 %; memory findings by risk.
+        saving_ns: Per step, from re-timing with the fix and all findings above it applied; None for memory findings.
+        saving_fraction: Of the step as it was.
+        alone_ns: What it saves when nothing else is fixed.
+        saving_bytes: What a memory finding frees; None else.
+        risk: What will go wrong, and on which ground; None where nothing will.
+        confidence: From 0 to 1: how sure the rule is that this is so, and that the fix does what it says.
+        evidence: Things to look at, the most telling first.
+        advice: What to do, in one or two sentences.
+        learn_more: The page about the rule.
+        change: What was evaluated, in words.
+    """
+
+    slug: str
+    title: str
+    severity: Severity
+    confidence: float
+    advice: str
+    saving_ns: int | None = None
+    saving_fraction: float | None = None
+    alone_ns: int | None = None
+    saving_bytes: int | None = None
+    risk: str | None = None
+    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+    learn_more: str = ""
+    change: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as it stands in report JSON."""
+        return asdict(self) | {"evidence": [asdict(one) for one in self.evidence]}
+
+
+@dataclass(frozen=True, slots=True)
+class Abstention:
+    """A rule that cannot know.
+
+    Attributes:
+        slug: The rule.
+        reason: Why, as a part of a sentence.
+    """
+
+    slug: str
+    reason: str
