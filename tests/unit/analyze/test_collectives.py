@@ -298,6 +298,14 @@ def test_roles_by_what_is_called() -> None:
     }
 
 
+def test_calls_on_threads_of_their_own_belong_to_the_backward_pass_that_runs_meanwhile() -> None:
+    builder = TraceBuilder(0, 2, None)
+    builder.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 50, thread=2)
+    builder.annotation("gloo:all_reduce", 120, 60, thread=3).annotation("gloo:all_reduce", 300, 60, thread=3)
+    builder.annotation("gloo:all_reduce", 130, 60, thread=4)
+    assert [row["phase"] for row in calls(builder)] == ["backward", "backward", None]
+
+
 def test_messages_and_splits_fill_the_matrix_exactly_and_the_rest_is_shared() -> None:
     builder = TraceBuilder(0, 4)
     builder.kernel("k_nccl", 0, 10, **ARGS("send", "0", 4, 1000, "Float") | {"Dst Rank": 2})

@@ -116,6 +116,18 @@ def test_a_run_without_communication_is_not_an_error() -> None:
     assert shown(made)
 
 
+def test_calls_without_a_partner_are_shown_with_the_reason() -> None:
+    traces = []
+    for rank, kind in enumerate(("allreduce", "broadcast")):
+        args = TraceBuilder.collective_args(kind, "0", 4, 8, "Float") | {"Seq": 0}
+        traces.append(TraceBuilder(rank, 4).kernel("ncclDevKernel_X", 10, 50, stream=20, **args).build())
+    text = shown(document(Session(tuple(traces), "made")))
+    assert "2 calls found no partner on another recorded rank" in text
+    assert "collectives-mismatch" in text
+    assert "ranks-missing" in text
+    assert "2 of 4 ranks are recorded" in text
+
+
 def test_blocks_and_maps_of_nothing() -> None:
     assert [blocks(value, 100) for value in (0, 5, 25, 50, 75, 100)] == ["·", "·", "░", "▒", "▓", "█"]
     assert blocks(5, 0) == "·"

@@ -11,8 +11,10 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.kernel_names import backend_of
 from traceloom.analyze.collective_names import described, host_calls, kind_of_kernel
+from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, meaning
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.splitting import contains
 from traceloom.model import Trace
 
 WhereType = pl.Enum(["device", "host"])
@@ -143,14 +145,23 @@ def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:
 
 
 def _phases(trace: Trace, events: pl.Series) -> pl.Series:
-    """Forward, backward or optimizer, where something around the event says so; null elsewhere."""
+    """Forward, backward or optimizer, where something around the event says so, or where a call that is alone on its
+    thread begins while the backward pass runs on another; null elsewhere.
+    """
     none = pl.Series("phase", [None] * events.len(), dtype=PhaseType)
     tree = forest(trace)
     if not events.len() or not tree.row.size:
         return none
     says = meaning(trace).phase
-    at = tree.position[events.fill_null(0).to_numpy()]
-    nearest = tree.nearest_or_self(np.isin(says, (FORWARD, BACKWARD, OPTIMIZER)))
-    found = np.where((at >= 0) & events.is_not_null().to_numpy(), nearest[np.maximum(at, 0)], -1)
+    at = np.where(events.is_not_null().to_numpy(), tree.position[events.fill_null(0).to_numpy()], -1)
+    phased = np.isin(says, (FORWARD, BACKWARD, OPTIMIZER))
+    nearest = tree.nearest_or_self(phased)
+    found = np.where(at >= 0, nearest[np.maximum(at, 0)], -1)
+    # gloo's calls stand alone on threads of their own: they are asked for by what autograd's thread does meanwhile
+    alone = np.flatnonzero((at >= 0) & (found < 0) & (tree.parent[np.maximum(at, 0)] < 0))
     codes = np.where(found >= 0, says[np.maximum(found, 0)], len(PHASES))
+    backward = np.flatnonzero((says == BACKWARD) & (tree.parent < 0))
+    if alone.size and backward.size:
+        spans = union(tree.start_ns[backward], tree.end_ns[backward])
+        codes[alone[contains(spans, tree.start_ns[at[alone]])]] = BACKWARD
     return pl.Series([*PHASES, None], dtype=PhaseType).gather(codes).alias("phase")

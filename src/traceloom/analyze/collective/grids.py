@@ -16,10 +16,11 @@ from traceloom.read.source import open_input, text_pieces
 
 _GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d+)')
 _BY_CHANNEL = ("nccl", "rccl")
+_MOST_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
 
 
 def with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
-    """Add `channels`; null for other back ends, without a grid, and where the file is gone.
+    """Add `channels`; null for other back ends, without a grid, and where the file is gone or above 256 MiB.
 
     The grid is in no column of a trace: it is read again at the places of the communication kernels alone.
     """
@@ -34,7 +35,9 @@ def with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
 
 def _grids(trace: Trace, events: pl.Series) -> Iterator[tuple[int, int]]:
     """Event and first number of its grid."""
-    if not events.len() or trace.meta.path == "-" or not Path(trace.meta.path).is_file():
+    if not events.len() or trace.meta.path == "-" or trace.meta.file_bytes > _MOST_BYTES:
+        return
+    if not Path(trace.meta.path).is_file():
         return
     places = trace.sources.select("offset", "length")[events].with_columns(events.alias("event")).sort("offset")
     try:

@@ -85,7 +85,9 @@ def _build(study: Study[RankPart], absent: Absent) -> Row | None:
 
 def _sentence(found: AcrossRanks) -> str:
     if not found.collectives.height:
-        return "No collective could be joined over ranks."
+        alone = int(found.unmatched["count"].sum())
+        calls = f": {units.count(alone)} calls found no partner on another recorded rank" if alone else ""
+        return f"No collective could be joined over ranks{calls}."
     share = units.share(found.wait_ns, found.collective_ns)
     said = f"{share} of {units.duration(found.collective_ns)} in joined collectives is waiting for other ranks"
     if not found.wait_ns:
@@ -98,8 +100,21 @@ def _sentence(found: AcrossRanks) -> str:
 
 
 def _tables(value: Row | None) -> Iterator[Table]:
-    if value is None or not value["collectives"]:
+    if value is None:
         return
+    if value["collectives"]:
+        yield from _joined(value)
+    if value["unmatched"]:
+        columns = [
+            Col("rank", "Rank", "count"), Col("kind", "Kind"), Col("group", "Group"), Col("count", "Calls", "count"),
+        ]  # fmt: skip
+        yield Table("across-ranks-unmatched", "Not joined", columns, value["unmatched"], "across_ranks.unmatched")
+    if value["notices"]:
+        columns = [Col("slug", "Notice"), Col("count", "Count", "count"), Col("message", "Says", "name")]
+        yield Table("across-ranks-notices", "What to know", columns, value["notices"])
+
+
+def _joined(value: Row) -> Iterator[Table]:
     yield Table("across-ranks-ranks", "Ranks", _blame("rank", "Rank"), _with_blocks(value), "across_ranks.ranks")
     if len(value["hosts"]) > 1 and len(value["hosts"]) < len(value["ranks"]):
         yield Table("across-ranks-hosts", "Hosts", _blame("host", "Host"), value["hosts"], "across_ranks.hosts")
@@ -135,11 +150,6 @@ def _tables(value: Row | None) -> Iterator[Table]:
         value["clocks"],
         "across_ranks.clocks",
     )
-    if value["unmatched"]:
-        columns = [
-            Col("rank", "Rank", "count"), Col("kind", "Kind"), Col("group", "Group"), Col("count", "Calls", "count"),
-        ]  # fmt: skip
-        yield Table("across-ranks-unmatched", "Not joined", columns, value["unmatched"], "across_ranks.unmatched")
 
 
 def _blame(key: str, title: str) -> list[Col]:
@@ -211,7 +221,7 @@ def _collective_columns() -> list[Col]:
 
 
 def _summary(value: Row | None) -> str | None:
-    if value is None or not value["collectives"]:
+    if value is None or not (value["collectives"] or value["unmatched"]):
         return None
     text: str = value["sentence"]
     return text[0].lower() + text[1:].rstrip(".")

@@ -196,7 +196,7 @@ _UNKNOWN = {
     "algorithm": "the name of the kernel does not tell it",
     "protocol": "the name of the kernel does not tell it",
     "name_certain": "the name of the kernel tells neither algorithm nor protocol",
-    "channels": "only kernels of NCCL and RCCL have them, and the file must still be there",
+    "channels": "only kernels of NCCL and RCCL have them, and the file must still be there and below 256 MiB",
     "exposed_ns": "only communication on a device can be hidden behind its computing",
     "blocking_ns": "only communication on a device has it, where the launch of the next compute is recorded",
     "device": "it runs on the host",
