@@ -216,7 +216,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
             f"reading{part}" + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
         )
 
-    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell)
+    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank)
 
 
 def _check_refused(refused: Sequence[Notice]) -> None:

@@ -69,14 +69,24 @@ def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = Non
     return list(load_inputs(*paths, cache=cache, progress=progress).runs)
 
 
-def load_inputs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> Loaded:
-    """Load every run that the inputs hold, and say which files were refused; see `load`."""
-    found, runs, labels, refused = _plan(paths)
-    return _loaded(found, runs, labels, refused, cache=cache, progress=progress)
+def load_inputs(
+    *paths: AnyPath, cache: bool = True, progress: Report | None = None, ranks: tuple[int, ...] | None = None
+) -> Loaded:
+    """Load every run that the inputs hold, and say which files were refused; see `load`.
+
+    With `ranks`, files that say from the beginning that they are of another rank are not read.
+    """
+    found, runs, labels, refused = _plan(paths, ranks)
+    loaded = _loaded(found, runs, labels, refused, cache=cache, progress=progress)
+    known = {rank for session in loaded.runs for rank in session.ranks}
+    # What a file says at its beginning may be corrected at its end.
+    return loaded if ranks is None or known >= set(ranks) else load_inputs(*paths, cache=cache, progress=progress)
 
 
-def _plan(paths: tuple[AnyPath, ...]) -> tuple[Found, list[list[Input]], list[str], list[InputError]]:
-    """The files of each run, and what was refused."""
+def _plan(
+    paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None
+) -> tuple[Found, list[list[Input]], list[str], list[InputError]]:
+    """The files of each run (of these ranks, where given), and what was refused."""
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
     given = tuple(os.fspath(path) for path in paths)
@@ -101,7 +111,13 @@ def _plan(paths: tuple[AnyPath, ...]) -> tuple[Found, list[list[Input]], list[st
             )
         )
     runs = group(peeks)
-    return found, [[peek.source for peek in run] for run in runs], names(runs, given), refused
+    chosen = runs if ranks is None else [_of_ranks(run, ranks) for run in runs]
+    return found, [[peek.source for peek in run] for run in chosen], names(runs, given), refused
+
+
+def _of_ranks(run: list[Peek], ranks: tuple[int, ...]) -> list[Peek]:
+    """The files of a run that may be of these ranks; all where none is."""
+    return [peek for peek in run if peek.rank is None or peek.rank in ranks] or run
 
 
 def _loaded(

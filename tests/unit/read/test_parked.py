@@ -10,7 +10,7 @@ import pytest
 import traceloom
 from traceloom.errors import InputError
 from traceloom.model import Trace
-from traceloom.read import ondisk, parked
+from traceloom.read import Progress, load_inputs, ondisk, parked
 from traceloom.testing import TraceBuilder
 from traceloom.testing.jobs import ParallelRecipe, parallel_job
 
@@ -83,3 +83,16 @@ def test_a_full_disk_is_said(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(InputError) as caught:
         parked.Lot().park(trace)
     assert caught.value.slug == "no-space"
+
+
+def test_files_of_other_ranks_are_not_read(tmp_path: Path) -> None:
+    folder = parallel_job(ParallelRecipe(data=4, steps=1)).run().write(tmp_path / "job")
+    told: list[Progress] = []
+    loaded = load_inputs(folder, cache=False, ranks=(1, 3), progress=told.append)
+    assert loaded.runs[0].ranks == (1, 3)
+    assert {one.files for one in told} == {2}
+
+
+def test_ranks_that_are_not_there_are_looked_for_in_all_files(tmp_path: Path) -> None:
+    folder = parallel_job(ParallelRecipe(data=2, steps=1)).run().write(tmp_path / "job")
+    assert load_inputs(folder, cache=False, ranks=(7,)).runs[0].ranks == (0, 1)
