@@ -13,10 +13,10 @@ from traceloom.analyze.collective.collectives import collectives, collectives_of
 from traceloom.analyze.collective.groups import declared_groups, groups
 from traceloom.analyze.collective.matrix import exchanges, matrix
 from traceloom.analyze.communication import communication
+from traceloom.analyze.compare import Comparison, compare
 from traceloom.analyze.compiled import compiled
 from traceloom.analyze.copies import copies
 from traceloom.analyze.counters import counters
-from traceloom.analyze.compare import Comparison, compare
 from traceloom.analyze.critical_path import CriticalPath, critical_path
 from traceloom.analyze.data_loading import data_loading
 from traceloom.analyze.flame import flame
