@@ -58,6 +58,7 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
 
     say("reading")
     loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
+    give_back()
     from traceloom.link.rank import link_rank  # not before: what is refused needs nothing of it
 
     parts = []

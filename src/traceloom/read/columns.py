@@ -352,11 +352,9 @@ class Columns:
         self._put("collectives", row=self._row(rows), **columns)
 
     def _add_others(self, entries: list[Any], rows: list[int], part: Slice) -> None:
-        by_phase: dict[str, list[int]] = {}
-        for at, entry in enumerate(entries):
-            by_phase.setdefault(entry.ph, []).append(at)
-        for phase, places in by_phase.items():
-            some = [entries[at] for at in places]
+        phases = [entry.ph for entry in entries]
+        for phase in dict.fromkeys(phases):
+            some = [entry for entry, its in zip(entries, phases, strict=True) if its == phase]
             if phase == "M":
                 self._add_names(some)
             elif phase in ("s", "t", "f"):
@@ -364,9 +362,9 @@ class Columns:
             elif phase in ("i", "I", "R"):
                 self._add_instants(some, exact=part.exact)
             elif phase == "C":
-                self._add_counters(some, [rows[at] for at in places], part)
+                self._add_counters(some, [row for row, its in zip(rows, phases, strict=True) if its == phase], part)
             else:
-                where = f"byte {part.offsets[rows[places[0]]]} of the text"
+                where = f"byte {part.offsets[rows[phases.index(phase)]]} of the text"
                 self._damage.note("unknown-phase", where, len(some))
 
     def _add_names(self, entries: list[Any]) -> None:

@@ -15,7 +15,6 @@ from traceloom.read.assemble import File, assemble
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
-from traceloom.read.freeing import give_back
 from traceloom.read.ondisk import SCRATCH
 from traceloom.read.source import open_input, text_pieces
 
@@ -59,7 +58,6 @@ def read_kineto(
         if columns.spill is not None:
             columns.spill.close()
             SCRATCH.clear()
-        give_back()
 
 
 def _size(stream: BinaryIO) -> int:

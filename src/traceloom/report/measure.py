@@ -59,6 +59,7 @@ def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> M
     With `steps`, the time of devices and host threads is measured on the whole trace and kept for these steps, so
     that a step has the same figures in every report; everything else is measured on the work these steps launched.
     """
+    give_back()  # of what reading freed
     part = trace if steps is None else cut(trace, steps)
     measured = Measured(
         trace=part,
