@@ -19,7 +19,8 @@ _WORKERS = 4
 
 def data_starved(ground: Ground) -> Iterator[Said]:
     """The main thread waits for, or makes, its batches."""
-    waited, evidence, seen, workers = 0, [], False, False
+    waited, seen, workers = 0, False, False
+    evidence: list[Evidence] = []
     masks = Selection("loading").nodes(ground.graph)
     for trace in ground.traces:
         waits = analyze.data_loading(trace).waits
@@ -28,8 +29,8 @@ def data_starved(ground: Ground) -> Iterator[Said]:
             waits = waits.filter(pl.col("step") == ground.step)
         workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
         waited += int(waits["duration_ns"].sum())
-        for row in waits.sort("duration_ns", descending=True).head(3).to_dicts():
-            evidence.append(Evidence(row["name"], trace.rank, row["start_ns"], row["duration_ns"]))
+        longest = waits.sort("duration_ns", descending=True).head(3).to_dicts()
+        evidence += [Evidence(r["name"], trace.rank, r["start_ns"], r["duration_ns"]) for r in longest]
     if not seen:
         yield Abstention("data-starved", "no data loader was recorded")
         return

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.path.window import usual_step
 from traceloom.link import link_session
 from traceloom.model import Graph, Session, Trace
@@ -78,6 +79,11 @@ class Ground:
     def on_device(self) -> bool:
         """Whether any GPU work was recorded."""
         return bool(self.kinds.is_in(["kernel", "copy", "fill"]).any())
+
+    @cached_property
+    def allocations(self) -> list[tuple[Trace, Allocations]]:
+        """Whose memory it is, for each trace with allocations."""
+        return [(trace, allocations(trace)) for trace in self.traces if trace.allocations.height]
 
     def nodes_of(self, trace: Trace, events: pl.Series) -> Bools:
         """The graph's nodes for some events (rows) of one trace, shape (nodes,)."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from traceloom.analyze.allocations import allocations
 from traceloom.analyze.allocations.answers import Allocations
 from traceloom.findings.ground import Ground
 from traceloom.findings.rule import MemoryCandidate, Rule, Said
@@ -19,11 +18,9 @@ _FRAGMENTED = 0.25  # of what is reserved, unused at the peak
 
 
 def _each(ground: Ground, slug: str) -> Iterator[tuple[Trace, Allocations] | Abstention]:
-    recorded = [trace for trace in ground.traces if trace.allocations.height]
-    if not recorded:
+    if not ground.allocations:
         yield Abstention(slug, "allocations were not recorded")
-    for trace in recorded:
-        yield trace, allocations(trace)
+    yield from ground.allocations
 
 
 def growth(ground: Ground) -> Iterator[Said]:

@@ -17,6 +17,7 @@ from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
 from traceloom.report import totals
 from traceloom.report.absent import Absent
+from traceloom.report.findings import told
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.rank import rank_entry
@@ -50,7 +51,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     absent = Absent(part.epoch_ns, reasons())
     ranks, results = _measured(whole, part, options)
     notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
-    absent.say("findings")
+    found, ground = told(whole, options, absent)
     return {
         **_head(session.name, part.epoch_ns),
         "answer": _answer(part, [m.facts for m in ranks]),
@@ -65,7 +66,8 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "memory": totals.memory(ranks, absent),
         "data_loading": totals.data_loading(ranks, absent),
         **_sections(Study(whole, part, options, ()), results, absent),
-        "findings": [],
+        "findings": found,
+        "findings_ground": ground,
         "runs": [],
         "absent": absent.to_list(),
     }
@@ -133,6 +135,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "data_loading": None,
         **{section.key: None for section in SECTIONS},
         "findings": [],
+        "findings_ground": None,
         "runs": runs,
         "absent": [
             *(
@@ -148,7 +151,18 @@ def _parts() -> list[str]:
     return sorted([*_CORE, *(section.key for section in SECTIONS)])
 
 
-_CORE = ("capture", "communication", "data_loading", "findings", "kernels", "memory", "modules", "operators", "ranks")
+_CORE = (
+    "capture",
+    "communication",
+    "data_loading",
+    "findings",
+    "findings_ground",
+    "kernels",
+    "memory",
+    "modules",
+    "operators",
+    "ranks",
+)
 
 
 def _head(name: str, epoch_ns: int) -> Row:

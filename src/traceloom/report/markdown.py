@@ -16,6 +16,7 @@ Row = dict[str, Any]
 _MOST_RANKS = 12
 _MOST_ROWS = 8
 _MOST_NOTICES = 5
+_MOST_FINDINGS = 5
 _NAME_WIDTH = 70
 _MARKS = re.compile(r"([\\`*_{}\[\]#|~!])")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
@@ -45,6 +46,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield ""
     yield f"**{text(document['answer']['sentence'])}**"
     yield from _runs(document)
+    yield from _findings(document)
     yield from _devices(document)
     yield from _host(document)
     yield from _kernels(document, options)
@@ -149,6 +151,24 @@ def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
         for r in shown
     ]
     yield from table("operator", ("self", "total", "GPU", "count"), rows)
+
+
+def _findings(document: Row) -> Iterator[str]:
+    """What to fix first: what it saves, and what to do."""
+    rows = [
+        [
+            units.share(row["saving_fraction"], 1) if row["list"] == "time" else units.size(row["saving_bytes"]),
+            text(row["title"]),
+            text(row["advice"]),
+        ]
+        for row in (document.get("findings") or [])[:_MOST_FINDINGS]
+    ]
+    if rows:
+        yield ""
+        yield "| saves | what | advice |"
+        yield "|--:|---|---|"
+        for row in rows:
+            yield f"| {' | '.join(row)} |"
 
 
 def _sections(document: Row) -> Iterator[str]:

@@ -63,6 +63,9 @@ SECTIONS: tuple[Section[Any], ...] = (
 """In the order of every view."""
 
 CORE = "core"
+FINDINGS = "findings"
+BESIDE = (CORE, FINDINGS)
+"""Parts of a report that `--only` can name beside the sections."""
 
 
 def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
@@ -75,8 +78,8 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
         return SECTIONS
     known = {section.key: section for section in SECTIONS}
     for key in only:
-        if key not in known and key != CORE:
-            have = ", ".join([CORE, *known])
+        if key not in known and key not in BESIDE:
+            have = ", ".join([*BESIDE, *known])
             raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=f"use one of {have}")
     return tuple(section for section in SECTIONS if section.key in only)
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections import CORE
-from traceloom.report.terminal import graph, sections, tables, time
+from traceloom.report.sections import CORE, FINDINGS
+from traceloom.report.terminal import findings, graph, sections, tables, time
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.look import ASCII, DIM
 from traceloom.report.terminal.recording import recording
@@ -69,6 +69,8 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
 
 def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
     yield from _head(document, width)
+    if options.only is None or FINDINGS in options.only:
+        yield from findings.findings(document, width, full=options.only is not None)
     if options.only is None or CORE in options.only:
         yield from _core(document, options, width)
     if not document["runs"]:

@@ -30,7 +30,19 @@ function way(label, action) {
   return element("button", { type: "button", className: "way", title: label, "aria-label": label, onclick: action });
 }
 
+function linkFindings(timeline) {
+  for (const link of document.querySelectorAll(".findings a[data-range]")) {
+    const range = rangeOf(timeline, link);
+    if (range[1] <= 0 || range[0] >= timeline.events.span) continue;
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      showRange(timeline, range, Number(link.dataset.rank));
+    });
+  }
+}
+
 export function linkTables(timeline) {
+  linkFindings(timeline);
   for (const table of ["kernel-table", "operator-table"]) {
     for (const cell of document.querySelectorAll(`#${table} td.name:first-child`)) {
       const name = cell.title || cell.textContent;

@@ -1,0 +1,77 @@
+"""What to fix first, in the page: a card per finding; a click shows its evidence on the timeline."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.html.absence import Reasons
+from traceloom.report.html.cells import text
+
+Row = dict[str, Any]
+
+
+def findings(document: Row, reasons: Reasons) -> str:
+    """The list of findings; one line that says why there are none."""
+    rows = document.get("findings") or []
+    if not rows:
+        return reasons.line("findings", "Findings")
+    ground = document.get("findings_ground") or {}
+    hint = "" if ground.get("holds", True) else f'<p class="quiet">Take the savings as hints: {text(ground["law"])}</p>'
+    place = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
+    cards = "".join(_card(row, place) for row in rows)
+    return f'{hint}<ol class="findings">{cards}</ol>{_abstained(ground)}'
+
+
+def _card(row: Row, place: dict[int | None, int]) -> str:
+    of_time = row["list"] == "time"
+    figure = units.share(row["saving_fraction"], 1) if of_time else _bytes(row)
+    saved = units.duration(row["saving_ns"]) if of_time else "memory"
+    width = min(row["saving_fraction"] or 0, 1) * 100
+    bar = (
+        '<svg class="saving" viewBox="0 0 100 4" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="{width:.2f}" height="4"/></svg>'
+    )
+    risk = f'<p class="risk">{text(row["risk"])}</p>' if row["risk"] else ""
+    return (
+        f'<li class="finding {escape(row["severity"])}">'
+        f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
+        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}'
+        f'<ul class="evidence">{"".join(_evidence(one, place) for one in row["evidence"])}</ul>'
+        f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{_alone(row)} · '
+        f"evaluated: {text(row['change'] or 'no change')}</p></li>"
+    )
+
+
+def _bytes(row: Row) -> str:
+    return "risk" if row["saving_bytes"] is None else units.size(row["saving_bytes"])
+
+
+def _alone(row: Row) -> str:
+    alone = row["alone_ns"]
+    return "" if alone is None or alone == row["saving_ns"] else f" · alone {units.duration(alone)}"
+
+
+def _evidence(one: Row, place: dict[int | None, int]) -> str:
+    long = one["duration_ns"] if one["duration_ns"] is not None else one["total_ns"]
+    size = "" if long is None else f" ({escape(units.duration(long))})"
+    count = f"{units.count(one['count'])} × " if one["count"] > 1 else ""
+    said = f"{escape(count)}{text(one['what'])}{size}"
+    if one["start_ns"] is None or one["duration_ns"] is None:
+        return f"<li>{said}</li>"
+    end = one["start_ns"] + max(one["duration_ns"], 1)
+    rank = place.get(one["rank"], 0)
+    return f'<li><a href="#timeline" data-rank="{rank}" data-range="{one["start_ns"]}-{end}">{said}</a></li>'
+
+
+def _abstained(ground: Row) -> str:
+    rows = ground.get("abstentions") or []
+    if not rows:
+        return ""
+    items = "".join(
+        f"<li>{text(slug)}: {text(reason)}</li>" for slug, reason in {r["slug"]: r["reason"] for r in rows}.items()
+    )
+    return (
+        f'<details><summary>Rules that could not look ({len(rows)})</summary><ul class="quiet">{items}</ul></details>'
+    )

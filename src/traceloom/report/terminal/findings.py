@@ -1,0 +1,88 @@
+"""What to fix first, on a terminal: a line for each finding, what it saves in front."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.model import units
+from traceloom.report.names import harmless
+from traceloom.report.terminal.bars import plain
+from traceloom.report.terminal.look import DIM
+from traceloom.report.terminal.time import heading
+
+Row = dict[str, Any]
+_MOST = 5
+_BAR = 10
+_STYLE = {"high": "#d55e00", "medium": "#e08a00", "low": "bright_black"}
+_SIDE = 24  # cells of figures and bar
+
+
+def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
+    """The findings, the first five of them where not asked for in full; with advice, evidence and page in full."""
+    rows = document.get("findings") or []
+    ground = document.get("findings_ground")
+    if ground is None:
+        return
+    where = "of the window" if ground["step"] is None else f"of step {ground['step']}"
+    yield from heading("What to fix first", f"savings {where} by re-timing; they do not overlap", width)
+    if not rows:
+        yield Text(" Nothing that is worth half a per cent of it.")
+    shown = rows if full else rows[:_MOST]
+    for row in shown:
+        yield from _one(row, width, full=full)
+    if len(rows) > len(shown):
+        yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
+    if not ground["holds"]:
+        for part in textwrap.wrap(f"Take the savings as hints: {ground['law']}", width - 2):
+            yield Text(" " + part, "yellow")
+    if full:
+        yield from _abstained(ground, width)
+
+
+def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
+    if row["list"] == "time":
+        figure, fraction = units.share(row["saving_fraction"], 1), row["saving_fraction"]
+    else:
+        figure, fraction = ("memory" if row["saving_bytes"] is None else units.size(row["saving_bytes"])), 0.0
+    style = _STYLE[row["severity"]]
+    bar = plain(min(fraction, 1.0), _BAR, style)
+    head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
+    title = harmless(f"{row['title']} [{row['slug']}]")
+    for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
+        yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
+    if not full:
+        return
+    for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
+        for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
+            yield Text(" " * head.cell_len + part, DIM)
+
+
+def _evidence(row: Row) -> Iterator[str]:
+    shown = []
+    for one in row["evidence"][:3]:
+        when = "" if one["start_ns"] is None else f" at {units.duration(one['start_ns'])}"
+        long = one["duration_ns"] if one["duration_ns"] is not None else one["total_ns"]
+        shown.append(f"{one['what']}{when}" + ("" if long is None else f" ({units.duration(long)})"))
+    if shown:
+        yield f"See {'; '.join(shown)}."
+    alone = row["alone_ns"]
+    if alone is not None and alone != row["saving_ns"]:
+        yield f"Alone it would save {units.duration(alone)}. Confidence {row['confidence']:.1f}; {row['learn_more']}"
+    else:
+        yield f"Confidence {row['confidence']:.1f}; {row['learn_more']}"
+
+
+def _abstained(ground: Row, width: int) -> Iterator[Text]:
+    if not ground["abstentions"]:
+        return
+    yield from heading("Not looked at", "rules that cannot know", width)
+    by_reason: dict[str, list[str]] = {}
+    for one in ground["abstentions"]:
+        by_reason.setdefault(one["reason"], []).append(one["slug"])
+    for reason, slugs in by_reason.items():
+        for part in textwrap.wrap(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width - 2, break_on_hyphens=False):
+            yield Text(" " + part)
