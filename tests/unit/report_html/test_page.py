@@ -120,7 +120,7 @@ def test_four_key_numbers(page: str) -> None:
 def test_missing_parts_say_why_in_one_line(page: str, made_document: dict[str, Any]) -> None:
     reasons = {entry["path"]: entry["reason"] for entry in made_document["absent"]}
     shown = "".join(Elements(page).texts)
-    for path in ("memory.devices", "data_loading", "findings"):
+    for path in ("memory.devices", "data_loading", "counters"):
         assert reasons[path].replace("`", "") in shown
     assert 'href="#memory"' not in page  # a part that is not there has no link
 

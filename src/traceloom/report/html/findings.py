@@ -35,7 +35,7 @@ def _card(row: Row, place: dict[int | None, int]) -> str:
     )
     risk = f'<p class="risk">{text(row["risk"])}</p>' if row["risk"] else ""
     return (
-        f'<li class="finding {escape(row["severity"])}">'
+        f'<li class="finding {text(row["severity"])}">'
         f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
         f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}'
         f'<ul class="evidence">{"".join(_evidence(one, place) for one in row["evidence"])}</ul>'

@@ -48,6 +48,6 @@ def _missing(section: Section[Any], document: Row, reasons: Reasons) -> str:
 def _table(one: Table, reasons: Reasons, most: int, *, alone: bool) -> str:
     columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
     head = "" if alone else f"<h3>{escape(one.title)}</h3>"
-    note = f'<p class="quiet">{escape(one.note)}</p>' if one.note else ""
+    note = f'<p class="quiet">{text(one.note)}</p>' if one.note else ""
     why = reasons.columns(one.path) if one.path else {}
     return head + note + table(one.key, columns, one.rows, why, one.title, most=most)

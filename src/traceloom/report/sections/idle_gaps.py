@@ -59,7 +59,7 @@ def _tables(value: list[Row]) -> Iterator[Table]:
     more = [Col("before_name", "Work before", "name"), Col("after_name", "Work after", "name")]
     if value:
         rows = [_shown(row) for row in value]
-        yield Table("idle-gaps", "Longest gaps", columns, rows, "idle_gaps")
+        yield Table("idle-gaps-longest", "Longest gaps", columns, rows, "idle_gaps")
         yield Table("idle-gaps-work", "Work around them", [*columns[: 3 + several], *more], rows, "idle_gaps")
 
 
