@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
 
 from traceloom.analyze.allocations.categories import Categories, categories
 from traceloom.analyze.allocations.named import Named, named
 from traceloom.analyze.allocations.owners import Owners, owners
-from traceloom.analyze.allocations.partitions import Partition, partition
+from traceloom.analyze.allocations.partitions import Partition, partition, stack_partition
+from traceloom.analyze.allocations.table import Stacks
+from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 
 
@@ -20,16 +26,28 @@ class Explained:
         named: Their names.
         kinds: Their categories.
         whose: Their owners.
+        stacks: The stack of each block as text, the innermost frame first, where the source gives them with the blocks;
+            None where frames are events of the trace.
     """
 
     trace: Trace
     named: Named
     kinds: Categories
     whose: Owners
+    stacks: pl.Series | None = None
 
     def by(self, what: str, depth: int | None = None) -> Partition:
         """Divide the blocks by scope, module, category, op, stack or dtype."""
+        if what == "stack":
+            return stack_partition(self.named, self.stack_reader()(np.arange(self.named.position.size)))
         return partition(what, self.trace, self.named, self.kinds, self.whose, depth=depth)
+
+    def stack_reader(self) -> Callable[[Ints], pl.Series]:
+        """Gives the Python stacks of some blocks, the innermost frame first; null where none was recorded."""
+        if self.stacks is not None:
+            return self.stacks.gather
+        stacks, position = Stacks(self.trace), self.named.position
+        return lambda rows: stacks.of(position[rows])
 
 
 def explain(trace: Trace, *, full_op_names: bool = False) -> Explained:

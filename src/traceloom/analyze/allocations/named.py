@@ -83,14 +83,14 @@ def named(trace: Trace, *, full_op_names: bool = False) -> Named:
     op = np.append(known.op, -1)[position]
     extra = np.ones(path.size, dtype=np.int64)
     inside = np.flatnonzero(op >= 0)
-    extra[inside] = _turns(op[inside])
+    extra[inside] = turns(op[inside])
     step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()
     steps = np.where(found.made >= 0, step[rows], -1) if rows.size else rows
     counters = []
     for restarts in (False, True):
         counter = np.append(_invocations(trace, known, restarts=restarts), 0)[op]
         outside = np.flatnonzero((op < 0) & (found.made >= 0))
-        counter[outside] = _turns(path[outside] + (steps[outside] + 1) * len(known.paths) * restarts)
+        counter[outside] = turns(path[outside] + (steps[outside] + 1) * len(known.paths) * restarts)
         counter[found.made < 0] = 0
         counters.append(counter)
     backward = np.append(known.backward, False)[position]
@@ -107,11 +107,11 @@ def _invocations(trace: Trace, known: Places, *, restarts: bool) -> Ints:
     if restarts:
         step = trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()[tree.row[ops]]
         key += (step + 1) * len(known.labels) * len(known.paths)
-    out[ops] = _turns(key)
+    out[ops] = turns(key)
     return out
 
 
-def _turns(keys: Ints) -> Ints:
+def turns(keys: Ints) -> Ints:
     """1, 2, 3, ... for the occurrences of each key, in order."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]

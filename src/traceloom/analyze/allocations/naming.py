@@ -20,7 +20,7 @@ from traceloom.read.ondisk import lookup
 
 NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"
-_MODULE = "nn.Module: "
+PYTHON_MODULE = "nn.Module: "
 MODULE_PREFIX = "traceloom.module:"
 _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
 _EVALUATE = "autograd::engine::evaluate_function: "
@@ -94,7 +94,7 @@ def _scopes(trace: Trace, tree: Forest) -> Bools:
     category = column(trace, "category")[tree.row]
     ours = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
     named = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code) | ours
-    module = lookup(words.names.str.starts_with(_MODULE).to_numpy(), code) & (not ours.any())
+    module = lookup(words.names.str.starts_with(PYTHON_MODULE).to_numpy(), code) & (not ours.any())
     mark = lookup(words.matching(STEP_MARK), code)
     python = category == cat.CATEGORIES.index(cat.PYTHON)
     annotation = category == cat.CATEGORIES.index(cat.ANNOTATION)
@@ -137,7 +137,7 @@ def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list
 
 def _module(outer: str, around: str, path: str, recorded: str) -> str:
     """The path of the innermost module: the names of modules alone, without the scopes between them."""
-    if not recorded.startswith((MODULE_PREFIX, _MODULE)):
+    if not recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
         return outer
     last = path[len(around) + 1 :] if around else path
     return f"{outer}.{last}" if outer else last
@@ -147,7 +147,7 @@ def _joined(path: str, outer: str, name: str) -> str:
     """The path of a scope: ours already carries the names of the scopes of ours around it."""
     mine, around = _ours(name), _ours(outer)
     if mine is None:  # `Optimizer.step#Adam.step` is `Adam.step`
-        last = _OPTIMIZER.sub("", name.removeprefix(_MODULE))
+        last = _OPTIMIZER.sub("", name.removeprefix(PYTHON_MODULE))
     else:
         last = mine[len(around) + 1 :] if around is not None and mine.startswith(f"{around}.") else mine
     return f"{path}.{last}" if path else last

@@ -45,7 +45,7 @@ def partition(
         "module": lambda: _modules(named, whose, depth),
         "category": lambda: (list(CATEGORIES), kinds.category),
         "op": lambda: _ops(named),
-        "stack": lambda: _stacks(trace, named),
+        "stack": lambda: stack_partition(named, Stacks(trace).of(named.position)),
         "dtype": lambda: _types(trace, named),
     }
     return makers[by]()
@@ -100,12 +100,14 @@ def _ops(named: Named) -> Partition:
     return _early(named, named.places.labels, named.label)
 
 
-def _stacks(trace: Trace, named: Named) -> Partition:
-    texts = Stacks(trace).of(named.position)
+def stack_partition(named: Named, texts: pl.Series) -> Partition:
+    """Divide the blocks by their Python stacks, given as texts."""
     filled = texts.fill_null(NO_STACK)
     names = filled.unique(maintain_order=True)
-    number = filled.replace_strict(names, pl.int_range(names.len(), eager=True)) if names.len() else filled
-    return _early(named, names.to_list(), number.cast(pl.Int64).to_numpy() if names.len() else named.label)
+    if not names.len():
+        return _early(named, [], named.label)
+    number = filled.replace_strict(names, pl.int_range(names.len(), eager=True))
+    return _early(named, names.to_list(), number.cast(pl.Int64).to_numpy())
 
 
 def _types(trace: Trace, named: Named) -> Partition:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import polars as pl
@@ -12,6 +12,7 @@ from traceloom.analyze.allocations.categories import CATEGORIES, EVIDENCE, Categ
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -50,21 +51,30 @@ def names(named: Named, whose: Owners, rows: np.ndarray, *, sites: bool = False)
     ).to_series()
 
 
-def slices(trace: Trace, named: Named, kinds: Categories, whose: Owners, *, whole: bool) -> Iterator[pl.DataFrame]:
+def slices(
+    trace: Trace,
+    named: Named,
+    kinds: Categories,
+    whose: Owners,
+    stacks: Callable[[Ints], pl.Series] | None = None,
+    *,
+    whole: bool,
+) -> Iterator[pl.DataFrame]:
     """The table of blocks in the order they were made: `name` and `bytes` of those made in the recording.
 
     With `whole` all columns of `LONG`, and the blocks from before the recording too.
 
     `time_ns` is null for blocks from before the recording, `lifetime_ns` for those and for blocks alive at its end.
-    `stack` lists Python frames, the innermost first.
+    `stack` lists Python frames, the innermost first; `stacks` gives those of some blocks where the trace has none.
     """
     blocks = named.blocks
-    stacks = Stacks(trace) if whole else None
+    if whole and stacks is None:
+        stacks = _stacks_of(trace, named)
     first = 0 if whole else int((blocks.made < 0).sum())  # blocks from before stand first
     for low in range(first, max(blocks.made.size, first + 1), SLICE):
         rows = np.arange(low, min(low + SLICE, blocks.made.size))
         frame = pl.DataFrame({"name": names(named, whose, rows), "bytes": blocks.bytes[rows]})
-        if stacks is None:
+        if not whole or stacks is None:
             yield frame
             continue
         made = np.maximum(blocks.made[rows], 0)
@@ -86,11 +96,16 @@ def slices(trace: Trace, named: Named, kinds: Categories, whose: Owners, *, whol
                 site=names(named, whose, rows, sites=True),
                 innermost_op=trace.events["name"].gather(inside["op"]).set(~known, None),
                 owner=whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32)),
-                stack=stacks.of(named.position[rows]),
+                stack=stacks(rows),
             )
             .select(list(LONG))
             .cast(LONG)
         )
+
+
+def _stacks_of(trace: Trace, named: Named) -> Callable[[Ints], pl.Series]:
+    stacks = Stacks(trace)
+    return lambda rows: stacks.of(named.position[rows])
 
 
 def _device(kind: str, number: int) -> str:

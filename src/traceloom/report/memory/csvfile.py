@@ -25,7 +25,9 @@ def write(session: Session, options: MemoryOptions, handle: BinaryIO, *, whole: 
         if not trace.allocations.height:
             continue
         known = explain(trace, full_op_names=options.full_op_names)
-        for rows in slices(trace, known.named, known.kinds, known.whose, whole=whole):
+        for rows in slices(
+            trace, known.named, known.kinds, known.whose, known.stack_reader() if whole else None, whole=whole
+        ):
             frame = rows.with_columns(rank=pl.lit(trace.rank, dtype=pl.Int32)) if several else rows
             if whole:
                 frame = frame.with_columns(pl.col("time_ns") - part.epoch_ns)

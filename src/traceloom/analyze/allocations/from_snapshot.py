@@ -1,0 +1,252 @@
+"""Blocks, names and categories from a memory snapshot of PyTorch's allocator.
+
+A snapshot has no operators and scopes but call stacks: Python's functions stand for scopes, and where C++ frames were
+recorded, the outermost dispatched operator for the op.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.blocks import ALIVE, EXISTED, Blocks, blocks
+from traceloom.analyze.allocations.categories import BEFORE as BEFORE_RECORDING
+from traceloom.analyze.allocations.categories import (
+    CATEGORIES,
+    GRADIENT,
+    INFERRED,
+    INPUT,
+    NONE,
+    STATE,
+    TEMPORARY,
+    UNKNOWN,
+    Categories,
+)
+from traceloom.analyze.allocations.explained import Explained
+from traceloom.analyze.allocations.named import Named, turns
+from traceloom.analyze.allocations.naming import NO_OP, Places
+from traceloom.analyze.allocations.owners import owners
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Trace
+from traceloom.model.schema import SCHEMAS, empty
+from traceloom.model.trace import Meta
+from traceloom.read.snapshot import Frame, Snapshot, frame_text
+
+KIND = "memory-snapshot"
+BACKWARD_PATH = "backward"
+_ALLOCATED = "active_allocated"
+_OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:::|$)")
+_NODE = re.compile(r"\b(\w+Backward\d*)::apply")
+_PLUMBING = frozenset(("_call_impl", "_wrapped_call_impl"))
+_DEEPEST = 64
+_FRAME = " < "
+# Part of the path of a file -> what its allocations are for, if they outlive it; else temporary.
+_MAKERS = (("torch/optim/", STATE), ("torch/utils/data/", INPUT))
+
+
+def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> Explained:
+    """Pair, name and explain the allocations of a snapshot.
+
+    Bytes are those that were asked for; they count as allocated until they are given back (`free_requested`), as
+    `torch.cuda.memory_allocated` counts. Blocks that the history does not show being made were there before it. Without
+    a history the blocks of the segments are all there is: made at one instant, in the order of their addresses.
+
+    Categories are inferred from the stack, where it runs through an optimizer, a data loader or a backward node.
+    """
+    history, stack = _history(snapshot)
+    trace = _trace(snapshot, history, rank)
+    found = blocks(trace)
+    found.check()
+    numbers = np.append(stack, 0)[np.where(found.made >= 0, found.made, -1)]
+    known = _named(snapshot, found, numbers)
+    texts = pl.Series([_text(one) for one in snapshot.stacks], dtype=pl.String)
+    whose = owners(trace, found)
+    return Explained(trace, known, _categories(snapshot, known, numbers), whose, texts.gather(numbers))
+
+
+def _text(stack: tuple[Frame, ...]) -> str | None:
+    shown = [frame_text(frame) for frame in stack if _is_python(frame)] or [frame_text(frame) for frame in stack]
+    return _FRAME.join(shown) or None
+
+
+def _is_python(frame: Frame) -> bool:
+    return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
+
+
+def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
+    """`allocations` of the snapshot, by time, and the number of the stack of each."""
+    rows = snapshot.entries.with_row_index("order")
+    if not rows.filter(pl.col("action") == "alloc").height:
+        rows = _standing(snapshot)
+    requested = rows.filter(pl.col("action") == "free_requested")["device"].unique()
+    is_free = (pl.col("action") == "free_requested") | (
+        (pl.col("action") == "free_completed") & ~pl.col("device").is_in(requested.implode())
+    )
+    signed = rows.with_columns(
+        change=pl.when(pl.col("action") == "alloc").then("bytes").when(is_free).then(-pl.col("bytes")).otherwise(0),
+        held=pl.when(pl.col("action").cast(pl.String).is_in(["segment_alloc", "segment_map"]))
+        .then("bytes")
+        .when(pl.col("action").cast(pl.String).is_in(["segment_free", "segment_unmap"]))
+        .then(-pl.col("bytes"))
+        .otherwise(0),
+    )
+    ends = _ends(snapshot).join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
+    starts = ends.select(
+        "device", before=pl.col("allocated") - pl.col("change").fill_null(0),
+        reserved_before=pl.col("reserved") - pl.col("held").fill_null(0),
+    )  # fmt: skip
+    levels = signed.join(starts, on="device", how="left", maintain_order="left").with_columns(
+        allocated=pl.col("before").fill_null(0) + pl.col("change").cum_sum().over("device"),
+        reserved=pl.col("reserved_before") + pl.col("held").cum_sum().over("device"),
+    )
+    events = levels.filter(pl.col("change") != 0).with_columns(time=_time_ns(pl.col("time_us"))).sort("time", "order")
+    right = (events["allocated"] >= 0).all() and (events["reserved"].fill_null(0) >= 0).all()
+    frame = pl.DataFrame(
+        {
+            "time_ns": _unique_times(events["time"]),
+            "address": events["address"].cast(pl.UInt64),
+            "bytes": events["change"],
+            "device_type": pl.repeat("cuda", events.height, eager=True, dtype=pl.String),
+            "device": events["device"],
+            "allocated_bytes": events["allocated"] if right else pl.repeat(None, events.height, eager=True),
+            "reserved_bytes": events["reserved"] if right else pl.repeat(None, events.height, eager=True),
+            "process": pl.repeat(None, events.height, eager=True),
+            "thread": pl.repeat(None, events.height, eager=True),
+            "op": pl.repeat(None, events.height, eager=True),
+            "step": pl.repeat(None, events.height, eager=True),
+        },
+        schema=SCHEMAS["allocations"],
+    )
+    return frame, events["stack"].cast(pl.Int64).to_numpy()
+
+
+def _standing(snapshot: Snapshot) -> pl.DataFrame:
+    """The allocated blocks of a snapshot without a history, as if they were made one after the other."""
+    return (
+        snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
+        .select(
+            "device", pl.lit("alloc").cast(snapshot.entries.schema["action"]).alias("action"), "address",
+            pl.col("requested_bytes").alias("bytes"), pl.lit(None, pl.Int64).alias("time_us"), "stack",
+        )
+        .with_row_index("order")
+    )  # fmt: skip
+
+
+def _ends(snapshot: Snapshot) -> pl.DataFrame:
+    """By device: bytes allocated and reserved when the snapshot was taken."""
+    held = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
+    active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
+    asked = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
+    return held.join(asked, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
+
+
+def _time_ns(time_us: pl.Expr) -> pl.Expr:
+    """Nanoseconds; where a version tells no times, the order of the entries."""
+    return pl.when(time_us.is_null().any()).then(pl.col("order").cast(pl.Int64)).otherwise(time_us * 1000)
+
+
+def _unique_times(times: pl.Series) -> pl.Series:
+    """Increasing times: entries of one microsecond keep their order by its nanoseconds."""
+    values = times.cast(pl.Int64).to_numpy()
+    here = np.arange(values.size)
+    return pl.Series(np.maximum.accumulate(values - here) + here) if values.size else times.cast(pl.Int64)
+
+
+def _trace(snapshot: Snapshot, history: pl.DataFrame, rank: int | None) -> Trace:
+    """A trace that holds the allocations and the time they span, and nothing else."""
+    frames = {name: empty(name) for name in SCHEMAS}
+    if history.height:
+        first, last = int(history["time_ns"][0]), int(history["time_ns"][-1])
+        span: dict[str, object] = dict.fromkeys(SCHEMAS["events"])
+        span |= {
+            "event": 0, "name": "memory history", "category": "annotation", "start_ns": first,
+            "duration_ns": last - first, "nested_end_ns": last, "lane": 0, "depth": 0,
+        }  # fmt: skip
+        lane: dict[str, object] = dict.fromkeys(SCHEMAS["lanes"])
+        lane |= {"lane": 0, "kind": "host", "name": "allocator", "events": 1, "busy_ns": last - first}
+        frames["events"] = pl.DataFrame([span], schema=SCHEMAS["events"])
+        frames["lanes"] = pl.DataFrame([lane], schema=SCHEMAS["lanes"])
+    meta = Meta(snapshot.path, KIND, rank=rank, capture={"live_storages_at_start": _early(snapshot, history)})
+    return Trace(meta, **{**frames, "allocations": history}, notices=snapshot.notices)
+
+
+def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]:
+    """The blocks that were there before the history and are still there, as a census."""
+    last = history.group_by("device", "address").agg(pl.col("bytes").last())
+    made = last.filter(pl.col("bytes") > 0).select("device", pl.col("address").cast(pl.Int64))
+    early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(made, on=["device", "address"], how="anti")
+    early = early.filter(pl.col("requested_bytes") > 0)
+    texts = [_innermost(stack) for stack in snapshot.stacks]
+    return {
+        "address": early["address"].to_list(),
+        "bytes": early["requested_bytes"].to_list(),
+        "device_type": ["cuda"] * early.height,
+        "device": early["device"].to_list(),
+        "owner": ["other"] * early.height,
+        "name": [texts[number] for number in early["stack"].to_list()],
+    }
+
+
+def _innermost(stack: tuple[Frame, ...]) -> str:
+    """The innermost Python frame that is none of PyTorch's own, else the innermost."""
+    python = [frame for frame in stack if _is_python(frame)]
+    users = [frame for frame in python if "/torch/" not in frame[0].replace("\\", "/")]
+    chosen = (users or python or list(stack))[:1]
+    return frame_text(chosen[0]) if chosen else "no stack recorded"
+
+
+def _named(snapshot: Snapshot, found: Blocks, numbers: Ints) -> Named:
+    """Names from the stacks; the counter counts the allocations of each."""
+    path_of, label_of, backward_of = [], [], []
+    known_paths, known_labels = {"": 0}, {NO_OP: 0}
+    for stack in snapshot.stacks:
+        scope, op, in_backward = _place(stack)
+        path_of.append(known_paths.setdefault(scope, len(known_paths)))
+        label_of.append(known_labels.setdefault(op, len(known_labels)))
+        backward_of.append(in_backward)
+    paths, labels = list(known_paths), list(known_labels)
+    path = np.array(path_of, dtype=np.int64)[numbers]
+    label = np.array(label_of, dtype=np.int64)[numbers]
+    counter = np.zeros(path.size, dtype=np.int64)
+    seen = np.flatnonzero(found.made >= 0)
+    counter[seen] = turns((path * len(labels) + label)[seen])
+    none = np.zeros(0, dtype=np.int64)
+    places = Places(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
+    position = np.full(path.size, -1, dtype=np.int64)
+    backward = np.array(backward_of, dtype=np.bool_)[numbers]
+    return Named(found, places, position, path, label, counter, counter, np.ones_like(counter), backward)
+
+
+def _place(stack: tuple[Frame, ...]) -> tuple[str, str, bool]:
+    """Scope path, op, and whether the backward pass made it."""
+    python = [
+        name for file, _, name in reversed(stack) if _is_python((file, 0, name)) and name not in _PLUMBING
+    ]  # the outermost first
+    ops = [found[1] for _, _, name in reversed(stack) if (found := _OPERATOR.match(name))]
+    nodes = [found[1] for _, _, name in reversed(stack) if (found := _NODE.search(name))]
+    path = ".".join(python[-_DEEPEST:])
+    if nodes:
+        return path or BACKWARD_PATH, nodes[0], True
+    return path, ops[0] if ops else NO_OP, False
+
+
+def _categories(snapshot: Snapshot, known: Named, numbers: Ints) -> Categories:
+    blocks = known.blocks
+    maker = np.array([_maker(stack) for stack in snapshot.stacks], dtype=np.int64)[numbers]
+    maker = np.where(known.backward & (maker < 0), GRADIENT, maker)
+    lasts = blocks.end_ns == ALIVE
+    category = np.where(maker < 0, UNKNOWN, np.where(lasts | (maker == INPUT), maker, TEMPORARY))
+    category = np.where(blocks.start_ns == EXISTED, BEFORE_RECORDING, category)
+    told = (category != UNKNOWN) & (category != BEFORE_RECORDING)
+    assert category.max(initial=0) < len(CATEGORIES)
+    return Categories(category, np.where(told, INFERRED, NONE))
+
+
+def _maker(stack: tuple[Frame, ...]) -> int:
+    for file, _, _ in stack:
+        for part, number in _MAKERS:
+            if part in file.replace("\\", "/"):
+                return number
+    return -1

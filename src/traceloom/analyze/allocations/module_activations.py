@@ -1,0 +1,103 @@
+"""Activations by module, and what recomputing them in the backward pass would save and cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.categories import ACTIVATION
+from traceloom.analyze.allocations.explained import Explained
+from traceloom.analyze.allocations.naming import MODULE_PREFIX, PYTHON_MODULE
+from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.vocabulary import vocabulary
+from traceloom.model import Trace
+from traceloom.read.ondisk import lookup
+
+ACTIVATIONS = pl.Schema(
+    {
+        "module": pl.String,
+        "call_count": pl.Int64,
+        "bytes": pl.Int64,
+        "block_count": pl.Int64,
+        "saved_bytes": pl.Int64,
+        "host_ns": pl.Int64,
+        "device_ns": pl.Int64,
+    }
+)
+
+
+def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
+    """Activations alive at an instant by the module that made them.
+
+    Args:
+        known: The blocks.
+        pool: Which memory.
+        row: The instant: just after this row of `trace.allocations`.
+
+    Returns:
+        `ACTIVATIONS`, the largest saving first: module, call_count (calls that hold some), bytes and block_count (made
+        inside these calls, with modules inside), saved_bytes (what checkpointing the module would free: all but the
+        last block of each call, which is taken for its output), host_ns and device_ns (what recomputing costs: the time
+        of these calls on their threads, and of the GPU work that they launched). Rows of a module and of the modules
+        inside it overlap.
+    """
+    blocks, places = known.named.blocks, known.named.places
+    if known.stacks is not None or not places.path.size:
+        return ACTIVATIONS.to_frame()
+    tree = forest(known.trace)
+    held = (blocks.pool == pool) & blocks.alive(row) & (known.kinds.category == ACTIVATION) & (blocks.made >= 0)
+    rows = np.flatnonzero(held)
+    calls, block = _inside(tree, _module_calls(known.trace, tree), known.named.position[rows], rows)
+    pairs = pl.DataFrame({"call": calls, "bytes": blocks.bytes[block], "made": blocks.made[block]})
+    by_call = pairs.group_by("call").agg(
+        pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
+        output=pl.col("bytes").sort_by("made").last(),
+    )  # fmt: skip
+    call = by_call["call"].to_numpy()
+    paths = pl.Series(places.modules, dtype=pl.String)
+    told = by_call.with_columns(
+        module=paths.gather(places.path[call]),
+        host_ns=pl.Series(tree.span_ns()[call]),
+        device_ns=pl.Series(tree.subtree_sums(_launched_ns(known.trace, tree))[call]),
+    )
+    summed = told.group_by("module").agg(
+        pl.len().cast(pl.Int64).alias("call_count"),
+        pl.col("bytes", "block_count", "host_ns", "device_ns").sum(),
+        saved_bytes=(pl.col("bytes") - pl.col("output")).sum(),
+    )
+    chosen = summed.filter(pl.col("saved_bytes") > 0).select(list(ACTIVATIONS)).cast(ACTIVATIONS)
+    return chosen.sort("saved_bytes", "module", descending=[True, False])
+
+
+def _module_calls(trace: Trace, tree: Forest) -> Bools:
+    """Which events are calls of modules: by the scopes that the recorder opens, else by Python frames."""
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    ours: Bools = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    frames: Bools = lookup(words.names.str.starts_with(PYTHON_MODULE).to_numpy(), code)
+    return ours if ours.any() else frames
+
+
+def _inside(tree: Forest, wanted: Bools, position: Ints, block: Ints) -> tuple[Ints, Ints]:
+    """Every pair of a wanted event and a block that was made in it, at any depth."""
+    above = tree.nearest(wanted)
+    at = np.append(tree.nearest_or_self(wanted, above), -1)[position]
+    calls, blocks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    while (at >= 0).any():
+        there = np.flatnonzero(at >= 0)
+        at, block = at[there], block[there]
+        calls.append(at)
+        blocks.append(block)
+        at = above[at]
+    return np.concatenate(calls), np.concatenate(blocks)
+
+
+def _launched_ns(trace: Trace, tree: Forest) -> Ints:
+    """Summed durations of the GPU work that each host event launched itself."""
+    work = trace.gpu_work().select("launch", "duration_ns").drop_nulls()
+    out = np.zeros(tree.row.size, dtype=np.int64)
+    position = tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
+    known = position >= 0
+    np.add.at(out, position[known], np.maximum(work["duration_ns"].to_numpy()[known], 0))
+    return out

@@ -1,0 +1,172 @@
+"""Why memory ran out: who held it then, what was asked for, and what would free how much."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from traceloom.analyze.allocations.census import frame
+from traceloom.analyze.allocations.holders import tree_of
+from traceloom.model import units
+
+KINDS = {
+    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
+    "other": "other tensors",
+}  # fmt: skip
+KEPT = "kept for backward"
+_KEPT = re.compile(r"^kept for backward by (.+)$")
+_OF = re.compile(r"^.* of (.+)$")
+_LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python\d)[/\\]|^<frozen|^<string")
+_BACKWARD = re.compile(r"\): (?:backward|_engine_run_backward)$")
+_SMALL = 0.01  # of what was alive; advice that frees less is not worth a line
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to try.
+
+    Attributes:
+        action: Stable name: `shrink-request`, `release-gradients`, `drop-kept-tensors`, `checkpoint-activations`,
+            `smaller-batch`, `shard-optimizer-state`, `expandable-segments`, `other-processes`, `stop-growth`.
+        text: What to do.
+        bytes: What it would free at most; None where it frees nothing but makes the request smaller.
+        why: What in the data says so.
+    """
+
+    action: str
+    text: str
+    bytes: int | None
+    why: str
+
+
+def census_of(document: dict[str, Any]) -> pl.DataFrame:
+    """The live storages of a report on memory that ran out, `CENSUS`; rows that are none are left out."""
+    return frame(document.get("live_storages"))
+
+
+def tree(live: pl.DataFrame) -> pl.DataFrame:
+    """Live storages by kind of owner, then by module, or by type; `holders.TREE`."""
+    leaves = [
+        (_place(owner, name), size, 1) for owner, name, size in live.select("owner", "name", "bytes").rows()
+    ]  # a census has at most some ten thousand rows
+    return tree_of(leaves)
+
+
+def _place(owner: str, name: str) -> tuple[str, ...]:
+    """Names from the root: the kind, then the parts of the path of the module, or the type of the tensor."""
+    kind = KINDS.get(owner, KINDS["other"])
+    kept = _KEPT.match(name)
+    if owner == "other":
+        return (KEPT, kept[1]) if kept else (kind, name)
+    of = _OF.match(name)
+    path = of[1] if of else name
+    if owner == "gradient":
+        path = path.removesuffix(".grad")
+    if path.startswith("("):
+        return (kind, path)
+    return (kind, *path.split("."))
+
+
+def kinds(live: pl.DataFrame) -> dict[str, int]:
+    """Bytes by kind of owner; what only a backward pass keeps is a kind of its own."""
+    named = live.with_columns(
+        kind=pl.when(pl.col("owner").is_in(list(KINDS)))
+        .then(pl.col("owner").replace(KINDS))
+        .otherwise(pl.lit(KINDS["other"]))
+    ).with_columns(
+        kind=pl.when(pl.col("name").str.starts_with(KEPT) & (pl.col("owner") == "other"))
+        .then(pl.lit(KEPT))
+        .otherwise("kind")
+    )
+    sums = named.group_by("kind").agg(pl.col("bytes").sum()).sort("bytes", "kind", descending=[True, False])
+    return dict(sums.rows())
+
+
+def where_in_program(stack: list[str]) -> str | None:
+    """The innermost frame of the user's own code; the innermost of all where there is none."""
+    own = [one for one in stack if not _LIBRARY.search(one.partition("(")[0])]
+    return (own or stack)[-1] if stack else None
+
+
+def advice(
+    live: pl.DataFrame,
+    *,
+    asked: int | None,
+    stack: list[str],
+    devices: list[dict[str, int]],
+    ranks: int | None,
+    growing: list[tuple[str, float, int]],
+) -> list[Advice]:
+    """What to try first, the largest saving first; each only where the data supports it.
+
+    Args:
+        live: The live storages.
+        asked: What was asked for in vain.
+        stack: Where, the outermost frame first.
+        devices: What the allocators say: allocated_bytes, reserved_bytes, free_bytes, total_bytes.
+        ranks: How many ranks the job has.
+        growing: (site, bytes per step, bytes so far) of what grows with every step.
+    """
+    held = kinds(live)
+    whole = sum(held.values())
+    out = [*_by_owner(live, held, stack, ranks), *_by_allocator(asked, devices)]
+    out += [
+        Advice("stop-growth", f"release what {site} leaves behind in every step", size,
+               f"it grows by {units.size(round(per_step))} per step")
+        for site, per_step, size in growing[:2]
+    ]  # fmt: skip
+    worth = [one for one in out if one.bytes is not None and one.bytes >= max(_SMALL * whole, 1)]
+    worth.sort(key=lambda one: -(one.bytes or 0))
+    if asked is not None and asked > whole:
+        said = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
+        where = where_in_program(stack)
+        at = f" at {where}" if where else ""
+        worth.insert(0, Advice("shrink-request", f"look at the request itself{at}", None, said))
+    return worth
+
+
+def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks: int | None) -> list[Advice]:
+    out = []
+    gradients, state = held.get(KINDS["gradient"], 0), held.get(KINDS["optimizer_state"], 0)
+    kept, other = held.get(KEPT, 0), held.get(KINDS["other"], 0)
+    if gradients and not any(_BACKWARD.search(one) for one in stack) and not kept:
+        text = "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
+        out.append(Advice("release-gradients", text, gradients, "gradients were alive outside the backward pass"))
+    if kept:
+        many = f"{units.size(kept)} were kept for the backward pass alone"
+        text = "recompute activations in the backward pass: torch.utils.checkpoint around the repeated blocks"
+        out += [
+            Advice("checkpoint-activations", text, kept, many),
+            Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", kept // 2, many),
+        ]
+    if other:
+        largest = live.filter((pl.col("owner") == "other") & ~pl.col("name").str.starts_with(KEPT))
+        most = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
+        name, size, count = most.sort("bytes", "name", descending=[True, False]).row(0)
+        why = f"{units.count(count)} × {name} hold {units.size(size)} of them"
+        text = "let go of tensors that the program itself holds (lists of results; losses with their graph: .detach())"
+        out.append(Advice("drop-kept-tensors", text, other, why))
+    if state and ranks is not None and ranks > 1:
+        text = f"shard the optimizer's state over the {ranks} ranks (ZeroRedundancyOptimizer, fully_shard)"
+        why = f"every rank holds all {units.size(state)} of it, if it is not sharded yet"
+        out.append(Advice("shard-optimizer-state", text, state - state // ranks, why))
+    return out
+
+
+def _by_allocator(asked: int | None, devices: list[dict[str, int]]) -> list[Advice]:
+    out = []
+    for one in devices:
+        idle = one["reserved_bytes"] - one["allocated_bytes"]
+        if asked is not None and idle >= asked:
+            text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(asked)}"
+            out.append(Advice("expandable-segments", text, idle, why))
+        outside = one["total_bytes"] - one["free_bytes"] - one["reserved_bytes"]
+        if outside > one["total_bytes"] // 10:
+            text = "look at what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
+            why = f"{units.size(outside)} of {units.size(one['total_bytes'])} are in use outside this allocator"
+            out.append(Advice("other-processes", text, outside, why))
+    return out

@@ -1,0 +1,93 @@
+"""Files that tell of memory alone: which kind each is, by its content, and which lie beside a recorded trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from traceloom.errors import InputError
+from traceloom.model import Trace
+
+SNAPSHOT, TIMELINE, OUT_OF_MEMORY = "snapshot", "timeline", "out of memory"
+OOM_FORMAT = "traceloom-out-of-memory"
+MOST_OOM_BYTES = 1 << 26
+_HEAD = 4096
+_ROWS = re.compile(rb"\[\s*\[\s*-?\d+\s*,\s*-?\d+")
+_STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
+
+
+def kind_of(path: Path) -> str | None:
+    """`SNAPSHOT`, `TIMELINE` or `OUT_OF_MEMORY`; None for anything else (a trace, a directory, no file)."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return None
+    if head.startswith(b"\x1f\x8b"):
+        try:
+            head = zlib.decompressobj(31).decompress(head, _HEAD)
+        except zlib.error:
+            return None
+    if head.startswith(b"\x80"):
+        return SNAPSHOT
+    if _ROWS.match(head.lstrip()):
+        return TIMELINE
+    if head.lstrip().startswith(b"{") and OOM_FORMAT.encode() in head[:200]:
+        return OUT_OF_MEMORY
+    return None
+
+
+def read_out_of_memory(path: Path) -> dict[str, Any]:
+    """The document that a run leaves when memory runs out.
+
+    Raises:
+        InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or something else.
+    """
+    try:
+        if path.stat().st_size > MOST_OOM_BYTES:
+            raise _damaged(path, f"it has more than {MOST_OOM_BYTES // 10**6} MB")
+        text = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, "it is cut, or no JSON") from error
+    if not isinstance(document, dict) or document.get("format") != OOM_FORMAT:
+        raise _damaged(path, f"its format is not `{OOM_FORMAT}`")
+    version = document.get("version")
+    if not isinstance(version, int) or version > 1:
+        raise InputError(
+            f"the report is of version {version}; this version of Traceloom reads 1",
+            slug="newer-format", where=str(path), hint="upgrade Traceloom",
+        )  # fmt: skip
+    return document
+
+
+def _damaged(path: Path, why: str) -> InputError:
+    return InputError(f"the report on memory cannot be read: {why}", slug="damaged-memory-report", where=str(path))
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank in a file's name, as the recorder writes it."""
+    found = re.match(r"rank(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+def beside(trace: Trace, ending: str) -> Path | None:
+    """The file of the same process with this ending (`.memory.pickle`, `.oom.json`) in the trace's capture."""
+    entry = trace.meta.capture
+    if entry is None or trace.meta.path in ("", "-"):
+        return None
+    place = Path(trace.meta.path)
+    name = entry.get("name")
+    stem = name if isinstance(name, str) and _STEM.fullmatch(name) else None
+    if stem is None:
+        found = _STEM.match(place.name)
+        stem = found[1] if found else None
+    path = place.parent / f"{stem}{ending}" if stem else None
+    return path if path is not None and path.is_file() else None

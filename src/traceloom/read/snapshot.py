@@ -1,0 +1,227 @@
+"""Memory snapshots of PyTorch's caching allocators (`torch.cuda.memory._dump_snapshot`), as columns.
+
+A snapshot holds the segments that the allocator has from the device, with their blocks, as they were when it was taken;
+and the history of allocations up to then, where it was recorded (`_record_memory_history`). The layout has changed with
+PyTorch's versions: a list of segments alone; blocks with a `history` or with `frames`; entries with or without a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from traceloom.errors import InputError
+from traceloom.model.notice import Notice
+from traceloom.read.pickled import load
+
+ACTIONS = (
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
+    "oom", "snapshot", "user_defined",
+)  # fmt: skip
+ENTRIES = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "action": pl.Enum(ACTIONS),
+        "address": pl.Int64(),  # of oom: bytes that were free on the device
+        "bytes": pl.Int64(),
+        "time_us": pl.Int64(),  # Unix time; null in snapshots of older versions
+        "stack": pl.Int32(),  # of `stacks`; 0 is none
+    }
+)
+SEGMENTS = pl.Schema({"device": pl.Int32, "address": pl.Int64, "bytes": pl.Int64, "stream": pl.Int64})
+BLOCKS = pl.Schema(
+    {
+        "device": pl.Int32,
+        "segment": pl.UInt32,  # row of `segments`
+        "address": pl.Int64,
+        "bytes": pl.Int64,
+        "requested_bytes": pl.Int64,
+        "state": pl.String,  # active_allocated, active_pending_free (or active_awaiting_free), inactive
+        "stack": pl.Int32,
+    }
+)
+_MOST_FRAMES = 512
+_LARGEST = 1 << 62
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot.
+
+    Attributes:
+        path: The file.
+        entries: `ENTRIES`: the history by device, in the order in which it happened.
+        segments: `SEGMENTS`.
+        blocks: `BLOCKS`, in the order of addresses within their segment.
+        stacks: Call stacks, the innermost frame first; the first one is empty.
+        notices: What was left out.
+    """
+
+    path: str
+    entries: pl.DataFrame
+    segments: pl.DataFrame
+    blocks: pl.DataFrame
+    stacks: tuple[tuple[Frame, ...], ...]
+    notices: tuple[Notice, ...] = ()
+
+
+def read_snapshot(path: str | Path) -> Snapshot:
+    """Read a snapshot; nothing in the file is run.
+
+    Raises:
+        InputError: as `traceloom.read.pickled.load`; `not-a-snapshot`, where the pickle holds something else.
+    """
+    return snapshot_of(load(path), str(path))
+
+
+def snapshot_of(document: Any, path: str) -> Snapshot:
+    """The snapshot in the data of a pickle; see `read_snapshot`."""
+    whole = {"segments": document} if isinstance(document, list) else document
+    traces = whole.get("device_traces", []) if isinstance(whole, dict) else None
+    segments = whole.get("segments", []) if isinstance(whole, dict) else None
+    if not isinstance(traces, list) or not isinstance(segments, list) or not (traces or segments):
+        raise InputError(
+            "the pickle holds no memory snapshot (no `segments` or `device_traces`)",
+            slug="not-a-snapshot",
+            where=path,
+            hint="make one with torch.cuda.memory._dump_snapshot(), or with traceloom record --memory",
+        )
+    reader = _Reader()
+    for device, trace in enumerate(traces):
+        reader.history(device, trace)
+    for segment in segments:
+        reader.segment(segment)
+    notices: tuple[Notice, ...] = ()
+    if reader.odd:
+        said = f"{reader.odd} entries of the snapshot are not as they should be, and are left out"
+        notices = (Notice("odd-snapshot-entries", "warning", said, count=reader.odd),)
+    return Snapshot(
+        path,
+        pl.DataFrame(reader.entries, schema=ENTRIES, orient="col"),
+        pl.DataFrame(reader.segments, schema=SEGMENTS, orient="row"),
+        pl.DataFrame(reader.blocks, schema=BLOCKS, orient="row"),
+        tuple(reader.stacks),
+        notices,
+    )
+
+
+class _Reader:
+    """Turns objects into columns; what does not fit is counted."""
+
+    def __init__(self) -> None:
+        self.odd = 0
+        self.entries: list[list[Any]] = [[] for _ in ENTRIES]
+        self.segments: list[tuple[Any, ...]] = []
+        self.blocks: list[tuple[Any, ...]] = []
+        self.stacks: list[tuple[Frame, ...]] = [()]
+        self._frames: list[Frame] = []
+        self._known: dict[Frame, int] = {}
+        self._seen: dict[int, int] = {}  # frames are shared: by identity
+        self._stack: dict[tuple[int, ...], int] = {(): 0}
+
+    def history(self, device: int, trace: Any) -> None:
+        """The entries of one device."""
+        if not isinstance(trace, list):
+            self.odd += 1
+            return
+        devices, actions, addresses, sizes, times, stacks = self.entries
+        for entry in trace:
+            if type(entry) is not dict:
+                self.odd += 1
+                continue
+            action, size, time = entry.get("action"), entry.get("size", 0), entry.get("time_us")
+            address = entry.get("device_free" if action == "oom" else "addr", 0)
+            good = _is_size(size) and _is_size(address) and (time is None or _is_size(time)) and action in _KNOWN
+            if not good:
+                self.odd += 1
+                continue
+            devices.append(device)
+            actions.append(action)
+            addresses.append(address)
+            sizes.append(size)
+            times.append(time)
+            stacks.append(self.stack_of(entry.get("frames")))
+
+    def segment(self, segment: Any) -> None:
+        """A segment with its blocks; older versions give no addresses of blocks, which follow one another."""
+        if not isinstance(segment, dict):
+            self.odd += 1
+            return
+        address: Any
+        device, address, size = segment.get("device", 0), segment.get("address"), segment.get("total_size")
+        blocks = segment.get("blocks")
+        good = _is_size(address) and _is_size(size) and _is_size(device) and device < 1 << 31
+        if not good or not isinstance(blocks, list):
+            self.odd += 1
+            return
+        number, at = len(self.segments), address
+        stream = segment.get("stream", 0)
+        self.segments.append((device, address, size, stream if _is_size(stream) else 0))
+        for block in blocks:
+            whole: Any = block.get("size") if isinstance(block, dict) else None
+            state = block.get("state") if isinstance(block, dict) else None
+            if not _is_size(whole) or not isinstance(state, str):
+                self.odd += 1
+                continue
+            place = block.get("address", at)
+            asked = block.get("requested_size", whole)
+            history = block.get("history")
+            last = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else block
+            asked = last.get("real_size", asked) if last is not block else asked
+            self.blocks.append(
+                (
+                    device, number, place if _is_size(place) else at, whole, asked if _is_size(asked) else whole, state,
+                    self.stack_of(last.get("frames")),
+                )
+            )  # fmt: skip
+            at += whole
+
+    def stack_of(self, frames: Any) -> int:
+        """The number of a stack."""
+        if not frames or not isinstance(frames, list):
+            return 0
+        seen = self._seen
+        try:
+            key = tuple([seen[id(frame)] for frame in frames])
+        except KeyError:
+            key = tuple([self._frame(frame) for frame in frames[:_MOST_FRAMES]])
+        number = self._stack.get(key)
+        if number is None:
+            number = self._stack[key] = len(self.stacks)
+            self.stacks.append(tuple(self._frames[k] for k in key))
+        return number
+
+    def _frame(self, frame: Any) -> int:
+        """The number of a frame; its object is kept by the document as long as we are."""
+        known = self._seen.get(id(frame))
+        if known is not None:
+            return known
+        told: Frame = ("", 0, "?")
+        if isinstance(frame, dict):
+            file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
+            told = (str(file or "")[:1000], line if isinstance(line, int) else 0, str(name or "?")[:1000])
+        number = self._known.setdefault(told, len(self._frames))
+        if number == len(self._frames):
+            self._frames.append(told)
+        self._seen[id(frame)] = number
+        return number
+
+
+_KNOWN = frozenset(ACTIONS)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def frame_text(frame: Sequence[Any]) -> str:
+    """`file(line): function`, as frames read in traces."""
+    file, line, name = frame
+    return f"{file}({line}): {name}" if file and file != "??" else str(name)
