@@ -24,11 +24,12 @@ examples:
   traceloom memory run                           who holds what at the peak
   traceloom memory run --by module --depth 3     by part of the model
   traceloom memory run --at "step 4" --by stack  by line of code, in one step
+  traceloom memory run -o memory.html            one page: the curve, who holds what at any instant
   traceloom memory run -o allocations.csv --all  every allocation with its name
 """
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
-_ENDINGS = (".csv", ".json")
+_ENDINGS = (".html", ".csv", ".json")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -57,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     how.add_argument("--json", action="store_true", help="print the answer as JSON")
     how.add_argument(
         "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write a file instead: .csv (every allocation), .json (may be repeated)",
+        help="write a file instead: .html, .csv (every allocation), .json (may be repeated)",
     )  # fmt: skip
     how.add_argument("--all", action="store_true", help="with .csv: time, lifetime, category, step, stack, ... too")
     how.add_argument("--force", action="store_true", help="overwrite files")
@@ -114,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
             progress.say(f"writing {path}")
             if path.name.lower().endswith(".csv"):
                 write = partial(_csv, session, options, whole=args.all)
+            elif path.name.lower().endswith(".html"):
+                write = partial(_html, document)
             else:
                 write = partial(_json, document)
             written.append((path, files.write(path, write, force=args.force)))
@@ -125,6 +128,12 @@ def _csv(session: Session, options: MemoryOptions, handle: BinaryIO, *, whole: b
     from traceloom.report.memory import csvfile
 
     csvfile.write(session, options, handle, whole=whole)
+
+
+def _html(document: dict[str, Any], handle: BinaryIO) -> None:
+    from traceloom.report.memory.page import render
+
+    handle.write(render(document).encode())
 
 
 def _json(document: dict[str, Any], handle: BinaryIO) -> None:
@@ -153,4 +162,4 @@ def _show(
     for path, size in written:
         print(f"Wrote {path} ({units.size(size)}).", file=stream)
     if not written and not args.json and document["ranks"]:
-        print(f"\nNext: traceloom memory {shlex.join(args.inputs)} -o allocations.csv --all", file=stream)
+        print(f"\nNext: traceloom memory {shlex.join(args.inputs)} -o memory.html", file=stream)

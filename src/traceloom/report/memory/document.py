@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from traceloom import __version__
@@ -15,17 +14,16 @@ from traceloom.analyze.allocations import Explained, answers, explain
 from traceloom.analyze.allocations.answers import Allocations
 from traceloom.analyze.allocations.holders import sums_by
 from traceloom.analyze.allocations.lifetimes import lifetimes
-from traceloom.analyze.allocations.over_time import instants, largest_keys, levels_by
 from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.model import Notice, Session, units
 from traceloom.model.notice import worst_first
 from traceloom.report.absent import Absent
+from traceloom.report.memory.curve import curve, steps
 from traceloom.report.memory.instant import row_of
 from traceloom.report.memory.options import MemoryOptions
 
 FORMAT = "traceloom-memory"
 VERSION = 1
-_LEAVES = 120  # scopes that a curve tells apart; the rest is one
 
 REASONS = {
     "ranks": "allocations were not recorded (record with --memory, or profile with profile_memory=True)",
@@ -40,6 +38,7 @@ REASONS = {
     "memories[*].largest[*].end_ns": "it was alive when the recording ended, or longer",
     "memories[*].largest[*].step": "it was made outside all steps, or before the recording",
     "memories[*].growth[*].full_at_step": "the recording does not say how much memory the device has",
+    "memories[*].curve.stacks": "Python stacks were not recorded",
     "memories[*].growth[*].stack": "Python stacks were not recorded",
     "out_of_memory": "memory did not run out, or nothing was recorded when it did",
 }
@@ -61,7 +60,7 @@ def build(session: Session, options: MemoryOptions | None = None) -> Row:
         if not trace.allocations.height:
             continue
         known = explain(trace, full_op_names=options.full_op_names)
-        entry, said = _rank(known, options, absent)
+        entry, said = rank_entry(known, options, absent)
         ranks.append(entry)
         notices += [notice.of_rank(trace.rank) for notice in said]
     if not ranks:
@@ -82,7 +81,8 @@ def build(session: Session, options: MemoryOptions | None = None) -> Row:
     }
 
 
-def _rank(known: Explained, options: MemoryOptions, absent: Absent) -> tuple[Row, tuple[Notice, ...]]:
+def rank_entry(known: Explained, options: MemoryOptions, absent: Absent) -> tuple[Row, tuple[Notice, ...]]:
+    """One rank: every memory at its instant, and what to know about the pairing."""
     trace = known.trace
     blocks = known.named.blocks
     rows = {pool: row_of(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
@@ -95,6 +95,7 @@ def _rank(known: Explained, options: MemoryOptions, absent: Absent) -> tuple[Row
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": trace.meta.path,
         "memories": memories,
+        "steps": steps(known, absent),
         "lifetimes": lifetimes(blocks).to_dicts(),
     }
     return entry, found.notices
@@ -122,8 +123,16 @@ def _memory(
         "parts": divided.to_dicts(),
         "largest": absent.rows(_relative(found.largest.filter(here).drop("pool"), absent), "memories[*].largest"),
         "growth": found.growth.filter(here).drop("pool", "example").to_dicts(),
-        "curve": _curve(known, pool, facts["unseen_bytes"], absent),
+        "modules": _at_instant(known, chosen, "module", facts["unseen_bytes"]),
+        "curve": curve(known, pool, facts["unseen_bytes"], absent),
     }
+
+
+def _at_instant(known: Explained, chosen: Any, by: str, unseen: int) -> list[Row]:
+    """These blocks divided, with what nobody saw."""
+    names, number = known.by(by)
+    divided = sums_by(known.named, chosen, number, pl.Series(names, dtype=pl.String))
+    return (_with_unseen(divided, BEFORE, unseen) if unseen else divided).to_dicts()
 
 
 def _relative(rows: pl.DataFrame, absent: Absent) -> pl.DataFrame:
@@ -136,43 +145,6 @@ def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
     both = pl.concat([divided.drop("fraction"), more]).group_by("name").agg(pl.col("bytes", "block_count").sum())
     whole = max(int(both["bytes"].sum()), 1)
     return both.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "name", descending=[True, False])
-
-
-def _curve(known: Explained, pool: int, unseen: int, absent: Absent) -> Row:
-    """Levels over time by category and by scope with its op, at a few hundred instants."""
-    blocks, trace = known.named.blocks, known.trace
-    rows = instants(blocks.levels(pool, trace.allocations.height))
-    times = trace.allocations["time_ns"].to_numpy()
-    at = np.where(rows < 0, trace.start_ns, times[np.maximum(rows, 0)]) - absent.epoch_ns
-    kinds, kind = known.by("category")
-    by_kind = levels_by(blocks, kind, len(kinds), rows, pool)
-    if unseen:
-        by_kind[kinds.index("before_recording")] += unseen
-    scopes, scope = known.by("scope")
-    labels = known.named.places.labels
-    leaf = scope * len(labels) + known.named.label
-    distinct, number = np.unique(leaf, return_inverse=True)
-    levels = levels_by(blocks, number, distinct.size, rows, pool)
-    kept, shown = largest_keys(levels, _LEAVES)
-    names = [_leaf(scopes[distinct[k] // len(labels)], labels[distinct[k] % len(labels)]) for k in kept.tolist()]
-    shown[-1] += unseen
-    return {
-        "time_ns": at.tolist(),
-        "categories": [
-            {"name": name, "bytes": row.tolist()} for name, row in zip(kinds, by_kind, strict=True) if row.any()
-        ],
-        "scopes": [
-            {"name": name, "bytes": row.tolist()}
-            for name, row in zip([*names, "(other)"], shown, strict=True)
-            if row.any()
-        ],
-    }
-
-
-def _leaf(scope: str, label: str) -> str:
-    if scope.startswith("("):
-        return scope if scope == BEFORE else label
-    return f"{scope}.{label}"
 
 
 def _sentence(ranks: list[Row]) -> str:

@@ -1,21 +1,23 @@
-// The module tree as an icicle: each box as wide as its time, children below their parents. Click or Enter zooms.
+// A tree as an icicle: each box as wide as its time or its bytes, children below their parents. Click or Enter zooms.
 import { element, svgElement } from "./element.js";
-import { duration, exact, grouped, share } from "./units.js";
+import { byteSize, duration, exact, grouped, share } from "./units.js";
 
 const BOX = 26;
 const SLIM_BOX = 20; // of call stacks, which are deep
 const THINNEST = 1.5; // pixels
 
+function timesOf(figure) {
+  const { nodes } = JSON.parse(figure.querySelector("script").textContent);
+  return nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, children: [] }));
+}
+
 export class Icicle {
-  constructor(figure) {
+  // `given`: boxes made elsewhere (parent, name, full, key, bytes), parents first; else those of the figure's own script.
+  constructor(figure, given = null) {
     this.figure = figure;
-    const { nodes } = JSON.parse(figure.querySelector("script").textContent);
-    this.nodes = nodes.map(([parent, name, count, host, device], id) => ({ id, parent, name, count, host, device, children: [] }));
-    for (const node of this.nodes) if (node.parent >= 0) this.nodes[node.parent].children.push(node);
-    this.roots = this.nodes.filter((node) => node.parent < 0);
     this.measure = figure.dataset.measure;
     this.box = figure.classList.contains("stacks") ? SLIM_BOX : BOX;
-    this.top = null;
+    this.#take(given ?? timesOf(figure));
     this.picture = figure.querySelector(".icicle");
     this.say = figure.querySelector(".icicle-says");
     for (const button of figure.querySelectorAll("[data-measure-as]")) {
@@ -23,6 +25,22 @@ export class Icicle {
     }
     this.picture.addEventListener("keydown", (event) => this.#key(event));
     new ResizeObserver(() => this.draw()).observe(this.picture);
+    this.draw();
+  }
+
+  #take(nodes) {
+    this.nodes = nodes;
+    for (const node of nodes) if (node.parent >= 0) nodes[node.parent].children.push(node);
+    this.roots = nodes.filter((node) => node.parent < 0);
+    this.top = null;
+  }
+
+  // Other boxes; what was zoomed into stays so where it is still there.
+  show(nodes, slim) {
+    const key = this.top?.key;
+    this.#take(nodes);
+    this.top = nodes.find((node) => key !== undefined && node.key === key) ?? null;
+    this.box = slim ? SLIM_BOX : BOX;
     this.draw();
   }
 
@@ -36,6 +54,10 @@ export class Icicle {
 
   #value(node) {
     return node[this.measure] ?? 0;
+  }
+
+  #written(value) {
+    return this.measure === "bytes" ? byteSize(value) : duration(value);
   }
 
   draw() {
@@ -79,8 +101,8 @@ export class Icicle {
       text.textContent = node.name.length <= room ? node.name : room > 2 ? `${node.name.slice(0, room - 1)}…` : "";
       box.append(text);
     }
-    const time = this.#value(node);
-    box.setAttribute("aria-label", `${node.name}, ${duration(time)}, ${share(time, total)}`);
+    const value = this.#value(node);
+    box.setAttribute("aria-label", `${node.name}, ${this.#written(value)}, ${share(value, total)}`);
     const tell = () => this.#tell(node, total);
     box.addEventListener("mouseenter", tell);
     box.addEventListener("focus", tell);
@@ -89,12 +111,13 @@ export class Icicle {
   }
 
   #tell(node, total) {
-    const facts = [`${duration(node.host)} on the host`];
-    if (node.device !== null) facts.push(`${duration(node.device)} on the GPU`);
-    facts.push(`${grouped(node.count)} ${node.count === 1 ? "call" : "calls"}`);
+    const bytes = this.measure === "bytes";
+    const facts = [bytes ? byteSize(node.bytes) : `${duration(node.host)} on the host`];
+    if (!bytes && node.device !== null) facts.push(`${duration(node.device)} on the GPU`);
+    if (!bytes) facts.push(`${grouped(node.count)} ${node.count === 1 ? "call" : "calls"}`);
     facts.push(`${share(this.#value(node), total)} of what is shown`);
-    this.say.replaceChildren(element("b", { textContent: node.name }), ` ${facts.join(" · ")}`);
-    this.say.title = exact(this.#value(node), "ns");
+    this.say.replaceChildren(element("b", { textContent: node.full ?? node.name }), ` ${facts.join(" · ")}`);
+    this.say.title = exact(this.#value(node), bytes ? "B" : "ns");
   }
 
   zoom(node) {

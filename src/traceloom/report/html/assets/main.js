@@ -5,6 +5,7 @@ import { readEvents } from "./events.js";
 import { listenToGestures, measureOnRuler } from "./gestures.js";
 import { Icicle } from "./icicle.js";
 import { linkTables } from "./links.js";
+import { Owners } from "./owners.js";
 import { chooseRank, help, sectionLinks, switchTheme } from "./page.js";
 import { Search } from "./search.js";
 import { bringToLife } from "./tables.js";
@@ -36,6 +37,7 @@ function start() {
   for (const figure of document.querySelectorAll(".table")) bringToLife(figure);
   for (const figure of document.querySelectorAll(".curve")) readCurve(figure);
   for (const figure of document.querySelectorAll(".modules, .stacks")) new Icicle(figure);
+  for (const figure of document.querySelectorAll(".owners")) new Owners(figure);
   help();
   sectionLinks();
   let timeline = null;

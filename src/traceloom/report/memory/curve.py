@@ -1,0 +1,111 @@
+"""The curve of one memory: levels over time by category, by scope with its op, and by stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations import Explained
+from traceloom.analyze.allocations.categories import BEFORE as OF_BEFORE
+from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_keys, levels_by
+from traceloom.analyze.allocations.partitions import BEFORE
+from traceloom.analyze.intervals import Ints
+from traceloom.model import category as cat
+from traceloom.report.absent import Absent
+
+Row = dict[str, Any]
+LEAVES = 120  # scopes that a curve tells apart; the rest is one
+STACKS = 60
+OTHER = "(other)"
+_OWNED = {
+    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
+    "other": "other tensors",
+}  # fmt: skip
+
+
+def curve(
+    known: Explained, pool: int, unseen: int, absent: Absent, *, most: int = INSTANTS, leaves: int = LEAVES
+) -> Row:
+    """Levels over time at a few hundred instants, the highest among them; each division adds up to the same total.
+
+    Args:
+        known: The blocks.
+        pool: Which memory.
+        unseen: Bytes that the allocator held before the recording and that nobody saw.
+        absent: Times count from its epoch; says why there are no stacks.
+        most: About how many instants.
+        leaves: Scopes with their op that are told apart; the rest is `(other)`.
+    """
+    blocks, trace = known.named.blocks, known.trace
+    rows = instants(blocks.levels(pool, trace.allocations.height), most)
+    times = trace.allocations["time_ns"].to_numpy()
+    at = np.where(rows < 0, trace.start_ns, times[np.maximum(rows, 0)]) - absent.epoch_ns
+    kinds, kind = known.by("category")
+    by_kind = levels_by(blocks, kind, len(kinds), rows, pool)
+    by_kind[OF_BEFORE] += unseen
+    names, leaf = _leaves(known)
+    stacks = None
+    if _has_stacks(known):
+        stacks = _told(known, known.by("stack"), (pool, rows), unseen, STACKS)
+    return {
+        "time_ns": at.tolist(),
+        "categories": _series(kinds, by_kind),
+        "scopes": _told(known, (names, leaf), (pool, rows), unseen, leaves),
+        "stacks": absent.value(stacks, "memories[*].curve.stacks"),
+    }
+
+
+def _has_stacks(known: Explained) -> bool:
+    kinds = known.trace.events["category"].to_physical()
+    return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
+
+
+def _leaves(known: Explained) -> tuple[list[str], Ints]:
+    """Scope and op of each block; of blocks from before the recording, what their owner is."""
+    named, labels = known.named, known.named.places.labels
+    scopes, scope = known.by("scope")
+    plain = scope * len(labels) + named.label
+    owner = known.whose.table["owner"].to_list()
+    kinds = [*dict.fromkeys(owner), "unknown"]
+    number = np.append(np.array([kinds.index(one) for one in owner], dtype=np.int64), len(kinds) - 1)
+    key = np.where(named.blocks.made < 0, -1 - number[known.whose.of], plain)
+    distinct, place = np.unique(key, return_inverse=True)
+    names = [
+        f"{BEFORE}.{_OWNED.get(kinds[-1 - one], kinds[-1 - one])}"
+        if one < 0
+        else _leaf(scopes[one // len(labels)], labels[one % len(labels)])
+        for one in distinct.tolist()
+    ]
+    return names, place.astype(np.int64)
+
+
+def _leaf(scope: str, label: str) -> str:
+    return label if scope.startswith("(") else f"{scope}.{label}"
+
+
+def _told(known: Explained, parts: tuple[list[str], Ints], at: tuple[int, Ints], unseen: int, most: int) -> list[Row]:
+    """The largest parts and the rest."""
+    (names, number), (pool, rows) = parts, at
+    levels = levels_by(known.named.blocks, number, len(names), rows, pool)
+    kept, shown = largest_keys(levels, most)
+    told = _series([*(names[k] for k in kept.tolist()), OTHER], shown)
+    if not unseen:
+        return told
+    name = f"{BEFORE}.unknown"
+    before = next((one for one in told if one["name"] == name), None)
+    if before is None:
+        return [*told, {"name": name, "bytes": [unseen] * rows.size}]
+    before["bytes"] = [level + unseen for level in before["bytes"]]
+    return told
+
+
+def _series(names: list[str], levels: Ints) -> list[Row]:
+    return [{"name": name, "bytes": row.tolist()} for name, row in zip(names, levels, strict=True) if row.any()]
+
+
+def steps(known: Explained, absent: Absent) -> list[Row]:
+    """The steps of a trace, to be marked on its curves."""
+    rows = known.trace.steps.select("step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns)
+    return absent.rows(rows, "ranks[*].steps")

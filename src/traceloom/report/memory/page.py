@@ -1,0 +1,244 @@
+"""Whose memory it is, as a page of its own in the frame of the report's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from string import Template
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.html import inputs
+from traceloom.report.html import page as frame
+from traceloom.report.html.absence import Reasons
+from traceloom.report.html.cells import Column, text
+from traceloom.report.html.overview import allocator, rank_name
+from traceloom.report.html.table import table
+from traceloom.report.memory.picture import figure
+
+Row = dict[str, Any]
+MOST_RANKS = 8  # that are shown one by one: those with the highest peaks
+_SMALLEST = 1000  # a memory with less than this part of the largest has no picture
+Body = tuple[str, str, str, str]
+
+
+def render(document: Row) -> str:
+    """The document as one HTML page that needs nothing but itself."""
+    reasons = Reasons(document)
+    shown = _shown(document["ranks"])
+    sections = list(_sections(document, shown, reasons))
+    name = str(document["name"])
+    script, theme = frame.page_script(), frame.page_asset("theme.js")
+    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
+    page = Template(frame.page_asset("page.html")).substitute(
+        policy=frame.page_policy([theme, script], style),
+        title=text(f"{document['sentence']} – {name}"),
+        theme=theme,
+        style=style,
+        name=text(name),
+        ranks=_choice(shown),
+        headline=f"<h1>{text(_capital(document['sentence']))}</h1>",
+        numbers=_numbers(document),
+        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
+        sections="\n".join(frame.page_section(*section) for section in sections),
+        footer=_footer(document),
+        data="",
+        script=script,
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _shown(ranks: list[Row]) -> list[tuple[str, Row]]:
+    """Names and entries of the ranks that are shown one by one, in their own order."""
+    named = [(rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
+    highest = sorted(range(len(ranks)), key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0))
+    return [named[k] for k in sorted(highest[:MOST_RANKS])]
+
+
+def _choice(shown: list[tuple[str, Row]]) -> str:
+    if len(shown) < 2:
+        return ""
+    options = "".join(f'<option value="{k}">{text(name)}</option>' for k, (name, _) in enumerate(shown))
+    return f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+
+
+def _numbers(document: Row) -> str:
+    memories = [memory for entry in document["ranks"] for memory in entry["memories"]]
+    if not memories:
+        return ""
+    most = max(memories, key=lambda memory: int(memory["peak_bytes"]))
+    known = sum(row["bytes"] for row in most["categories"] if row["category"] not in ("unknown", "before_recording"))
+    whole = max(sum(row["bytes"] for row in most["categories"]), 1)
+    where = "outside all steps" if most["peak_step"] is None else f"in step {most['peak_step']}"
+    grows = sum(row["bytes_per_step"] for row in most["growth"])
+    shown = [
+        ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
+        ("At the end", units.size(most["end_bytes"]), f"after {units.count(most['allocation_count'])} allocations"),
+        ("Told what it is for", units.share(known, whole), "of the bytes at the instant shown"),
+        ("Grows", units.size(round(grows)) if grows else "nothing", "per step" if grows else "from step to step"),
+    ]
+    items = "".join(
+        f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
+        for label, value, more in shown
+    )
+    return f'<dl class="key">{items}</dl>'
+
+
+def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> Iterator[Body]:
+    if not shown:
+        yield "memory", "Memory", "", reasons.line("ranks", "Memory")
+    else:
+        at = _instant(str(document["at"]))
+        every = [
+            ("over-time", "Over time", "Click the curve, or use the arrow keys on it.", _curves),
+            ("scopes", "Scopes", f"Who holds what at {text(at)}; each row holds the indented ones below it.", _scopes),
+            ("modules", "Modules", "The part of the model: parameters with their gradients and states too.", _modules),
+            ("categories", "Categories", "What it is for, and how that is known.", _categories),
+            ("largest", "Largest allocations", f"The largest blocks alive at {text(at)}.", _largest),
+            ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.", _growth),
+        ]  # fmt: skip
+        for key, title, note, make in every:
+            parts = []
+            for position, (name, entry) in enumerate(shown):
+                only = "" if len(shown) == 1 else f' data-of-rank="{position}"'
+                drawn = (_part(make(m, entry, f"{key}-{position}-{k}", document, reasons), m, entry)
+                         for k, m in enumerate(_worth(entry["memories"])))  # fmt: skip
+                parts.append(f'<div{only} data-rank-name="{text(name)}">{"".join(drawn)}</div>')
+            yield key, title, note, "".join(parts)
+        yield "lifetimes", "Lifetimes", "How long blocks live, of those made and freed here.", _lifetimes(shown)
+    if len(document["ranks"]) > 1:
+        yield "ranks", "Ranks", "The peak of every memory.", _ranks(document)
+    yield "data", "Data", "What to know about the data.", inputs.notices(document, reasons)
+
+
+def _instant(at: str) -> str:
+    return "the peak" if at == "peak" else units.duration(int(at)) if at.isdigit() else at
+
+
+def _worth(memories: list[Row]) -> list[Row]:
+    ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
+    return [memory for memory in ordered if memory["peak_bytes"] * _SMALLEST >= ordered[0]["peak_bytes"]]
+
+
+def _part(body: str, memory: Row, entry: Row) -> str:
+    """With the name of the memory, where the rank has several."""
+    several = len(_worth(entry["memories"])) > 1
+    return f"<h3>{text(allocator(memory))}</h3>{body}" if several else body
+
+
+def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons) -> str:
+    return figure(memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"])
+
+
+_HELD = (
+    Column("bytes", "Bytes", "bytes"),
+    Column("fraction", "Share", "share"),
+    Column("block_count", "Blocks", "count"),
+)
+
+
+def _scopes(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
+    rows = [{**row, "name": "\u2003" * row["depth"] + row["name"]} for row in memory["tree"]]
+    columns = [
+        *_HELD,
+        Column("self_bytes", "Its own", "bytes", "held by no row below it"),
+        Column("name", "Scope and operator", "name"),
+    ]
+    return table(key, columns, rows, {}, "Memory by scope")
+
+
+def _modules(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
+    return table(key, [*_HELD, Column("name", "Module", "name")], memory["modules"], {}, "Memory by module")
+
+
+def _categories(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
+    rows = [{**row, "name": row["category"].replace("_", " ")} for row in memory["categories"]]
+    hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
+    columns = [Column("name", "Category"), *_HELD, Column("evidence", "Known by", "text", hint)]
+    return table(key, columns, rows, {}, "Memory by category")
+
+
+def _largest(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
+    rows = [{**row, "lifetime_ns": _life(row), "what": row["category"].replace("_", " ")} for row in memory["largest"]]
+    columns = [
+        Column("bytes", "Bytes", "bytes"),
+        Column("what", "Category"),
+        Column("step", "Step", "count"),
+        Column("time_ns", "From", "time", "after the start of the recording"),
+        Column("lifetime_ns", "Lives", "time"),
+        *([Column("owner", "Owner", "name")] if any(row["owner"] for row in rows) else []),
+        Column("name", "Name", "name"),
+    ]
+    why = {**reasons.columns("memories[*].largest"), "lifetime_ns": "it was not made and freed in the recording"}
+    return table(key, columns, rows, why, "Largest allocations")
+
+
+def _life(row: Row) -> int | None:
+    return None if row["time_ns"] is None or row["end_ns"] is None else row["end_ns"] - row["time_ns"]
+
+
+def _growth(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
+    if not memory["growth"]:
+        return '<p class="quiet">Nothing grows from step to step.</p>'
+    columns = [
+        Column("bytes_per_step", "Per step", "bytes"),
+        Column("step_count", "Steps", "count", "that left something"),
+        Column("bytes", "So far", "bytes"),
+        Column("block_count", "Blocks", "count"),
+        *([Column("full_at_step", "Full at step", "count")] if "full_at_step" in memory["growth"][0] else []),
+        Column("site", "Allocated by", "name"),
+        *([Column("stack", "Stack", "name")] if "stack" in memory["growth"][0] else []),
+    ]
+    return table(key, columns, memory["growth"], reasons.columns("memories[*].growth"), "Growth")
+
+
+def _lifetimes(shown: list[tuple[str, Row]]) -> str:
+    columns = [
+        Column("life", "Lifetime"),
+        Column("block_count", "Blocks", "count"),
+        Column("bytes", "Bytes", "bytes", "summed over all of them"),
+    ]
+    out = []
+    for position, (_, entry) in enumerate(shown):
+        rows = [
+            {**row, "life": f"{units.duration(row['from_ns'])} to {units.duration(row['to_ns'])}"}
+            for row in entry["lifetimes"]
+        ]
+        drawn = table(f"lifetimes-{position}", columns, rows, {}, "Lifetimes")
+        out.append(drawn if len(shown) == 1 else f'<div data-of-rank="{position}">{drawn}</div>')
+    return "".join(out)
+
+
+def _ranks(document: Row) -> str:
+    rows = [
+        {**memory, "rank": rank_name(entry, k), "where": allocator(memory)}
+        for k, entry in enumerate(document["ranks"])
+        for memory in entry["memories"]
+    ]
+    columns = [
+        Column("rank", "Rank"),
+        Column("where", "Memory"),
+        Column("peak_bytes", "Peak", "bytes"),
+        Column("peak_step", "In step", "count"),
+        Column("end_bytes", "At the end", "bytes"),
+        Column("allocation_count", "Allocations", "count"),
+        Column("free_count", "Frees", "count"),
+    ]
+    job = "".join(
+        f'<p class="quiet">{row["count"]} × {text(row["device_type"])}: {units.size(row["sum_of_peaks_bytes"])} '
+        f"in all; the largest peak is {row['imbalance']:.2f} × the mean.</p>"
+        for row in document["job"]
+        if row["count"] > 1
+    )
+    return job + table("rank-table", columns, rows, {"peak_step": "the peak is outside all steps"}, "Peaks by rank")
+
+
+def _footer(document: Row) -> str:
+    return (
+        f"<p>Traceloom {text(document['traceloom'])} · times count from {text(document['epoch_ns'])} ns</p>"
+        "<p>Every allocation by name: <code>traceloom memory … -o allocations.csv --all</code>; the same numbers for "
+        "programs: <code>-o memory.json</code></p>"
+    )

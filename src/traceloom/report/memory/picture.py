@@ -1,0 +1,109 @@
+"""The figure that the script draws: a stacked curve, and below it who holds what at the chosen instant."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.icicle import island
+from traceloom.report.names import harmless
+
+Row = dict[str, Any]
+
+# From the ground up: what stays stands below what comes and goes. Each kind has one colour wherever it is drawn.
+COLOURS = {
+    "parameter": "compute",
+    "buffer": "op",
+    "optimizer_state": "optimizer",
+    "before_recording": "other",
+    "gradient": "backward",
+    "unknown": "idle",
+    "input": "loading",
+    "activation": "memory",
+    "temporary": "communication",
+}
+_FRAME = " < "
+_LONGEST = 200  # characters of a name in the page
+
+
+def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> str:
+    """One memory over time; the page without scripts shows the tables alone.
+
+    Args:
+        memory: One of the document's `memories`.
+        steps: The document's `steps` of the rank.
+        label: What the figure is about, for readers that do not see it.
+        at: The instant that was asked for; `peak` or another.
+    """
+    curve = memory["curve"]
+    totals = [sum(values) for values in zip(*(one["bytes"] for one in curve["categories"]), strict=True)]
+    if not totals:
+        return ""
+    peak = totals.index(max(totals))
+    time_ns = memory["instant"]["time_ns"]
+    chosen = peak if at == "peak" else max(bisect_right(curve["time_ns"], time_ns) - 1, 0)
+    order = list(COLOURS)
+    kinds = sorted(curve["categories"], key=lambda one: order.index(one["name"]) if one["name"] in order else 99)
+    data = {
+        "times": curve["time_ns"],
+        "peak": peak,
+        "chosen": chosen,
+        "steps": [[row["step"], row["start_ns"], row["end_ns"]] for row in steps],
+        "kinds": [
+            [one["name"].replace("_", " "), COLOURS.get(one["name"], "idle"), changes(one["bytes"])] for one in kinds
+        ],
+        "trees": _trees(curve),
+    }
+    tell = f"peak {units.size(totals[peak])} at {units.duration(curve['time_ns'][peak])}"
+    views = "".join(
+        f'<button type="button" data-tree="{key}" aria-pressed="{str(key == "scopes").lower()}">{name}</button>'
+        for key, name in (("scopes", "By scope"), ("stacks", "By Python stack"))
+        if key in data["trees"]
+    )
+    return (
+        f'<figure class="owners" data-label="{escape(harmless(label))}">'
+        '<div class="owners-head"><p class="owners-says" role="status">'
+        f'{escape(tell)}</p><div class="switch" role="group" aria-label="Layers of the curve">'
+        '<button type="button" data-layers="kinds" aria-pressed="true">By category</button>'
+        '<button type="button" data-layers="scopes" aria-pressed="false">By scope</button>'
+        '<button type="button" data-peak>Peak</button></div></div>'
+        '<div class="areas" tabindex="0" role="slider" aria-orientation="horizontal"></div>'
+        '<ul class="legend"></ul>'
+        '<div class="holders" data-measure="bytes" data-label="Who holds what at the chosen instant">'
+        f'<div class="switch" role="group" aria-label="What the boxes are">{views if "stacks" in data["trees"] else ""}'
+        '</div><div class="icicle"></div><p class="icicle-says quiet" role="status">Click the curve, or use the arrow '
+        "keys on it, to choose an instant. Hover or use the arrow keys to read a box; click or Enter to zoom, Escape "
+        f'to go back.</p></div><script type="application/json">{island(data)}</script></figure>'
+    )
+
+
+def _trees(curve: Row) -> Row:
+    """Levels of the paths of scopes and stacks: names once, and each path as their numbers from the root."""
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(harmless(name[:_LONGEST]), len(names))
+
+    def scope(path: str) -> list[int]:
+        return [number(part) for part in path.split(".")]
+
+    def stack(text: str) -> list[int]:
+        return [number(frame) for frame in reversed(text.split(_FRAME))]
+
+    out: Row = {"scopes": [[scope(one["name"]), changes(one["bytes"])] for one in curve["scopes"]]}
+    if curve.get("stacks"):
+        out["stacks"] = [[stack(one["name"]), changes(one["bytes"])] for one in curve["stacks"]]
+    return {"names": list(names), **out}
+
+
+def changes(levels: list[int]) -> list[int]:
+    """A curve as pairs (instants since the last change, change of the level), one list; most levels rest mostly."""
+    out, last = [], 0
+    for at, (before, after) in enumerate(pairwise([0, *levels])):
+        if after != before:
+            out += [at - last, after - before]
+            last = at
+    return out
