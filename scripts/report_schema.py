@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import every
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "reference" / "report.schema.json"
 
@@ -15,7 +15,7 @@ def with_sections(schema: dict[str, object]) -> dict[str, object]:
     properties = schema["properties"]
     assert isinstance(properties, dict)
     kept = {key: shape for key, shape in properties.items() if "x-section" not in shape}
-    added = {s.key: {"x-section": s.title, "anyOf": [s.schema, {"type": "null"}]} for s in SECTIONS}
+    added = {s.key: {"x-section": s.title, "anyOf": [s.schema, {"type": "null"}]} for s in every()}
     return {**schema, "properties": {**kept, **added}}
 
 

@@ -21,7 +21,7 @@ from traceloom.report.findings import told
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.rank import rank_entry
-from traceloom.report.sections import SECTIONS, chosen, reasons
+from traceloom.report.sections import KEYS, NOT_ASKED, chosen, reasons, section
 from traceloom.report.sections.section import Study
 from traceloom.report.window import of_steps
 
@@ -45,10 +45,10 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
     """
     options = options or ReportOptions()
-    chosen(options.only)
+    asked = chosen(options.only)
     whole = _of_ranks(session, options)
     part = selected(session, options)
-    absent = Absent(part.epoch_ns, reasons())
+    absent = Absent(part.epoch_ns, reasons(asked))
     ranks, results = _measured(whole, part, options)
     notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
     found, ground = told(whole, options, absent)
@@ -91,23 +91,23 @@ def _measured(whole: Session, part: Session, options: ReportOptions) -> tuple[li
     """
     asked = chosen(options.only)
     core: list[Measured] = []
-    results: dict[str, list[Any]] = {section.key: [] for section in asked}
+    results: dict[str, list[Any]] = {one.key: [] for one in asked}
     for trace, shown in zip(whole.traces, part.traces, strict=True):
         core.append(measure(trace, options.steps, by_shape=options.by_shape))
-        for section in asked:
-            results[section.key].append(section.measure(shown, options))
+        for one in asked:
+            results[one.key].append(one.measure(shown, options))
     return core, results
 
 
 def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent) -> Row:
     """The chosen sections, one after the other; null where not asked for."""
     out: Row = {}
-    for section in SECTIONS:
-        if section.key not in results:
-            absent.say(section.key, "not asked for (--only)")
-            out[section.key] = None
+    for key in KEYS:
+        if key not in results:
+            absent.say(key, NOT_ASKED)
+            out[key] = None
             continue
-        out[section.key] = section.build(replace(study, results=results.pop(section.key)), absent)
+        out[key] = section(key).build(replace(study, results=results.pop(key)), absent)
     return out
 
 
@@ -133,7 +133,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "communication": {"collectives": [], "ranks": []},
         "memory": {"devices": [], "curve": []},
         "data_loading": None,
-        **{section.key: None for section in SECTIONS},
+        **dict.fromkeys(KEYS),
         "findings": [],
         "findings_ground": None,
         "runs": runs,
@@ -148,7 +148,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
 
 
 def _parts() -> list[str]:
-    return sorted([*_CORE, *(section.key for section in SECTIONS)])
+    return sorted([*_CORE, *KEYS])
 
 
 _CORE = (

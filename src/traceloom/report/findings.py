@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from traceloom.findings import RULES, Ground, Ranked, rank
 from traceloom.model import Session
 from traceloom.model.finding import Finding
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections import FINDINGS
+from traceloom.report.sections import FINDINGS, NOT_ASKED
+
+if TYPE_CHECKING:
+    from traceloom.findings import Ground, Ranked
 
 MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 
@@ -19,10 +21,12 @@ Row = dict[str, Any]
 def told(session: Session, options: ReportOptions, absent: Absent) -> tuple[list[Row], Row | None]:
     """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
     if options.only is not None and FINDINGS not in options.only:
-        return _nothing("not asked for (--only)", absent)
+        return _nothing(NOT_ASKED, absent)
     events = sum(trace.events.height for trace in session.traces)
     if not events:
         return _nothing("the traces hold no events", absent)
+    from traceloom.findings import RULES, Ground, rank  # loaded where it is asked for
+
     ground = Ground.of(session)
     steps = max((trace.steps.height for trace in session.traces), default=0) or 1
     if events // steps > MOST_EVENTS:

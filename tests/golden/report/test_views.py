@@ -17,7 +17,7 @@ import pytest
 
 from traceloom.report import ReportOptions, build_runs
 from traceloom.report.markdown import render as markdown
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import every
 from traceloom.report.terminal import render as terminal
 from traceloom.report.terminal import show
 
@@ -60,5 +60,5 @@ def test_the_markdown_report(document: dict[str, Any]) -> None:
 
 
 def test_the_summary_of_several_runs_has_the_same_keys_as_a_report(document: dict[str, Any]) -> None:
-    sections = {section.key for section in SECTIONS}
+    sections = {section.key for section in every()}
     assert set(build_runs([], "nothing", [])) == set(document) | sections | {"findings_ground"}

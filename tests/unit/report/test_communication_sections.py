@@ -14,7 +14,7 @@ from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.html.page import render as page
 from traceloom.report.markdown import render as markdown
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import every
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.terminal import render as terminal
 from traceloom.testing import TraceBuilder
@@ -67,7 +67,7 @@ def test_sums_of_the_document_close(job: Session) -> None:
 
 def test_pictures_hold_a_cell_per_rank_and_step(job: Session) -> None:
     made = document(job)
-    by_key = {section.key: section for section in SECTIONS}
+    by_key = {section.key: section for section in every()}
     heat = by_key["across_ranks"].picture(made["across_ranks"])
     assert heat.count("<rect") == 8 * 2
     assert "rank 3, step 1: others waited" in heat

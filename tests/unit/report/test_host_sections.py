@@ -10,11 +10,11 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import every
 from traceloom.report.sections.chains import shortened
 from traceloom.testing import TraceBuilder
 
-BY_KEY = {section.key: section for section in SECTIONS}
+BY_KEY = {section.key: section for section in every()}
 KEYS = ("flame", "blocking_calls", "threads", "compile")
 
 

@@ -12,7 +12,7 @@ from traceloom.cli import main
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.html.page import render as page
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import every
 from traceloom.report.sections.curves import curves
 from traceloom.report.terminal import render as terminal
 from traceloom.testing import TraceBuilder
@@ -50,7 +50,7 @@ def document(*ranks: int, **options: Any) -> dict[str, Any]:
 
 def test_every_section_has_its_main_figure() -> None:
     told = document()
-    said = {one.key: one.summary(told[one.key]) for one in SECTIONS if one.key in OURS and told[one.key]}
+    said = {one.key: one.summary(told[one.key]) for one in every() if one.key in OURS and told[one.key]}
     assert said["idle_gaps"] == "the longest gap is 941 µs, host unobserved"
     assert said["graph_launches"] == "3 replays of 1 graph hold 171 µs of GPU work; none deviates"
     assert said["patterns"] == "a sequence of 3 kernels occurs 3 times and holds 100 % of the GPU's work"

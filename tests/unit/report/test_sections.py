@@ -16,7 +16,7 @@ from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.html.page import render as page
 from traceloom.report.markdown import render as markdown
-from traceloom.report.sections import SECTIONS, chosen
+from traceloom.report.sections import chosen, every
 from traceloom.report.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 
@@ -39,7 +39,7 @@ def _session() -> Session:
 
 
 def test_keys_are_unique_and_spelled_like_options() -> None:
-    keys = [section.key for section in SECTIONS]
+    keys = [section.key for section in every()]
     assert len(set(keys)) == len(keys)
     assert all(key.replace("_", "").isalnum() and key == key.lower() for key in keys)
 
@@ -55,7 +55,7 @@ def test_the_published_schema_holds_the_sections() -> None:
 
 
 def test_every_section_is_described(check_words: Callable[[str], bool]) -> None:
-    missing = [section.key for section in SECTIONS if not check_words(section.key)]
+    missing = [section.key for section in every() if not check_words(section.key)]
     assert missing == [], "describe them in docs/reference/report-json.md"
 
 
@@ -67,9 +67,9 @@ def check_words() -> Callable[[str], bool]:
 
 def test_only_leaves_the_others_out_and_says_so() -> None:
     document = build(_session(), ReportOptions(only=("core",)))
-    assert all(document[section.key] is None for section in SECTIONS)
+    assert all(document[section.key] is None for section in every())
     reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-    assert all(reasons[section.key] == "not asked for (--only)" for section in SECTIONS)
+    assert all(reasons[section.key] == "not asked for (--only)" for section in every())
     assert document["kernels"]
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import every
 from traceloom.report.sections.stacked import Part, stacked
 from traceloom.report.terminal import render
 from traceloom.testing import TraceBuilder
 
 KEYS = ("kinds", "kernel_shapes", "copies", "counters")
-SECTION = {section.key: section for section in SECTIONS}
+SECTION = {section.key: section for section in every()}
 
 
 def rank(number: int | None, gemm_us: float, kernels: int = 1) -> TraceBuilder:

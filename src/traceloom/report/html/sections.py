@@ -9,7 +9,7 @@ from typing import Any
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
 from traceloom.report.html.table import MOST_ROWS, table
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import shown
 from traceloom.report.sections.section import Section, Table
 
 Row = dict[str, Any]
@@ -19,7 +19,7 @@ _MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
 def sections(document: Row, reasons: Reasons, *, few: bool = True) -> Iterator[tuple[str, str, str, str]]:
     """Id, title, note and body of each section that was made; of many ranks, tables have fewer rows of each."""
     most = MOST_ROWS if few else _MOST_ROWS_OF_MANY
-    for section in SECTIONS:
+    for section in shown(document):
         value = document.get(section.key)
         tables = list(section.tables(value)) if value else []
         picture = section.picture(value) if value else ""

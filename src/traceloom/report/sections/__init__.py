@@ -1,71 +1,63 @@
-"""The sections of a report beyond its core, one module per question; see `section.py` for what one is."""
+"""The sections of a report beyond its core, one module per question; see `section.py` for what one is.
+
+A section is loaded when it is asked for: a report of the core alone loads none of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from traceloom.errors import UsageError
-from traceloom.report.sections import (
-    across_ranks,
-    anti_patterns,
-    blocking_calls,
-    collectives,
-    compiled,
-    copies,
-    counters,
-    critical_path,
-    flame,
-    graph_launches,
-    groups,
-    idle_gaps,
-    imbalance,
-    inference,
-    kernel_shapes,
-    kinds,
-    launches,
-    patterns,
-    per_step,
-    pipeline,
-    rank_matrix,
-    roofline,
-    slow_steps,
-    threads,
-)
 from traceloom.report.sections.section import Section
 
-SECTIONS: tuple[Section[Any], ...] = (
-    per_step.SECTION,
-    kinds.SECTION,
-    kernel_shapes.SECTION,
-    copies.SECTION,
-    counters.SECTION,
-    critical_path.SECTION,
-    idle_gaps.SECTION,
-    launches.SECTION,
-    graph_launches.SECTION,
-    patterns.SECTION,
-    roofline.SECTION,
-    flame.SECTION,
-    blocking_calls.SECTION,
-    threads.SECTION,
-    compiled.SECTION,
-    collectives.SECTION,
-    groups.SECTION,
-    rank_matrix.SECTION,
-    across_ranks.SECTION,
-    slow_steps.SECTION,
-    imbalance.SECTION,
-    pipeline.SECTION,
-    anti_patterns.SECTION,
-    inference.SECTION,
-)
-"""In the order of every view."""
+_HOMES = {
+    "per_step": "per_step",
+    "kinds": "kinds",
+    "kernel_shapes": "kernel_shapes",
+    "copies": "copies",
+    "counters": "counters",
+    "critical_path": "critical_path",
+    "idle_gaps": "idle_gaps",
+    "launches": "launches",
+    "graph_launches": "graph_launches",
+    "patterns": "patterns",
+    "roofline": "roofline",
+    "flame": "flame",
+    "blocking_calls": "blocking_calls",
+    "threads": "threads",
+    "compile": "compiled",
+    "collectives": "collectives",
+    "groups": "groups",
+    "rank_matrix": "rank_matrix",
+    "across_ranks": "across_ranks",
+    "slow_steps": "slow_steps",
+    "imbalance": "imbalance",
+    "pipeline": "pipeline",
+    "anti_patterns": "anti_patterns",
+    "inference": "inference",
+}
+KEYS = tuple(_HOMES)
+"""In the order of every view; the module of a key is the value."""
 
 CORE = "core"
 FINDINGS = "findings"
 BESIDE = (CORE, FINDINGS)
 """Parts of a report that `--only` can name beside the sections."""
+
+
+@cache
+def section(key: str) -> Section[Any]:
+    """The section of a key."""
+    found: Section[Any] = importlib.import_module(f"{__name__}.{_HOMES[key]}").SECTION
+    return found
+
+
+def every() -> tuple[Section[Any], ...]:
+    """All sections."""
+    return tuple(section(key) for key in KEYS)
 
 
 def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
@@ -75,15 +67,30 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
         UsageError: slug `no-such-section`.
     """
     if only is None:
-        return SECTIONS
-    known = {section.key: section for section in SECTIONS}
+        return every()
     for key in only:
-        if key not in known and key not in BESIDE:
-            have = ", ".join([*BESIDE, *known])
+        if key not in KEYS and key not in BESIDE:
+            have = ", ".join([*BESIDE, *KEYS])
             raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=f"use one of {have}")
-    return tuple(section for section in SECTIONS if section.key in only)
+    return tuple(section(key) for key in KEYS if key in only)
 
 
-def reasons() -> dict[str, str]:
+def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
+    """The sections that a document was asked for."""
+    left_out = {entry["path"] for entry in document.get("absent") or [] if entry["reason"] == NOT_ASKED}
+    return tuple(section(key) for key in KEYS if key in document and key not in left_out)
+
+
+NOT_ASKED = "not asked for (--only)"
+
+
+def reasons(some: Iterable[Section[Any]]) -> dict[str, str]:
     """Why values of the sections can be unknown."""
-    return {path: reason for section in SECTIONS for path, reason in section.reasons.items()}
+    return {path: reason for one in some for path, reason in one.reasons.items()}
+
+
+def __getattr__(name: str) -> Any:
+    """`SECTIONS`: all sections, for those who want them at once."""
+    if name != "SECTIONS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return every()

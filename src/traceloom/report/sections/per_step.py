@@ -62,7 +62,8 @@ def _summary(value: Row) -> str | None:
     column = "total_ns" if value["kernels"] else "self_ns"
     top = max(rows, key=lambda row: float(row[f"mean_{column}"]))
     spread = f"{units.duration(top[f'min_{column}'])} to {units.duration(top[f'max_{column}'])}"
-    return f"the largest is {short(top['name'], _NAME)}: {units.duration(round(top[f'mean_{column}']))} per step ({spread})"
+    mean = units.duration(round(top[f"mean_{column}"]))
+    return f"the largest is {short(top['name'], _NAME)}: {mean} per step ({spread})"
 
 
 SECTION = Section(

@@ -11,7 +11,7 @@ from rich.text import Text
 from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.options import ReportOptions, ordered
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import shown
 from traceloom.report.sections.section import Col, Section, Table
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.time import heading
@@ -36,13 +36,13 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
     if options.only is None:
         yield from _lines(document, width)
         return
-    for section in SECTIONS:
+    for section in shown(document):
         if section.key in options.only:
             yield from _full(section, document, options, width)
 
 
 def _lines(document: Row, width: int) -> Iterator[Text]:
-    told = [(one.key, one.summary(document[one.key])) for one in SECTIONS if document.get(one.key)]
+    told = [(one.key, one.summary(document[one.key])) for one in shown(document) if document.get(one.key)]
     said = [(key, sentence) for key, sentence in told if sentence]
     if not said:
         return
@@ -97,8 +97,8 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
 def _fitting(columns: list[Col], cells: list[list[str]], width: int) -> tuple[list[Col], list[list[str]]]:
     """As many columns, from the left, as the width has room for; always the first."""
     used, fitting = 1, 0
-    for column, shown in zip(columns, cells, strict=True):
-        used += 2 + max(len(column.title), *(len(cell) for cell in shown))
+    for column, texts in zip(columns, cells, strict=True):
+        used += 2 + max(len(column.title), *(len(cell) for cell in texts))
         if used > width and fitting:
             break
         fitting += 1
