@@ -184,6 +184,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         peak=_peak(args),
         link_peak=args.link_peak,
         graph_capture=None if capture is None else str(capture),
+        cache=not args.no_cache,
         tokens_per_step=args.tokens_per_step,
         samples_per_step=args.samples_per_step,
     )

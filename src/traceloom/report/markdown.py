@@ -17,6 +17,7 @@ _MOST_RANKS = 12
 _MOST_ROWS = 8
 _MOST_NOTICES = 5
 _MOST_FINDINGS = 5
+_MOST_LINES = 60  # of a report of one run
 _NAME_WIDTH = 70
 _MARKS = re.compile(r"([\\`*_{}\[\]#|~!])")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
@@ -24,7 +25,9 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 def render(document: Row, options: ReportOptions) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    return "\n".join(_lines(document, options)) + "\n"
+    above, below = list(_lines(document, options)), list(_end(document))
+    between = list(_sections(document, _MOST_LINES - len(above) - len(below)))
+    return "\n".join([*above, *between, *below]) + "\n"
 
 
 def text(words: str) -> str:
@@ -51,7 +54,9 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield from _host(document)
     yield from _kernels(document, options)
     yield from _operators(document, options)
-    yield from _sections(document)
+
+
+def _end(document: Row) -> Iterator[str]:
     yield from _notices(document)
     yield ""
     events = sum(given["events"] for given in document["inputs"])
@@ -171,15 +176,15 @@ def _findings(document: Row) -> Iterator[str]:
             yield f"| {' | '.join(row)} |"
 
 
-def _sections(document: Row) -> Iterator[str]:
-    """One line per section that has something to say."""
+def _sections(document: Row, room: int) -> Iterator[str]:
+    """One line per section that has something to say; the last ones are left out where there is no room for them."""
     said = [
         (section.title, section.summary(document[section.key])) for section in SECTIONS if document.get(section.key)
     ]
     lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in said if sentence]
-    if lines:
+    if lines and room > 1:
         yield ""
-        yield from lines
+        yield from lines[: room - 1]
 
 
 def _notices(document: Row) -> Iterator[str]:

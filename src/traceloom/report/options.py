@@ -24,6 +24,7 @@ class ReportOptions:
             None for that of the device's name where a group stays inside a host.
         graph_capture: File with the recording of the graphs' capture, or of the same model without graphs: from it the
             operators of graph replays are known.
+        cache: Whether that file may come from the cache of read traces, and go there.
         tokens_per_step: Tokens that a step makes, where the user says so.
         samples_per_step: Samples that a step takes, where the user says so.
     """
@@ -37,6 +38,7 @@ class ReportOptions:
     peak: str | None = None
     link_peak: float | None = None
     graph_capture: str | None = None
+    cache: bool = True
     tokens_per_step: int | None = None
     samples_per_step: int | None = None
 

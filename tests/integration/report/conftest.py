@@ -81,11 +81,16 @@ def check_perfetto() -> Callable[[bytes, dict[str, Any]], dict[str, list[dict[st
     def check(text: bytes, document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         rows = json.loads(text)["traceEvents"]
         names = {row["tid"]: row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
-        processes = {row["pid"] for row in rows if row["ph"] == "M" and row["name"] == "process_name"}
-        assert len(processes) == len(document["ranks"])
-        assert not processes & set(names), "a thread must not have the number of a process"
+        called = {row["pid"]: row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "process_name"}
+        paths = [pid for pid, name in called.items() if name == "critical path"]
+        stretches = (document["critical_path"] or {}).get("stretches") or []
+        assert len(paths) == bool(stretches)  # the path goes through all ranks: it is a process of its own
+        assert len(called) - len(paths) == len(document["ranks"])
+        assert not set(called) & set(names), "a thread must not have the number of a process"
         slices = _check_tracks(rows, names)
-        events = [row for track, found in slices.items() if track != "steps" for row in found]
+        path_track = next((name for name in slices if name.startswith("critical path of ")), "")
+        assert len(slices.get(path_track, [])) == len(stretches)
+        events = [row for track, found in slices.items() if track not in ("steps", path_track) for row in found]
         seen = sorted((row["pid"], row["args"]["event"]) for row in events)
         expected = [(i + 1, event) for i, rank in enumerate(document["ranks"]) for event in range(rank["event_count"])]
         assert seen == expected, "every event stands in the export exactly once"

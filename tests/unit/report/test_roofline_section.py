@@ -161,3 +161,15 @@ def test_peaks_that_make_no_sense_end_before_reading(
 
 def test_device_and_peak_exclude_each_other(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), "--device", "H20", "--peak", "bf16=1"]) == 2
+
+
+def test_given_peaks_reach_what_bounds_the_kernels_too() -> None:
+    run = Session((builder(device="a device of no table").build(),), "run")
+
+    def bounds(**options: Any) -> dict[str, int]:
+        rows = build(run, ReportOptions(only=("kinds",), **options))["kinds"]["bounds"]
+        return {row["bound"]: row["count"] for row in rows if row["count"]}
+
+    assert bounds() == {"unknown": 3}
+    assert bounds(peak="bf16=1e14,memory=1e15") == {"compute": 2, "latency": 1}
+    assert bounds(peak="bf16=1e15,memory=1e11") != bounds(peak="bf16=1e14,memory=1e15")

@@ -41,14 +41,14 @@ _NO_CAPTURE = "no recording of the graphs' capture was given (--graph-capture), 
 
 
 @lru_cache(maxsize=1)
-def _capture(path: str) -> Session:
-    return load(path)
+def _capture(path: str, cache: bool) -> Session:
+    return load(path, cache=cache)
 
 
 def _measure(trace: Trace, options: ReportOptions) -> Inference:
     found = analyze.inference(
         trace,
-        None if options.graph_capture is None else _capture(options.graph_capture),
+        None if options.graph_capture is None else _capture(options.graph_capture, options.cache),
         tokens_per_step=options.tokens_per_step,
         samples_per_step=options.samples_per_step,
     )

@@ -61,8 +61,8 @@ class Measured:
     kernels: pl.DataFrame
 
 
-def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    kinds, bounds = analyze.kernel_kinds(trace), analyze.kernel_bounds(trace)
+def _measure(trace: Trace, options: ReportOptions) -> Measured:
+    kinds, bounds = analyze.kernel_kinds(trace), analyze.kernel_bounds(trace, options.peak)
     fill = analyze.kernel_efficiency(trace)
     devices = kinds.devices.select("device", "window_ns", "busy_ns", "idle_ns").join(
         fill.devices.drop("window_ns"), on="device", how="left", nulls_equal=True, maintain_order="left"
@@ -172,7 +172,7 @@ def _tables(value: Row) -> Iterator[Table]:
             Col("exclusive_ns", "Exclusive", "time", "in the order " + ", ".join(BOUNDS)),
             Col("count", "Count", "count"),
         ],
-        value["bounds"],
+        [row for row in value["bounds"] if row["count"]],
         "kinds.bounds",
         "Unknown: no model of the operator, no shapes, or a GPU without known peaks.",
     )

@@ -36,9 +36,16 @@ def show_graph(document: dict[str, Any], stream: TextIO) -> None:
     put(partial(graph.render, document), stream)
 
 
+class _Stream(Console):
+    """A console that leaves it to the command line what a reader who stops reading means; Rich would end with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  (Rich calls this while it handles the BrokenPipeError)
+
+
 def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
     """Write the lines that `rendered` gives for the stream's width; where it is too narrow for them, say so first."""
-    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    console = _Stream(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     if console.width < width:
