@@ -10,17 +10,20 @@ from typing import Any
 import polars as pl
 
 from traceloom import __version__
-from traceloom.analyze.allocations import Explained, answers, explain
+from traceloom.analyze.allocations import Explained, answers
 from traceloom.analyze.allocations.answers import Allocations
 from traceloom.analyze.allocations.holders import sums_by
 from traceloom.analyze.allocations.lifetimes import lifetimes
 from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.model import Notice, Session, units
 from traceloom.model.notice import worst_first
+from traceloom.read.snapshot import Snapshot
 from traceloom.report.absent import Absent
+from traceloom.report.memory import facts, of_timeline, ran_out
 from traceloom.report.memory.curve import curve, steps
 from traceloom.report.memory.instant import row_of
 from traceloom.report.memory.options import MemoryOptions
+from traceloom.report.memory.sources import Sources, of_session
 
 FORMAT = "traceloom-memory"
 VERSION = 1
@@ -32,6 +35,7 @@ REASONS = {
     "memories[*].start_bytes": "the allocator's own total was not recorded",
     "memories[*].reserved_at_peak_bytes": "the allocator does not say what it has reserved",
     "memories[*].capacity_bytes": "the recording does not say how much memory the device has",
+    "memories[*].allocator": "neither an allocator's snapshot nor the recorder tells (on a GPU: record with --memory)",
     "memories[*].tree[*].parent": "null is the root",
     "memories[*].largest[*].owner": "no census tells who owned it",
     "memories[*].largest[*].time_ns": "it was there before the recording",
@@ -39,7 +43,7 @@ REASONS = {
     "memories[*].largest[*].step": "it was made outside all steps, or before the recording",
     "memories[*].growth[*].full_at_step": "the recording does not say how much memory the device has",
     "memories[*].curve.stacks": "Python stacks were not recorded",
-    "memories[*].growth[*].stack": "Python stacks were not recorded",
+    "memories[*].growth[*].stack": "Python stacks were not recorded (record with --stacks)",
     "out_of_memory": "memory did not run out, or nothing was recorded when it did",
 }
 
@@ -47,41 +51,53 @@ Row = dict[str, Any]
 
 
 def build(session: Session, options: MemoryOptions | None = None) -> Row:
-    """The document of one run.
+    """The document of one run, with the files about memory that lie beside its traces; see `document_of`."""
+    return document_of(of_session(session), options)
+
+
+def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
+    """The document of everything that tells of memory.
 
     Raises:
         UsageError: slugs `no-such-rank`, `no-such-step`, `bad-instant`.
     """
     options = options or MemoryOptions()
-    part = session if options.ranks is None else session.of_ranks(options.ranks)
-    absent = Absent(part.epoch_ns, REASONS)
-    ranks, notices = [], list(part.notices)
-    for trace in part.traces:
-        if not trace.allocations.height:
-            continue
-        known = explain(trace, full_op_names=options.full_op_names)
-        entry, said = rank_entry(known, options, absent)
+    sources = sources.of_ranks(options.ranks)
+    epoch_ns = sources.epoch_ns
+    absent = Absent(epoch_ns, REASONS)
+    ranks: list[Row] = []
+    ends: list[Row] = []
+    notices = sources.all_notices()
+    for known in sources.explained(full_op_names=options.full_op_names):
+        entry, said = rank_entry(known, options, absent, sources.snapshot_of(known.trace))
         ranks.append(entry)
-        notices += [notice.of_rank(trace.rank) for notice in said]
-    if not ranks:
-        absent.say("ranks")
+        ends += ran_out.of_blocks(known, sources, epoch_ns)
+        notices += [notice.of_rank(known.trace.rank) for notice in said]
+    ranks += [of_timeline.entry(timeline, options.at, absent) for timeline in sources.timelines]
+    ends = ran_out.of_reports(sources, ranks, epoch_ns) + ends
+    for name, rows in (("ranks", ranks), ("out_of_memory", ends)):
+        if not rows:
+            absent.say(name)
     return {
         "format": FORMAT,
         "version": VERSION,
         "traceloom": __version__,
-        "name": session.name,
-        "epoch_ns": str(part.epoch_ns),
-        "sentence": _sentence(ranks),
+        "name": sources.name,
+        "epoch_ns": str(epoch_ns),
+        "sentence": _sentence(ranks, ends),
         "by": options.by,
         "at": options.at,
         "ranks": ranks,
+        "out_of_memory": ends,
         "job": _job(ranks),
         "notices": [notice.to_dict() for notice in worst_first(tuple(notices))],
         "absent": absent.to_list(),
     }
 
 
-def rank_entry(known: Explained, options: MemoryOptions, absent: Absent) -> tuple[Row, tuple[Notice, ...]]:
+def rank_entry(
+    known: Explained, options: MemoryOptions, absent: Absent, snapshot: Snapshot | None = None
+) -> tuple[Row, tuple[Notice, ...]]:
     """One rank: every memory at its instant, and what to know about the pairing."""
     trace = known.trace
     blocks = known.named.blocks
@@ -90,7 +106,9 @@ def rank_entry(known: Explained, options: MemoryOptions, absent: Absent) -> tupl
     names, number = known.by(options.by, options.depth)
     memories = []
     parts = (pl.Series(names, dtype=pl.String), number)
-    memories = [_memory(known, found, at, parts, absent) for at in rows.items()]
+    for at in rows.items():
+        memory = _memory(known, found, at, parts, absent)
+        memories.append(memory | _facts(known, found, at, (memory, snapshot), absent))
     entry = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": trace.meta.path,
@@ -107,24 +125,39 @@ def _memory(
     """One memory at an instant; `at` is its number and the row."""
     pool, row = at
     here = pl.col("pool") == pool
-    facts = absent.rows(found.pools.filter(here), "memories")[0]
+    pools = absent.rows(found.pools.filter(here), "memories")[0]
+    unseen = pools["unseen_bytes"]
     chosen = (known.named.blocks.pool == pool) & known.named.blocks.alive(row)
     divided = sums_by(known.named, chosen, parts[1], parts[0])
-    if facts["unseen_bytes"]:
+    if unseen:
         name = "before_recording" if "before_recording" in parts[0] else BEFORE
-        divided = _with_unseen(divided, name, facts["unseen_bytes"])
+        divided = _with_unseen(divided, name, unseen)
     times = known.trace.allocations["time_ns"]
     time_ns = known.trace.start_ns if row < 0 else int(times[row])
     return {
-        **{key: value for key, value in facts.items() if key not in ("pool", "peak_row")},
+        **{key: value for key, value in pools.items() if key not in ("pool", "peak_row")},
         "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
         "tree": absent.rows(found.peak.filter(here).drop("pool"), "memories[*].tree"),
         "categories": found.categories.filter(here).drop("pool").to_dicts(),
         "parts": divided.to_dicts(),
         "largest": absent.rows(_relative(found.largest.filter(here).drop("pool"), absent), "memories[*].largest"),
-        "growth": found.growth.filter(here).drop("pool", "example").to_dicts(),
-        "modules": _at_instant(known, chosen, "module", facts["unseen_bytes"]),
-        "curve": curve(known, pool, facts["unseen_bytes"], absent),
+        "modules": _at_instant(known, chosen, "module", unseen),
+        "curve": curve(known, pool, unseen, absent),
+    }
+
+
+def _facts(
+    known: Explained, found: Allocations, at: tuple[int, int], here: tuple[Row, Snapshot | None], absent: Absent
+) -> Row:
+    """What is known of a memory beyond its blocks; `here` is its row so far, and the snapshot of its allocator."""
+    memory, snapshot = here
+    size = facts.capacity(known.trace, memory)
+    grows = found.growth.filter(pl.col("pool") == at[0])
+    return {
+        "capacity_bytes": absent.value(size, "memories[*].capacity_bytes"),
+        "growth": facts.growing(known, grows, memory, size, absent),
+        "activations": facts.activations(known, *at),
+        "allocator": absent.value(facts.allocator(known.trace, memory, snapshot), "memories[*].allocator"),
     }
 
 
@@ -147,10 +180,10 @@ def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
     return both.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "name", descending=[True, False])
 
 
-def _sentence(ranks: list[Row]) -> str:
-    """The peak, and who holds most of it."""
+def _sentence(ranks: list[Row], ends: list[Row]) -> str:
+    """Where memory ran out, if it did; the peak, and who holds most of it."""
     if not ranks:
-        return "No allocations were recorded."
+        return _ran_out(ends) or "No allocations were recorded."
     entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
     where = _device(memory) + (f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else "")
     when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
@@ -159,11 +192,24 @@ def _sentence(ranks: list[Row]) -> str:
     held = " and ".join(f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds)
     growth = memory["growth"][:1]
     leak = f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
-    return f"{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
+    before = f"{said} " if (said := _ran_out(ends)) else ""
+    where = where[:1].upper() + where[1:] if before else where
+    return f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
+
+
+def _ran_out(entries: list[Row]) -> str:
+    """The first time that memory ran out."""
+    if not entries:
+        return ""
+    first = entries[0]
+    when = "" if first["step"] is None else f" in step {first['step']}"
+    whose = f" on rank {first['rank']}" if first["rank"] is not None and len(entries) > 1 else ""
+    asked = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
+    return f"Memory ran out{when}{whose}{asked}, beside {units.size(first['bytes'])} that were alive."
 
 
 def _device(memory: Row) -> str:
-    kind = "the CPU" if memory["device_type"] == "cpu" else str(memory["device_type"])
+    kind = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
     return kind if memory["device"] is None or memory["device"] < 0 else f"{kind}:{memory['device']}"
 
 

@@ -14,6 +14,7 @@ from traceloom.errors import UsageError
 from traceloom.report.sections.section import Section
 
 _HOMES = {
+    "memory_owners": "memory_owners",
     "per_step": "per_step",
     "kinds": "kinds",
     "kernel_shapes": "kernel_shapes",
