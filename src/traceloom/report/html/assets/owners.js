@@ -9,6 +9,7 @@ const MARGIN_RIGHT = 10;
 const MARGIN_TOP = 22;
 const MARGIN_BOTTOM = 24;
 const MOST_LAYERS = 8; // layers by scope
+const SHORT_CHAIN = 28; // characters; of longer ones the last name is written
 const LEAST_LAYER = 0.01; // of the highest level; smaller groups are one
 const LAYER_HUES = ["compute", "communication", "memory", "optimizer", "forward", "loading", "annotation", "python"];
 
@@ -61,6 +62,7 @@ function boxesAt(root, k, joint) {
   const boxes = [];
   const place = (node, parent, path) => {
     let last = node;
+    let chain = node.name;
     let hidden = 0;
     const whole = bytesAt(node, k);
     if (whole <= 0) return; // nothing there now
@@ -70,11 +72,12 @@ function boxesAt(root, k, joint) {
       if (inside.length !== 1 || bytesAt(inside[0], k) !== whole) break;
       last = inside[0];
       names = [...names, last.name];
+      chain += joint + last.name;
       hidden++;
     }
     const id = boxes.length;
     boxes.push({
-      id, parent, key: names.join(joint), name: hidden ? `${last.name} (+${hidden})` : last.name,
+      id, parent, key: names.join(joint), name: chain.length <= SHORT_CHAIN || !hidden ? chain : `${last.name} (+${hidden})`,
       full: names.slice(-6).join(joint), bytes: whole, children: [],
     });
     for (const child of last.children.values()) place(child, id, names);
