@@ -55,7 +55,7 @@ def once(trace: Trace) -> dict[str, float]:
     for section in SECTIONS:
         taken, result = spent(partial(section.measure, fresh, options))
         study = Study(session, session, options, [result])
-        built, _ = spent(partial(section.build, study, Absent(session.epoch_ns, reasons())))
+        built, _ = spent(partial(section.build, study, Absent(session.epoch_ns, reasons(SECTIONS))))
         times[section.key] = taken + built
     return times
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from traceloom.model import Trace
 from traceloom.model.category import COMMAND, GPU_WORK
 from traceloom.model.schema import empty
+from traceloom.read.order import nullable
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -93,7 +94,7 @@ def _with_parents(kept: Bools, parent: Ints) -> Bools:
 
 
 def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
-    number = np.full(trace.events.height, -1, dtype=np.int64)
+    number = np.full(trace.events.height + 1, -1, dtype=np.int64)  # the last for rows that are null
     number[row] = np.arange(row.size)
     events = trace.events[row]
     start, duration = events["start_ns"].to_numpy(), events["duration_ns"].to_numpy()
@@ -119,9 +120,8 @@ def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
 
 def _moved(rows: pl.Series, number: Ints) -> pl.Series:
     """References to rows of the whole trace as rows of the part; null where the row is not in it."""
-    old = rows.cast(pl.Int64).fill_null(-1).to_numpy()
-    new = np.append(number, -1)[old]
-    return pl.Series(rows.name, new).replace(-1, None).cast(pl.UInt32)
+    old = rows.fill_null(number.size - 1).to_numpy()
+    return nullable(number[old], pl.UInt32, absent=-1).alias(rows.name)
 
 
 def _pointing(frame: pl.DataFrame, column: str, number: Ints) -> pl.DataFrame:

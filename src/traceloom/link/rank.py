@@ -33,6 +33,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.read.order import nullable
 
 Ints = NDArray[np.int64]
 
@@ -235,7 +236,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, _work_kinds(trace, parts, held)])
     lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
     events = trace.events.select("name", "category", "op", "step", "correlation")
-    row_of = pl.Series(event).replace(-1, None).cast(pl.UInt32)
+    row_of = nullable(event, pl.UInt32, absent=-1)
     frame = pl.DataFrame([column.gather(row_of) for column in events])
     is_op = frame["category"] == "op"
     labels = pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind).gather(kind)
@@ -244,17 +245,15 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         labels.alias("kind"),
         pl.col("name").fill_null(pl.when(labels == gs.THINK).then(pl.lit("think")).otherwise(labels.cast(pl.String))),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
-        pl.Series("lane", lane),
+        nullable(lane, pl.UInt32, absent=-1).alias("lane"),
         pl.Series("start_ns", start),
         pl.Series("duration_ns", end - start),
         pl.Series("work_ns", end - start),
         pl.lit(0, dtype=pl.Int64).alias("residual_ns"),
-        pl.Series("event", event),
-        pl.when(is_op.fill_null(value=False)).then(pl.Series(event)).otherwise(pl.col("op")).alias("op"),
-        pl.coalesce(pl.col("step"), pl.Series(_step_at(trace, start))).alias("step"),
-        pl.Series("bytes", _bytes(trace, parts, event)),
-    ).with_columns(
-        pl.col("lane", "event", "step", "bytes").replace(-1, None),
+        row_of.alias("event"),
+        pl.when(is_op.fill_null(value=False)).then(row_of).otherwise(pl.col("op")).alias("op"),
+        pl.coalesce(pl.col("step"), nullable(_step_at(trace, start), pl.Int32, absent=-1)).alias("step"),
+        nullable(_bytes(trace, parts, event), absent=-1).alias("bytes"),
     )
     nodes = nodes.with_columns(_host_op(nodes["op"], matching).alias("host_op"))
     return nodes.select(list(GRAPH_SCHEMAS["nodes"])).cast(GRAPH_SCHEMAS["nodes"]), lanes

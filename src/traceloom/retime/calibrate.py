@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, spread, usual_ns
+from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, same_classes, spread, usual_ns
 from traceloom.retime.medians import medians
 
 Ints = NDArray[np.int64]
@@ -29,7 +30,7 @@ class _Measured:
         source: Time of each edge's source point.
         target: Time of each edge's target point.
         point: Target point of each edge.
-        order: Edges by target point.
+        order: Edges by target point; None where they stand in that order.
         first: First of them for each point that is held back.
         held: These points.
         start: Start of each node.
@@ -40,7 +41,7 @@ class _Measured:
     source: Ints
     target: Ints
     point: Ints
-    order: Ints
+    order: Ints | None
     first: Ints
     held: Ints
     start: Ints
@@ -50,21 +51,28 @@ class _Measured:
     def latest(self, values: Ints) -> Ints:
         """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
         highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64)
-        if self.order.size:
-            highest[self.held] = np.maximum.reduceat(values[self.order], self.first)
+        if self.point.size:
+            highest[self.held] = np.maximum.reduceat(self._ordered(values), self.first)
         return highest
 
     def winners(self, values: Ints) -> Ints:
         """For each held point the edge with the highest value; of equals the first in the order of edges."""
-        highest = np.flatnonzero((values == self.latest(values)[self.point])[self.order])
-        points = self.point[self.order[highest]]
-        first = np.flatnonzero(np.append(True, points[1:] != points[:-1])) if highest.size else highest
-        return self.order[highest[first]]
+        return self._winners(values, self.latest(values)[self.point])
+
+    def _winners(self, values: Ints, highest: Ints) -> Ints:
+        winning = np.flatnonzero(self._ordered(values == highest))
+        winning = winning if self.order is None else self.order[winning]
+        points = self.point[winning]
+        first = np.flatnonzero(np.append(True, points[1:] != points[:-1])) if winning.size else winning
+        return winning[first]
+
+    def _ordered(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values if self.order is None else values[self.order]
 
     def others(self, values: Ints) -> Ints:
         """For each edge the highest value over the other edges into its point; a very low one where there are none."""
         highest = self.latest(values)[self.point]
-        winners = self.winners(values)
+        winners = self._winners(values, highest)
         rest = values.copy()
         rest[winners] = _EARLIEST
         highest[winners] = self.latest(rest)[self.point[winners]]
@@ -99,14 +107,16 @@ def calibrate(graph: Graph) -> Graph:
     edge_residual, node_residual = _residuals(measured, delay, work)
     nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
     edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
-    return replace(graph, nodes=nodes, edges=edges, delays=_delays(found, median, count, own))
+    calibrated = replace(graph, nodes=nodes, edges=edges, delays=_delays(found, median, count, own))
+    same_classes(calibrated, found)
+    return calibrated
 
 
 def _measured(graph: Graph) -> _Measured:
     source, target = graph.points()
     times = graph.point_times()
-    order = np.argsort(target, kind="stable")
-    ordered = target[order]
+    order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
+    ordered = target if order is None else target[order]
     first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if ordered.size else ordered
     waits = np.zeros(graph.nodes.height, dtype=np.bool_)
     waits[target[target % 2 == 1] // 2] = True
@@ -136,10 +146,10 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
     if not at.size:
         return cost
     free = call & (measured.latest(measured.source)[1::2] <= measured.start)
-    names, code = np.unique(graph.nodes["name"].rank("dense").to_numpy()[call], return_inverse=True)
+    code = graph.nodes["name"].gather(np.flatnonzero(call)).rank("dense").to_numpy().astype(np.int64)
     of = np.full(kind.size, -1, dtype=np.int64)
     of[call] = code
-    median, count = medians(of[free], measured.duration[free], names.size)
+    median, count = medians(of[free], measured.duration[free], int(code.max()) + 1)
     launches = free & (kind == gs.NODE_KINDS.index(gs.LAUNCH))
     usual = int(np.median(measured.duration[launches])) if launches.any() else 0
     cost[at] = np.minimum(np.where(count > 0, median, usual)[of[at]], measured.duration[at])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.retime.of_last import OfLast
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -37,10 +38,18 @@ class Classes:
         given: Edges whose time is given from outside: from the origin, and into an assumed arrival.
     """
 
-    of: Ints
+    of: NDArray[np.int32]
     table: pl.DataFrame
     transfer: Bools
     given: Bools
+
+
+_KNOWN: OfLast[Classes] = OfLast()
+
+
+def same_classes(graph: Graph, found: Classes) -> None:
+    """Remember that the edges of a graph are of these classes: of one that differs from theirs in times only."""
+    _KNOWN.put(graph, found)
 
 
 def classes(graph: Graph) -> Classes:
@@ -49,6 +58,10 @@ def classes(graph: Graph) -> Classes:
     A class is the kind of edge and its place: for launches the call and the kind of work, for what a call waits for
     the kind of work and the call, else the kinds of both nodes.
     """
+    return _KNOWN.of(graph) or _classes(graph)
+
+
+def _classes(graph: Graph) -> Classes:
     nodes, edges = graph.nodes, graph.edges
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     kind = edges["kind"].to_physical().to_numpy()
@@ -71,7 +84,7 @@ def classes(graph: Graph) -> Classes:
     ends = np.where(first, 0, from_kind[at]) * kinds + np.where(last, 0, to_kind[at])
     key = ((kind.astype(np.int64) * kinds * kinds + ends) * 2 + overlapping) * (calls.len() + 1) + name
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
-    of = np.full(edges.height, -1, dtype=np.int64)
+    of = np.full(edges.height, -1, dtype=np.int32)
     of[at] = number
     return Classes(of, _table(graph, at[example]), transfer, given)
 

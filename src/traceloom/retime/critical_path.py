@@ -53,11 +53,25 @@ def binding_edges(
     own = np.full(len(times), np.iinfo(np.int64).min)
     own[1::2] = times[0::2] + work
     bound = np.where(np.arange(len(times)) & 1 == 1, _OWN, _NOTHING)
-    order = np.lexsort((reached, target))
-    last = order[np.append(target[order][1:] != target[order][:-1], True)] if len(order) else order
+    last = _last_into(target, reached)
     wins = reached[last] > own[target[last]]
     bound[target[last[wins]]] = last[wins]
     return bound
+
+
+def _last_into(target: Ints, reached: Ints) -> Ints:
+    """For each point with edges, ascending, the edge that reaches it last; of equals the last in the order of edges."""
+    if not target.size:
+        return target
+    order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
+    sorted_target, sorted_reached = (target, reached) if order is None else (target[order], reached[order])
+    first = np.flatnonzero(np.append(True, sorted_target[1:] != sorted_target[:-1]))
+    size = np.diff(np.append(first, target.size))
+    winning = np.flatnonzero(sorted_reached == np.repeat(np.maximum.reduceat(sorted_reached, first), size))
+    points = sorted_target[winning]
+    last = winning[np.append(points[1:] != points[:-1], True)]
+    found: Ints = last if order is None else order[last]
+    return found
 
 
 def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None) -> tuple[Ints, Ints]:

@@ -19,6 +19,7 @@ from traceloom.model import units
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
 from traceloom.retime.critical_path import Path, critical_path, parts, unexplained
+from traceloom.retime.of_last import OfLast
 from traceloom.retime.plan import Plan
 
 Ints = NDArray[np.int64]
@@ -65,13 +66,22 @@ class Law(Result):
     unexplained: pl.DataFrame
 
 
+_KNOWN: OfLast[Law] = OfLast()
+
+
 def law(graph: Graph, plan: Plan | None = None) -> Law:
     """Evaluate a calibrated graph with and without residuals, and walk its critical path.
+
+    That of the graph asked for last is remembered.
 
     Args:
         graph: A calibrated graph.
         plan: Of that graph, where there is one already.
     """
+    return _KNOWN.of(graph) or _KNOWN.put(graph, _law(graph, plan))
+
+
+def _law(graph: Graph, plan: Plan | None) -> Law:
     measured = graph.point_times()
     plan = plan or Plan(graph)
     started = time.perf_counter_ns()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
 
-def medians(of: Ints, values: Ints, classes: int) -> tuple[Ints, Ints]:
+def medians(of: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> tuple[Ints, Ints]:
     """The lower median of the values of each class, and how many there are; 0 for a class without values.
 
     Args:

@@ -95,6 +95,9 @@ _WORK = {
 }
 
 
+_WORK_OF = np.array([list(CLASSES).index(_WORK[kind]) if kind in _WORK else -1 for kind in gs.NODE_KINDS])
+
+
 def path(graph: Graph, found: Pieces) -> pl.DataFrame:
     """The pieces with what they are of."""
     node, edge = pl.Series(found.node).replace(-1, None), pl.Series(found.edge).replace(-1, None)
@@ -172,18 +175,23 @@ def names(graph: Graph, window: Window, rows: pl.DataFrame, slack: Ints, near: i
     own = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)
     loading = pl.col("duration_ns").filter(pl.col("class") == DATA).sum().alias("data_ns")
     on_path = own.drop_nulls("node").group_by("node").agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
-    start = pl.col("start_ns")
-    kind = pl.col("kind").cast(pl.String)
-    work = (
-        graph.nodes.lazy()
-        .with_columns(slack_ns=pl.Series(slack))
-        .filter((start < window.high) & (start + pl.col("duration_ns") >= window.low) & kind.is_in(list(_WORK)))
-        .join(on_path.lazy(), on="node", how="left", maintain_order="left")
-        .with_columns(
-            kind.replace_strict(list(_WORK), list(_WORK.values()), return_dtype=ClassType).alias("class"),
-            (pl.col("slack_ns") > 0).alias("off"),
-            ((pl.col("slack_ns") > 0) & (pl.col("slack_ns") <= near)).alias("near"),
-        )
+    start, duration = (graph.nodes[column].to_numpy() for column in ("start_ns", "duration_ns"))
+    kind = _WORK_OF[graph.nodes["kind"].to_physical().to_numpy()]
+    at = np.flatnonzero((kind >= 0) & (start < window.high) & (start + duration >= window.low))
+    shares = np.zeros((2, graph.nodes.height), dtype=np.int64)
+    shares[:, on_path["node"].to_numpy()] = on_path["path_ns"].to_numpy(), on_path["data_ns"].to_numpy()
+    slack = slack[at]
+    work = pl.LazyFrame(
+        {
+            "class": pl.Series(list(CLASSES), dtype=ClassType).gather(kind[at].astype(np.uint32)),
+            "name": graph.nodes["name"].gather(at),
+            "duration_ns": duration[at],
+            "path_ns": shares[0, at],
+            "data_ns": shares[1, at],
+            "slack_ns": slack,
+            "off": slack > 0,
+            "near": (slack > 0) & (slack <= near),
+        }
     )
     summed = work.group_by("class", "name").agg(
         pl.len().alias("count"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -19,6 +20,9 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _HOST = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+_NO_LANE = 2**32 - 1
+_SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
+_NEVER = int(np.iinfo(np.int64).max)
 _NEIGHBOURS = 16  # events that tell how a trace's clock relates to the graph's
 
 
@@ -92,7 +96,8 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
 
 def _spans(graph: Graph) -> pl.DataFrame:
     """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it begins first."""
-    mine = graph.nodes.filter(pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST))
+    columns = graph.nodes.select("rank", "step", "lane", "kind", "start_ns", "duration_ns")
+    mine = columns.filter(pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST))
     by_lane = mine.group_by("rank", "step", "lane").agg(
         pl.col("start_ns").min().alias("low"),
         (pl.col("start_ns") + pl.col("duration_ns")).max().alias("high"),
@@ -134,8 +139,12 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         yield trace, RankClock(rank, _shift(graph, trace, _events_of(graph, rank), at))
 
 
-def _events_of(graph: Graph, rank: int) -> pl.DataFrame:
-    return graph.nodes.filter((pl.col("rank") == rank) & pl.col("event").is_not_null())
+def _events_of(graph: Graph, rank: int) -> Ints:
+    """Nodes of the recorded events of a rank."""
+    mine = (
+        graph.nodes["event"].is_not_null().to_numpy() & (graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()
+    )
+    return np.flatnonzero(mine)
 
 
 def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.DataFrame:
@@ -148,7 +157,7 @@ def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.
             {
                 "rank": clock.rank,
                 "step": step,
-                "lane": _thread(trace, _events_of(graph, clock.rank), row, thread.get(clock.rank)),
+                "lane": _thread(graph, trace, _events_of(graph, clock.rank), row, thread.get(clock.rank)),
                 "low": row["start_ns"] + clock.shift,
                 "high": row["end_ns"] + clock.shift,
             }
@@ -164,31 +173,39 @@ def _rank_in(graph: Graph, trace: Trace) -> int | None:
     return int(found["rank"][0]) if found.height else None
 
 
-def _shift(graph: Graph, trace: Trace, nodes: pl.DataFrame, at: int) -> int:
+def _shift(graph: Graph, trace: Trace, nodes: Ints, at: int) -> int:
     """What makes a time of the trace a time of the graph, told by the events that begin next to it."""
-    first = nodes.group_by("event").agg(pl.col("start_ns").min()).sort("event")
-    if not first.height:
+    if not nodes.size:
         return -graph.epoch_ns
-    recorded = trace.events["start_ns"].gather(first["event"]).to_numpy()
-    near = np.argsort(np.abs(recorded - at), kind="stable")[:_NEIGHBOURS]
+    first = np.full(trace.events.height, _NEVER)
+    begin = graph.nodes["start_ns"].gather(nodes).to_numpy()
+    np.minimum.at(first, graph.nodes["event"].gather(nodes).to_numpy(), begin)
+    event = np.flatnonzero(first < _NEVER)
+    recorded = trace.events["start_ns"].to_numpy()[event]
+    away = np.abs(recorded - at)
+    few = min(_NEIGHBOURS, away.size) - 1
+    near = np.flatnonzero(away <= np.partition(away, few)[few])[: few + 1]
     # The node of an event that was cut at a bound begins later than the event: never earlier.
-    return int((first["start_ns"].to_numpy() - recorded)[near].min())
+    return int((first[event] - recorded)[near].min())
 
 
-def _thread(trace: Trace, nodes: pl.DataFrame, step: dict[str, object], otherwise: int | None) -> int | None:
+def _thread(graph: Graph, trace: Trace, nodes: Ints, step: dict[str, Any], otherwise: int | None) -> int | None:
     """Lane (of the graph) of the event that marks the step."""
-    marks = trace.events.filter((pl.col("start_ns") == step["start_ns"]) & (pl.col("name") == step["name"]))
-    lanes = nodes.filter(pl.col("event").is_in(marks["event"].implode()))["lane"].drop_nulls()
+    starts = trace.events["start_ns"].to_numpy()
+    low, high = (int(np.searchsorted(starts, int(step["start_ns"]), side=side)) for side in _SIDES)
+    marks = low + np.flatnonzero((trace.events["name"][low:high] == step["name"]).to_numpy())
+    event = graph.nodes["event"].gather(nodes).to_numpy()
+    lanes = graph.nodes["lane"].gather(nodes[np.isin(event, marks)]).drop_nulls()
     return int(lanes[0]) if lanes.len() else otherwise
 
 
 def _last(graph: Graph, step: int, spans: pl.DataFrame, times: Ints) -> int:
     """The last point of a step: the end of its thread's time, or of GPU work that it launched."""
     nodes = graph.nodes
-    on_device = nodes["category"].is_in(list(GPU_WORK)).fill_null(value=False)
-    launched = np.flatnonzero((on_device & (nodes["step"] == step).fill_null(value=False)).to_numpy())
+    ours = np.flatnonzero((nodes["step"] == step).fill_null(value=False).to_numpy())
+    launched = ours[nodes["category"].gather(ours).is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
     candidates = [2 * launched + 1]
-    lane = nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
+    lane = nodes["lane"].fill_null(_NO_LANE).to_numpy()
     for span in spans.iter_rows(named=True):
         if span["lane"] is None:
             continue
