@@ -15,8 +15,8 @@ from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from traceloom.model import Session
     from traceloom.report.memory import MemoryOptions
+    from traceloom.report.memory.sources import Sources
 
 BY = ("scope", "module", "category", "op", "stack", "dtype")
 _EXAMPLES = """\
@@ -25,6 +25,7 @@ examples:
   traceloom memory run --by module --depth 3     by part of the model
   traceloom memory run --at "step 4" --by stack  by line of code, in one step
   traceloom memory run -o memory.html            one page: the curve, who holds what at any instant
+  traceloom memory snapshot.pickle               a memory snapshot of PyTorch
   traceloom memory run -o allocations.csv --all  every allocation with its name
 """
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)")
@@ -42,7 +43,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="run recorded with --memory, or traces with profile_memory=True"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="run recorded with --memory, traces, or PyTorch's memory snapshots and timelines",
     )
     what = parser.add_argument_group("what to show")
     what.add_argument("--by", choices=BY, default="scope", help="divide memory by this (default: scope)")
@@ -95,8 +99,7 @@ def _instant(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Read, explain and show; returns the exit code."""
     from traceloom import files
-    from traceloom.read import load
-    from traceloom.report.memory import MemoryOptions, build
+    from traceloom.report.memory import MemoryOptions, document_of, find
 
     for path in args.output:
         if not path.name.lower().endswith(_ENDINGS):
@@ -106,15 +109,15 @@ def run(args: argparse.Namespace) -> int:
     options = MemoryOptions(args.rank, args.by, args.depth, args.at, args.top, args.full_op_names)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
-        session = load(*args.inputs, cache=not args.no_cache)
+        sources = find(args.inputs, cache=not args.no_cache)
         progress.say("naming allocations")
-        document = build(session, options)
+        document = document_of(sources, options)
         written = []
         write: Callable[[BinaryIO], None]
         for path in args.output:
             progress.say(f"writing {path}")
             if path.name.lower().endswith(".csv"):
-                write = partial(_csv, session, options, whole=args.all)
+                write = partial(_csv, sources, options, whole=args.all)
             elif path.name.lower().endswith(".html"):
                 write = partial(_html, document)
             else:
@@ -124,10 +127,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _csv(session: Session, options: MemoryOptions, handle: BinaryIO, *, whole: bool) -> None:
+def _csv(sources: Sources, options: MemoryOptions, handle: BinaryIO, *, whole: bool) -> None:
     from traceloom.report.memory import csvfile
 
-    csvfile.write(session, options, handle, whole=whole)
+    csvfile.write(sources, options, handle, whole=whole)
 
 
 def _html(document: dict[str, Any], handle: BinaryIO) -> None:

@@ -72,6 +72,11 @@ def _damaged(path: Path, why: str) -> InputError:
     return InputError(f"the report on memory cannot be read: {why}", slug="damaged-memory-report", where=str(path))
 
 
+def whole(value: Any) -> int | None:
+    """An integer that a column can hold; None for anything else."""
+    return value if type(value) is int and abs(value) < 1 << 62 else None
+
+
 def rank_of(path: Path) -> int | None:
     """The rank in a file's name, as the recorder writes it."""
     found = re.match(r"rank(\d+)", path.name)

@@ -92,25 +92,26 @@ def where_in_program(stack: list[str]) -> str | None:
 
 
 def advice(
+    held: dict[str, int],
     live: pl.DataFrame,
     *,
     asked: int | None,
     stack: list[str],
-    devices: list[dict[str, int]],
+    devices: list[dict[str, Any]],
     ranks: int | None,
     growing: list[tuple[str, float, int]],
 ) -> list[Advice]:
     """What to try first, the largest saving first; each only where the data supports it.
 
     Args:
-        live: The live storages.
+        held: Bytes by kind, as `kinds` tells them.
+        live: The live storages; no rows where nobody counted.
         asked: What was asked for in vain.
         stack: Where, the outermost frame first.
         devices: What the allocators say: allocated_bytes, reserved_bytes, free_bytes, total_bytes.
         ranks: How many ranks the job has.
         growing: (site, bytes per step, bytes so far) of what grows with every step.
     """
-    held = kinds(live)
     whole = sum(held.values())
     out = [*_by_owner(live, held, stack, ranks), *_by_allocator(asked, devices)]
     out += [
@@ -142,7 +143,7 @@ def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks:
             Advice("checkpoint-activations", text, kept, many),
             Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", kept // 2, many),
         ]
-    if other:
+    if other and live.height:
         largest = live.filter((pl.col("owner") == "other") & ~pl.col("name").str.starts_with(KEPT))
         most = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
         name, size, count = most.sort("bytes", "name", descending=[True, False]).row(0)
@@ -156,7 +157,7 @@ def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks:
     return out
 
 
-def _by_allocator(asked: int | None, devices: list[dict[str, int]]) -> list[Advice]:
+def _by_allocator(asked: int | None, devices: list[dict[str, Any]]) -> list[Advice]:
     out = []
     for one in devices:
         idle = one["reserved_bytes"] - one["allocated_bytes"]

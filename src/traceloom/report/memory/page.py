@@ -13,6 +13,7 @@ from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
 from traceloom.report.html.overview import allocator, rank_name
 from traceloom.report.html.table import table
+from traceloom.report.memory.chains import joined
 from traceloom.report.memory.picture import figure
 
 Row = dict[str, Any]
@@ -48,7 +49,7 @@ def render(document: Row) -> str:
 
 
 def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+    return sentence[:1].upper() + sentence[1:] if sentence.startswith("the ") else sentence
 
 
 def _shown(ranks: list[Row]) -> list[tuple[str, Row]]:
@@ -141,7 +142,7 @@ _HELD = (
 
 
 def _scopes(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
-    rows = [{**row, "name": "\u2003" * row["depth"] + row["name"]} for row in memory["tree"]]
+    rows = joined(memory["tree"])
     columns = [
         *_HELD,
         Column("self_bytes", "Its own", "bytes", "held by no row below it"),

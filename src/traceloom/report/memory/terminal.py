@@ -10,6 +10,7 @@ from rich.text import Text
 
 from traceloom.model import units
 from traceloom.report.memory.options import MemoryOptions
+from traceloom.report.memory.terminal_more import activations, allocator, ran_out, wrapped
 from traceloom.report.names import harmless, short
 from traceloom.report.terminal.bars import plain, sparkline
 from traceloom.report.terminal.columns import Column, lines
@@ -35,9 +36,10 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     yield Text("")
     for part in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
         yield Text.assemble((" " + part, "bold"))
-    if not document["ranks"]:
+    yield from ran_out(document, options, width)
+    if not document["ranks"] and not document["out_of_memory"]:
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-        yield from _wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
+        yield from wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
     yield from _job(document, width)
     for entry in document["ranks"]:
         for memory in _worth_showing(entry["memories"]):
@@ -59,7 +61,7 @@ def _job(document: Row, width: int) -> Iterator[Text]:
                 f"{row['count']} × {row['device_type']}: peaks from {least} to {most}, "
                 f"{units.size(row['sum_of_peaks_bytes'])} in all; the largest is {row['imbalance']:.2f} × the mean."
             )
-            yield from _wrapped(said, width)
+            yield from wrapped(said, width)
 
 
 def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
@@ -76,11 +78,13 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
     if levels:
         yield Text.assemble(" ", (sparkline(levels, width - 2), _COLOR))
     yield from _categories(memory, width)
+    yield from allocator(memory, width)
     if document["by"] == "scope":
         yield from _tree(memory, options, width)
     else:
         yield from _parts(memory, document["by"], options, width)
     yield from _growth(memory, options, width)
+    yield from activations(memory, options, width)
     yield from _largest(memory, options, width)
 
 
@@ -96,7 +100,7 @@ def _categories(memory: Row, width: int) -> Iterator[Text]:
         + (", inferred)" if row["evidence"] == "inferred" else ")")
         for row in memory["categories"]
     ]
-    yield from _wrapped(" · ".join(parts), width)
+    yield from wrapped(" · ".join(parts), width)
 
 
 def _tree(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
@@ -142,7 +146,12 @@ _HELD = (Column("bytes"), Column("share"), Column("", right=False), Column("bloc
 
 def _held(row: Row) -> list[str | Text]:
     share = units.share(row["fraction"], 1)
-    return [units.size(row["bytes"]), share, plain(row["fraction"], _BAR, _COLOR), units.count(row["block_count"])]
+    return [
+        units.size(row["bytes"]),
+        share,
+        plain(row["fraction"], _BAR, _COLOR),
+        units.count(row["block_count"] or None),
+    ]
 
 
 def _parts(memory: Row, by: str, options: MemoryOptions, width: int) -> Iterator[Text]:
@@ -198,8 +207,3 @@ def _notices(document: Row, width: int) -> Iterator[Text]:
         yield Text.assemble(" ", (sign, style), " ", first)
         for line in rest:
             yield Text("   " + line)
-
-
-def _wrapped(words: str, width: int) -> Iterator[Text]:
-    for part in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
-        yield Text(" " + part)

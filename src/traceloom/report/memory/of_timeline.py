@@ -1,0 +1,94 @@
+"""The document's entry for a memory timeline: levels by category, and nothing of single blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from traceloom.analyze.allocations.holders import tree_of
+from traceloom.analyze.allocations.over_time import instants
+from traceloom.errors import UsageError
+from traceloom.read.memory_timeline import CATEGORIES, Timeline
+from traceloom.report.absent import Absent
+
+Row = dict[str, Any]
+_NONE = "a memory timeline tells levels by category, not single allocations"
+_PATHS = (
+    "memories[*].largest", "memories[*].growth", "memories[*].activations", "memories[*].allocator",
+    "memories[*].capacity_bytes", "memories[*].peak_step", "memories[*].start_bytes", "memories[*].curve.stacks",
+    "memories[*].reserved_at_peak_bytes", "ranks[*].lifetimes", "memories[*].categories[*].block_count",
+    "memories[*].curve.scopes", "ranks[*].steps", "memories[*].modules", "ranks[*].rank",
+)  # fmt: skip
+
+
+def entry(timeline: Timeline, at: str, absent: Absent) -> Row:
+    """One entry of `ranks`.
+
+    Raises:
+        UsageError: slug `bad-instant`, for an instant that only a run with steps has.
+    """
+    for path in _PATHS:
+        absent.say(path, _NONE)
+    total = timeline.levels.sum(axis=0)
+    times = timeline.time_ns - absent.epoch_ns
+    here = _instant(total, times, at)
+    peak = int(total.argmax()) if total.size else 0
+    rows = instants(total)
+    rows = rows[rows >= 0]
+    levels = timeline.levels[:, here] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
+    held = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
+    held.sort(key=lambda pair: (-pair[1], pair[0]))
+    whole = max(sum(size for _, size in held), 1)
+    parts = [{"name": name, "bytes": size, "block_count": None, "fraction": size / whole} for name, size in held]
+    curve = [
+        {"name": name, "bytes": level.tolist()}
+        for name, level in zip(CATEGORIES, timeline.levels[:, rows], strict=True)
+        if level.any()
+    ]
+    categories = [
+        {
+            "category": name, "evidence": "none" if name == "unknown" else "recorded", "bytes": size,
+            "block_count": None, "fraction": size / whole,
+        }
+        for name, size in held
+    ]  # fmt: skip
+    memory = {
+        "device_type": "device",
+        "device": -1,
+        "peak_bytes": int(total[peak]) if total.size else 0,
+        "peak_time_ns": int(times[peak]) if total.size else 0,
+        "peak_step": None,
+        "unseen_bytes": 0,
+        "start_bytes": None,
+        "end_bytes": int(total[-1]) if total.size else 0,
+        "allocation_count": timeline.created,
+        "free_count": timeline.destroyed,
+        "reserved_at_peak_bytes": None,
+        "capacity_bytes": None,
+        "instant": {"time_ns": int(times[here]) if total.size else 0, "bytes": sum(size for _, size in held)},
+        "tree": tree_of([((name,), size, 0) for name, size in held]).to_dicts(),
+        "categories": categories,
+        "parts": parts,
+        "largest": [],
+        "growth": [],
+        "modules": [],
+        "activations": [],
+        "allocator": None,
+        "curve": {"time_ns": times[rows].tolist(), "categories": curve, "scopes": curve, "stacks": None},
+    }
+    return {"rank": None, "path": timeline.path, "memories": [memory], "steps": [], "lifetimes": []}
+
+
+def _instant(total: Any, times: Any, at: str) -> int:
+    if not total.size or at == "peak":
+        return int(total.argmax()) if total.size else 0
+    if at in ("start", "end"):
+        return 0 if at == "start" else total.size - 1
+    if at.isascii() and at.isdigit():
+        return max(int(np.searchsorted(times, int(at), side="right")) - 1, 0)
+    raise UsageError(
+        f"a memory timeline has no instant `{at}`",
+        slug="bad-instant",
+        hint="give peak, start, end, or a time as 12.5ms",
+    )

@@ -1,0 +1,205 @@
+"""The document's part about memory that ran out: where, what was alive, and what to try first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations import Explained, answers
+from traceloom.analyze.allocations import ran_out as why
+from traceloom.analyze.allocations.context import innermost
+from traceloom.analyze.allocations.growth import growth
+from traceloom.analyze.ancestry import forest
+from traceloom.read.memory_files import whole
+from traceloom.read.snapshot import Snapshot, frame_text
+from traceloom.report.memory.sources import Report, Sources
+
+Row = dict[str, Any]
+MARK = "[OutOfMemory]"
+MOST_FRAMES = 60
+_DEVICE = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
+_OF_CATEGORY = {
+    "parameter": why.KINDS["parameter"], "buffer": why.KINDS["buffer"], "gradient": why.KINDS["gradient"],
+    "optimizer_state": why.KINDS["optimizer_state"], "activation": why.KEPT,
+}  # fmt: skip
+
+
+def of_reports(sources: Sources, ranks: list[Row], epoch_ns: int) -> list[Row]:
+    """One entry for each report that a run left.
+
+    Args:
+        sources: What was given.
+        ranks: Entries of the document: they know what grows.
+        epoch_ns: What times are relative to.
+    """
+    return [_of_report(report, sources, ranks, epoch_ns) for report in sources.reports]
+
+
+def of_blocks(known: Explained, sources: Sources, epoch_ns: int) -> list[Row]:
+    """One entry for each time that a trace or a snapshot says that memory ran out, where no report says it better."""
+    if known.trace.rank in {report.rank for report in sources.reports}:
+        return []
+    if known.stacks is None:
+        return _of_marks(known, epoch_ns)
+    snapshots = [*(snapshot for _, snapshot in sources.snapshots), *sources.attached.values()]
+    mine = next(one for one in snapshots if one.path == known.trace.meta.path)
+    return _of_snapshot(known, mine, epoch_ns)
+
+
+def _of_report(report: Report, sources: Sources, ranks: list[Row], epoch_ns: int) -> Row:
+    document = report.document
+    listed = document.get("stack")
+    stack = [str(one)[:2000] for one in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []
+    live = why.census_of(document)
+    asked, time = whole(document.get("asked_bytes")), whole(document.get("time_ns"))
+    devices = _devices(document.get("devices"))
+    world = sources.session.world_size if sources.session is not None else None
+    growing = [
+        (row["site"], row["bytes_per_step"], row["bytes"])
+        for entry in ranks
+        if entry["rank"] == report.rank
+        for memory in entry["memories"]
+        for row in memory["growth"]
+    ]
+    held = why.kinds(live)
+    said = why.advice(
+        held, live, asked=asked, stack=stack, devices=devices, ranks=world,
+        growing=growing,
+    )  # fmt: skip
+    return {
+        "rank": report.rank,
+        "path": report.path,
+        "evidence": "census",
+        "time_ns": None if time is None else time - epoch_ns,
+        "step": whole(document.get("step")),
+        "asked_bytes": asked,
+        "message": str(document.get("message", ""))[:4000],
+        "where": why.where_in_program(stack),
+        "stack": stack,
+        "devices": devices,
+        **_held(held),
+        "tree": why.tree(live).to_dicts(),
+        "advice": [_told(one) for one in said],
+    }
+
+
+def _told(one: why.Advice) -> Row:
+    return {"action": one.action, "text": one.text, "bytes": one.bytes, "why": one.why}
+
+
+def _held(held: dict[str, int]) -> Row:
+    total = sum(held.values())
+    kinds = [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()]
+    return {"bytes": total, "kinds": kinds}
+
+
+def _growing(known: Explained) -> list[tuple[str, float, int]]:
+    rows = growth(known.trace, known.named)
+    return rows.select("site", "bytes_per_step", "bytes").rows()
+
+
+def _devices(listed: Any) -> list[Row]:
+    """What the allocators said, with what is in use outside them."""
+    out = []
+    for one in listed if isinstance(listed, list) else []:
+        if not isinstance(one, dict) or any((whole(one.get(key)) or 0) < 0 for key in _DEVICE):
+            continue
+        row: Row = {"device_type": str(one.get("device_type", ""))[:40], "device": whole(one.get("device"))}
+        row |= {key: whole(one.get(key)) or 0 for key in _DEVICE}
+        row["outside_bytes"] = max(row["total_bytes"] - row["free_bytes"] - row["reserved_bytes"], 0)
+        out.append(row)
+    return out
+
+
+def _of_marks(known: Explained, epoch_ns: int) -> list[Row]:
+    """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the blocks."""
+    trace = known.trace
+    marks = trace.marks.filter(pl.col("name") == MARK)
+    if not marks.height:
+        return []
+    threads = marks.select(
+        "time_ns", pl.col("process").cast(pl.Int64, strict=False), pl.col("thread").cast(pl.Int64, strict=False)
+    )
+    positions = innermost(trace, forest(trace), threads)
+    at = np.searchsorted(trace.allocations["time_ns"].to_numpy(), marks["time_ns"].to_numpy(), side="right") - 1
+    out = []
+    for k, (time, asked) in enumerate(marks.select("time_ns", "bytes").rows()):
+        out.append(
+            {
+                "rank": trace.rank,
+                "path": trace.meta.path,
+                "evidence": "trace",
+                "time_ns": time - epoch_ns,
+                "step": _step(trace.steps, time),
+                "asked_bytes": asked,
+                "message": "",
+                "where": _place(known, int(positions[k])),
+                "stack": [],
+                "devices": [],
+                **_of_blocks(known, int(at[k]), asked, []),
+            }
+        )
+    return out
+
+
+def _step(steps: pl.DataFrame, time: int) -> int | None:
+    inside = steps.filter((pl.col("start_ns") <= time) & (pl.col("end_ns") > time))["step"]
+    return int(inside[0]) if inside.len() else None
+
+
+def _place(known: Explained, position: int) -> str | None:
+    """Scope and op at a position of the forest."""
+    if position < 0:
+        return None
+    places = known.named.places
+    path, label = places.paths[int(places.path[position])], places.labels[int(places.label[position])]
+    return f"{path}.{label}" if path else label
+
+
+def _of_blocks(known: Explained, row: int, asked: int | None, stack: list[str]) -> Row:
+    """Who held what just after a row of the allocations, in the memory that held most."""
+    pools = range(len(known.named.blocks.pools))
+    found = answers(known, dict.fromkeys(pools, row))
+    totals = found.categories.group_by("pool").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
+    pool = int(totals["pool"][0]) if totals.height else 0
+    here = pl.col("pool") == pool
+    held: dict[str, int] = {}
+    for category, size in found.categories.filter(here).select("category", "bytes").rows():
+        kind = _OF_CATEGORY.get(category, category.replace("_", " "))
+        held[kind] = held.get(kind, 0) + size
+    nobody = why.census_of({})
+    said = why.advice(held, nobody, asked=asked, stack=stack, devices=[], ranks=None, growing=_growing(known))
+    return {
+        **_held(dict(sorted(held.items(), key=lambda pair: -pair[1]))),
+        "tree": found.peak.filter(here).drop("pool").to_dicts(),
+        "advice": [_told(one) for one in said],
+    }
+
+
+def _of_snapshot(known: Explained, snapshot: Snapshot, epoch_ns: int) -> list[Row]:
+    """Entries `oom` of an allocator's history."""
+    ends = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
+    times = known.trace.allocations["time_ns"].to_numpy()
+    out = []
+    for asked, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
+        stack = [frame_text(frame) for frame in reversed(snapshot.stacks[number])][-MOST_FRAMES:]
+        python = [one for one in stack if ".py(" in one]
+        row = times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
+        out.append(
+            {
+                "rank": known.trace.rank,
+                "path": snapshot.path,
+                "evidence": "snapshot",
+                "time_ns": None if time_us is None else time_us * 1000 - epoch_ns,
+                "step": None,
+                "asked_bytes": asked,
+                "message": f"{free} bytes were free on the device",
+                "where": why.where_in_program(python or stack),
+                "stack": stack,
+                "devices": [],
+                **_of_blocks(known, row, asked, python or stack),
+            }
+        )
+    return out
