@@ -162,7 +162,7 @@ class Stage(Writer):
     def _embed(self) -> None:
         recipe = self.recipe
         label, factor = self.shard_factor()
-        shapes = [[50_304 // recipe.tensor, recipe.hidden], [1, recipe.tokens]]
+        shapes = [[50_304 // recipe.tensor, recipe.hidden], [max(round(factor), 1), recipe.tokens]]
         self.op(Op(("aten::embedding", "aten::index_select"), kernel_names.EMBED, recipe.kernel_us * 0.4, shapes,
                    ("c10::BFloat16", LONG), label=label, factor=factor))  # fmt: skip
 

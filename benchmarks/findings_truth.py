@@ -1,0 +1,164 @@
+"""Findings against the truth: faults planted into made jobs and into real training runs on the CPU.
+
+    python benchmarks/findings_truth.py [made] [real] [--only FAULT] [--repeats 3] [--first]
+
+Made jobs: the saving that the expected finding predicts, against the same job simulated again without the fault. Real
+runs: the same against the time of a step after the real fix, by the wall times of steps that nobody recorded: in each
+run steps with and without the fault take turns after those that are recorded (see findings_job.py). `--first` asks for
+the processor ahead of all others (needs the right to), without which a busy machine measures its other work. Prints
+Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import traceloom
+from traceloom.findings import Ground, Ranked, findings
+from traceloom.testing.jobs.planted import clean_jobs, several_ranks, single_rank
+
+HERE = Path(__file__).parent
+EXPECTED = {
+    "none": "", "sleep": "python-bound", "loader": "data-starved", "workers": "data-starved",
+    "elements": "python-bound", "python": "python-bound", "recomputation": "recomputation", "item": "",
+    "straggler": "straggler",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times in ns per step."""
+
+    fault: str
+    step: float
+    truth: float
+    expected: str
+    found: Ranked
+
+    def line(self) -> str:
+        """As Markdown."""
+        slugs = [finding.slug for finding in self.found.time]
+        place = slugs.index(self.expected) if self.expected in slugs else None
+        first = slugs[0] if slugs else "nothing"
+        cells = [self.fault, f"{self.step / 1e6:.2f} ms", f"{self.truth / 1e6:.2f} ms ({self.truth / self.step:.0%})"]
+        if place is None:
+            saving = self.found.time[0].saving_fraction if slugs else 0.0
+            cells += ["–", f"{first} {saving or 0:.1%}", "–"]
+        else:
+            saved = self.found.time[place].saving_ns or 0
+            cells += [f"{place + 1}", f"{self.expected} {saved / 1e6:.2f} ms", f"{saved / self.truth - 1:+.0%}"]
+        return "| " + " | ".join(cells) + " |"
+
+
+HEAD = "| fault | step | truth | place | predicted | off by |\n| --- | --: | --: | --: | --- | --: |"
+
+
+def made(only: str) -> Iterator[Row]:
+    """Made jobs with one fault each, and clean ones."""
+    for planted in itertools.chain(single_rank(), several_ranks()):
+        if only in ("", planted.fault):
+            with tempfile.TemporaryDirectory() as folder:
+                session = traceloom.load(planted.run.write(Path(folder) / "run"))
+                found, whole = findings(session), Ground.of(session).whole_ns
+            yield Row(planted.fault, whole, planted.cost_per_step_ns, planted.slug, found)
+    for name, job in clean_jobs().items():
+        if only in ("", "clean"):
+            with tempfile.TemporaryDirectory() as folder:
+                session = traceloom.load(job.run().write(Path(folder) / "run"))
+                yield Row(f"clean: {name}", Ground.of(session).whole_ns, 0, "", findings(session))
+
+
+def recorded(fault: str, folder: Path, *, fixed: bool, first: bool) -> Path:
+    """Record a real run of a job."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
+    env |= {"FINDINGS_FIRST": "1"} if first else {}
+    job = [sys.executable, str(HERE / "findings_job.py"), fault, *(["fixed"] if fixed else [])]
+    if fault == "straggler":
+        job[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # a loader with workers has batches in store at first
+    window = ["--steps", "20..25"] if fault == "workers" else []
+    command = [
+        sys.executable,
+        "-m",
+        "traceloom",
+        "record",
+        "--quiet",
+        "--force",
+        "-o",
+        str(folder),
+        *window,
+        "--",
+        *job,
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return folder
+
+
+def step_ns(folder: Path, *, odd: bool) -> float:
+    """Median time of the even or the odd steps that nobody recorded; of the slowest rank."""
+    slowest = 0.0
+    for part in json.loads((folder / "capture.json").read_text())["ranks"]:
+        told = zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True)
+        times = [time for number, (time, state) in enumerate(told) if state == "unrecorded" and number % 2 == odd]
+        slowest = max(slowest, statistics.median(times))
+    return slowest
+
+
+def real(only: str, repeats: int, *, first: bool) -> Iterator[Row]:
+    """Real runs: the median of the predictions against the median of the measurements."""
+    for fault, expected in EXPECTED.items():
+        if only not in ("", fault):
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            steps, truths, found = [], [], []
+            for number in range(repeats):
+                run = recorded(fault, Path(name) / f"faulty{number}", fixed=False, first=first)
+                steps.append(step_ns(run, odd=False))
+                fixed = run
+                if fault == "workers":
+                    fixed = recorded(fault, Path(name) / f"fixed{number}", fixed=True, first=first)
+                truths.append(steps[-1] - step_ns(fixed, odd=True))
+                found.append(findings(traceloom.load(run)))
+        yield Row(fault, statistics.median(steps), statistics.median(truths), expected, _middle(found, expected))
+
+
+def _middle(found: list[Ranked], expected: str) -> Ranked:
+    """The one with the median prediction."""
+
+    def saving(one: Ranked) -> int:
+        return next((finding.saving_ns or 0 for finding in one.time if finding.slug == expected), 0)
+
+    return sorted(found, key=saving)[statistics.median_low(range(len(found)))]
+
+
+def main() -> None:
+    """Run what is asked for, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["made", "real"], help="made, real, or both")
+    parser.add_argument("--only", default="", help="one fault, by its name; or clean")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each real job")
+    parser.add_argument("--first", action="store_true", help="take the processor ahead of others")
+    arguments = parser.parse_args()
+    print(HEAD)
+    if "made" in arguments.what:
+        for row in made(arguments.only):
+            print(row.line(), flush=True)
+    if "real" in arguments.what:
+        for row in real(arguments.only, arguments.repeats, first=arguments.first):
+            print(row.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
