@@ -14,6 +14,7 @@ from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions, build
 from traceloom.report.html import render as report_page
 from traceloom.report.memory import build as memory
+from traceloom.report.memory.chains import joined
 from traceloom.report.memory.page import render as memory_page
 from traceloom.report.memory.picture import changes
 from traceloom.testing import TraceBuilder
@@ -131,3 +132,19 @@ def test_a_run_without_allocations_gets_a_page_that_says_so() -> None:
 )
 def test_levels_are_kept_as_changes(levels: list[int], pairs: list[int]) -> None:
     assert changes(levels) == pairs
+
+
+def test_a_scope_that_holds_one_other_alone_shares_its_row() -> None:
+    def row(node: int, parent: int | None, name: str, size: int, own: int) -> dict[str, Any]:
+        return {"node": node, "parent": parent, "name": name, "bytes": size, "self_bytes": own}
+
+    tree = [
+        row(0, None, "total", 10, 0), row(1, 0, "ddp", 10, 0), row(2, 1, "net", 10, 2), row(3, 2, "mm", 5, 5),
+        row(4, 2, "relu", 3, 3),
+    ]  # fmt: skip
+    assert [(one["name"].strip(), one["depth"], one["bytes"]) for one in joined(tree)] == [
+        ("total", 0, 10),
+        ("ddp.net", 1, 10),
+        ("mm", 2, 5),
+        ("relu", 2, 3),
+    ]

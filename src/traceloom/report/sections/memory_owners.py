@@ -14,6 +14,7 @@ from traceloom.analyze.allocations.holders import TREE
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.memory import MemoryOptions
+from traceloom.report.memory.chains import joined
 from traceloom.report.memory.document import REASONS, rank_entry
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import harmless, short
@@ -125,11 +126,7 @@ def _tables(value: Row) -> Iterator[Table]:
     modules = [{**_named(m, several), **row} for m in memories for row in m["modules"]]
     note = "Parameters, with their gradients and optimizer states, and what its calls allocated; at the peak."
     yield Table("memory-modules", "By module", [*of, *held, Col("name", "Module", "name")], modules, "", note)
-    scopes = [
-        {**_named(m, several), **row, "name": "\u2003" * row["depth"] + row["name"]}
-        for m in memories
-        for row in m["tree"]
-    ]
+    scopes = [{**_named(m, several), **row} for m in memories for row in joined(m["tree"])]
     note = "Scopes, then operators, at the peak; each row holds the indented ones below it."
     own = Col("self_bytes", "Its own", "bytes", "held by no row below it", narrow=False)
     name = Col("name", "Scope and operator", "name")

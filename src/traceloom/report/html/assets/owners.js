@@ -9,7 +9,7 @@ const MARGIN_RIGHT = 10;
 const MARGIN_TOP = 22;
 const MARGIN_BOTTOM = 24;
 const MOST_LAYERS = 8; // layers by scope
-const SHORT_CHAIN = 28; // characters; of longer ones the last name is written
+const SHORT_CHAIN = 34; // characters; of longer ones the last name is written
 const LEAST_LAYER = 0.01; // of the highest level; smaller groups are one
 const LAYER_HUES = ["compute", "communication", "memory", "optimizer", "forward", "loading", "annotation", "python"];
 
@@ -89,12 +89,15 @@ function boxesAt(root, k, joint) {
 // The largest branches that are few enough to tell apart by colour: the heaviest is opened as long as it helps.
 function layersOf(root, peak, count) {
   const weight = (node) => bytesAt(node, peak);
+  const least = LEAST_LAYER * bytesAt(root, peak);
+  const large = (nodes) => nodes.filter((node) => weight(node) >= least).length;
   let groups = [...root.children.values()].map((node) => ({ node, path: [node.name] }));
   for (;;) {
+    const room = MOST_LAYERS + 1 - large(groups.map(({ node }) => node));
     const heaviest = groups
-      .filter(({ node }) => node.children.size && !node.leaves.length && groups.length - 1 + node.children.size <= MOST_LAYERS)
+      .filter(({ node }) => !node.leaves.length && weight(node) > least && large([...node.children.values()]) <= room)
       .sort((a, b) => weight(b.node) - weight(a.node))[0];
-    if (!heaviest || weight(heaviest.node) < LEAST_LAYER * bytesAt(root, peak)) break;
+    if (!heaviest) break;
     const inside = [...heaviest.node.children.values()].map((node) => ({ node, path: [...heaviest.path, node.name] }));
     groups = [...groups.filter((group) => group !== heaviest), ...inside];
   }
@@ -103,8 +106,11 @@ function layersOf(root, peak, count) {
   }));
   const most = (layer) => layer.levels.reduce((top, level) => Math.max(top, level), 0);
   const highest = Math.max(...all.map(most), 1);
+  // what was there from the start lies at the bottom, where it is flat
+  const early = ({ full }) => Number(full.startsWith("("));
   all.sort((a, b) => most(b) - most(a));
   const shown = all.filter((layer, k) => k < MOST_LAYERS && most(layer) >= LEAST_LAYER * highest);
+  shown.sort((a, b) => early(b) - early(a));
   shown.forEach((layer, k) => (layer.colour = LAYER_HUES[k]));
   const rest = all.filter((layer) => !shown.includes(layer));
   if (rest.length) {
