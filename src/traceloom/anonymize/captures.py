@@ -31,6 +31,10 @@ _OVERHEAD = (
 )  # fmt: skip
 
 
+# Who owned which memory: addresses, and names of modules and parameters.
+_LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
+
+
 class Captures:
     """Rewrites capture.json.
 
@@ -113,6 +117,7 @@ class Captures:
             "live_bytes_at_start": self._live,
             "overhead": lambda value: self._by(value, dict.fromkeys(_OVERHEAD, _number), "overhead"),
             "notices": lambda value: [self._notice(one) for one in _listed(value)],
+            **dict.fromkeys(_LEFT_OUT, _nothing),
         }  # fmt: skip
         return self._by(entry, rules, "rank")
 
@@ -217,6 +222,10 @@ class Captures:
 
 
 _NOTICES = frozenset(("no-early-stacks", "disk-full", "capture-moved", "no-memory-snapshot", "not-compressed"))
+
+
+def _nothing(_: Any) -> None:
+    """Known, and left out."""
 
 
 def _ended(value: Any) -> str | None:

@@ -53,7 +53,7 @@ def write(path: Path, error: BaseException, steps: int) -> None:
         "asked_bytes": asked_bytes(error),
         "message": str(error)[:4000],
         "stack": _frames(error),
-        "devices": _devices(),
+        "devices": devices(),
         "live_storages": census(),
     }
     try:
@@ -73,7 +73,7 @@ def _frames(error: BaseException) -> list[str]:
     return out[-MOST_FRAMES:]
 
 
-def _devices() -> list[dict[str, Any]]:
+def devices() -> list[dict[str, Any]]:
     """What the allocators and the devices say of themselves."""
     import torch
 

@@ -43,6 +43,7 @@ class Storage:
         self._census: dict[str, list[Any]] | None = None
         self._last_census: dict[str, list[Any]] | None = None
         self._out_of_memory: dict[str, str] | None = None
+        self._allocators: list[dict[str, Any]] | None = None
         self._notices: list[dict[str, str]] = []
         self._place: tuple[int | None, int | None, int | None] = (None, None, None)
         self._groups: list[dict[str, Any]] = []
@@ -108,6 +109,7 @@ class Storage:
             message = "the run ended before the window began; what was recorded until then has no stacks"
             self._notices.append({"slug": "no-early-stacks", "message": message})
         self._collectives, self._census, self._last_census = window.collectives, window.census, window.last_census
+        self._allocators = out_of_memory.devices() if self._settings.memory else None
         self._memory_snapshot()
         table = self._window
         self._writer.submit(lambda: self._compress(table, "file", plain))
@@ -248,6 +250,7 @@ class Storage:
             "live_bytes_at_start": None if self._census is None else live_bytes(self._census),
             "live_storages_at_start": self._census,
             "live_storages_at_end": self._last_census,
+            "allocators_at_end": self._allocators,
             "out_of_memory": self._out_of_memory,
             "overhead": manifest.overhead(self._log, graph_ns[-1] if graph_ns else None, WARM_UP_STEPS),
             "notices": self._notices,

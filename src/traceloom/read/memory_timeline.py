@@ -80,7 +80,7 @@ def timeline_of(document: Any, path: str) -> Timeline:
         raise _bad(path, f"categories are numbered 0 to {len(CATEGORIES) - 1}, found {int(category.max())}")
     if not np.isin(action, list(ACTIONS)).all():
         raise _bad(path, "actions are numbered 1 to 4")
-    if np.abs(size.astype(np.float64)).sum() > _LARGEST:
+    if np.abs(size.astype(np.float64)).sum() >= _LARGEST:
         raise _bad(path, "its sizes are larger than any memory")
     change = np.zeros((len(CATEGORIES), rows.shape[0]), dtype=np.int64)
     early = time < 0

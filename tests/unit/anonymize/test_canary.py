@@ -198,6 +198,11 @@ CAPTURE: dict[str, Any] = {
                         "type": [0], "sequence": [1], "bytes_in": [100], "bytes_out": [100], "peer": [None],
                         "start_ns": [1759300075000000000], "thread": [77]},
         "live_bytes_at_start": {"cpu": 100}, "overhead": {"ratio": 1.5},
+        "live_storages_at_start": {"address": [77], "bytes": [31337], "device_type": ["cpu"], "device": [-1],
+                                   "owner": ["parameter"], "name": ["Net.secret.weight"]},
+        "live_storages_at_end": {"owner": ["other"], "name": ["Batch [31337, 77]"]},
+        "out_of_memory": {"file": "rank0.oom.json"},
+        "allocators_at_end": [{"device_type": "cuda", "device": 0, "total_bytes": 85}],
         "notices": [{"slug": "disk-full", "message": "`/x/y` is full"}],
     }],
 }  # fmt: skip

@@ -1,0 +1,215 @@
+"""Memory snapshots, memory timelines and reports of memory that ran out: read, or refused, and never run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from traceloom.errors import InputError
+from traceloom.read.memory_files import kind_of, read_out_of_memory
+from traceloom.read.memory_timeline import CATEGORIES, read_timeline
+from traceloom.read.pickled import loads
+from traceloom.read.snapshot import read_snapshot, snapshot_of
+from traceloom.testing.snapshots import SnapshotBuilder
+
+STEP = ("/u/train.py", 10, "step")
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**100), 2**100) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PLAIN, st.sampled_from([3, 4, 5]))
+def test_plain_data_comes_back_as_it_was(value: Any, protocol: int) -> None:
+    assert loads(pickle.dumps(value, protocol)) == value
+
+
+def test_objects_that_many_share_come_back() -> None:
+    frames = [{"filename": "a.py", "line": k, "name": "f"} for k in range(700)]
+    value = [frames, frames[::-1], frames * 3]
+    assert loads(pickle.dumps(value, 4)) == value
+
+
+class _Runs:
+    """What an attacker would write."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch /tmp/traceloom-was-here",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(_Runs()),
+        pickle.dumps(_Runs(), 2),
+        pickle.dumps({"segments": [], "device_traces": [[_Runs()]]}),
+        b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"\x80\x02(ios\nsystem\n.",
+        b"\x80\x02Pid\n.",
+        b"\x80\x02\x82\x01.",
+    ],
+)
+def test_a_pickle_that_asks_for_code_is_refused_and_runs_nothing(data: bytes) -> None:
+    ran = Path("/tmp/traceloom-was-here")
+    assert not ran.exists()
+    with pytest.raises(InputError) as caught:
+        loads(data, "x.pickle")
+    assert caught.value.slug == "pickle-with-code"
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"abc",
+        b"\x80\x04",
+        b"\x80\x04.",
+        b"\x80\x09N.",
+        b"\x80\x04e.",
+        b"\x80\x04]u.",
+        b"\x80\x04h\x07.",
+        b"\x80\x04]K\x01K\x02s.",
+        b"\x80\x04\x8d" + b"\xff" * 8 + b".",  # text of 2^64 bytes
+        b"\x80\x04\x8b\xff\xff\xff\x7f.",  # an integer of 2 GB
+        b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+        b"\x80\x04" + b"}" * 200_000 + b".",  # objects out of nothing
+        b"\x80\x04]" + b"\x94" * 200_000 + b".",
+        b"\x80\x02I5\n.",
+    ],
+)
+def test_damaged_pickles_are_refused(data: bytes) -> None:
+    with pytest.raises(InputError) as caught:
+        loads(data)
+    assert caught.value.slug == "pickle-damaged"
+
+
+def test_a_huge_number_of_a_memo_takes_no_memory() -> None:
+    assert loads(b"\x80\x04}r\xff\xff\xff\xff.") == {}
+
+
+def _snapshot() -> SnapshotBuilder:
+    builder = SnapshotBuilder()
+    kept = builder.alloc(1000, STEP)
+    builder.free(builder.alloc(5000, STEP))
+    builder.alloc(700, STEP)
+    return builder.free(kept, completed=False).out_of_memory(1 << 40, 100, STEP)
+
+
+def test_every_cut_of_a_snapshot_is_refused(tmp_path: Path) -> None:
+    whole = _snapshot().write(tmp_path / "whole.pickle").read_bytes()
+    for size in range(0, len(whole) - 1, 7):
+        with pytest.raises(InputError) as caught:
+            loads(whole[:size])
+        assert caught.value.slug == "pickle-damaged"
+
+
+def test_a_snapshot_is_read_into_columns(tmp_path: Path) -> None:
+    found = read_snapshot(_snapshot().write(tmp_path / "s.pickle", devices=3))
+    assert found.entries["action"].to_list() == [
+        "segment_alloc", "alloc", "alloc", "free_requested", "free_completed", "alloc", "free_requested", "oom"
+    ]  # fmt: skip
+    assert found.blocks.filter(state="active_allocated")["requested_bytes"].to_list() == [700]
+    assert found.segments["bytes"].to_list() == [1 << 21]
+    assert found.stacks == ((), (STEP,))
+    assert found.notices == ()
+
+
+@pytest.mark.parametrize("form", ["a list of segments", "blocks with a history", "without times"])
+def test_snapshots_of_other_versions_are_read(form: str) -> None:
+    builder = SnapshotBuilder(start_us=None if form == "without times" else 1)
+    builder.alloc(1000, STEP)
+    document: Any = builder.build()
+    if form == "a list of segments":
+        document = document["segments"]
+    if form == "blocks with a history":
+        for block in document["segments"][0]["blocks"]:
+            block["history"] = [{"addr": 1, "real_size": block.pop("requested_size"), "frames": block.pop("frames")}]
+            del block["address"]
+    found = snapshot_of(document, "x")
+    active = found.blocks.filter(state="active_allocated")
+    assert active.select("address", "bytes", "requested_bytes", "stack").rows() == [(0x7F0000000000, 1024, 1000, 1)]
+    assert found.entries.height == (0 if form == "a list of segments" else 2)
+
+
+def test_odd_entries_are_counted_and_left_out() -> None:
+    document = _snapshot().build()
+    whole = snapshot_of(document, "x").entries.height
+    odd = [{"action": "?"}, 7, {"action": "alloc", "addr": "no", "size": 1}, {"action": "alloc", "addr": -1, "size": 1}]
+    document["device_traces"][0] += odd
+    document["segments"] += [None, {"address": 1}, {"address": 1, "total_size": 5, "blocks": [{}, 3]}]
+    found = snapshot_of(document, "x")
+    assert found.entries.height == whole
+    assert [(notice.slug, notice.count) for notice in found.notices] == [("odd-snapshot-entries", 8)]
+
+
+@pytest.mark.parametrize("document", [{}, [], 5, None, {"segments": 5}, {"device_traces": {}}, {"other": []}])
+def test_pickles_that_are_no_snapshot_are_refused(document: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        snapshot_of(document, "x")
+    assert caught.value.slug == "not-a-snapshot"
+
+
+ROWS = [[-1, 1, 100, 0], [10, 2, 50, 4], [12, 3, -50, 4], [12, 3, 50, 5], [15, 4, -50, 5]]
+
+
+def test_a_raw_timeline_adds_up_by_category(tmp_path: Path) -> None:
+    path = tmp_path / "t.raw.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    found = read_timeline(path)
+    assert kind_of(path) == "timeline"
+    assert found.time_ns.tolist() == [10, 10, 12, 12, 15]
+    assert found.levels.sum(axis=0).tolist() == [100, 150, 100, 150, 100]
+    assert found.levels[CATEGORIES.index("gradient")].tolist() == [0, 0, 0, 50, 0]
+    assert (found.created, found.destroyed, found.before) == (1, 1, 1)
+
+
+def test_a_timeline_of_levels(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([[1, 2], [[0, 5, 0, 0, 0, 0, 0, 0, 0], [0, 5, 0, 0, 0, 7, 0, 0, 0]]]))
+    found = read_timeline(path)
+    assert kind_of(path) == "timeline"
+    assert (found.time_ns.tolist(), found.levels.sum(axis=0).tolist()) == ([1000, 2000], [5, 12])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[", "[]", "{}", "[[1,2,3]]", "[[1,2,3,99]]", "[[1,9,3,0]]", "[[1,2,3.5,0]]", "[[1,2,true,0]]",
+        "[[1,2],[[0]]]", f"[[1,2,{2**61},0],[1,2,{2**61},0]]", f"[[1,2,{2**70},0]]",
+    ],
+)  # fmt: skip
+def test_bad_timelines_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_timeline(path)
+    assert caught.value.slug == "not-a-memory-timeline"
+
+
+@pytest.mark.parametrize(
+    ("text", "slug"),
+    [
+        ('{"format": "traceloom-out-of-memory", "version": 1', "damaged-memory-report"),
+        ("[]", "damaged-memory-report"),
+        ('{"format": "other", "version": 1}', "damaged-memory-report"),
+        ('{"format": "traceloom-out-of-memory", "version": 2}', "newer-format"),
+    ],
+)
+def test_bad_reports_of_memory_that_ran_out_are_refused(text: str, slug: str, tmp_path: Path) -> None:
+    path = tmp_path / "rank0.oom.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_out_of_memory(path)
+    assert caught.value.slug == slug
