@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from traceloom.findings import (
     communication,
+    copies,
     data,
     efficiency,
     host_bound,
+    interruptions,
     memory,
+    pipeline,
     repeated,
     stragglers,
     synchronisation,
@@ -18,16 +21,19 @@ from traceloom.findings.rule import Rule
 from traceloom.model import Session
 
 RULES: tuple[Rule, ...] = (
-    *host_bound.RULES,
     *data.RULES,
-    *synchronisation.RULES,
-    *communication.RULES,
-    *stragglers.RULES,
-    *efficiency.RULES,
+    *interruptions.RULES,
     *repeated.RULES,
+    *copies.RULES,
+    *synchronisation.RULES,
+    *stragglers.RULES,
+    *pipeline.RULES,
+    *communication.RULES,
+    *host_bound.RULES,
+    *efficiency.RULES,
     *memory.RULES,
 )
-"""All rules; the order says nothing."""
+"""All rules. Of two fixes that save the same, the one whose rule comes first is told: causes before symptoms."""
 
 
 def findings(session: Session) -> Ranked:

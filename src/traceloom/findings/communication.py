@@ -9,65 +9,101 @@ import polars as pl
 
 from traceloom.findings.ground import Ground
 from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.model import graph_schema as gs
 from traceloom.model import units
-from traceloom.model.finding import Abstention, Evidence
+from traceloom.model.finding import Abstention
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Chosen, Selection
+from traceloom.simulate.selection import Chosen
 
 _SMALL_BYTES = 256 * 1024
 _MANY = 8
+_UNEVEN = 1.5  # times the mean: the largest part of an exchange
+# What the next operation does not need at once; the results of the others are used right behind them.
+_MOVABLE = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def exposed(ground: Ground) -> Iterator[Said]:
-    """Collectives that nothing hides."""
-    chosen = Selection("collectives")
-    mask = chosen.nodes(ground.graph)
-    if not mask.any():
+    """Communication that no computing hides, by kind."""
+    if not ground.of_kind(*gs.COMMUNICATION).any():
         yield Abstention("exposed-communication", "no communication was recorded")
         return
     if not ground.on_device:
+        yield Abstention("exposed-communication", "no GPU work was recorded that could hide it")
         return
-    kinds = ground.graph.communication["kind"].drop_nulls().unique().to_list()
-    for kind in sorted(kinds):
-        one = Selection("collectives", f"^{kind}$")
-        nodes = one.nodes(ground.graph)
-        if not nodes.any():
+    rows = ground.graph.communication
+    for kind in rows["kind"].drop_nulls().unique().sort().to_list():
+        mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+        mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
+        mask &= ground.of_kind(*gs.COMMUNICATION)
+        alone = ground.exposed_ns(mask)
+        if not alone:
             continue
+        time = int(ground.graph.nodes["duration_ns"].to_numpy()[mask].sum())
+        movable = kind in _MOVABLE
         yield Candidate(
-            title=f"{kind} could run beside computing: {units.count(int(nodes.sum()))} calls, "
-            f"{units.duration(int(ground.graph.nodes['duration_ns'].to_numpy()[nodes].sum()))}",
-            changes=(Change("overlap", Chosen(f"{one} overlap", nodes, "collectives")),),
-            confidence=0.5,
+            title=f"nothing hides {ground.in_words(alone)} of the {ground.in_words(time)} in {kind} "
+            f"({ground.many(int(mask.sum()))} calls{ground.over_ranks})",
+            changes=(Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives")),),
+            confidence=0.5 if movable else 0.3,
             advice="Start it earlier and wait for it later: gradient buckets in DDP, prefetching in FSDP "
-            "(forward_prefetch, backward_prefetch), asynchronous handles, a stream of its own.",
-            evidence=_longest(ground, nodes),
+            "(forward_prefetch, backward_prefetch), asynchronous handles, a stream of its own."
+            if movable
+            else "What comes next needs its result: split the batch in two and compute one half while the other "
+            "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
+            evidence=ground.evidence(mask & ~ground.of_kind(gs.KERNEL)),
         )
-
-
-def _longest(ground: Ground, nodes: np.ndarray) -> tuple[Evidence, ...]:
-    rows = ground.graph.nodes.filter(pl.Series(nodes)).sort("duration_ns", descending=True).head(5)
-    return tuple(
-        Evidence(r["name"], r["rank"], r["start_ns"] + ground.graph.epoch_ns, r["duration_ns"]) for r in rows.to_dicts()
-    )
 
 
 def small_messages(ground: Ground) -> Iterator[Said]:
     """Many small collectives that could be one."""
-    rows = ground.graph.communication.filter(pl.col("in_bytes").is_not_null(), pl.col("in_bytes") < _SMALL_BYTES)
-    if rows.height < _MANY:
+    rows = ground.graph.communication.filter(
+        pl.col("in_bytes").is_not_null(), pl.col("in_bytes") > 0, pl.col("in_bytes") < _SMALL_BYTES
+    )
+    if not ground.of_kind(*gs.COMMUNICATION).any():
+        yield Abstention("small-collectives", "no communication was recorded")
+        return
+    for (kind,), some in rows.group_by("kind", maintain_order=True):
+        if some.height < _MANY * max(ground.rank_count, 1) or kind in ("send", "receive"):
+            continue
+        mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+        mask[some["node"].to_numpy()] = True
+        yield Candidate(
+            title=f"{units.count(some.height)} calls of {kind} send less than {units.size(_SMALL_BYTES)} each",
+            changes=(Change("scale", Chosen(f"small {kind}", mask, "collectives"), 1 / _MANY),),
+            confidence=0.5,
+            advice="Put them together: larger buckets (bucket_cap_mb), flattened tensors, coalesced calls.",
+            evidence=ground.evidence(mask),
+        )
+
+
+def uneven_exchange(ground: Ground) -> Iterator[Said]:
+    """All-to-alls in which one peer gets far more than the others."""
+    rows = ground.graph.communication.filter(pl.col("kind") == "all_to_all")
+    if not rows.height:
+        return
+    split = rows.filter(pl.col("in_splits").list.len() > 1, pl.col("in_splits").list.sum() > 0)
+    if not split.height:
+        yield Abstention("uneven-exchange", "the split sizes of all_to_all were not recorded")
+        return
+    told = split.with_columns(worst=pl.col("in_splits").list.max() / pl.col("in_splits").list.mean())
+    bad = told.filter(pl.col("worst") > _UNEVEN)
+    if not bad.height:
         return
     mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-    mask[rows["node"].to_numpy()] = True
+    mask[bad["node"].to_numpy()] = True
+    worst = float(bad["worst"].median())  # type: ignore[arg-type]
     yield Candidate(
-        title=f"{units.count(rows.height)} collectives send less than {units.size(_SMALL_BYTES)} each",
-        changes=(Change("scale", Chosen("small collectives", mask, "collectives"), 1 / _MANY),),
-        confidence=0.5,
-        advice="Put them together: larger buckets (bucket_cap_mb), flattened tensors, coalesced calls.",
-        evidence=_longest(ground, mask),
+        title=f"{units.count(bad.height)} all_to_alls are uneven: one peer gets {worst:.1f} × the mean",
+        changes=(Change("scale", Chosen("uneven all_to_all", mask, "collectives"), 1 / worst),),
+        confidence=0.4,
+        advice="Balance what is exchanged: capacity factor or auxiliary loss of the router, another placement of "
+        "experts or embedding tables.",
+        evidence=ground.evidence(mask),
     )
 
 
 RULES = (
     Rule("exposed-communication", "communication that nothing hides", exposed),
     Rule("small-collectives", "many small collectives", small_messages),
+    Rule("uneven-exchange", "all-to-alls whose parts are uneven", uneven_exchange),
 )

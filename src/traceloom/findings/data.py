@@ -23,7 +23,7 @@ def data_starved(ground: Ground) -> Iterator[Said]:
     evidence: list[Evidence] = []
     masks = Selection("loading").nodes(ground.graph)
     for trace in ground.traces:
-        waits = analyze.data_loading(trace).waits
+        waits = ground.ask(trace, analyze.data_loading).waits
         seen |= bool(waits.height)
         if ground.step is not None:
             waits = waits.filter(pl.col("step") == ground.step)
@@ -41,7 +41,7 @@ def data_starved(ground: Ground) -> Iterator[Said]:
     how = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
     advice = f"Make batches faster or further ahead: {how}." if workers else f"Make batches beside the step: {how}."
     yield Candidate(
-        title=f"the step waits {units.duration(waited)} for data",
+        title=f"{ground.where} waits {units.duration(waited)} for data{ground.over_ranks}",
         changes=(change,),
         confidence=0.8,
         advice=advice,

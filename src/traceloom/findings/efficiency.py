@@ -1,114 +1,249 @@
-"""Kernels that could be faster: matrix units unused, far below the roofline, slower than the same kernel elsewhere."""
+"""Kernels that could be faster: matrix units unused, odd sizes, far below the roofline, slower than usual."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
+from traceloom import analyze
+from traceloom.analyze.intervals import coverage, union
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.matrix_units import matrix_units
 from traceloom.analyze.roofline import modelled
-from traceloom.findings.ground import Ground
+from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
-from traceloom.model.category import KERNEL
-from traceloom.model.finding import Abstention, Evidence
+from traceloom.model import category as cat
+from traceloom.model import graph_schema as gs
+from traceloom.model.finding import Abstention
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
 
 _REACHABLE = 0.7  # of the roofline: what good kernels reach
 _FAR = 0.4  # of the roofline: below this there is something to gain
 _LARGEST = 6
+_LEAST_SHARE = 0.01  # of the step
 _SLOW = 1.5  # times the median of the same kernel
+_KNOWN = 5  # times that a kernel with these shapes has to be seen
+_ON_MATRIX_UNITS = 0.5  # of the time: what matrix units and aligned sizes at least bring, where no roofline is known
+_TF32 = 8.0  # compute capability from which on there is TF32
+_HINTS = {
+    r"softmax": "Fuse attention: scaled_dot_product_attention never writes the scores that this reads and writes.",
+    r"attention|flash|sdpa": "Try another attention backend (torch.nn.attention.sdpa_kernel), head sizes of 64 or 128, "
+    "and less padding.",
+    r"bmm|mm$|linear|matmul|addmm|conv": "Look at the element type (bf16, fp8), at sizes that are multiples of 8 or "
+    "16, at larger batches, and at tuned kernels (max-autotune, TunableOp).",
+    r"cat|contiguous|copy|clone|_to|index|gather|scatter|transpose|permute": "Avoid the copy: preallocate and write "
+    "into place, keep one memory layout, gather rows that lie together.",
+}
+_HINT = "Fuse it with its neighbours (torch.compile) or use a fused implementation."
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Matrix products that a known reason makes slow.
+
+    Attributes:
+        odd: Those whose sizes do not fit, by operator.
+        unused: Those that use no matrix units.
+        checked: Whether anybody could look at sizes.
+    """
+
+    odd: Bools
+    unused: Bools
+    checked: bool
+
+
+def _products(ground: Ground) -> _Products:
+    size = ground.graph.nodes.height
+    odd, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
+    checked = False
+    for trace in ground.traces:
+        told = ground.ask(trace, analyze.anti_patterns)
+        rule = told.patterns.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
+        checked |= bool(rule["checked"].any())
+        rows = told.matches.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
+        if rows.height:
+            odd |= ground.below(trace, rows["event"])
+        unused |= ground.nodes_of(trace, ground.ask(trace, _without_units))
+    kernels = ground.of_kind(gs.KERNEL)
+    return _Products(odd & kernels, unused & kernels & ~odd, checked)
+
+
+def _without_units(trace: Trace) -> pl.Series:
+    """Events of matrix products on scalar or vector units."""
+    told = kinds(trace).with_columns(name=trace.events["name"].gather(kinds(trace)["event"]))
+    names = told.select("name", "kind").unique()
+    state = names.with_columns(state=matrix_units(names).cast(pl.String)).filter(pl.col("state") == "unused")
+    return told.join(state, on=["name", "kind"], how="semi")["event"]
+
+
+def _roofline_factor(ground: Ground, mask: Bools) -> float | None:
+    """What the time of some kernels would be times, at what good kernels reach; None where no peak is known."""
+    ns = roof = 0
+    for trace in ground.traces:
+        rows = ground.ask(trace, modelled).drop_nulls("roofline_ns")
+        mine = ground.graph.nodes.filter(pl.Series(mask))
+        if len(ground.traces) > 1:
+            mine = mine.filter(pl.col("rank") == trace.rank)
+        known = rows.join(mine.select("event", "duration_ns"), on="event", how="inner")
+        ns += int(known["duration_ns"].sum())
+        roof += int(known["roofline_ns"].sum())
+    return None if not ns else min(max(roof / ns / _REACHABLE, 0.05), 1.0)
+
+
+def odd_sizes(ground: Ground) -> Iterator[Said]:
+    """Matrix products in half precision whose sizes are no multiples of 8."""
+    if not ground.on_device:
+        yield Abstention("unaligned-matmul", "no GPU work was recorded")
+        return
+    found = _products(ground)
+    if not found.checked:
+        yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
+        return
+    time = ground.work_ns(found.odd)
+    if time < _LEAST_SHARE * ground.whole_ns:
+        return
+    factor = _roofline_factor(ground, found.odd)
+    yield Candidate(
+        title=f"{ground.in_words(time)} of matrix products have sizes that are no multiples of 8",
+        changes=(Change("scale", Chosen("matrix products of odd sizes", found.odd, "kernels"),
+                        _ON_MATRIX_UNITS if factor is None else factor),),
+        confidence=0.6,
+        advice="Pad the last dimensions to a multiple of 8 (better 64): vocabulary, sequence length, hidden sizes; in "
+        "attention, scaled_dot_product_attention pads by itself.",
+        evidence=ground.evidence(found.odd),
+    )  # fmt: skip
+
+
+def no_matrix_units(ground: Ground) -> Iterator[Said]:
+    """Matrix products on scalar units."""
+    if not ground.on_device:
+        yield Abstention("matrix-units-unused", "no GPU work was recorded")
+        return
+    unused = _products(ground).unused
+    time = ground.work_ns(unused)
+    if time < _LEAST_SHARE * ground.whole_ns:
+        return
+    abilities = [
+        float(one) for trace in ground.traces for one in trace.devices["compute_capability"].drop_nulls().to_list()
+    ]
+    tf32 = bool(abilities) and max(abilities) >= _TF32
+    yield Candidate(
+        title=f"{ground.in_words(time)} of matrix products use no tensor cores"
+        + (": TF32 is off" if tf32 else ""),
+        changes=(Change("scale", Chosen("matrix products without matrix units", unused, "kernels"), _ON_MATRIX_UNITS),),
+        confidence=0.6 if tf32 else 0.4,
+        advice="torch.set_float32_matmul_precision('high') allows TF32; better, train in bf16: torch.autocast('cuda', "
+        "dtype=torch.bfloat16)." if tf32 else "Use half precision: torch.autocast('cuda', dtype=torch.float16) with a "
+        "gradient scaler, or bfloat16 where the device has it.",
+        evidence=ground.evidence(unused),
+    )  # fmt: skip
 
 
 def low_roofline(ground: Ground) -> Iterator[Said]:
-    """Modelled operators far below what the device could do."""
+    """Modelled operators far below what the device could do, that no other rule explains."""
+    if not ground.on_device:
+        yield Abstention("low-roofline", "no GPU work was recorded")
+        return
+    known = _products(ground)
     told = False
+    by_op: dict[str, list[tuple[Trace, pl.DataFrame]]] = {}
     for trace in ground.traces:
-        rows = modelled(trace).drop_nulls("roofline_ns")
+        rows = ground.ask(trace, modelled).drop_nulls("roofline_ns")
         told |= bool(rows.height)
-        if not rows.height:
-            continue
         events = trace.events
         work = rows.with_columns(
-            ns=events["duration_ns"].gather(rows["event"]),
-            step=events["step"].gather(rows["event"]),
-            op_name=events["name"].gather(rows["op"]),
-            kernel=events["name"].gather(rows["event"]),
+            ns=events["duration_ns"].gather(rows["event"]), op_name=events["name"].gather(rows["op"])
         )
-        if ground.step is not None:
-            work = work.filter(pl.col("step") == ground.step)
-        sums = (
-            work.group_by("op_name", "kernel")
-            .agg(pl.col("ns", "roofline_ns").sum(), pl.col("event"), pl.len().alias("count"), pl.col("bound").first())
-            .filter(pl.col("ns") > 0)
-            .with_columns(reached=pl.col("roofline_ns") / pl.col("ns"))
-            .filter(pl.col("reached") < _FAR)
-            .sort("ns", descending=True)
-            .head(_LARGEST)
-        )
-        for row in sums.to_dicts():
-            mask = ground.nodes_of(trace, pl.Series(row["event"]))
-            if not mask.any():
-                continue
-            share = units.share(row["reached"], 1)
-            yield Candidate(
-                title=f"{row['op_name']} reaches {share} of the roofline ({row['bound']}-bound, "
-                f"{units.duration(row['ns'])} in {row['count']} kernels)",
-                changes=(
-                    Change("scale", Chosen(f"kernels of {row['op_name']}", mask, "kernels"),
-                           max(row["reached"] / _REACHABLE, 0.05)),
-                ),
-                confidence=0.4,
-                advice="Look at element type (bf16, TF32), alignment of sizes to 8 or 16, layout, and fused "
-                "implementations (scaled_dot_product_attention, compiled kernels).",
-                evidence=(Evidence(row["kernel"], trace.rank, count=row["count"], total_ns=row["ns"]),),
-            )  # fmt: skip
+        for (name,), some in work.group_by("op_name", maintain_order=True):
+            by_op.setdefault(str(name), []).append((trace, some))
+    for name, parts in sorted(by_op.items(), key=lambda item: -_time(item[1]))[:_LARGEST]:
+        mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+        for trace, some in parts:
+            mask |= ground.nodes_of(trace, some["event"])
+        mask &= ~known.odd & ~known.unused
+        factor = _roofline_factor(ground, mask) if mask.any() else None
+        if factor is not None and factor * _REACHABLE < _FAR:
+            yield _far(ground, name, parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0], mask, factor)
     if not told:
         yield Abstention("low-roofline", "the device's peaks are unknown, or shapes were not recorded")
+
+
+def _time(parts: list[tuple[Trace, pl.DataFrame]]) -> int:
+    return sum(int(some["ns"].sum()) for _, some in parts)
+
+
+def _far(ground: Ground, name: str, bound: str, mask: Bools, factor: float) -> Candidate:
+    limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
+    hint = next((said for pattern, said in _HINTS.items() if re.search(pattern, name)), _HINT)
+    return Candidate(
+        title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
+        f"{ground.in_words(ground.work_ns(mask))} in {ground.many(int(mask.sum()))} kernels",
+        changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
+        confidence=0.4,
+        advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
+        evidence=ground.evidence(mask, 3),
+    )
 
 
 def slow_kernels(ground: Ground) -> Iterator[Said]:
     """Kernels of the step that take longer than the same kernels elsewhere in the run."""
     for trace in ground.traces:
-        slow = _slow_in_step(trace, ground.step)
-        if not slow.height:
-            continue
+        slow = ground.ask(trace, _slow)
         mask = ground.nodes_of(trace, slow["event"])
         if not mask.any():
             continue
+        slow = slow.filter(pl.col("event").is_in(ground.graph.nodes["event"].filter(pl.Series(mask)).implode()))
         lost = int((slow["duration_ns"] - slow["usual"]).sum())
         factor = float(slow["usual"].sum()) / max(float(slow["duration_ns"].sum()), 1.0)
-        top = slow.sort("duration_ns", descending=True).head(3)
+        beside = _beside_communication(ground, mask)
+        of_rank = f" of rank {trace.rank}" if len(ground.traces) > 1 else ""
         yield Candidate(
-            title=f"{units.count(slow.height)} kernels take {units.duration(lost)} longer than the same ones elsewhere",
+            title=f"{ground.many(slow.height)} kernels{of_rank} take {ground.in_words(lost)} longer than the same ones "
+            "elsewhere in the run" + (", while communication runs beside them" if beside else ""),
             changes=(Change("scale", Chosen("slow kernels", mask, "kernels"), factor),),
-            confidence=0.4,
-            advice="Look at what runs beside them (communication on the same device), at clocks and at power.",
-            evidence=tuple(Evidence(r["name"], trace.rank, r["start_ns"], r["duration_ns"]) for r in top.to_dicts()),
-        )
+            confidence=0.3 if beside else 0.4,
+            advice="Give communication fewer SMs (NCCL_MAX_CTAS, NCCL_MIN_CTAS) or another moment; what is won there "
+            "may be lost where it was hidden." if beside else "Look at clocks, power and temperature at that time, and "
+            "at what else runs on the device.",
+            evidence=ground.evidence(mask),
+        )  # fmt: skip
 
 
-def _slow_in_step(trace: Trace, step: int | None) -> pl.DataFrame:
-    """Kernels of the step with `usual`, the median of their name and grid in the trace."""
+def _beside_communication(ground: Ground, mask: Bools) -> bool:
+    """Whether communication runs during most of the time of some kernels."""
+    nodes = ground.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    talk = nodes.filter(pl.Series(ground.of_kind(*gs.COMMUNICATION)))
+    spans = union(talk["start_ns"].to_numpy(), talk["end_ns"].to_numpy())
+    mine = nodes.filter(pl.Series(mask))
+    shared = coverage(spans, mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy()).sum()
+    return bool(2 * shared > int(mine["duration_ns"].sum()))
+
+
+def _slow(trace: Trace) -> pl.DataFrame:
+    """Kernels with `usual`, the median of their name and shapes in the trace, that take far longer than that."""
     shapes = trace.events.select("event", "op").join(
         trace.tensors.select(pl.col("event").alias("op"), "shapes"), on="op", how="left", maintain_order="left"
     )["shapes"]
     kernels = (
         trace.events.select("event", "name", "category", "step", "start_ns", "duration_ns")
         .with_columns(shapes=shapes)
-        .filter(pl.col("category") == KERNEL)
+        .filter(pl.col("category") == cat.KERNEL, pl.col("shapes").is_not_null())
     )
     usual = pl.col("duration_ns").median().over("name", "shapes").round().cast(pl.Int64)
     rows = kernels.with_columns(usual=usual, known=pl.len().over("name", "shapes"))
-    if step is not None:
-        rows = rows.filter(pl.col("step") == step)
-    return rows.filter(
-        pl.col("known") >= 5, pl.col("shapes").is_not_null(), pl.col("duration_ns") > _SLOW * pl.col("usual")
-    )
+    return rows.filter(pl.col("known") >= _KNOWN, pl.col("duration_ns") > _SLOW * pl.col("usual"))
 
 
 RULES = (
-    Rule("low-roofline", "kernels far below the device's roofline", low_roofline),
+    Rule("unaligned-matmul", "matrix products of odd sizes", odd_sizes),
+    Rule("matrix-units-unused", "matrix products without tensor cores", no_matrix_units),
+    Rule("low-roofline", "operators far below the device's roofline", low_roofline),
     Rule("slow-kernels", "kernels slower than the same kernels elsewhere", slow_kernels),
 )

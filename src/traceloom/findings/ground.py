@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze import across_ranks
+from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.intervals import Spans, difference, union
 from traceloom.analyze.path.window import usual_step
+from traceloom.findings.wording import brief
 from traceloom.link import link_session
-from traceloom.model import Graph, Session, Trace
+from traceloom.model import Graph, Session, Trace, units
+from traceloom.model import category as cat
+from traceloom.model import graph_schema as gs
+from traceloom.model.finding import Evidence
 from traceloom.retime import Plan
 from traceloom.retime.law import Law, law
-from traceloom.simulate.selection import of_events
+from traceloom.simulate.selection import among, of_events
 
 Bools = NDArray[np.bool_]
+T = TypeVar("T")
+
+NAMELESS = "host time that nothing names"
+_RUNS_AHEAD = 0.8  # of the graph is the step at most: else what is counted in the graph is that of the step
+_MOST_OF = 0.6  # of a stretch of host time: what it is called by covers so much of it
 
 
 @dataclass
@@ -31,6 +46,7 @@ class Ground:
 
     session: Session
     step: int | None = field(default=None)
+    _kept: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, session: Session) -> Ground:
@@ -59,6 +75,30 @@ class Ground:
         return int(np.ptp(times)) if times.size else 0
 
     @cached_property
+    def step_ns(self) -> int:
+        """From the end of the device's work of earlier steps (or the step's beginning) to the end of its own.
+
+        The graph spans more where the host runs ahead of the device: what the device still has to do of earlier steps.
+        """
+        if self.elsewhere is None:
+            return self.whole_ns
+        times = self.graph.point_times()
+        device = self.elsewhere & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+        host = ~self.elsewhere & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+        if not device.any() or not host.any():
+            return self.whole_ns
+        begins = max(int(times[1::2][device].max()), int(times[0::2][host].min()))
+        return min(max(int(times.max()) - begins, 0), self.whole_ns) or self.whole_ns
+
+    @cached_property
+    def elsewhere(self) -> Bools | None:
+        """Nodes of other steps than the one looked at, shape (nodes,); None where there are none."""
+        if self.step is None:
+            return None
+        found: Bools = (self.graph.nodes["step"] != self.step).fill_null(value=False).to_numpy()
+        return found if found.any() else None
+
+    @cached_property
     def host_ratio(self) -> float | None:
         """How much longer recorded steps take than unrecorded ones, where that was measured."""
         parts = [(trace.meta.capture or {}).get("overhead") for trace in self.session.traces]
@@ -70,15 +110,51 @@ class Ground:
         """The traces, one per rank or window."""
         return self.session.traces
 
+    @property
+    def where(self) -> str:
+        """What is looked at, as it stands in a sentence."""
+        return "the window" if self.step is None else "the step"
+
+    def ask(self, trace: Trace, analysis: Callable[[Trace], T]) -> T:
+        """An analysis of a trace, made once."""
+        key = (id(trace), analysis)
+        if key not in self._kept:
+            self._kept[key] = analysis(trace)
+        found: T = self._kept[key]
+        return found
+
+    def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """The rows of the step that is looked at, of a frame with a column `step`."""
+        return rows if self.step is None else rows.filter(pl.col("step") == self.step)
+
+    @cached_property
+    def across(self) -> AcrossRanks | None:
+        """The ranks compared; None where there is only one."""
+        return across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
+
+    @cached_property
+    def rank_count(self) -> int:
+        """Ranks of the graph."""
+        return self.graph.nodes["rank"].drop_nulls().n_unique()
+
     @cached_property
     def kinds(self) -> pl.Series:
         """Kind of each node, as text."""
         return self.graph.nodes["kind"].cast(pl.String)
 
+    def of_kind(self, *kinds: str) -> Bools:
+        """The nodes of some kinds, shape (nodes,)."""
+        return among(self.graph.nodes["kind"], gs.NODE_KINDS, kinds)
+
     @cached_property
     def on_device(self) -> bool:
         """Whether any GPU work was recorded."""
-        return bool(self.kinds.is_in(["kernel", "copy", "fill"]).any())
+        return bool(self.of_kind(gs.KERNEL, gs.COPY, gs.FILL).any())
+
+    @cached_property
+    def stacks(self) -> bool:
+        """Whether Python's frames were recorded."""
+        return any(bool((trace.events["category"] == cat.PYTHON).any()) for trace in self.traces)
 
     @cached_property
     def allocations(self) -> list[tuple[Trace, Allocations]]:
@@ -90,6 +166,94 @@ class Ground:
         several = len(self.session.traces) > 1
         return of_events(self.graph, trace.rank if several else None, events)
 
+    def below(self, trace: Trace, events: pl.Series) -> Bools:
+        """The nodes for some host events, what lies inside them, and the GPU work launched there, shape (nodes,)."""
+        tree = forest(trace)
+        roots = np.zeros(tree.row.size, dtype=np.bool_)
+        at = tree.position[events.drop_nulls().to_numpy().astype(np.int64)]
+        roots[at[at >= 0]] = True
+        return self.inside(trace, roots)
+
+    def inside(self, trace: Trace, roots: Bools) -> Bools:
+        """The same for positions in the trace's forest."""
+        tree = forest(trace)
+        host = pl.Series(tree.row[tree.outermost_or_self(roots) >= 0], dtype=pl.UInt32)
+        launched = trace.events.select("event", "launch").filter(pl.col("launch").is_in(host.implode()))["event"]
+        return self.nodes_of(trace, pl.concat([host, launched.cast(pl.UInt32)]))
+
     def work_ns(self, nodes: Bools) -> int:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
+
+    @cached_property
+    def _per_step(self) -> float:
+        share = self.step_ns / max(self.whole_ns, 1)
+        return share if share < _RUNS_AHEAD else 1.0
+
+    def in_words(self, time_ns: int) -> str:
+        """A time in the graph, as what it comes to in one step."""
+        return units.duration(round(time_ns * self._per_step))
+
+    def many(self, count: int) -> str:
+        """A number of things in the graph, as what it comes to in one step."""
+        return units.count(max(round(count * self._per_step), 1))
+
+    @property
+    def over_ranks(self) -> str:
+        """What to say behind a sum over ranks."""
+        return f", summed over {self.rank_count} ranks" if self.rank_count > 1 else ""
+
+    def exposed_ns(self, nodes: Bools) -> int:
+        """Time in which these run on the device and no kernel of the same rank computes, summed over ranks."""
+        frame = self.graph.nodes.select("rank", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+        whole = 0
+        for rank in frame.filter(pl.Series(nodes))["rank"].unique().to_list():
+            of_rank = frame["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0]).to_numpy()
+            hidden = _spans(frame, of_rank & self.of_kind(gs.KERNEL))
+            whole += difference(_spans(frame, of_rank & nodes), hidden).total
+        return whole
+
+    def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
+        """The longest of some nodes, as they stand in their traces."""
+        rows = self.graph.nodes.filter(pl.Series(nodes)).sort("duration_ns", descending=True).head(most)
+        return tuple(self._evidence(row) for row in rows.to_dicts())
+
+    def _evidence(self, row: dict[str, Any]) -> Evidence:
+        trace = self.trace_of(row["rank"])
+        offset = self._offsets.get(row["rank"], 0)
+        start = int(row["start_ns"]) + self.graph.epoch_ns - offset
+        lane: int | None = None
+        if trace is not None and row["event"] is not None and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL):
+            start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
+        of_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
+        doing = self.doing(trace, start, start + row["duration_ns"]) if of_host and trace is not None else None
+        what = doing or (brief(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
+        return Evidence(what, row["rank"], start, row["duration_ns"], lane)
+
+    @cached_property
+    def _offsets(self) -> dict[int | None, int]:
+        rows = self.graph.ranks.select("rank", pl.col("clock_offset_ns").fill_null(0)).rows()
+        return dict(rows)
+
+    def trace_of(self, rank: int | None) -> Trace | None:
+        """The trace of a rank."""
+        alone = len(self.traces) == 1
+        return next((trace for trace in self.traces if alone or trace.rank == rank), None)
+
+    def doing(self, trace: Trace, start: int, end: int) -> str | None:
+        """The innermost Python frame that covers most of a stretch of host time; None where none is recorded."""
+        frames = self.ask(trace, _frames)
+        room = _MOST_OF * max(end - start, 1)
+        shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
+        found = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
+        return brief(found.sort("depth")["name"][-1]) if found.height else None
+
+
+def _frames(trace: Trace) -> pl.DataFrame:
+    python = trace.events.filter(pl.col("category") == cat.PYTHON)
+    return python.select("name", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+
+
+def _spans(frame: pl.DataFrame, mask: Bools) -> Spans:
+    rows = frame.filter(pl.Series(mask))
+    return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

@@ -1,35 +1,51 @@
-"""The host cannot keep the device busy: launches, Python, many small kernels."""
+"""The host cannot keep the device busy: launches, Python, long pauses, many small kernels."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.findings.ground import Ground
+from traceloom.analyze.host_wait import COLLECTIONS
+from traceloom.findings.ground import NAMELESS, Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.wording import brief
+from traceloom.model import category as cat
+from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Selection
+from traceloom.simulate.selection import LOADING, Chosen, Selection, named
 
 _LEAST_GAP = 0.02  # of the window
+_LONG = 0.02  # of the window: one stretch of host time this long is a pause,
+_LONG_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
+_LEFT = 0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
+_LATE = ("host_op", "host_launch", "host_python", "host_unobserved")
+_ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of everything shortens as well
+_STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
+_ELEMENTWISE = r"elementwise|pointwise|triton_poi"
+_MANY = 20
 
 
-def _gaps(ground: Ground) -> tuple[int, tuple[Evidence, ...]]:
-    """Idle time of the devices in the step because launches came late, and the longest such gaps."""
-    whole, shown = 0, []
+def _gaps(ground: Ground) -> tuple[int, int, tuple[Evidence, ...]]:
+    """Idle time of the devices in the step because launches came late, the most that better launching could win on
+    one rank, and the longest such gaps.
+    """
+    whole, most, shown = 0, 0, []
     for trace in ground.traces:
-        rows = analyze.idle(trace).gaps
-        if ground.step is not None:
-            rows = rows.filter(pl.col("step") == ground.step)
-        late = rows.filter(pl.col("cause").cast(pl.String).str.starts_with("host_"))
+        rows = ground.in_step(ground.ask(trace, analyze.idle).gaps)
+        late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
         whole += int(late["duration_ns"].sum())
+        also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
+        most = max(most, int(late["duration_ns"].sum()) + int(also["duration_ns"].sum()))
         for row in late.sort("duration_ns", descending=True).head(3).to_dicts():
-            what = f"GPU idle: {row['host_activity'] or 'the host'}"
+            what = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
             shown.append(Evidence(what, trace.rank, row["start_ns"], row["duration_ns"]))
-    return whole, tuple(sorted(shown, key=lambda one: -(one.duration_ns or 0))[:5])
+    return whole, most, tuple(sorted(shown, key=lambda one: -(one.duration_ns or 0))[:4])
 
 
 def launch_bound(ground: Ground) -> Iterator[Said]:
@@ -37,64 +53,104 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
     if not ground.on_device:
         yield Abstention("launch-bound", "no GPU work was recorded")
         return
-    idle, evidence = _gaps(ground)
+    idle, most, evidence = _gaps(ground)
     if idle < _LEAST_GAP * ground.whole_ns:
         return
     yield Candidate(
-        title=f"the GPU waits for launches: {units.duration(idle)} idle in the step",
+        title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {ground.where}"
+        f"{ground.over_ranks}",
         changes=(Change("graph", Selection("gpu")),),
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "
         "mode='reduce-overhead'), larger batches, fused operators.",
+        evidence=evidence,
+        at_most_ns=most,
+    )
+
+
+def _python(ground: Ground) -> Bools:
+    """Host time between operators that no other rule is about."""
+    nodes = ground.graph.nodes
+    frames = pl.Series(ground.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
+    mine = ground.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
+    others = (named(ground.graph, LOADING) | named(ground.graph, COLLECTIONS)).fill_null(value=False).to_numpy()
+    found: Bools = mine & ~others
+    return found
+
+
+def pauses(ground: Ground) -> Iterator[Said]:
+    """The host does one other thing for long: a pause, a write, a log."""
+    python = _python(ground)
+    work = ground.graph.nodes["work_ns"].to_numpy()
+    long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
+    if not long.any():
+        return
+    time = ground.work_ns(long)
+    evidence = ground.evidence(long)
+    what = evidence[0].what
+    count = int(long.sum())
+    known = "" if _STEP.match(what) or what == NAMELESS else f": {what}"
+    yield Candidate(
+        title=f"the host spends {units.duration(time)} outside of operators"
+        + ("" if count == 1 else f" in {units.count(count)} long stretches{ground.over_ranks}")
+        + known,
+        changes=(Change("remove", Chosen("long host stretches between operators", long, "think")),),
+        confidence=0.6 if ground.stacks else 0.5,
+        advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
+        "with `--stacks` to see what it is.",
         evidence=evidence,
     )
 
 
 def python_bound(ground: Ground) -> Iterator[Said]:
     """Python between operators holds up the step."""
-    think = Selection("think")
-    if not ground.kinds.is_in(["host"]).any():
+    if not ground.of_kind(gs.HOST).any() or not (ground.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
         return
-    if not think.nodes(ground.graph).any():
+    work = ground.graph.nodes["work_ns"].to_numpy()
+    short = _python(ground) & (work < max(_LONG * ground.whole_ns, _LONG_NS))
+    if not short.any():
         return
-    time = ground.work_ns(think.nodes(ground.graph))
+    time = ground.work_ns(short)
+    slower = "; recording stacks makes it look longer than it is" if ground.stacks else ""
     yield Candidate(
-        title=f"Python between operators takes {units.duration(time)} of the step",
-        changes=(Change("scale", think, 0.3),),
-        confidence=0.4,
-        advice="Move work out of the step, or out of Python: vectorise loops over tensors, cache what does not change, "
-        "compile the model, log less often.",
-        evidence=_longest(ground, think),
+        title=f"Python between operators takes {units.duration(time)} of {ground.where}{ground.over_ranks}{slower}",
+        changes=(Change("scale", Chosen("Python between operators", short, "think"), _LEFT),),
+        confidence=0.3 if ground.stacks else 0.4,
+        advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
+        "change, log less often.",
+        evidence=ground.evidence(short),
     )
-
-
-def _longest(ground: Ground, selection: Selection) -> tuple[Evidence, ...]:
-    nodes = ground.graph.nodes.filter(pl.Series(selection.nodes(ground.graph))).sort("duration_ns", descending=True)
-    return tuple(
-        Evidence(row["name"] or "host time that nothing names", row["rank"], row["start_ns"] + ground.graph.epoch_ns,
-                 row["duration_ns"])
-        for row in nodes.head(5).to_dicts()
-    )  # fmt: skip
 
 
 def small_kernels(ground: Ground) -> Iterator[Said]:
     """Runs of elementwise kernels that one kernel could do."""
-    chosen = Selection("kernels", r"elementwise|pointwise|triton_poi")
+    chosen = Selection("kernels", _ELEMENTWISE)
     mask = chosen.nodes(ground.graph)
     count = int(mask.sum())
-    if count < 20:
+    if count < _MANY:
+        return
+    source, target = (ground.graph.edges[end].to_numpy() for end in ("source", "target"))
+    streams = (ground.graph.edges["kind"].cast(pl.String) == "stream").to_numpy()
+    following = np.zeros(mask.size, dtype=np.bool_)
+    following[target[streams & mask[source] & mask[target]]] = True
+    many = int(following.sum())
+    if many < _MANY // 2:
         return
     yield Candidate(
-        title=f"{units.count(count)} elementwise kernels in the step could be fused",
+        title=f"{ground.many(many)} of {ground.many(count)} elementwise kernels follow another one: they could be one",
         changes=(Change("fuse", chosen),),
         confidence=0.6,
         advice="Let torch.compile fuse them, or use fused operators.",
-        evidence=(Evidence("elementwise kernels", count=count, total_ns=ground.work_ns(mask)),),
+        evidence=(
+            Evidence("elementwise kernels", count=count, total_ns=ground.work_ns(mask)),
+            *ground.evidence(following, 2),
+        ),
     )
 
 
 RULES = (
+    Rule("host-pause", "the host does something else for long", pauses),
     Rule("launch-bound", "launches come too late for the GPU", launch_bound),
     Rule("python-bound", "Python between operators decides the step", python_bound),
     Rule("small-kernels", "many small kernels that could be one", small_kernels),

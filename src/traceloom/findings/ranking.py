@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from traceloom.findings.ground import Ground
-from traceloom.findings.rule import Candidate, MemoryCandidate, Rule
+from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
+from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Abstention, Finding, Severity
 from traceloom.simulate import Scenario, whatif_many
-from traceloom.simulate.whatif import HOST_TARGETS
 
 LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
@@ -21,7 +24,8 @@ class Ranked:
     """Findings of one run.
 
     Attributes:
-        time: By what they save, the most first; their savings are disjoint.
+        time: By what they save, the most first; their savings are disjoint. Last, what only has to be known: it saves
+            nothing.
         memory: By risk, then bytes.
         abstentions: Rules that could not know, and why.
     """
@@ -40,30 +44,37 @@ def rank(ground: Ground, rules: Sequence[Rule]) -> Ranked:
     time: list[tuple[Rule, Candidate]] = []
     memory: list[Finding] = []
     abstained: list[Abstention] = []
+    remarks: list[Finding] = []
     for rule in rules:
         for said in rule.look(ground):
             if isinstance(said, Abstention):
                 abstained.append(said)
             elif isinstance(said, MemoryCandidate):
                 memory.append(_of_memory(rule, said))
+            elif isinstance(said, Remark):
+                remarks.append(_of_remark(rule, said))
             else:
                 time.append((rule, said))
-    return Ranked(_greedy(ground, time), tuple(sorted(memory, key=_by_risk)), tuple(abstained))
+    return Ranked((*_greedy(ground, time), *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained))
 
 
 def _greedy(ground: Ground, candidates: list[tuple[Rule, Candidate]]) -> tuple[Finding, ...]:
     if not candidates or not ground.whole_ns:
         return ()
-    least = LEAST * ground.whole_ns
+    least = LEAST * ground.step_ns
     base = Scenario.of(ground.graph)
-    (now,) = whatif_many(ground.graph, [base], ground.plan).tolist()
+    now: int | None = None
     alone: dict[int, int] = {}
     left = list(range(len(candidates)))
     found: list[Finding] = []
     while left:
-        scenarios = [_with(base, candidates[k][1]) for k in left]
-        times = whatif_many(ground.graph, scenarios, ground.plan).tolist()
-        saved = {k: _bounded(candidates[k][1], now - time) for k, time in zip(left, times, strict=True)}
+        scenarios = (_with(ground, base, candidates[k][1]) for k in left)  # one after the other: each is large
+        unchanged = [base] if now is None else []
+        *first, rest = np.split(whatif_many(ground.graph, chain(unchanged, scenarios), ground.plan), [len(unchanged)])
+        now = int(first[0][0]) if unchanged else now
+        assert now is not None
+        after = dict(zip(left, rest.tolist(), strict=True))
+        saved = {k: _bounded(candidates[k][1], now - time) for k, time in after.items()}
         if not alone:
             alone = saved
             left = sorted((k for k in left if saved[k] >= least), key=lambda k: -saved[k])[:_MOST]
@@ -72,18 +83,24 @@ def _greedy(ground: Ground, candidates: list[tuple[Rule, Candidate]]) -> tuple[F
         best = max(left, key=lambda k: (saved[k], -k))
         if saved[best] < least:
             break
-        rule, candidate = candidates[best]
-        found.append(_finding(ground, rule, candidate, saved[best], alone[best]))
-        base = _with(base, candidate)
-        (now,) = whatif_many(ground.graph, [base], ground.plan).tolist()
+        found.append(_finding(ground, *candidates[best], saved[best], alone[best]))
+        base, now = _with(ground, base, candidates[best][1]), after[best]
         left = [k for k in left if k != best and saved[k] >= least]
-    return tuple(found)
+    # what recording made slower saves less than it looks: that may change the order, and what is worth a line
+    kept = [one for one in found if (one.saving_fraction or 0) >= LEAST]
+    return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0)))
 
 
-def _with(base: Scenario, candidate: Candidate) -> Scenario:
+def _with(ground: Ground, base: Scenario, candidate: Candidate) -> Scenario:
+    """The scenario with a fix in the step that is looked at, and in no other of which the graph has work."""
+    out = base
     for change in candidate.changes:
-        base = base.apply(change)
-    return base
+        out = out.apply(change)
+    if ground.elsewhere is not None and out is not base:
+        out.work_ns[ground.elsewhere] = base.work_ns[ground.elsewhere]
+        edges = ground.elsewhere[ground.graph.edges["target"].to_numpy()]
+        out.delay_ns[edges] = base.delay_ns[edges]
+    return out
 
 
 def _bounded(candidate: Candidate, saved: int) -> int:
@@ -91,11 +108,8 @@ def _bounded(candidate: Candidate, saved: int) -> int:
 
 
 def _finding(ground: Ground, rule: Rule, candidate: Candidate, saved: int, alone: int) -> Finding:
-    fraction = saved / ground.whole_ns
-    ratio = ground.host_ratio
-    of_host = any(change.selection.target in HOST_TARGETS for change in candidate.changes)
-    if of_host and ratio is not None and ratio > 1:
-        saved, alone, fraction = round(saved / ratio), round(alone / ratio), fraction / ratio
+    saved, alone = (_unrecorded(ground, candidate, min(time, ground.step_ns)) for time in (saved, alone))
+    fraction = saved / ground.step_ns
     return Finding(
         slug=rule.slug,
         title=candidate.title,
@@ -111,8 +125,45 @@ def _finding(ground: Ground, rule: Rule, candidate: Candidate, saved: int, alone
     )
 
 
+def _unrecorded(ground: Ground, candidate: Candidate, saved: int) -> int:
+    """What a fix saves when nobody records.
+
+    Recording makes a step longer by what each recorded event of the host takes to write down: work in which nothing is
+    recorded, such as a pause, is not longer for it.
+    """
+    ratio = ground.host_ratio
+    if ratio is None or ratio <= 1:
+        return saved
+    cost = ground.step_ns * (1 - 1 / ratio)
+    host = ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
+    events = max(int(np.count_nonzero(host)), 1)
+    less = 0.0
+    for change in candidate.changes:
+        if change.action in ("graph", "idle"):
+            less = max(less, saved * (1 - 1 / ratio))
+        elif change.action in ("scale", "remove", "workers", "delay"):
+            share = np.count_nonzero(change.selection.nodes(ground.graph) & host) / events
+            less = max(less, cost * share * max(1 - change.factor, 0.0) if change.action == "scale" else cost * share)
+    return max(round(saved - less), 0)
+
+
 def _severity(fraction: float) -> Severity:
     return "high" if fraction >= HIGH else "medium" if fraction >= MEDIUM else "low"
+
+
+def _of_remark(rule: Rule, said: Remark) -> Finding:
+    return Finding(
+        slug=rule.slug,
+        title=said.title,
+        severity="low",
+        confidence=said.confidence,
+        advice=said.advice,
+        saving_ns=0,
+        saving_fraction=0.0,
+        alone_ns=0,
+        evidence=said.evidence,
+        learn_more=_page(rule),
+    )
 
 
 def _of_memory(rule: Rule, said: MemoryCandidate) -> Finding:

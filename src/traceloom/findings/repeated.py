@@ -1,4 +1,4 @@
-"""Work that need not be done: recomputation, compilation, graph breaks, separate optimizer kernels."""
+"""Work that need not be done, or not so: recomputation, separate optimizer and normalisation kernels."""
 
 from __future__ import annotations
 
@@ -8,99 +8,139 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.ancestry import forest
 from traceloom.analyze.recompute import recomputed
-from traceloom.findings.ground import Ground
+from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import Trace, units
-from traceloom.model.finding import Evidence
+from traceloom.model import category as cat
+from traceloom.model import graph_schema as gs
+from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
 
-
-def _under(trace: Trace, roots: np.ndarray) -> pl.Series:
-    """Rows of the host events at or below some forest positions, and of the GPU work launched there."""
-    tree = forest(trace)
-    inside = tree.outermost_or_self(roots) >= 0
-    host = pl.Series(tree.row[inside], dtype=pl.UInt32)
-    launched = trace.events.select("event", "launch").filter(pl.col("launch").is_in(host.implode()))["event"]
-    return pl.concat([host, launched.cast(pl.UInt32)])
+_OPTIMIZER_LEFT = 0.15  # of the host time of an optimizer that goes tensor by tensor, when it is fused
+_NORM_LEFT = 0.35  # of the time of a normalisation made of several operators, when it is one
+_BEFORE, _AFTER = 5, 4  # operators around the root of a normalisation that may belong to it
+_NORM_OPS = ("aten::pow", "aten::square", "aten::mean", "aten::var", "aten::add", "aten::sub", "aten::mul", "aten::to",
+             "aten::rsqrt", "aten::sqrt", "aten::div", "aten::reciprocal", "aten::add_", "aten::mul_")  # fmt: skip
 
 
 def recomputation(ground: Ground) -> Iterator[Said]:
     """What activation checkpointing does a second time."""
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
     for trace in ground.traces:
         found = recomputed(trace)
-        if not found.root.any():
-            continue
-        rows = _under(trace, found.root)
-        mask = ground.nodes_of(trace, rows)
-        if not mask.any():
-            continue
-        time = ground.work_ns(mask)
-        yield Candidate(
-            title=f"activation checkpointing repeats {units.duration(time)} of work",
-            changes=(Change("remove", Chosen("recomputation", mask)),),
-            confidence=0.6,
-            advice="Checkpoint less: only the layers whose activations are large and cheap to repeat, or selective "
-            "checkpointing, as far as memory allows.",
-            evidence=(Evidence("repeated forward work", trace.rank, count=int(mask.sum()), total_ns=time),),
-        )
-
-
-def compiling(ground: Ground) -> Iterator[Said]:
-    """torch.compile compiles in the step."""
-    for trace in ground.traces:
-        rows = analyze.compiled(trace).compilations
-        if not rows.height:
-            continue
-        named = "event" in rows.columns
-        events = rows["event"] if named else pl.Series([], dtype=pl.UInt32)
-        tree = forest(trace)
-        roots = np.zeros(tree.row.size, dtype=np.bool_)
-        position = tree.position[events.to_numpy().astype(np.int64)] if named else np.zeros(0, dtype=np.int64)
-        roots[position[position >= 0]] = True
-        mask = ground.nodes_of(trace, _under(trace, roots))
-        if not mask.any():
-            continue
-        time = ground.work_ns(mask)
-        yield Candidate(
-            title=f"torch.compile compiles in the step: {units.duration(time)}",
-            changes=(Change("remove", Chosen("compilation", mask, "host")),),
-            confidence=0.8,
-            advice="Compile before the step (warm up), avoid recompilations: mark dynamic sizes with "
-            "mark_dynamic, keep Python values out of guards.",
-            evidence=(Evidence("compilations", trace.rank, count=rows.height, total_ns=time),),
-        )
+        if found.root.any():
+            mask |= ground.inside(trace, found.root)
+    if not mask.any():
+        return
+    on_device = mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
+    time = ground.work_ns(on_device if on_device.any() else mask)
+    yield Candidate(
+        title=f"activation checkpointing repeats {ground.in_words(time)} of forward work",
+        changes=(Change("remove", Chosen("recomputation", mask)),),
+        confidence=0.6,
+        advice="Checkpoint less: only the layers whose activations are large and cheap to repeat, or selective "
+        "checkpointing, as far as memory allows.",
+        evidence=ground.evidence(on_device if on_device.any() else mask),
+    )
 
 
 def unfused_optimizer(ground: Ground) -> Iterator[Said]:
     """An optimizer that goes through its parameters one by one."""
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    checked, reason, count = False, "", 0
     for trace in ground.traces:
-        told = analyze.anti_patterns(trace)
-        rows = told.matches.filter(pl.col("pattern").cast(pl.String) == "optimizer_single_tensor")
-        if not rows.height:
+        told = ground.ask(trace, analyze.anti_patterns)
+        rule = told.patterns.filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer").row(0, named=True)
+        checked |= rule["checked"]
+        reason = rule["reason"] or reason
+        rows = ground.in_step(told.matches).filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer")
+        count += rows.height
+        if rows.height:
+            mask |= ground.below(trace, rows["event"])
+    if not checked:
+        yield Abstention("unfused-optimizer", reason)
+        return
+    host = mask & ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    if not host.any():
+        return
+    gpu = mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
+    time = ground.work_ns(host)
+    yield Candidate(
+        title=f"the optimizer steps tensor by tensor: {units.duration(time)} of host time, "
+        f"{units.count(int(gpu.sum()))} kernels",
+        changes=(Change("scale", Chosen("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
+        confidence=0.7,
+        advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
+        evidence=(Evidence("optimizer steps", count=count, total_ns=time), *ground.evidence(host, 2)),
+    )
+
+
+def unfused_norm(ground: Ground) -> Iterator[Said]:
+    """Normalisations made of single operators: a root, and the powers, means and products around it."""
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    count = 0
+    for trace in ground.traces:
+        rows = ground.ask(trace, _norms)
+        count += ground.in_step(rows)["norm"].n_unique()
+        if rows.height:
+            mask |= ground.below(trace, rows["event"])
+    if not mask.any():
+        return
+    kernels = mask & ground.of_kind(gs.KERNEL)
+    if not kernels.any():
+        return
+    yield Candidate(
+        title=f"{units.count(count)} normalisations are made of {ground.many(int(kernels.sum()))} kernels "
+        f"({ground.in_words(ground.work_ns(kernels))})",
+        changes=(Change("scale", Chosen("normalisations, fused", _all_but_waits(ground, mask), "gpu"), _NORM_LEFT),),
+        confidence=0.6,
+        advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",
+        evidence=(Evidence("normalisations", count=count, total_ns=ground.work_ns(kernels)),
+                  *ground.evidence(kernels, 3)),
+    )  # fmt: skip
+
+
+def _all_but_waits(ground: Ground, mask: Bools) -> Bools:
+    return mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
+
+
+def _norms(trace: Trace) -> pl.DataFrame:
+    """Operators of normalisations made by hand: norm (number), event, step.
+
+    `aten::rsqrt` after a mean (or a variance) and before a product, with only such operators between them.
+    """
+    nothing = pl.DataFrame(schema={"norm": pl.Int64(), "event": pl.UInt32(), "step": pl.Int32()})
+    events = trace.events.select("event", "name", "category", "step", "lane", "parent", "start_ns")
+    if not (events["name"] == "aten::rsqrt").any():
+        return nothing
+    is_op = trace.events["category"].cast(pl.String) == cat.OP
+    by_op = events["parent"].is_null() | ~is_op.gather(events["parent"].fill_null(0))
+    top = events.filter(is_op & by_op).sort("lane", "start_ns")
+    names, lanes, rows = top["name"].to_list(), top["lane"].to_list(), top["event"].to_list()
+    steps = top["step"].to_list()
+    found: list[tuple[int, int, int | None]] = []
+    known = set(_NORM_OPS)
+    for at, name in enumerate(names):
+        if name != "aten::rsqrt":
             continue
-        tree = forest(trace)
-        roots = np.zeros(tree.row.size, dtype=np.bool_)
-        position = tree.position[rows["event"].to_numpy().astype(np.int64)]
-        roots[position[position >= 0]] = True
-        mask = ground.nodes_of(trace, _under(trace, roots))
-        host = mask & ground.kinds.is_in(["host", "think", "launch"]).to_numpy()
-        if not host.any():
-            continue
-        time = ground.work_ns(host)
-        yield Candidate(
-            title=f"the optimizer steps tensor by tensor: {units.duration(time)} of host time",
-            changes=(Change("scale", Chosen("optimizer on the host", host, "host"), 0.15),),
-            confidence=0.7,
-            advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
-            evidence=(Evidence("optimizer steps", trace.rank, count=rows.height, total_ns=time),),
-        )
+        low = at
+        while low > 0 and at - low < _BEFORE and names[low - 1] in known and lanes[low - 1] == lanes[at]:
+            low -= 1
+        high = at
+        while (
+            high + 1 < len(names) and high - at < _AFTER and names[high + 1] in known and lanes[high + 1] == lanes[at]
+        ):
+            high += 1
+        before, after = names[low:at], names[at + 1 : high + 1]
+        if ("aten::mean" in before or "aten::var" in before) and ("aten::mul" in after or "aten::mul_" in after):
+            found += [(at, rows[k], steps[k]) for k in range(low, high + 1)]
+    return pl.DataFrame(found, schema=nothing.schema, orient="row")
 
 
 RULES = (
     Rule("recomputation", "activation checkpointing repeats work", recomputation),
-    Rule("compiling", "compilation in the step", compiling),
     Rule("unfused-optimizer", "an optimizer that steps tensor by tensor", unfused_optimizer),
+    Rule("unfused-normalisation", "normalisations made of single operators", unfused_norm),
 )

@@ -54,7 +54,24 @@ class MemoryCandidate:
     evidence: tuple[Evidence, ...] = field(default_factory=tuple)
 
 
-Said = Candidate | MemoryCandidate | Abstention
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something that has to be known when the others are read; it saves nothing by itself.
+
+    Attributes:
+        title: One line with the main figure.
+        confidence: From 0 to 1.
+        advice: What to do.
+        evidence: Things to look at.
+    """
+
+    title: str
+    confidence: float
+    advice: str
+    evidence: tuple[Evidence, ...] = field(default_factory=tuple)
+
+
+Said = Candidate | MemoryCandidate | Remark | Abstention
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,66 +1,239 @@
-"""A rank, or some, make the others wait."""
+"""A rank, a host, or uneven work makes others wait."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import polars as pl
 
-from traceloom.findings.ground import Ground
+from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Selection
+from traceloom.simulate.selection import Chosen, Selection
 
 _MOST_RANKS = 4
+_UNEVEN = 1.05
+_WORK = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
+_OTHER_CAUSES = {
+    "compute": "it computes for longer",
+    "communication": "it communicates for longer",
+    "copies": "it copies for longer",
+    "began_later": "it began later",
+    "pipeline_schedule": "its place in the pipeline",
+    "peer_came_early": "its peer came early",
+}
+_MEASURES = {"tokens": "tokens", "exchanged_bytes": "exchanged bytes", "embedding_ns": "time in embedding tables"}
 
 
-def straggler(ground: Ground) -> Iterator[Said]:
-    """Ranks that begin late or work longer than the middle one."""
-    ranks = ground.graph.nodes["rank"].drop_nulls().unique().sort().to_list()
-    if len(ranks) < 2:
-        yield Abstention("straggler", "only one rank was recorded")
-        return
+def _latest(ground: Ground) -> list[int]:
+    """Ranks whose work, from when they begin, ends last."""
     work = (
-        ground.graph.nodes.filter(ground.kinds.is_in(["host", "think", "launch", "kernel", "copy", "fill"]))
+        ground.graph.nodes.filter(pl.Series(ground.of_kind(*_WORK)))
         .group_by("rank")
         .agg(pl.col("work_ns").sum(), first=pl.col("start_ns").min())
         .with_columns(late=pl.col("work_ns") + pl.col("first"))
         .sort("late", "rank", descending=[True, False])
     )
-    for row in work.head(_MOST_RANKS).to_dicts():
-        rank = row["rank"]
-        yield Candidate(
-            title=f"rank {rank} makes the others wait",
-            changes=(Change("delay", Selection("host", "", (rank,))),),
-            confidence=0.7,
-            advice=f"See why rank {rank} is late (section across_ranks): its host, its data, its share of the work.",
-            evidence=(Evidence(f"work of rank {rank}", rank, total_ns=row["work_ns"]),),
-        )
+    return [rank for rank in work["rank"].to_list() if rank is not None]
+
+
+def _roots(ground: Ground) -> pl.DataFrame:
+    """Collectives of the step at which others waited, with the rank and cause where the chain of reasons ends."""
+    assert ground.across is not None
+    rows = ground.across.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
+    return ground.in_step(rows) if "step" in rows.columns else rows
+
+
+def straggler(ground: Ground) -> Iterator[Said]:
+    """Ranks that begin late or work longer than the middle one."""
+    if ground.rank_count < 2 or ground.across is None:
+        yield Abstention("straggler", "only one rank was recorded")
+        return
+    roots = _roots(ground)
+    by_rank = roots.group_by("root_rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_rank", descending=True)
+    ranks = list(dict.fromkeys([*by_rank["root_rank"].to_list(), *_latest(ground)]))[:_MOST_RANKS]
+    uneven = _given_more(ground)
+    for rank in ranks:
+        mine = roots.filter(pl.col("root_rank") == rank)
+        # who has more to do is not slow: see compute-imbalance and shard-imbalance
+        if not (rank in uneven and _cause(mine) == "compute"):
+            yield _late(ground, (rank,), f"rank {rank}", mine)
+    for host, members in _hosts(ground, ranks):
+        yield _late(ground, members, f"host {host} (ranks {', '.join(map(str, members))})",
+                    roots.filter(pl.col("root_rank").is_in(list(members))))  # fmt: skip
+
+
+def _hosts(ground: Ground, ranks: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Hosts with several ranks of which more than one is late, where there are other hosts."""
+    hosts = {trace.rank: trace.meta.host for trace in ground.traces if trace.rank is not None}
+    if len(set(hosts.values())) < 2:
+        return
+    for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
+        members = tuple(sorted(rank for rank, name in hosts.items() if name == host))
+        if host is not None and len(members) > 1 and sum(rank in ranks for rank in members) > 1:
+            yield host, members
+
+
+def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame) -> Candidate:
+    cause = _cause(roots)
+    why = "" if cause is None else f": {_OTHER_CAUSES.get(cause) or CAUSES.get(cause) or cause}"
+    worst = roots.sort("wait_ns", descending=True).head(3).to_dicts()
+    waited = units.duration(int(roots["wait_ns"].sum()))
+    count = units.count(roots.height)
+    seen = (Evidence(f"waits that end at {who}", ranks[0], count=roots.height, total_ns=int(roots["wait_ns"].sum())),)
+    return Candidate(
+        title=f"{who} makes the others wait{why}" + (f" ({waited} at {count} collectives)" if roots.height else ""),
+        changes=(Change("delay", Selection("host", "", ranks)),),
+        confidence=0.7 if roots.height else 0.4,
+        advice=f"See what {who} does at that time: {_advice(cause)}",
+        evidence=(*(one for row in worst if (one := _wait(ground, row)) is not None), *(seen if roots.height else ())),
+        at_most_ns=_behind_ns(ground, ranks),
+    )
+
+
+def _cause(roots: pl.DataFrame) -> str | None:
+    """The cause of most of the waiting."""
+    causes = roots.group_by("root_cause").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_cause", descending=True)
+    cause: str | None = causes["root_cause"].cast(pl.String)[0] if causes.height else None
+    return cause
+
+
+def _behind_ns(ground: Ground, ranks: tuple[int, ...]) -> int:
+    """By how much more than the middle one of the others these ranks do, taken together; a bound on what they cost.
+
+    Work of each name differs from rank to rank by chance, and is as often more as it is less.
+    """
+    mine = True if ground.elsewhere is None else ~ground.elsewhere
+    behind = 0
+    for some in ((gs.HOST, gs.THINK, gs.LAUNCH), (gs.KERNEL, gs.COPY, gs.FILL)):
+        rows = ground.graph.nodes.filter(pl.Series(ground.of_kind(*some) & mine))
+        works = dict(rows.group_by("rank").agg(pl.col("work_ns").sum()).rows())
+        others = [work for rank, work in works.items() if rank not in ranks]
+        most = max((works.get(rank, 0) for rank in ranks), default=0)
+        behind += max(most - round(float(np.median(others or [most]))), 0)
+    hosts = ground.graph.nodes.filter(pl.Series(ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)))
+    begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
+    usual = float(np.median([begin for rank, begin in begins.items() if rank not in ranks] or [0]))
+    return behind + max(round(max((begins.get(rank, usual) for rank in ranks), default=usual) - usual), 0)
+
+
+def _wait(ground: Ground, row: dict[str, Any]) -> Evidence | None:
+    """The wait of the rank that waited longest, on its own clock."""
+    assert ground.across is not None
+    parts = ground.across.parts.filter(pl.col("instance") == row["instance"]).sort("wait_ns", descending=True)
+    if not parts.height:
+        return None
+    one = parts.row(0, named=True)
+    trace = ground.trace_of(one["rank"])
+    if trace is None:
+        return None
+    event = trace.events.row(one["event"], named=True)
+    return Evidence(f"rank {one['rank']} waits in {row['kind']}", one["rank"], event["start_ns"],
+                    event["duration_ns"], event["lane"])  # fmt: skip
+
+
+def _advice(cause: str | None) -> str:
+    if cause == "compute":
+        return "its share of the work, its clocks and power, what else runs on its device."
+    if cause == "host_data_loading":
+        return "its data: more workers, its storage, the size of its files."
+    if cause == "host_garbage_collection":
+        return "collect on all ranks at the same step: gc.disable() and gc.collect() every N steps."
+    return "its host (processes beside it, its CPU's clock), its data, its share of the work."
 
 
 def imbalance(ground: Ground) -> Iterator[Said]:
     """Ranks compute for different lengths of time."""
-    ranks = ground.graph.nodes["rank"].drop_nulls().n_unique()
     chosen = Selection("kernels")
     mask = chosen.nodes(ground.graph)
-    if ranks < 2 or not mask.any():
+    if ground.rank_count < 2 or not mask.any():
         yield Abstention("compute-imbalance", "it takes at least two ranks with GPU work")
         return
-    sums = ground.graph.nodes.filter(pl.Series(mask)).group_by("rank").agg(pl.col("work_ns").sum())["work_ns"]
-    largest, mean = int(sums.max()), float(sums.mean())  # type: ignore[arg-type]
-    if largest < 1.05 * mean:
+    if ground.across is not None and ground.across.pipeline.stages.height:
+        yield Abstention("compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles")
         return
+    found = _worst(ground, mask)
+    if found is None:
+        return
+    largest, ratio, rank = found
     yield Candidate(
-        title=f"one rank computes {largest / mean:.2f} × as long as the mean ({units.duration(largest)})",
+        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){_uneven(ground)}",
         changes=(Change("balance", chosen),),
         confidence=0.5,
-        advice="Give every rank the same amount of work: sequence lengths, experts, table shards, pipeline stages.",
+        advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
+        evidence=(Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
+                  *ground.evidence(mask & (ground.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy(), 2)),
+    )  # fmt: skip
+
+
+def _worst(ground: Ground, mask: Bools) -> tuple[int, float, int] | None:
+    """Work of the rank that works longest, times the mean, and which it is; None where all are about even."""
+    sums = ground.graph.nodes.filter(pl.Series(mask)).group_by("rank").agg(pl.col("work_ns").sum())
+    top = sums.sort("work_ns", "rank", descending=[True, False]).row(0, named=True)
+    ratio = top["work_ns"] / max(float(sums["work_ns"].sum()) / max(ground.rank_count, 1), 1.0)
+    return None if ratio < _UNEVEN else (top["work_ns"], ratio, top["rank"])
+
+
+def _measures(ground: Ground) -> pl.DataFrame:
+    """Measures of what ranks were given that differ, the most uneven first."""
+    assert ground.across is not None
+    return ground.across.balance.measures.filter(
+        pl.col("measure").is_in(list(_MEASURES)), pl.col("max_over_mean") > _UNEVEN
+    ).sort("max_over_mean", descending=True)
+
+
+def _given_more(ground: Ground) -> list[int]:
+    """Ranks that were given more to do, by more than they compute for longer in all."""
+    kernels = ground.of_kind(gs.KERNEL)
+    found = _worst(ground, kernels) if kernels.any() else None
+    rows = _measures(ground)
+    if found is not None:
+        rows = rows.filter((pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * found[1]))
+    ranks: list[int] = rows["max_rank"].to_list()
+    return ranks
+
+
+def _uneven(ground: Ground) -> str:
+    """What is uneven besides time: tokens, bytes, tables."""
+    rows = _measures(ground)
+    if not rows.height:
+        return ""
+    row = rows.row(0, named=True)
+    return f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
+
+
+def shards(ground: Ground) -> Iterator[Said]:
+    """Embedding tables that are spread unevenly."""
+    if ground.rank_count < 2:
+        yield Abstention("shard-imbalance", "only one rank was recorded")
+        return
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    for trace in ground.traces:
+        told = ground.ask(trace, kinds)
+        mask |= ground.nodes_of(trace, told.filter(pl.col("kind").cast(pl.String) == "embedding")["event"])
+    mask &= ground.of_kind(gs.KERNEL)
+    found = _worst(ground, mask) if mask.any() else None
+    if found is None:
+        return
+    largest, ratio, rank = found
+    yield Candidate(
+        title=f"rank {rank} spends {ratio:.2f} × the mean in embedding tables ({units.duration(largest)})",
+        changes=(Change("balance", Chosen("embedding kernels", mask, "kernels")),),
+        confidence=0.5,
+        advice="Plan the shards by measured cost: split large tables by row or column, move tables between ranks.",
+        evidence=ground.evidence(mask & (ground.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()),
     )
 
 
 RULES = (
-    Rule("straggler", "a rank makes the others wait", straggler),
+    Rule("straggler", "a rank or host makes the others wait", straggler),
     Rule("compute-imbalance", "ranks compute for different lengths of time", imbalance),
+    Rule("shard-imbalance", "embedding tables are spread unevenly", shards),
 )

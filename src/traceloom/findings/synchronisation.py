@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.findings.ground import Ground
+from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.wording import brief, place
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
 
 _KINDS = {
-    "item": ("blocking-item", "values read on the host (`.item()`, `float(tensor)`, `if tensor:`)"),
+    "item": ("blocking-item", "reading values (`.item()`, `float(tensor)`, `if tensor:`)"),
     "data_dependent_shape": (
         "blocking-item",
         "operators whose result's shape depends on data (nonzero, unique, masks)",
     ),
-    "synchronize": ("blocking-sync", "synchronisation calls"),
-    "event_synchronize": ("blocking-sync", "waits for events"),
-    "copy_to_host": ("blocking-copy", "copies to the host"),
-    "copy_to_device": ("blocking-copy", "copies to the device"),
-    "other_copy": ("blocking-copy", "copies"),
-    "allocation": ("device-allocation", "allocations and frees of device memory (cudaMalloc, cudaFree)"),
+    "synchronize": ("blocking-sync", "synchronising"),
+    "event_synchronize": ("blocking-sync", "waiting for events"),
+    "copy_to_host": ("blocking-copy", "copying to the host"),
+    "copy_to_device": ("blocking-copy", "copying to the device"),
+    "other_copy": ("blocking-copy", "copying"),
+    "allocation": ("device-allocation", "taking memory from the device and giving it back"),
+    "module_load": ("module-loading", "loading code onto the device"),
 }
 _ADVICE = {
     "blocking-item": "Read values less often, or later: keep sums on the device, read every N steps, use "
@@ -33,15 +39,65 @@ _ADVICE = {
     "blocking-sync": "Take the call out of the step; time with events instead of synchronising.",
     "blocking-copy": "Use pinned memory (`pin_memory=True`) and `non_blocking=True`, and copy the next batch while "
     "this one is computed.",
-    "device-allocation": "In steady state nothing should be allocated from the device: keep shapes constant, warm up, "
-    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    "device-allocation": "In steady state nothing should be taken from the device: keep shapes constant, warm up, "
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; cudaFree in a step means that the allocator had to retry.",
+    "module-loading": "Warm up before the part that is measured or served, or load at the start: "
+    "CUDA_MODULE_LOADING=EAGER.",
 }
 _TITLES = {
     "blocking-item": "values are read on the host",
     "blocking-sync": "synchronisation in the step",
     "blocking-copy": "copies that block the host",
     "device-allocation": "device memory is allocated in the step",
+    "module-loading": "code is loaded onto the device in the step",
 }
+_GONE = ("device-allocation", "module-loading")  # the calls themselves go, not only their waiting
+# A profiler waits for the device when it begins and ends: that is no part of the program.
+_PROFILER = re.compile(r"(?i)profil|traceloom/capture")
+
+
+@dataclass(slots=True)
+class _Place:
+    """One place in the code that waits, over all ranks."""
+
+    kind: str
+    call: str
+    where: str
+    nodes: Bools
+    blocked_ns: int = 0
+    count: int = 0
+    pageable: int = 0
+    evidence: list[Evidence] = field(default_factory=list)
+
+
+def _places(ground: Ground, slug: str) -> list[_Place]:
+    kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
+    found: dict[tuple[str, ...], _Place] = {}
+    for trace in ground.traces:
+        asked = ground.ask(trace, analyze.blocking_calls)
+        calls = ground.in_step(asked.calls)
+        sites = asked.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
+        for site in sites.to_dicts():
+            mine = calls.filter(pl.col("site") == site["site"])
+            if not mine.height or _of_profiler(site):
+                continue
+            where = brief(site["frame"]) if site["frame"] else place(site["op"] or site["call"])
+            # an op's copy and the synchronisation behind it wait for the same: only both together can go
+            nowhere = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+            one = found.setdefault((site["kind"], where), _Place(site["kind"], site["call"], where, nowhere))
+            one.nodes |= ground.nodes_of(trace, mine["event"])
+            one.blocked_ns += int(mine["blocked_ns"].sum())
+            one.count += mine.height
+            one.pageable += site["pageable_count"]
+            one.evidence += [
+                Evidence(site["call"], trace.rank, row["start_ns"], row["blocked_ns"], site["lane"])
+                for row in mine.sort("blocked_ns", descending=True).head(3).to_dicts()
+            ]
+    return [one for one in found.values() if one.nodes.any()]
+
+
+def _of_profiler(site: dict[str, Any]) -> bool:
+    return any(text is not None and _PROFILER.search(text) is not None for text in (site["frame"], site["stack"]))
 
 
 def _of(slug: str, ground: Ground) -> Iterator[Said]:
@@ -49,28 +105,19 @@ def _of(slug: str, ground: Ground) -> Iterator[Said]:
     if not ground.on_device:
         yield Abstention(slug, "no GPU work was recorded")
         return
-    kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
-    for trace in ground.traces:
-        found = analyze.blocking_calls(trace)
-        calls = found.calls if ground.step is None else found.calls.filter(pl.col("step") == ground.step)
-        sites = found.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
-        for site in sites.to_dicts():
-            mine = calls.filter(pl.col("site") == site["site"])
-            mask = ground.nodes_of(trace, mine["event"])
-            if not mask.any():
-                continue
-            blocked = int(mine["blocked_ns"].sum())
-            where = site["frame"] or site["op"] or site["call"]
-            yield Candidate(
-                title=f"{_KINDS[site['kind']][1]} block the host {units.duration(blocked)}, at {where}",
-                changes=(Change("drop", Chosen(f"{site['call']} at {where}", mask, "syncs")),),
-                confidence=0.7,
-                advice=_ADVICE[slug],
-                evidence=tuple(
-                    Evidence(site["call"], trace.rank, row["start_ns"], row["blocked_ns"])
-                    for row in mine.sort("blocked_ns", descending=True).head(3).to_dicts()
-                ),
-            )
+    for one in _places(ground, slug):
+        what = f"{one.call} at {one.where}" if one.where != one.call else one.call
+        chosen = Chosen(what, one.nodes, "syncs")
+        pageable = " from or to pageable memory" if one.pageable and slug == "blocking-copy" else ""
+        at = f", at {one.where}" if one.where != one.call else f" ({one.call})"
+        gone = (Change("remove", chosen),) if slug in _GONE else ()
+        yield Candidate(
+            title=f"{_KINDS[one.kind][1]}{pageable} holds the host {units.duration(one.blocked_ns)}{at}",
+            changes=(Change("drop", chosen), *gone),
+            confidence=0.4 if slug in _GONE and ground.step is None else 0.7,
+            advice=_ADVICE[slug],
+            evidence=tuple(sorted(one.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
+        )
 
 
 def _rule(slug: str) -> Rule:

@@ -19,7 +19,7 @@ from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT
-from traceloom.simulate.selection import TARGETS, Chosen, Selection
+from traceloom.simulate.selection import TARGETS, Chosen, Selection, among
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -159,8 +159,7 @@ class Scenario:
 
 
 def _edges(graph: Graph, *kinds: str) -> Bools:
-    found: Bools = graph.edges["kind"].cast(pl.String).is_in(list(kinds)).to_numpy()
-    return found
+    return among(graph.edges["kind"], gs.EDGE_KINDS, kinds)
 
 
 def _ends(graph: Graph) -> tuple[Ints, Ints]:
@@ -168,8 +167,7 @@ def _ends(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def _kind(graph: Graph, *kinds: str) -> Bools:
-    found: Bools = graph.nodes["kind"].cast(pl.String).is_in(list(kinds)).to_numpy()
-    return found
+    return among(graph.nodes["kind"], gs.NODE_KINDS, kinds)
 
 
 def _scale(out: Scenario, change: Change, chosen: Bools) -> None:

@@ -6,6 +6,7 @@ A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `co
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ class Selection:
         """
         kinds, _ = TARGETS[self.target]
         frame = graph.nodes
-        chosen = frame["kind"].cast(pl.String).is_in(list(kinds))
+        chosen = pl.Series(among(frame["kind"], gs.NODE_KINDS, kinds))
         if self.target == "loading":
             chosen &= named(graph, LOADING)
         if self.pattern:
@@ -106,6 +107,13 @@ def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
         else pl.Series(np.ones(nodes.height, dtype=np.bool_))
     )
     found: Bools = (same & nodes["event"].is_in(events.cast(pl.UInt32).implode())).fill_null(value=False).to_numpy()
+    return found
+
+
+def among(column: pl.Series, known: Sequence[str], kinds: Sequence[str]) -> Bools:
+    """Which values of an enum column are among some of its categories, shape (rows,)."""
+    table = np.array([kind in kinds for kind in known], dtype=np.bool_)
+    found: Bools = table[column.to_physical().to_numpy()]
     return found
 
 

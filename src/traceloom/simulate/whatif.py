@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import polars as pl
@@ -106,21 +107,24 @@ def whatif(
     )
 
 
-def whatif_many(graph: Graph, scenarios: Sequence[Scenario], plan: Plan | None = None) -> Ints:
-    """The whole time (first to last moment) of each scenario in one batch, ns, shape (scenarios,)."""
-    if not scenarios:
-        return np.zeros(0, dtype=np.int64)
+def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
+    """The whole time (first to last moment) of each scenario, ns, shape (scenarios,).
+
+    Few are evaluated together, so that of scenarios made one after the other no more are held at once.
+    """
     plan = plan or Plan(graph)
-    out = np.empty(len(scenarios), dtype=np.int64)
-    for low in range(0, len(scenarios), _TOGETHER):
-        some = scenarios[low : low + _TOGETHER]
+    together = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
+    waiting, out = iter(scenarios), [np.zeros(0, dtype=np.int64)]
+    while some := list(islice(waiting, together)):
         works, delays = np.stack([s.work_ns for s in some]), np.stack([s.delay_ns for s in some])
+        some.clear()
         times = plan.evaluate(works, delays, residuals=False)
-        out[low : low + len(some)] = times.max(axis=1) - times.min(axis=1)
-    return out
+        out.append(times.max(axis=1) - times.min(axis=1))
+    return np.concatenate(out)
 
 
 _TOGETHER = 8
+_MOST = 2_000_000  # works and delays evaluated together
 
 
 def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:

@@ -1,0 +1,129 @@
+"""Copies that need not be, or that computing could hide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.wording import brief
+from traceloom.model import Trace, units
+from traceloom.model import graph_schema as gs
+from traceloom.model.finding import Abstention
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import Chosen
+
+_LEAST_BYTES = 4096  # less is a value that is read, not data that is moved
+_LEAST_SHARE = 0.02
+_HOST = ("HtoD", "DtoH")
+
+
+def _copies(trace: Trace) -> pl.DataFrame:
+    """Copies in order: event, kind, bytes, start_ns, op, launch."""
+    known = trace.events.select("event", "start_ns", "duration_ns", "op", "launch", "step")
+    return trace.copies.join(known, on="event", how="inner").sort("start_ns")
+
+
+def back_and_forth(ground: Ground) -> Iterator[Said]:
+    """The same number of bytes goes to the host and comes back."""
+    if not ground.of_kind(gs.COPY).any():
+        if not ground.on_device:
+            yield Abstention("needless-copies", "no GPU work was recorded")
+        return
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    pairs = 0
+    for trace in ground.traces:
+        rows = pl.Series(_pairs(ground.in_step(_copies(trace))), dtype=pl.UInt32)
+        pairs += rows.len() // 2
+        calls = trace.events["launch"].gather(rows).drop_nulls()
+        mask |= ground.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
+    if not pairs or not mask.any():
+        return
+    on_device = mask & ground.of_kind(gs.COPY)
+    chosen = Chosen("copies to the host and back", mask, "copies")
+    yield Candidate(
+        title=f"{units.count(pairs)} times data goes to the host and as many bytes come back: "
+        f"{units.duration(ground.work_ns(on_device))} of copying",
+        changes=(Change("drop", chosen), Change("remove", chosen)),
+        confidence=0.5,
+        advice="Keep it on the device: no `.cpu()`, `.numpy()` or `.to('cpu')` between two operations of the device.",
+        evidence=ground.evidence(on_device),
+    )
+
+
+def _pairs(copies: pl.DataFrame) -> list[int]:
+    """Events of copies to the host and of the next copy of as many bytes back."""
+    found: list[int] = []
+    waiting: dict[int, list[int]] = {}
+    rows = copies.filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
+    for event, kind, size in rows.select("event", "kind", "bytes").iter_rows():
+        if kind == "DtoH":
+            waiting.setdefault(size, []).append(event)
+        elif waiting.get(size):
+            found += [waiting[size].pop(0), event]
+    return found
+
+
+def on_the_device(ground: Ground) -> Iterator[Said]:
+    """Copies from the device to itself."""
+    mask, by_op = _within(ground)
+    time = ground.work_ns(mask)
+    if time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
+        return
+    most = max(by_op, key=lambda name: by_op[name])
+    yield Candidate(
+        title=f"{ground.many(int(mask.sum()))} copies inside the device take {ground.in_words(time)}, most of it in "
+        f"{most}",
+        changes=(Change("remove", Chosen("copies inside the device", mask, "copies")),),
+        confidence=0.3,
+        advice="Avoid clones and changes of layout: write in place or into preallocated tensors, keep one memory "
+        "format, do not clone inputs of compiled or graphed functions that nobody changes.",
+        evidence=ground.evidence(mask),
+    )
+
+
+def _within(ground: Ground) -> tuple[Bools, dict[str, int]]:
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    by_op: dict[str, int] = {}
+    for trace in ground.traces:
+        rows = _copies(trace).filter(pl.col("kind") == "DtoD")
+        mask |= ground.nodes_of(trace, rows["event"])
+        names, parents = trace.events["name"], trace.events["parent"]
+        for op, time in rows.group_by("op").agg(pl.col("duration_ns").sum()).iter_rows():
+            name = "no operator" if op is None else names[op]
+            if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
+                name = names[parents[op]]
+            by_op[brief(name)] = by_op.get(brief(name), 0) + time
+    return mask & ground.of_kind(gs.COPY), by_op
+
+
+def exposed(ground: Ground) -> Iterator[Said]:
+    """Copies between host and device while nothing computes."""
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    for trace in ground.traces:
+        rows = _copies(trace).filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
+        mask |= ground.nodes_of(trace, rows["event"])
+    mask &= ground.of_kind(gs.COPY)
+    alone = ground.exposed_ns(mask)
+    if alone < _LEAST_SHARE * ground.whole_ns:
+        return
+    size = int(ground.graph.nodes["bytes"].to_numpy()[mask].sum()) if mask.any() else 0
+    yield Candidate(
+        title=f"nothing is computed during {ground.in_words(alone)} of copying between host and device "
+        f"({units.size(size)})",
+        changes=(Change("overlap", Chosen("copies between host and device, beside computing", mask, "copies")),),
+        confidence=0.4,
+        advice="Copy the next batch on a stream of its own while this one is computed: pinned memory, "
+        "`non_blocking=True`, a prefetching loader.",
+        evidence=ground.evidence(mask),
+    )
+
+
+RULES = (
+    Rule("needless-copies", "data goes to the host and comes back", back_and_forth),
+    Rule("device-copies", "copies from the device to itself", on_the_device),
+    Rule("exposed-copies", "copies that no computing hides", exposed),
+)

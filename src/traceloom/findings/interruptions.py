@@ -1,0 +1,194 @@
+"""What interrupts the step, or distorts what is seen of it: collections, compilation, graph breaks, recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from traceloom import analyze
+from traceloom.analyze.across.slow_steps import SlowSteps
+from traceloom.analyze.host_wait import COLLECTIONS
+from traceloom.findings.ground import Ground
+from traceloom.findings.rule import Candidate, Remark, Rule, Said
+from traceloom.findings.wording import brief
+from traceloom.model import graph_schema as gs
+from traceloom.model import units
+from traceloom.model.finding import Abstention, Evidence
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import Chosen, named
+
+_AUTOTUNING = r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
+_HOST = (gs.HOST, gs.THINK, gs.LAUNCH)
+_COSTLY = 1.05  # recording that makes steps this many times longer is told
+
+
+def collections(ground: Ground) -> Iterator[Said]:
+    """Python collects garbage in the step."""
+    mask = named(ground.graph, COLLECTIONS).fill_null(value=False).to_numpy() & ground.of_kind(gs.HOST, gs.THINK)
+    for trace in ground.traces:  # frames and annotations that the graph knows only as time of something else
+        gaps = ground.in_step(ground.ask(trace, analyze.idle).gaps)
+        if not mask.any() and (gaps["cause"].cast(pl.String) == "host_garbage_collection").any():
+            mask |= _during(ground, trace.rank, gaps)
+    if not mask.any():
+        if not ground.of_kind(gs.HOST).any():
+            yield Abstention("garbage-collection", "nothing was recorded of the host")
+        return
+    yield Candidate(
+        title=f"Python collects garbage for {units.duration(ground.work_ns(mask))} in {ground.where}",
+        changes=(Change("remove", Chosen("garbage collection", mask, "host")),),
+        confidence=0.8,
+        advice="gc.freeze() after set-up and a higher threshold (gc.set_threshold), or gc.disable() with gc.collect() "
+        "every N steps, on all ranks in the same step.",
+        evidence=ground.evidence(mask),
+    )
+
+
+def _during(ground: Ground, rank: int | None, gaps: pl.DataFrame) -> np.ndarray:
+    """Host nodes that hold a pause of the device of that cause."""
+    rows = gaps.filter(pl.col("cause").cast(pl.String) == "host_garbage_collection")
+    nodes = ground.graph.nodes
+    start = nodes["start_ns"].to_numpy() + ground.graph.epoch_ns
+    end = start + nodes["duration_ns"].to_numpy()
+    of_rank = (
+        nodes["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0]).to_numpy()
+        if len(ground.traces) > 1
+        else np.ones(nodes.height, dtype=np.bool_)
+    )
+    found = np.zeros(nodes.height, dtype=np.bool_)
+    for low, long in rows.select("start_ns", "duration_ns").iter_rows():
+        found |= (start <= low) & (end >= low + long)
+    return found & of_rank & ground.of_kind(gs.HOST, gs.THINK)
+
+
+def compiling(ground: Ground) -> Iterator[Said]:
+    """torch.compile compiles in the step."""
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    count = recompiled = 0
+    for trace in ground.traces:
+        rows = ground.in_step(ground.ask(trace, analyze.compiled).compilations)
+        count += rows.height
+        recompiled += int(rows["recompile"].fill_null(value=False).sum())
+        if rows.height:
+            mask |= ground.below(trace, rows["event"])
+    if not mask.any():
+        return
+    again = f", {units.count(recompiled)} of them again" if recompiled else ""
+    yield Candidate(
+        title=f"torch.compile compiles {units.count(count)} times in {ground.where}{again}: "
+        f"{units.duration(ground.work_ns(mask))}",
+        changes=(Change("remove", Chosen("compilation", mask, "host")),),
+        confidence=0.8 if ground.step is not None else 0.5,
+        advice="Compile before the part that is measured (warm up); avoid recompilations: mark sizes that change with "
+        "mark_dynamic, keep Python numbers out of guards.",
+        evidence=ground.evidence(mask),
+    )
+
+
+def autotuning(ground: Ground) -> Iterator[Said]:
+    """Kernels are tried out in the step."""
+    mask = named(ground.graph, _AUTOTUNING).fill_null(value=False).to_numpy() & ground.of_kind(*_HOST, gs.KERNEL)
+    for trace in ground.traces:
+        names = trace.events["name"].unique()
+        fitting = names.filter(names.str.contains(f"(?i){_AUTOTUNING}"))
+        if fitting.len():
+            rows = ground.in_step(trace.events.filter(pl.col("name").is_in(fitting.implode())))
+            host = rows.filter(pl.col("launch").is_null())
+            mask |= ground.below(trace, host["event"])
+    if not mask.any():
+        return
+    yield Candidate(
+        title=f"kernels are tried out (autotuning) in {ground.where}: {units.duration(ground.work_ns(mask))}",
+        changes=(Change("remove", Chosen("autotuning", mask, "host")),),
+        confidence=0.7,
+        advice="Warm up with every shape first, and keep what was found: TORCHINDUCTOR_CACHE_DIR, Triton's cache; "
+        " torch.backends.cudnn.benchmark=False where shapes change all the time.",
+        evidence=ground.evidence(mask),
+    )
+
+
+def graph_breaks(ground: Ground) -> Iterator[Said]:
+    """Compiled regions fall apart."""
+    seen, between, count = False, 0.0, 0
+    evidence: list[Evidence] = []
+    for trace in ground.traces:
+        told = ground.ask(trace, analyze.compiled)
+        seen |= told.seen
+        steps = max(trace.steps.height, 1) if ground.step is not None else 1
+        for row in told.breaks.to_dicts():
+            between += row["between_ns"] / steps
+            count += row["count"]
+            line = brief(row["place"] or row["resumed"] or "an unknown line")
+            evidence.append(Evidence(f"break at {line}", trace.rank, count=row["count"], total_ns=row["between_ns"]))
+    if not seen:
+        yield Abstention("graph-breaks", "torch.compile was not seen")
+        return
+    host = ground.of_kind(*_HOST)
+    whole = ground.work_ns(host)
+    if not count or not whole or not between:
+        return
+    left = 1 - min(between / whole, 0.9)
+    yield Candidate(
+        title=f"{units.count(len(evidence))} graph breaks cost the host {units.duration(round(between))} of "
+        f"{ground.where}",
+        changes=(Change("scale", Chosen("the host, by what it spends at graph breaks", host, "host"), left),),
+        confidence=0.4,
+        advice="See them with TORCH_LOGS=graph_breaks; take prints, `.item()` and data-dependent branches out of the "
+        "compiled function; compile with fullgraph=True to be told.",
+        evidence=tuple(sorted(evidence, key=lambda one: -(one.total_ns or 0))[:4]),
+        at_most_ns=round(between),
+    )
+
+
+def recording(ground: Ground) -> Iterator[Said]:
+    """Recording makes steps longer: what it shows of the host is too long."""
+    ratio = ground.host_ratio
+    if ratio is None:
+        yield Abstention("profiler-overhead", "nobody measured unrecorded steps (traceloom record does)")
+        return
+    if ratio < _COSTLY:
+        return
+    yield Remark(
+        title=f"recording makes steps {ratio:.2f} × as long: savings of the host are divided by that",
+        confidence=0.9,
+        advice="Record without stacks, shapes and memory, or fewer steps; trust the savings of the device more.",
+    )
+
+
+def slow_steps(ground: Ground) -> Iterator[Said]:
+    """Steps beyond the spread of the others: they are not in the step that savings are of."""
+    slow = ground.across.slow if ground.across is not None else _alone(ground)
+    if slow is None or slow.steps["limit_ns"].null_count() == slow.steps.height:
+        yield Abstention("slow-steps", "fewer than four whole steps were recorded")
+        return
+    for row in slow.steps.filter("slow").sort("over_ns", descending=True).head(2).to_dicts():
+        why = slow.differences.filter(pl.col("step") == row["step"], pl.col("more_ns") > 0).sort(
+            "more_ns", descending=True
+        )
+        told = [f"{one['class'].replace('_', ' ')} {units.duration(one['more_ns'])}" for one in why.head(2).to_dicts()]
+        trace = ground.trace_of(row["rank"])
+        starts = [] if trace is None else trace.steps.filter(pl.col("step") == row["step"])["start_ns"].to_list()
+        start = starts[0] if starts else None
+        yield Remark(
+            title=f"step {row['step']} takes {units.duration(row['over_ns'])} longer than the median step "
+            f"({units.duration(row['median_ns'])}): more {', '.join(told) or 'of nothing that is known'}",
+            confidence=0.7,
+            advice="Look at this step alone (--steps): validation, checkpoints, collections and recompilations come "
+            "every so many steps.",
+            evidence=(Evidence(f"step {row['step']}", row["rank"], start, row["duration_ns"]),),
+        )
+
+
+def _alone(ground: Ground) -> SlowSteps | None:
+    return analyze.slow_steps([analyze.rank_part(trace) for trace in ground.traces]) if ground.traces else None
+
+
+RULES = (
+    Rule("garbage-collection", "Python collects garbage in the step", collections),
+    Rule("compiling", "compilation in the step", compiling),
+    Rule("autotuning", "kernels are tried out in the step", autotuning),
+    Rule("graph-breaks", "compiled regions fall apart", graph_breaks),
+    Rule("profiler-overhead", "recording distorts what it shows", recording),
+    Rule("slow-steps", "steps beyond the spread of the others", slow_steps),
+)
