@@ -11,6 +11,7 @@ import polars as pl
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls
 from traceloom.analyze.peaks import Peak, peaks
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -40,8 +41,23 @@ class Placed:
 
 
 def placed(trace: Trace, peak: Peak | None = None) -> Placed:
-    """Place every modelled call on the roofline."""
+    """Place every modelled call on the roofline; without a given peak remembered for the last trace."""
     found = modelled_calls(trace)
+    if peak is not None:
+        return _placed(trace, found, peak)
+    kept = _kept(trace)
+    if not kept or kept[0][0] is not found:
+        kept[:] = [(found, _placed(trace, found, None))]
+    return kept[0][1]
+
+
+@per_trace
+def _kept(_trace: Trace) -> list[tuple[ModelledCalls, Placed]]:
+    """Where the last answer stands; a model that is registered makes other calls, and another answer."""
+    return []
+
+
+def _placed(trace: Trace, found: ModelledCalls, peak: Peak | None) -> Placed:
     work = _work(trace, found)
     given = peaks(trace, peak)
     calls = _calls(trace, found, work)

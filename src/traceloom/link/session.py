@@ -10,10 +10,12 @@ import polars as pl
 
 from traceloom.errors import InputError, UsageError
 from traceloom.link.cutting import Part, cut_to_step, step_bounds
-from traceloom.link.linking import linked
+from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session, Trace
 from traceloom.model.notice import Notice
+from traceloom.read.freeing import give_back
+from traceloom.retime import calibrate
 
 Say = Callable[[str], None]
 
@@ -83,7 +85,11 @@ def link_session(session: Session, *, step: int | None = None, progress: Say | N
         say(f"linking {who}")
         parts.append(link_rank(trace) if step is None else _step_of(trace, step))
     say("joining ranks and calibrating")
-    graph = linked(parts, session.name, notices)
+    merged = join(parts, session.name)
+    parts.clear()  # calibrating needs as much again
+    give_back()
+    graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
+    give_back()
     if len(remembered) >= _KEPT:
         del remembered[next(iter(remembered))]
     remembered[step] = graph
