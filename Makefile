@@ -36,7 +36,7 @@ $(VENV)/.docs: $(VENV)/.pip pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal and as demo/report.html
-	OMP_NUM_THREADS=1 $(BIN)/traceloom record --force -o demo/run -- \
+	OMP_NUM_THREADS=1 $(BIN)/traceloom record --force --memory -o demo/run -- \
 	    $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 	$(BIN)/traceloom report demo/run
 	$(BIN)/traceloom report demo/run --force -o demo/report.html
@@ -61,6 +61,7 @@ bench: $(VENV)/.test ## Measure reading, analyses, recording, linking and Chakra
 	$(BIN)/python benchmarks/link.py
 	$(BIN)/python benchmarks/retime.py
 	$(BIN)/python benchmarks/chakra.py
+	$(BIN)/python benchmarks/memory.py
 
 docs: $(VENV)/.docs ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet

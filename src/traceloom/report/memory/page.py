@@ -14,6 +14,8 @@ from traceloom.report.html.cells import Column, text
 from traceloom.report.html.overview import allocator, rank_name
 from traceloom.report.html.table import table
 from traceloom.report.memory.chains import joined
+from traceloom.report.memory.page_more import activations, ran_out
+from traceloom.report.memory.page_more import allocator as state_of_allocator
 from traceloom.report.memory.picture import figure
 
 Row = dict[str, Any]
@@ -89,6 +91,8 @@ def _numbers(document: Row) -> str:
 
 
 def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> Iterator[Body]:
+    if document["out_of_memory"]:
+        yield "out-of-memory", "Out of memory", "Who held it when it ran out, and what to try.", ran_out(document)
     if not shown:
         yield "memory", "Memory", "", reasons.line("ranks", "Memory")
     else:
@@ -100,6 +104,7 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
             ("categories", "Categories", "What it is for, and how that is known.", _categories),
             ("largest", "Largest allocations", f"The largest blocks alive at {text(at)}.", _largest),
             ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.", _growth),
+            ("activations", "Activations", "What checkpointing a module would free, and cost.", _activations),
         ]  # fmt: skip
         for key, title, note, make in every:
             parts = []
@@ -131,7 +136,8 @@ def _part(body: str, memory: Row, entry: Row) -> str:
 
 
 def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons) -> str:
-    return figure(memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"])
+    picture = figure(memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"])
+    return picture + state_of_allocator(memory)
 
 
 _HELD = (
@@ -194,6 +200,10 @@ def _growth(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons
         *([Column("stack", "Stack", "name")] if "stack" in memory["growth"][0] else []),
     ]
     return table(key, columns, memory["growth"], reasons.columns("memories[*].growth"), "Growth")
+
+
+def _activations(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
+    return activations(memory, key)
 
 
 def _lifetimes(shown: list[tuple[str, Row]]) -> str:
