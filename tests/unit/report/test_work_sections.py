@@ -90,10 +90,11 @@ def test_unknown_ranks_are_told_apart_from_none() -> None:
 
 
 def test_the_picture_is_to_scale_and_escapes_names() -> None:
-    svg = stacked([("<b>", [Part("gemm", 750), Part("idle", 250)]), ("GPU 1", [Part("gemm", 500)])], ["gemm", "idle"])
+    colours = {"gemm": "compute", "idle": "idle"}
+    svg = stacked([("<b>", [Part("gemm", 750), Part("idle", 250)]), ("GPU 1", [Part("gemm", 500)])], colours)
     assert "<b>" not in svg
     assert "&lt;b&gt;" in svg
-    assert 'width="577.5"' in svg  # three quarters of the bar's room
+    assert '<rect class="f-compute" x="130.0" y="0" width="844.5"' in svg  # three quarters of the bar's room
     assert "gemm: 750 ns, 75.0 %" in svg
     assert "style=" not in svg  # the page allows none
-    assert stacked([("GPU 0", [])], ["gemm"]) == ""
+    assert stacked([("GPU 0", [])], colours) == ""

@@ -117,11 +117,7 @@ def _numeric(column: Column, value: Any, shown: str | None, widest: int, reason:
 
 
 def _strip(fraction: float) -> str:
-    width = min(max(fraction, 0.0), 1.0) * 100
-    return (
-        '<svg class="strip" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect width="{width:.2f}" height="1"/></svg>'
-    )
+    return f'<svg class="strip"><rect width="{min(max(fraction, 0.0), 1.0) * 100:.4g}%"/></svg>'
 
 
 def _worded(column: Column, value: Any, reason: str) -> str:

@@ -19,6 +19,7 @@ from traceloom.report.html import (
     inputs,
     memory,
     modules,
+    navigation,
     overview,
     ranks,
     sections,
@@ -27,6 +28,7 @@ from traceloom.report.html import (
 )
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import text
+from traceloom.report.html.navigation import Section
 
 Row = dict[str, Any]
 
@@ -38,9 +40,9 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
 _IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
+_MARGIN = re.compile(r"^(?: *//.*\n|[ \n]+)", re.MULTILINE)  # comments, indentation, empty lines
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
 
-Section = tuple[str, str, str, str]
 _ABOUT_FINDINGS = (
     "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."
 )
@@ -59,7 +61,7 @@ def render(document: dict[str, Any], session: Session) -> str:
     near = document if few is None else few.document(document)
     view = _timeline(document, session if few is None else few.session(session))
     told = "" if few is None else featured.told(few.sentence(document))
-    sections = _sections(document, near, reasons, _timeline_body(view, told))
+    groups = navigation.grouped(_sections(document, near, reasons, _timeline_body(view, told)), _missing)
     script, theme = page_script(), page_asset("theme.js")
     style = "\n".join(page_asset(name) for name in STYLES)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
@@ -73,8 +75,8 @@ def render(document: dict[str, Any], session: Session) -> str:
         ranks=_rank_choice(near),
         headline=overview.headline(document),
         numbers=overview.key_numbers(document),
-        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, body in sections if not _missing(body)),
-        sections="\n".join(page_section(*section) for section in sections),
+        links=navigation.links(groups),
+        sections=navigation.body(groups, page_section),
         footer=_footer(document, time.perf_counter() - began),
         data=view.payload if view else "",
         script=script,
@@ -89,7 +91,7 @@ def page_asset(name: str) -> str:
 
 def page_script() -> str:
     """All modules in one script: their imports and exports resolve to names of one shared scope."""
-    parts = [_EXPORT.sub("", _IMPORT.sub("", page_asset(name))) for name in SCRIPTS]
+    parts = [_MARGIN.sub("", _EXPORT.sub("", _IMPORT.sub("", page_asset(name)))) for name in SCRIPTS]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
 
 
@@ -116,7 +118,7 @@ def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
 
 
 def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[Section]:
-    """(id, title, how to read it, body), in the order of the page; `near` has the ranks that are shown one by one."""
+    """All sections, in no order; `near` has the ranks that are shown one by one."""
     if document.get("runs"):
         data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
         return [("runs", "Runs", "Report one of them alone to see more.", inputs.runs(document, reasons)),

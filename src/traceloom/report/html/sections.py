@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from traceloom.model import units
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
 from traceloom.report.html.table import MOST_ROWS, table
@@ -29,7 +30,8 @@ def sections(document: Row, reasons: Reasons, *, few: bool = True) -> Iterator[t
             continue
         sentence = section.summary(value)
         body = f'<p class="sentence">{_sentence(sentence)}</p>' if sentence else ""
-        body += picture + "".join(_table(one, reasons, most, alone=len(tables) == 1) for one in tables)
+        body += picture + _table(tables[0], reasons, most, alone=len(tables) == 1) if tables else picture
+        body += "".join(_folded(one, reasons, most) for one in tables[1:])
         yield name, section.title, section.note, body
 
 
@@ -43,6 +45,13 @@ def _missing(section: Section[Any], document: Row, reasons: Reasons) -> str:
         (p for p in paths if p == section.key), next((p for p in paths if p.startswith(section.key)), section.key)
     )
     return reasons.line(path, section.title)
+
+
+def _folded(one: Table, reasons: Reasons, most: int) -> str:
+    """A table that is not the first one of its section: a line that unfolds."""
+    size = f"{units.count(len(one.rows))} {'row' if len(one.rows) == 1 else 'rows'}"
+    head = f'<summary><h3>{escape(one.title)}</h3> <span class="quiet">{size}</span></summary>'
+    return f'<details class="fold">{head}{_table(one, reasons, most, alone=True)}</details>'
 
 
 def _table(one: Table, reasons: Reasons, most: int, *, alone: bool) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from traceloom.model import units
+from traceloom.report.names import harmless
 
-_WIDTH, _HEIGHT, _TOP, _LEFT, _BOTTOM = 900, 180, 14, 46, 20
+_WIDTH, _HEIGHT, _TOP, _LEFT, _BOTTOM = 1256, 200, 14, 46, 20
 _MOST = 8  # lines in one picture
-_COLOURS = ("#3b6ea5", "#c2703d", "#5b8c5a", "#8a6bb0", "#b0555f", "#4c8f95", "#a08a3c", "#777")
+_COLOURS = ("compute", "communication", "memory", "annotation", "blocking", "forward", "launch", "other")  # of the page
 
 
 def curves(lines: Mapping[str, Sequence[tuple[int, int]]], what: str) -> str:
@@ -34,22 +35,19 @@ def curves(lines: Mapping[str, Sequence[tuple[int, int]]], what: str) -> str:
         for number, (time, value) in enumerate(lines[name]):
             x, y = _LEFT + (time - first) * across, _HEIGHT - _BOTTOM - value * up
             path += f"M{x:.1f} {y:.1f}" if number == 0 else f"H{x:.1f}V{y:.1f}"
-        parts.append(f'<path d="{path}" fill="none" stroke="{colour}"><title>{escape(name)}</title></path>')
-    legend = " · ".join(
-        # no inline style: the page's policy lets none be
-        f'<svg width="10" height="10" aria-hidden="true"><rect width="10" height="10" fill="{colour}"/></svg> '
-        f"{escape(name)}"
+        parts.append(f'<path class="l-{colour}" d="{path}"><title>{escape(harmless(name))}</title></path>')
+    legend = "".join(
+        f'<li><i class="swatch b-{colour}"></i>{escape(harmless(name))}</li>'
         for colour, name in zip(_COLOURS, drawn, strict=False)
     )
     base = _HEIGHT - _BOTTOM
     return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(what)} over time" '
-        f'width="100%">'
-        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH}" fill="none" stroke="#999"/>'
-        f'<g font-size="11" fill="currentColor">'
+        f'<figure class="picture"><figcaption>{escape(what.capitalize())}</figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(what)} over time">'
+        f'<path class="axis" d="M{_LEFT} {_TOP}V{base}H{_WIDTH}"/>'
         f'<text x="{_LEFT - 4}" y="{_TOP + 4}" text-anchor="end">{units.count(most)}</text>'
         f'<text x="{_LEFT - 4}" y="{base}" text-anchor="end">0</text>'
         f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{units.duration(first)}</text>'
-        f'<text x="{_WIDTH}" y="{_HEIGHT - 5}" text-anchor="end">{units.duration(last)}</text></g>'
-        f"{''.join(parts)}</svg><figcaption>{escape(what.capitalize())}: {legend}</figcaption></figure>"
+        f'<text x="{_WIDTH}" y="{_HEIGHT - 5}" text-anchor="end">{units.duration(last)}</text>'
+        f'{"".join(parts)}</svg><ul class="legend">{legend}</ul></figure>'
     )

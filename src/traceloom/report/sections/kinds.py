@@ -22,6 +22,20 @@ from traceloom.report.sections.stacked import Part, stacked
 
 _KERNELS = 50  # of each rank; fewer where there are many
 _ALL_KERNELS = 400
+_COLOURS = {
+    "gemm": "compute",
+    "convolution": "forward",
+    "attention": "backward",
+    "embedding": "loading",
+    "normalisation": "annotation",
+    "optimizer": "optimizer",
+    "reduction": "sync",
+    "elementwise": "python",
+    "other": "other",
+    "communication": "communication",
+    "copy": "memory",
+    "idle": "idle",
+}
 _FILL = ("sm_efficiency", "sm_fill", "occupancy")
 USUAL = pl.Schema(
     {
@@ -283,7 +297,7 @@ def _picture(value: Row) -> str:
         ]
         rank = "" if device["rank"] is None else f"rank {device['rank']} "
         bars.append((f"{rank}GPU {device['device']}", [*parts, Part("idle", device["idle_ns"])]))
-    return stacked(bars, [*PRIORITY, "idle"])
+    return stacked(bars, _COLOURS)
 
 
 SECTION = Section(

@@ -6,7 +6,7 @@ import { listenToGestures, measureOnRuler } from "./gestures.js";
 import { Icicle } from "./icicle.js";
 import { linkTables } from "./links.js";
 import { Owners } from "./owners.js";
-import { chooseRank, help, sectionLinks, switchTheme } from "./page.js";
+import { chooseRank, help, sectionLinks, sectionMenus, switchTheme, unfoldForPrint } from "./page.js";
 import { Search } from "./search.js";
 import { bringToLife } from "./tables.js";
 import { Timeline } from "./timeline.js";
@@ -40,6 +40,8 @@ function start() {
   for (const figure of document.querySelectorAll(".owners")) new Owners(figure);
   help();
   sectionLinks();
+  sectionMenus();
+  unfoldForPrint();
   let timeline = null;
   switchTheme(() => timeline?.recolour());
   addEventListener("beforeprint", () => timeline?.recolour(true));

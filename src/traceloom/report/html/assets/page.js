@@ -54,15 +54,52 @@ export function chooseRank() {
   apply(getState("rank"));
 }
 
+// What stands folded in menus: one is open at a time, until the reader looks elsewhere.
+const menus = [...document.querySelectorAll("nav .menu")];
+
+function closeMenus(but = null) {
+  for (const menu of menus) if (menu !== but) menu.open = false;
+}
+
+export function sectionMenus() {
+  addEventListener("click", (event) => closeMenus(event.target.closest?.(".menu")));
+  addEventListener("keydown", (event) => {
+    const open = event.key === "Escape" && menus.find((menu) => menu.open);
+    if (!open) return;
+    open.open = false;
+    open.querySelector("summary").focus();
+  });
+  for (const menu of menus) {
+    menu.addEventListener("focusout", (event) => {
+      if (event.relatedTarget && !menu.contains(event.relatedTarget)) menu.open = false;
+    });
+  }
+}
+
+// Paper has no folds: all of them open while it is printed.
+export function unfoldForPrint() {
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("main details:not([open])")];
+    for (const fold of opened) fold.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const fold of opened) fold.open = false;
+  });
+}
+
 export function sectionLinks() {
   const links = [...document.querySelectorAll("nav a[href^='#']")];
   const go = (name) => {
     const section = name && document.getElementById(name);
-    if (section) section.scrollIntoView();
+    if (!section) return;
+    for (let around = section.parentElement.closest("details"); around; around = around.parentElement.closest("details")) around.open = true;
+    section.scrollIntoView();
   };
   for (const link of links) {
     link.addEventListener("click", (event) => {
       event.preventDefault();
+      closeMenus();
       const name = link.getAttribute("href").slice(1);
       setState("at", name);
       go(name);
@@ -74,6 +111,7 @@ export function sectionLinks() {
       for (const entry of entries) {
         if (!entry.isIntersecting) continue;
         for (const link of links) link.toggleAttribute("aria-current", link.getAttribute("href") === `#${entry.target.id}`);
+        for (const menu of menus) menu.toggleAttribute("data-current", menu.querySelector("[aria-current]") !== null);
       }
     },
     { rootMargin: "-20% 0px -70% 0px" },
