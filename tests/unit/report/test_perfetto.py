@@ -114,9 +114,11 @@ def test_curves_show_busy_time_waiting_launches_memory_and_recorded_counters() -
     assert {row["name"] for row in rows} >= {"GPU 0 busy %", "cuda 0 memory allocated MB", "power W"}
 
 
-def test_busy_time_is_shared_over_the_parts_of_the_window() -> None:
-    edges, share = busy(np.array([0, 100, 5_000]), np.array([500, 400, 10_000]))
-    assert (edges[0], edges[-1]) == (0, 10_000)
+@pytest.mark.parametrize("epoch", [0, 1_716_423_322_388_068_751])  # the second is beyond what a float holds exactly
+def test_busy_time_is_shared_over_the_parts_of_the_window(epoch: int) -> None:
+    edges, share = busy(np.array([0, 100, 5_000]) + epoch, np.array([500, 400, 10_000]) + epoch)
+    assert (edges[0] - epoch, edges[-1] - epoch) == (0, 10_000)
+    assert share.max() <= 100
     covered = (share[:-1] * np.diff(edges)).sum() / 100
     assert covered == pytest.approx(5_500)
     assert share[-1] == 0.0

@@ -47,7 +47,8 @@ def busy(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float64]]:
     fresh = np.append(True, start[1:] > reach[:-1])
     low = start[fresh]
     high = reach[np.append(np.flatnonzero(fresh)[1:] - 1, start.size - 1)]
-    edges = np.unique(np.linspace(int(low[0]), int(high[-1]), _BUCKETS + 1).astype(np.int64))
+    # From the first start on: nanoseconds since 1970 are beyond what a float holds exactly.
+    edges = np.unique(low[0] + np.linspace(0, int(high[-1] - low[0]), _BUCKETS + 1).astype(np.int64))
     if edges.size < 2:
         return edges, np.zeros(edges.size)
     before = np.append(0, np.cumsum(high - low))

@@ -61,9 +61,10 @@ def _summary(value: Row) -> str | None:
         return None
     column = "total_ns" if value["kernels"] else "self_ns"
     top = max(rows, key=lambda row: float(row[f"mean_{column}"]))
-    spread = f"{units.duration(top[f'min_{column}'])} to {units.duration(top[f'max_{column}'])}"
+    low, high = top[f"min_{column}"], top[f"max_{column}"]
+    spread = "" if low == high else f" ({units.duration(low)} to {units.duration(high)})"
     mean = units.duration(round(top[f"mean_{column}"]))
-    return f"the largest is {short(top['name'], _NAME)}: {mean} per step ({spread})"
+    return f"the largest is {short(top['name'], _NAME)}: {mean} per step{spread}"
 
 
 SECTION = Section(
