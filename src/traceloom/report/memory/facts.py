@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from traceloom.analyze.allocations import Explained
@@ -48,7 +47,7 @@ def growing(known: Explained, rows: pl.DataFrame, facts: Row, size: int | None, 
     per_step = float(rows["bytes_per_step"].sum())
     full = None
     if size is not None and per_step > 0:
-        last = int(rows["last_step"].to_numpy().max())
+        last = facts["peak_step"] if facts["peak_step"] is not None else int(rows["last_step"].to_numpy().max())
         full = last + 1 + max(math.floor((size - facts["peak_bytes"]) / per_step), 0)
     told = rows.drop("pool", "example").with_columns(stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64))
     return absent.rows(told, "memories[*].growth")
@@ -90,9 +89,3 @@ def allocator(trace: Trace, facts: Row, snapshot: Snapshot | None) -> Row | None
         if total is not None and free is not None and reserved is not None:
             out["outside_bytes"] = max(total - free - reserved, 0)
     return out if found else None
-
-
-def peak_row(known: Explained, pool: int) -> int:
-    """The row of the allocations just after which a memory is fullest; -1 for before the first."""
-    levels = known.named.blocks.levels(pool, known.trace.allocations.height)
-    return int(np.argmax(levels)) - 1
