@@ -19,6 +19,7 @@ _SMALL_BYTES = 256 * 1024
 _MANY = 8
 _UNEVEN = 1.5  # times the mean: the largest part of an exchange
 # What the next operation does not need at once; the results of the others are used right behind them.
+_MESSAGES = ("send", "receive")
 _MOVABLE = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -31,12 +32,14 @@ def exposed(ground: Ground) -> Iterator[Said]:
         yield Abstention("exposed-communication", "no GPU work was recorded that could hide it")
         return
     rows = ground.graph.communication
+    # what a stage waits for is the schedule's: see pipeline-bubbles
+    piped = ground.across is not None and ground.across.pipeline.stages.height > 0
     for kind in rows["kind"].drop_nulls().unique().sort().to_list():
         mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
         mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
         mask &= ground.of_kind(*gs.COMMUNICATION)
         alone = ground.exposed_ns(mask)
-        if not alone:
+        if not alone or (kind in _MESSAGES and piped):
             continue
         time = int(ground.graph.nodes["duration_ns"].to_numpy()[mask].sum())
         movable = kind in _MOVABLE
@@ -63,7 +66,7 @@ def small_messages(ground: Ground) -> Iterator[Said]:
         yield Abstention("small-collectives", "no communication was recorded")
         return
     for (kind,), some in rows.group_by("kind", maintain_order=True):
-        if some.height < _MANY * max(ground.rank_count, 1) or kind in ("send", "receive"):
+        if some.height < _MANY * max(ground.rank_count, 1) or kind in _MESSAGES:
             continue
         mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
         mask[some["node"].to_numpy()] = True
@@ -81,25 +84,42 @@ def uneven_exchange(ground: Ground) -> Iterator[Said]:
     rows = ground.graph.communication.filter(pl.col("kind") == "all_to_all")
     if not rows.height:
         return
-    split = rows.filter(pl.col("in_splits").list.len() > 1, pl.col("in_splits").list.sum() > 0)
-    if not split.height:
+    if not _split(rows).height:
         yield Abstention("uneven-exchange", "the split sizes of all_to_all were not recorded")
         return
-    told = split.with_columns(worst=pl.col("in_splits").list.max() / pl.col("in_splits").list.mean())
-    bad = told.filter(pl.col("worst") > _UNEVEN)
-    if not bad.height:
+    change = evened(ground)
+    if change is None:
         return
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-    mask[bad["node"].to_numpy()] = True
-    worst = float(bad["worst"].median())  # type: ignore[arg-type]
+    mask = change.selection.nodes(ground.graph)
     yield Candidate(
-        title=f"{units.count(bad.height)} all_to_alls are uneven: one peer gets {worst:.1f} × the mean",
-        changes=(Change("scale", Chosen("uneven all_to_all", mask, "collectives"), 1 / worst),),
+        title=f"{units.count(int(mask.sum()))} all_to_alls are uneven: one part is {1 / change.factor:.1f} × the mean",
+        changes=(change,),
         confidence=0.4,
         advice="Balance what is exchanged: capacity factor or auxiliary loss of the router, another placement of "
         "experts or embedding tables.",
         evidence=ground.evidence(mask),
     )
+
+
+def _split(rows: pl.DataFrame) -> pl.DataFrame:
+    return rows.filter(pl.col("in_splits").list.len() > 1, pl.col("in_splits").list.sum() > 0)
+
+
+def evened(ground: Ground) -> Change | None:
+    """Uneven all-to-alls, as long as if all parts were equal; None where none is uneven."""
+    split = _split(ground.graph.communication.filter(pl.col("kind") == "all_to_all"))
+    told = split.with_columns(
+        given=pl.col("in_splits").list.max() / pl.col("in_splits").list.mean(),
+        got=pl.col("out_splits").list.max() / pl.col("out_splits").list.mean(),
+    )
+    # one part is sent by one rank and received by another; the slowest of both decides
+    worst = told.with_columns(worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0))
+    bad = worst.filter(pl.col("worst") > _UNEVEN)
+    if not bad.height:
+        return None
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask[bad["node"].to_numpy()] = True
+    return Change("scale", Chosen("uneven all_to_all", mask, "collectives"), 1 / float(bad["worst"].median()))  # type: ignore[arg-type]
 
 
 RULES = (

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.recompute import recomputed
 from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
@@ -31,7 +32,7 @@ def recomputation(ground: Ground) -> Iterator[Said]:
     for trace in ground.traces:
         found = recomputed(trace)
         if found.root.any():
-            mask |= ground.inside(trace, found.root)
+            mask |= ground.inside(trace, found.root) | _around(ground, trace, found.root)
     if not mask.any():
         return
     on_device = mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
@@ -44,6 +45,26 @@ def recomputation(ground: Ground) -> Iterator[Said]:
         "checkpointing, as far as memory allows.",
         evidence=ground.evidence(on_device if on_device.any() else mask),
     )
+
+
+def _around(ground: Ground, trace: Trace, roots: Bools) -> Bools:
+    """What the autograd nodes that repeat do themselves until the repetition is over: the Python of the checkpoint."""
+    tree = forest(trace)
+    above = tree.parent[roots]
+    root_rows, holder_rows = tree.row[roots][above >= 0], tree.row[above[above >= 0]]
+    nodes = ground.graph.nodes.with_row_index("at").with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
+    mine = nodes.filter(pl.Series(ground.nodes_of(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32))))
+    held = pl.DataFrame({"event": root_rows, "holder": holder_rows}).cast(pl.UInt32)
+    until = (
+        mine.with_columns(pl.col("event").cast(pl.UInt32))
+        .join(held, on="event")
+        .group_by("holder")
+        .agg(pl.col("end").max().alias("until"))
+    )
+    pieces = mine.with_columns(pl.col("event").cast(pl.UInt32)).join(until, left_on="event", right_on="holder")
+    found = np.zeros(nodes.height, dtype=np.bool_)
+    found[pieces.filter(pl.col("start_ns") <= pl.col("until"))["at"].to_numpy()] = True
+    return found
 
 
 def unfused_optimizer(ground: Ground) -> Iterator[Said]:

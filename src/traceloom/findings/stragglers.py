@@ -10,6 +10,7 @@ import polars as pl
 
 from traceloom.analyze.idle import CAUSES
 from traceloom.analyze.kernel_kinds import kinds
+from traceloom.findings.communication import evened
 from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
@@ -165,7 +166,7 @@ def imbalance(ground: Ground) -> Iterator[Said]:
     largest, ratio, rank = found
     yield Candidate(
         title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){_uneven(ground)}",
-        changes=(Change("balance", chosen),),
+        changes=(Change("balance", chosen), *((even,) if (even := evened(ground)) is not None else ())),
         confidence=0.5,
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
         evidence=(Evidence(f"kernels of rank {rank}", rank, total_ns=largest),

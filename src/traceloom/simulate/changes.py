@@ -29,7 +29,7 @@ ASSUMES = {
     "remove": "the work chosen takes no time; what waited for it waits for nothing longer",
     "async": "the calls of these copies return at once; what uses the data is ordered on the device as before",
     "drop": "these calls no longer wait for the device; what they themselves cost stays",
-    "overlap": "nothing before the end of the step needs the result of this communication, and it slows no kernel down",
+    "overlap": "nothing before the optimizer needs the result of this communication, and it slows no kernel down",
     "network": "the transfer of every communication is so many times as fast; waiting for late ranks stays",
     "delay": "this rank begins no later and works no slower than the middle one of the others, step by step and name "
     "by name; what most others do not do takes no time",
@@ -37,7 +37,7 @@ ASSUMES = {
     "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, "
     "their work stays",
     "graph": "one launch submits all: the calls that launch and the operators around them cost nothing but the first",
-    "balance": "every rank computes as long as the mean of all ranks",
+    "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
 }
 _ACTIONS = {
@@ -204,10 +204,29 @@ def _async(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 
 def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
-    """Other work of the device no longer waits for the communication; the host and other communication do."""
+    """Other work of the device no longer waits for the communication; the host, other communication and the optimizer
+    do."""
     source, target = _ends(out.graph)
-    compute = _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL)
+    compute = _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL) & ~_of_optimizer(out.graph)
     out.delay_ns[_edges(out.graph, "stream", "wait", "occupancy") & chosen[source] & compute[target]] = ABSENT
+
+
+def _of_optimizer(graph: Graph) -> Bools:
+    """Work that is launched inside the annotation of an optimizer's step."""
+    source, target = _ends(graph)
+    nodes = graph.nodes.select("node", "rank", pl.col("step").fill_null(-1), "start_ns", "duration_ns", "name")
+    steps = (
+        nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
+        .group_by("rank", "step")
+        .agg(low=pl.col("start_ns").min(), high=(pl.col("start_ns") + pl.col("duration_ns")).max())
+    )
+    inside = nodes.join(steps, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True).select(
+        pl.col("start_ns").is_between("low", "high").fill_null(value=False)
+    )
+    launches = _edges(graph, "launch")
+    found = np.zeros(nodes.height, dtype=np.bool_)
+    found[target[launches]] = inside["start_ns"].to_numpy()[source[launches]]
+    return found
 
 
 def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
@@ -287,15 +306,19 @@ def _graph(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 
 def _balance(out: Scenario, _change: Change, chosen: Bools) -> None:
-    frame = out.graph.nodes.select("rank", pl.col("step").fill_null(-1)).with_columns(
-        pl.Series("work", np.where(chosen, out.work_ns, 0))
+    """Kernels of each name take as long on every rank that has them: what is spread unevenly is often one kernel."""
+    frame = out.graph.nodes.select("rank", pl.col("step").fill_null(-1), "name").with_columns(
+        pl.Series("work", np.where(chosen, out.work_ns, 0)), pl.Series("chosen", chosen)
     )
-    sums = frame.group_by("rank", "step").agg(pl.col("work").sum())
-    mean = sums.group_by("step").agg(pl.col("work").mean().alias("mean"))
-    factors = sums.join(mean, on="step").select("rank", "step", factor=pl.col("mean") / pl.max_horizontal("work", 1))
-    factor = frame.join(factors, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True)["factor"]
-    told = factor.fill_null(1.0).to_numpy()
-    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * told[chosen]).astype(np.int64)
+    keys = ["step", "name"]
+    sums = frame.filter("chosen").group_by("rank", *keys).agg(pl.col("work").sum())
+    mean = sums.group_by(keys).agg(pl.col("work").mean().alias("mean"))
+    factors = sums.join(mean, on=keys, nulls_equal=True).select(
+        "rank", *keys, factor=pl.col("mean") / pl.max_horizontal("work", 1)
+    )
+    told = frame.join(factors, on=["rank", *keys], how="left", maintain_order="left", nulls_equal=True)["factor"]
+    factor = told.fill_null(1.0).to_numpy()
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * factor[chosen]).astype(np.int64)
 
 
 def _workers(out: Scenario, change: Change, chosen: Bools) -> None:

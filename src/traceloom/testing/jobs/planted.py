@@ -267,9 +267,9 @@ def several_ranks() -> Iterator[Planted]:
         "unequal tokens", "compute-imbalance", replace(PARALLEL, expert=4, layers=2), TokenImbalance((3, 1, 1, 1))
     )
     even = tuple(ShardImbalance(rank, 63 / 4) for rank in range(4))
-    yield Planted("large shard", "shard-imbalance", parallel_job(replace(PARALLEL, faults=(ShardImbalance(3, 60.0),))),
-                  parallel_job(replace(PARALLEL, faults=even)))  # fmt: skip
-    reduced = training_job(replace(BASE, ranks=2, transfer_us=60))
+    large = parallel_job(replace(PARALLEL, faults=(ShardImbalance(3, 60.0),)))
+    yield Planted("large shard", "compute-imbalance", large, parallel_job(replace(PARALLEL, faults=even)))
+    reduced = training_job(replace(BASE, ranks=2, transfer_us=60, sync="device"))
     yield Planted("exposed collectives", "exposed-communication", awaited_at_once(reduced), reduced)
     piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4)
     more = replace(piped, microbatches=16, kernel_us=25)
