@@ -20,8 +20,10 @@ _HOME = {
     "analyze": "traceloom.analyze",
     "load": "traceloom.read",
     "load_runs": "traceloom.read",
+    "findings": "traceloom.findings",
     "link": "traceloom.link",
     "retime": "traceloom.retime",
+    "whatif": "traceloom.simulate",
     "show": "traceloom.report.notebook",
     "Graph": "traceloom.model",
     "Session": "traceloom.model",
@@ -42,6 +44,7 @@ __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604  (the names are the k
 
 if TYPE_CHECKING:
     from traceloom import analyze as analyze
+    from traceloom import findings as findings
     from traceloom import link as link
     from traceloom import retime as retime
     from traceloom.capture import record as record
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from traceloom.read import load as load
     from traceloom.read import load_runs as load_runs
     from traceloom.report.notebook import show as show
+    from traceloom.simulate import whatif as whatif
 
 
 def __getattr__(name: str) -> Any:

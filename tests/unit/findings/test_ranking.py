@@ -1,0 +1,128 @@
+"""Ranking: greedy, disjoint, never more than the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+from traceloom.findings import RULES, Ground, rank
+from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
+from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule, Said
+from traceloom.model import Session
+from traceloom.model.finding import Abstention
+from traceloom.simulate import parse, whatif
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import Chosen
+from traceloom.testing.jobs import Recipe, training_job
+
+RECIPES = {
+    "host": Recipe(kernel_us=6, op_us=14),
+    "device": Recipe(kernel_us=80),
+    "copies": Recipe(kernel_us=30, pageable_input=True, item=True),
+    "ranks": Recipe(ranks=3, kernel_us=40, delay_us={2: 1500.0}, item=True),
+}
+
+
+@cache
+def ground(name: str) -> Ground:
+    traces = tuple(builder.build() for builder in training_job(RECIPES[name]).run().traces())
+    return Ground.of(Session(traces, "made"))
+
+
+def rule(slug: str, *said: Said) -> Rule:
+    def look(_: Ground) -> Iterator[Said]:
+        yield from said
+
+    return Rule(slug, slug, look)
+
+
+def candidate(text: str, **more: object) -> Candidate:
+    return Candidate(text, (parse(text),), 0.5, "do it", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_savings_of_all_rules_are_disjoint_and_add_up_to_less_than_the_step(name: str) -> None:
+    found = rank(ground(name), RULES).time
+    assert sum(one.saving_ns or 0 for one in found) <= ground(name).whole_ns
+    assert sum(one.saving_fraction or 0 for one in found) <= 1
+    savings = [one.saving_ns for one in found]
+    assert savings == sorted(savings, reverse=True)
+    assert all(one.saving_ns == 0 or (one.saving_fraction or 0) >= LEAST for one in found)
+
+
+def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
+    twice = [rule("first", candidate("kernels * 0.5")), rule("second", candidate("kernels * 0.5"))]
+    both = rank(ground("device"), twice).time
+    alone = rank(ground("device"), twice[:1]).time
+    assert both[0].slug == "first"
+    assert both[0].saving_ns == alone[0].saving_ns == both[0].alone_ns
+    # halving twice is a quarter: what is left of the second is at most half of the first
+    assert sum(one.saving_ns or 0 for one in both[1:]) <= (both[0].saving_ns or 0) * 0.55
+
+
+def test_the_largest_comes_first_and_the_rest_is_evaluated_on_top_of_it() -> None:
+    here = ground("device")
+    found = rank(here, [rule("small", candidate("kernels * 0.8")), rule("large", candidate("gpu * 0.3"))]).time
+    assert [one.slug for one in found][0] == "large"
+    together = whatif(here.graph, [parse("gpu * 0.3"), parse("kernels * 0.8")])
+    assert sum(one.saving_ns or 0 for one in found) == pytest.approx(
+        together.saved_ns * here.step_ns / here.whole_ns, rel=0.01
+    )
+
+
+def test_what_saves_next_to_nothing_is_dropped() -> None:
+    assert rank(ground("device"), [rule("tiny", candidate("kernels * 0.999"))]).time == ()
+
+
+def test_a_bound_holds() -> None:
+    here = ground("device")
+    bound = round(0.02 * here.whole_ns)
+    (found,) = rank(here, [rule("bounded", candidate("kernels * 0.1", at_most_ns=bound))]).time
+    assert found.saving_fraction == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "severity"), [(HIGH + 0.001, "high"), (MEDIUM + 0.001, "medium"), (LEAST + 0.001, "low")]
+)
+def test_severity_is_what_it_saves(fraction: float, severity: str) -> None:
+    here = ground("device")
+    some = candidate("kernels * 0.1", at_most_ns=round(fraction * here.whole_ns))
+    (found,) = rank(here, [rule("some", some)]).time
+    assert found.severity == severity
+
+
+def test_savings_of_the_host_are_divided_by_what_recording_cost() -> None:
+    here = ground("host")
+    plain = rank(here, [rule("host", candidate("host * 0.5"))]).time[0]
+    slowed = Ground(here.session, here.step)
+    slowed.__dict__["host_ratio"] = 1.25
+    scaled = rank(slowed, [rule("host", candidate("host * 0.5"))]).time[0]
+    assert scaled.saving_ns == round((plain.saving_ns or 0) / 1.25)
+    of_device = rank(slowed, [rule("gpu", candidate("gpu * 0.2"))]).time
+    assert [one.saving_ns for one in of_device] == [
+        one.saving_ns for one in rank(here, [rule("gpu", candidate("gpu * 0.2"))]).time
+    ]
+
+
+def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
+    said = (
+        MemoryCandidate("some", 10, None, False, 0.5, "free it"),
+        MemoryCandidate("full", None, "the run ends", True, 0.5, "free it"),
+        Abstention("mixed", "nothing is known"),
+        Remark("only to be known", 0.9, "nothing"),
+    )
+    found = rank(ground("device"), [rule("mixed", *said)])
+    assert [one.title for one in found.memory] == ["full", "some"]
+    assert [one.severity for one in found.memory] == ["high", "low"]
+    assert [(one.saving_ns, one.severity) for one in found.time] == [(0, "low")]
+    assert found.abstentions == (Abstention("mixed", "nothing is known"),)
+
+
+def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
+    here = ground("device")
+    some = Chosen("one kernel", np.arange(here.graph.nodes.height) == 5)
+    found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))])
+    assert found.time == ()
