@@ -204,8 +204,7 @@ def _async(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 
 def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
-    """Other work of the device no longer waits for the communication; the host, other communication and the optimizer
-    do."""
+    """Work of the device no longer waits for the communication; the host, other communication and the optimizer do."""
     source, target = _ends(out.graph)
     compute = _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL) & ~_of_optimizer(out.graph)
     out.delay_ns[_edges(out.graph, "stream", "wait", "occupancy") & chosen[source] & compute[target]] = ABSENT
