@@ -66,7 +66,7 @@ def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
 def test_the_largest_comes_first_and_the_rest_is_evaluated_on_top_of_it() -> None:
     here = ground("device")
     found = rank(here, [rule("small", candidate("kernels * 0.8")), rule("large", candidate("gpu * 0.3"))]).time
-    assert [one.slug for one in found][0] == "large"
+    assert found[0].slug == "large"
     together = whatif(here.graph, [parse("gpu * 0.3"), parse("kernels * 0.8")])
     assert sum(one.saving_ns or 0 for one in found) == pytest.approx(
         together.saved_ns * here.step_ns / here.whole_ns, rel=0.01

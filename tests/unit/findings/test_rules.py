@@ -1,0 +1,202 @@
+"""Each rule on small traces: found where it should be, silent where all is well, abstaining where it cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from traceloom.findings import RULES, Ground, rank
+from traceloom.findings.rule import Candidate, MemoryCandidate, Remark
+from traceloom.model import Session
+from traceloom.model.finding import Abstention
+from traceloom.testing import TraceBuilder
+
+KERNEL = "void at::native::elementwise_kernel<4>(int)"
+NORM = ("aten::pow", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul", "aten::mul")
+BY_SLUG = {rule.slug: rule for rule in RULES}
+
+
+def grounded(*builders: TraceBuilder) -> Ground:
+    return Ground.of(Session(tuple(builder.build() for builder in builders), "made"))
+
+
+def said(slug: str, *builders: TraceBuilder) -> list[object]:
+    return list(BY_SLUG[slug].look(grounded(*builders)))
+
+
+class Made:
+    """A trace of one step, written op by op."""
+
+    def __init__(self, **more: object) -> None:
+        self.trace = TraceBuilder(**more)  # type: ignore[arg-type]
+        self.now, self.device, self.number = 10.0, 0.0, 0
+
+    def op(
+        self, name: str = "aten::add", kernel: str = KERNEL, kernel_us: float = 20, host_us: float = 10, **more: object
+    ) -> Made:
+        self.number += 1
+        self.trace.op(name, self.now, host_us, **more)  # type: ignore[arg-type]
+        self.trace.launch("cudaLaunchKernel", self.now + 1, 4, correlation=self.number)
+        self.device = max(self.device, self.now + 8)
+        self.trace.kernel(kernel, self.device, kernel_us, correlation=self.number)
+        self.device += kernel_us + 1
+        self.now += host_us + 1
+        return self
+
+    def pause(self, us: float) -> Made:
+        self.now += us
+        return self
+
+    def inside(self, name: str, us: float, *, python: bool = False) -> Made:
+        (self.trace.python if python else self.trace.annotation)(name, self.now, us)
+        self.now += us + 1
+        return self
+
+    def call(self, name: str, us: float | None = None, op: str | None = None) -> Made:
+        """A call; without a duration it waits for the device."""
+        self.number += 1
+        us = self.device - self.now + 5 if us is None else us
+        if op is not None:
+            self.trace.op(op, self.now - 0.5, us + 1)
+        self.trace.launch(name, self.now, us, correlation=self.number)
+        self.now += us + 1
+        self.device = max(self.device, self.now)
+        return self
+
+    def done(self) -> TraceBuilder:
+        return self.trace.step(1, 5, self.now)
+
+
+def slow_host(made: Made) -> Made:
+    """What the host could have launched while it waited."""
+    for _ in range(10):
+        made.op(host_us=40)
+    return made
+
+
+def busy() -> Made:
+    made = Made()
+    for _ in range(30):
+        made.op("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 60)
+    return made
+
+
+FOUND: dict[str, Callable[[], Made]] = {
+    "host-pause": lambda: busy().pause(4_000).op().op(),
+    "launch-bound": lambda: _small(40),
+    "python-bound": lambda: _paused(40),
+    "small-kernels": lambda: _small(40, kernel_us=15),
+    "unfused-normalisation": lambda: _norms(8),
+    "blocking-sync": lambda: slow_host(busy().call("cudaDeviceSynchronize")),
+    "blocking-item": lambda: slow_host(busy().call("cudaStreamSynchronize", None, "aten::item")),
+    "device-allocation": lambda: busy().call("cudaMalloc", 4_000, "aten::empty").op(),
+    "module-loading": lambda: busy().call("cuModuleLoadData", 4_000, "aten::mm").op(),
+    "garbage-collection": lambda: busy().inside("<built-in function collect>", 3_000, python=True).op(),
+    "data-starved": lambda: busy().inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 3_000).op(),
+    "matrix-units-unused": lambda: _products("ampere_sgemm_128x64_nn"),
+}
+
+
+def _small(count: int, kernel_us: float = 2) -> Made:
+    made = Made()
+    for _ in range(count):
+        made.op(kernel_us=kernel_us)
+    return made
+
+
+def _paused(count: int) -> Made:
+    made = Made()
+    for _ in range(count):
+        made.op(kernel_us=2).pause(30)
+    return made
+
+
+def _norms(count: int) -> Made:
+    made = busy()
+    for _ in range(count):
+        for name in NORM:
+            made.op(name)
+    return made
+
+
+def _products(kernel: str) -> Made:
+    made = Made()
+    for _ in range(10):
+        made.op("aten::mm", kernel, 100)
+    return made
+
+
+@pytest.mark.parametrize("slug", FOUND)
+def test_a_rule_finds_what_it_is_about(slug: str) -> None:
+    found = said(slug, FOUND[slug]().done())
+    candidates = [one for one in found if isinstance(one, Candidate)]
+    assert candidates, found
+    assert all(one.changes and one.evidence and one.advice and 0 < one.confidence < 1 for one in candidates)
+
+
+@pytest.mark.parametrize("slug", FOUND)
+def test_a_found_fault_is_in_the_ranked_list(slug: str) -> None:
+    assert slug in {one.slug for one in rank(grounded(FOUND[slug]().done()), RULES).time}
+
+
+def test_a_device_that_is_always_busy_needs_no_fix() -> None:
+    found = rank(grounded(busy().done()), RULES)
+    assert [one.title for one in found.time if (one.saving_fraction or 0) > 0.02] == []
+    assert found.memory == ()
+
+
+@pytest.mark.parametrize("slug", sorted(set(FOUND) - {"launch-bound", "python-bound"}))
+def test_a_rule_says_nothing_where_all_is_well(slug: str) -> None:
+    assert [one for one in said(slug, busy().done()) if isinstance(one, (Candidate, MemoryCandidate, Remark))] == []
+
+
+ABSTAINS = {
+    "launch-bound": "no GPU work",
+    "blocking-sync": "no GPU work",
+    "low-roofline": "no GPU work",
+    "unaligned-matmul": "no GPU work",
+    "data-starved": "no data loader",
+    "exposed-communication": "no communication",
+    "straggler": "only one rank",
+    "pipeline-bubbles": "only one rank",
+    "compute-imbalance": "at least two ranks",
+    "memory-growth": "allocations were not recorded",
+    "profiler-overhead": "nobody measured",
+    "slow-steps": "fewer than four",
+    "graph-breaks": "torch.compile was not seen",
+}
+
+
+@pytest.mark.parametrize("slug", ABSTAINS)
+def test_a_rule_that_cannot_know_says_why(slug: str) -> None:
+    on_host = TraceBuilder().op("aten::mm", 10, 50).step(1, 5, 100)
+    (one,) = said(slug, on_host)
+    assert isinstance(one, Abstention)
+    assert ABSTAINS[slug] in one.reason
+
+
+def test_waits_of_a_profiler_for_its_own_window_are_no_finding() -> None:
+    made = busy()
+    made.trace.python("lib/profiling/profile.py(34): run_torch_profiler", made.now - 1, 4_000)
+    slow_host(made.call("cudaDeviceSynchronize"))
+    assert [one for one in said("blocking-sync", made.done()) if isinstance(one, Candidate)] == []
+
+
+def test_evidence_stands_in_the_step_and_its_times_are_those_of_the_trace() -> None:
+    made = FOUND["host-pause"]().done()
+    ground = grounded(made)
+    step = ground.traces[0].steps.row(0, named=True)
+    for finding in rank(ground, RULES).time:
+        for one in finding.evidence:
+            if one.start_ns is not None:
+                assert step["start_ns"] <= one.start_ns <= step["end_ns"], (finding.slug, one)
+
+
+def test_hostile_names_stay_text() -> None:
+    name = "<img src=x onerror=alert(1)>\x1b[31m"
+    made = busy()
+    made.trace.python(f"{name}.py(1): sleep", made.now, 4_000)
+    ground = grounded(made.pause(4_001).op().done())
+    (found,) = [one for one in rank(ground, RULES).time if one.slug == "host-pause"]
+    assert "onerror" in found.title  # told as recorded; those who draw it make it harmless
