@@ -136,8 +136,10 @@ def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
 
 def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series) -> pl.DataFrame:
     """For each position the fields of itself, completed by those of the described events around it."""
+    if not described.height:
+        return _told_by_name(described.select(_FIELDS).clear(position.size), names)
     says = np.zeros(tree.row.size + 1, dtype=np.bool_)
-    at = tree.position[described["event"].to_numpy()] if described.height else np.zeros(0, dtype=np.int64)
+    at = tree.position[described["event"].to_numpy()]
     says[at[at >= 0]] = True
     above = nearest(tree.parent, says[:-1])
     rows = pl.DataFrame({"place": at, **{name: described[name] for name in _FIELDS}}).filter(pl.col("place") >= 0)
@@ -150,6 +152,11 @@ def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.S
         found = part if found is None else found.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
         here = np.where(here >= 0, above[here], -1) if above.size else here
     assert found is not None
+    return _told_by_name(found, names)
+
+
+def _told_by_name(found: pl.DataFrame, names: pl.Series) -> pl.DataFrame:
+    """Where nothing says what kind of communication it is, its name does."""
     lower = names.str.to_lowercase()
     by_name = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
     return found.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))

@@ -126,7 +126,8 @@ def parts(graph: Graph, path: Path) -> pl.DataFrame:
         `what` (work, delay, residual, before the path begins), `kind` (of the node or edge), `count`, `time_ns`.
     """
     times = graph.point_times()
-    nodes, edges = graph.nodes[path.nodes], graph.edges[path.edges]
+    nodes = graph.nodes.select("kind", "work_ns", "residual_ns")[path.nodes]
+    edges = graph.edges.select("kind", "delay_ns", "residual_ns")[path.edges]
     rows = pl.concat(
         [
             _column(nodes, "work", "work_ns"),
@@ -151,16 +152,13 @@ def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
         `time_ns`, `kind` (of the edge or node that bears it), `node`, `name`, `rank` and `start_ns` of the node that
         came so much later than its causes say.
     """
-    on_edges = graph.edges[path.edges].select("kind", pl.col("target").alias("node"), "residual_ns")
-    on_nodes = graph.nodes[path.nodes].select("kind", "node", "residual_ns")
+    on_edges = graph.edges.select("kind", pl.col("target").alias("node"), "residual_ns")[path.edges]
+    on_nodes = graph.nodes.select("kind", "node", "residual_ns")[path.nodes]
     found = pl.concat([frame.with_columns(pl.col("kind").cast(pl.String)) for frame in (on_edges, on_nodes)])
     largest = found.filter(pl.col("residual_ns") > 0).sort("residual_ns", descending=True, maintain_order=True)
-    of = graph.nodes.select("node", "name", "rank", "start_ns")
-    return (
-        largest.head(most)
-        .join(of, on="node", how="left", maintain_order="left")
-        .select(pl.col("residual_ns").alias("time_ns"), "kind", "node", "name", "rank", "start_ns")
-    )
+    first = largest.head(most)
+    of = graph.nodes.select("name", "rank", "start_ns")[first["node"]]
+    return first.select(pl.col("residual_ns").alias("time_ns"), "kind", "node").hstack(of)
 
 
 def _column(frame: pl.DataFrame, what: str, column: str) -> pl.DataFrame:

@@ -93,7 +93,7 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
     largest = unexplained(graph, path)
     window = int(np.ptp(measured)) if measured.size else 0
     residual = int(consists.filter(pl.col("what") == "residual")["time_ns"].sum())
-    on_path = graph.edges[path.edges]
+    on_path = graph.edges.select("evidence", "delay_ns")[path.edges]
     assumed = int(on_path.filter(pl.col("evidence") == "assumed")["delay_ns"].sum())
     exact_error = int(np.abs(exact - measured).max(initial=0))
     honest_error = int(honest.max() - measured.max()) if measured.size else 0
