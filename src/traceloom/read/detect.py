@@ -9,7 +9,7 @@ from traceloom.errors import InputError
 
 _MAGIC = (
     (b"PK\x03\x04", "a zip archive (perhaps a saved PyTorch object or a saved graph)"),
-    (b"\x80", "a Python pickle (perhaps a memory snapshot of PyTorch), which is never opened: pickles run code"),
+    (b"\x80", "a Python pickle; if it is a memory snapshot of PyTorch, give it to traceloom memory"),
     (b"SQLite format 3\0", "an SQLite database (perhaps an Nsight Systems export)"),
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
@@ -28,8 +28,16 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
         "a PyTorch execution trace (host trace)",
         "it goes with the Kineto trace of the same process",
     ),
-    (frozenset({"segments"}), "a memory snapshot of PyTorch", "give the Kineto trace of the run"),
-    (frozenset({"device_traces"}), "a memory snapshot of PyTorch", "give the Kineto trace of the run"),
+    (
+        frozenset({"segments"}),
+        "a memory snapshot of PyTorch",
+        "give the Kineto trace, or the pickle to traceloom memory",
+    ),
+    (
+        frozenset({"device_traces"}),
+        "a memory snapshot of PyTorch",
+        "give the Kineto trace, or the pickle to traceloom memory",
+    ),
     (frozenset({"traceloom"}), "a report of Traceloom", "give the trace that the report was made from"),
     (frozenset({"stringTable"}), "a speedscope or Firefox profile", "give a Kineto trace"),
     (frozenset({"pg_config", "entries"}), "a Flight Recorder dump", "give a Kineto trace"),
@@ -70,7 +78,7 @@ def refuse_list(text: bytes, path: str) -> None:
     if head.startswith(b"]"):
         _refuse("an empty list", path)
     if head.startswith(b"[-1,") or re.match(rb"\[\s*-?\d+\s*,\s*\[?\d", head):
-        _refuse("a PyTorch memory timeline", path)
+        _refuse("a PyTorch memory timeline", path, "traceloom memory reads it")
     if head.startswith(b"{") and (b'"ph"' in head or not head.rstrip().endswith(b"]")):
         return
     _refuse("a list of something that is no trace event", path)

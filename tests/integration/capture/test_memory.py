@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import traceloom
+from traceloom.analyze.allocations import allocations
+from traceloom.analyze.memory import memory as summary
 from traceloom.cli import main
 from traceloom.report.memory import MemoryOptions, build
 
@@ -181,3 +183,26 @@ def test_running_out_of_memory_leaves_a_report(recorder: Any) -> None:
 def test_modules_are_named_as_asked(names: str, expected: str, recorder: Any, tmp_path: Path) -> None:
     run = recorder.python(MLP.format(mode="plain"), "--memory", "--module-names", names, train=False)
     assert expected in {row["name"].rpartition(".")[0] for row in _rows(run.directory, tmp_path)}
+
+
+def test_the_two_ways_to_follow_memory_agree_on_a_recording(plain: Any) -> None:
+    (trace,) = traceloom.load(plain.directory).traces
+    columns = ["device_type", "device", "peak_bytes", "end_bytes"]
+    summed = sorted(summary(trace).devices.select(columns).rows())
+    assert sorted(allocations(trace).pools.select(columns).rows()) == summed
+
+
+def test_a_run_that_ended_for_want_of_memory_is_explained_on_one_screen(
+    recorder: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorder.python(MLP.format(mode="oom"), "--memory", train=False)
+    (end,) = _document(run.directory)["out_of_memory"]
+    assert (end["asked_bytes"], end["step"]) == (4 * 10**14, 7)
+    assert sum(row["self_bytes"] for row in end["tree"]) == end["bytes"]
+    held = {row["name"]: row["bytes"] for row in end["kinds"]}
+    assert held["parameters"] == 4 * PARAMETERS
+    assert end["advice"][0]["action"] == "shrink-request"
+    assert main(["memory", str(run.directory), "--quiet"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert any("What to try first" in line for line in shown[:24])
+    assert any("script.py" in line for line in shown[:12])

@@ -1,0 +1,23 @@
+"""The two ways to follow memory, by sums and by blocks, say the same of every real trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import traceloom
+from traceloom.analyze.allocations import allocations
+from traceloom.analyze.memory import memory
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "kineto"
+FILES = sorted(DATA.glob("*.json.gz"))
+
+
+@pytest.mark.skipif(not FILES, reason="the public traces are not at hand")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_peak_and_end_agree(path: Path) -> None:
+    for trace in traceloom.load(path).traces:
+        summed = memory(trace).devices.select("device_type", "device", "peak_bytes", "end_bytes")
+        paired = allocations(trace).pools.select("device_type", "device", "peak_bytes", "end_bytes")
+        assert sorted(paired.rows()) == sorted(summed.rows())
