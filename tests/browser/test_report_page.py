@@ -460,3 +460,29 @@ def test_two_fingers_zoom(open_page: Open) -> None:
         fingers("touchMove", x - spread, x + spread)
     fingers("touchEnd")
     assert tab.timeline("t.view.to - t.view.from") == pytest.approx(whole / 4, rel=0.05)
+
+
+def test_menus_lead_to_their_sections_and_close(open_page: Open) -> None:
+    tab = open_page()
+    tab.page.locator("nav .menu summary", has_text="GPU").click()
+    assert tab.page.locator("nav .menu[open] a", has_text="Roofline").is_visible()
+    tab.page.keyboard.press("Escape")
+    assert tab.page.locator("nav .menu[open]").count() == 0
+    tab.page.locator("nav .menu summary", has_text="GPU").click()
+    tab.page.locator("nav .menu[open] a", has_text="Launches").click()
+    assert tab.page.locator("nav .menu[open]").count() == 0
+    tab.page.wait_for_selector("nav .menu[data-current] [aria-current][href='#launches']", state="attached")
+    assert 0 <= tab.page.evaluate("document.getElementById('launches').getBoundingClientRect().top") < 200
+
+
+def test_further_tables_of_a_section_unfold(open_page: Open) -> None:
+    tab = open_page()
+    fold = tab.page.locator("#launches .fold").first
+    assert not fold.locator("table").is_visible()
+    fold.locator("summary").click()
+    assert fold.locator("tbody tr").first.is_visible()
+
+
+def test_an_address_of_something_folded_unfolds_it(open_page: Open) -> None:
+    tab = open_page(hash_="#at=graph-launches")
+    assert tab.page.locator("#graph-launches").is_visible()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.time import heading
 
 Row = dict[str, Any]
+_UNIT = re.compile(r"(?<=\d) (?=%|[a-zA-Zµ]{1,2}\b)")
 _WIDE = 100  # from here on all columns are tried
 _LEAST_NAME = 16
 _MOST_TEXT = 40
@@ -49,9 +51,15 @@ def _lines(document: Row, width: int) -> Iterator[Text]:
     yield from heading("More", "add --only NAME to see one in full", width)
     widest = max(len(key) for key, _ in said)
     for key, sentence in said:
-        parts = textwrap.wrap(harmless(sentence), max(width - widest - 3, 20), break_on_hyphens=False)
+        parts = _wrapped(sentence, max(width - widest - 3, 20))
         for number, part in enumerate(parts):
             yield Text.assemble((f" {key if number == 0 else '':<{widest}}  ", "bold"), part)
+
+
+def _wrapped(sentence: str, width: int) -> list[str]:
+    """Lines of a sentence; numbers stay with their units."""
+    kept = _UNIT.sub("\u00a0", harmless(sentence))
+    return [line.replace("\u00a0", " ") for line in textwrap.wrap(kept, width, break_on_hyphens=False)]
 
 
 def _full(section: Section[Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
@@ -62,7 +70,7 @@ def _full(section: Section[Any], document: Row, options: ReportOptions, width: i
     if not tables:
         for part in textwrap.wrap(f"Nothing to show: {_why(document, section.key)}.", width - 2):
             yield Text(" " + part)
-    for part in textwrap.wrap(harmless(sentence or ""), width - 2, break_on_hyphens=False):
+    for part in _wrapped(sentence or "", width - 2):
         yield Text(" " + part)
     for table in tables:
         yield from table_lines(table, options, width)
