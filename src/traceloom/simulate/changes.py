@@ -211,20 +211,19 @@ def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 
 def _of_optimizer(graph: Graph) -> Bools:
-    """Work that is launched inside the annotation of an optimizer's step."""
+    """Work that is launched in a step from the beginning of its optimizer on."""
     source, target = _ends(graph)
-    nodes = graph.nodes.select("node", "rank", pl.col("step").fill_null(-1), "start_ns", "duration_ns", "name")
+    nodes = graph.nodes.select("rank", pl.col("step").fill_null(-1), "start_ns", "name")
     steps = (
         nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
         .group_by("rank", "step")
-        .agg(low=pl.col("start_ns").min(), high=(pl.col("start_ns") + pl.col("duration_ns")).max())
+        .agg(begins=pl.col("start_ns").min())
     )
-    inside = nodes.join(steps, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True).select(
-        pl.col("start_ns").is_between("low", "high").fill_null(value=False)
-    )
+    begins = nodes.join(steps, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True)
+    inside = begins.select((pl.col("start_ns") >= pl.col("begins")).fill_null(value=False))["start_ns"]
     launches = _edges(graph, "launch")
     found = np.zeros(nodes.height, dtype=np.bool_)
-    found[target[launches]] = inside["start_ns"].to_numpy()[source[launches]]
+    found[target[launches]] = inside.to_numpy()[source[launches]]
     return found
 
 
