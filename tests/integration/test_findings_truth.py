@@ -1,0 +1,87 @@
+"""Findings of made jobs with one fault each, against the same job simulated again without it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import traceloom
+from traceloom.findings import Ground, Ranked, findings
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.model import Session
+from traceloom.retime import calibrate
+from traceloom.simulate import parse, whatif
+from traceloom.testing.jobs import Change, LateHost, ParallelRecipe, SlowRank, parallel_job
+from traceloom.testing.jobs.planted import Planted, clean_jobs, several_ranks, single_rank
+
+ALLOWED = 0.10  # of what the fault costs
+UNREAL = 0.02  # of a step: what a finding of a clean job may not exceed
+CASES = {planted.fault: planted for planted in itertools.chain(single_rank(), several_ranks())}
+# The fix that the finding promises is another one than leaving out the fault; docs/findings/truth.md says which.
+OTHER_FIX = {"slow link", "bubbles"}
+CLEAN = clean_jobs()
+
+
+def loaded(planted: Planted, folder: Path) -> Session:
+    return traceloom.load(planted.run.write(folder / "run"))
+
+
+def sums_hold(found: Ranked, whole_ns: int) -> None:
+    savings = [finding.saving_ns or 0 for finding in found.time]
+    assert savings == sorted(savings, reverse=True)
+    assert min(savings, default=0) >= 0
+    assert sum(savings) <= whole_ns
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: str, tmp_path: Path) -> None:
+    planted = CASES[fault]
+    session = loaded(planted, tmp_path)
+    found = findings(session)
+    sums_hold(found, Ground.of(session).whole_ns)
+    first = found.time[0]
+    assert first.slug == planted.slug, [finding.title for finding in found.time]
+    if fault not in OTHER_FIX:
+        assert first.saving_ns == pytest.approx(planted.cost_per_step_ns, rel=ALLOWED)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
+    session = traceloom.load(CLEAN[name].run().write(tmp_path / "run"))
+    found = findings(session)
+    sums_hold(found, Ground.of(session).whole_ns)
+    large = [(finding.slug, finding.saving_fraction) for finding in found.time if finding.saving_fraction > UNREAL]
+    assert not large
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (SlowRank(2, 1.5), "rank 2 delay remove"),
+        (LateHost(1, 3000, by="data"), "rank 1 loading remove"),
+        (LateHost(1, 3000, by="python"), "rank 1 delay remove"),
+    ],
+)
+def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(fault: SlowRank | LateHost, text: str) -> None:
+    job = parallel_job(ParallelRecipe(data=3, steps=3, layers=2, kernel_us=60, spread=0.02, faults=(fault,)))
+    graph = calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    without = job.run(Change(without=frozenset({fault.label}))).window_ns
+    assert whatif(graph, [parse(text)]).after_ns == pytest.approx(without, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("slow loader", "loading remove"),
+        ("synchronisation", "syncs ~ cudaDeviceSynchronize remove"),
+        ("item", "syncs remove"),
+        ("pageable copy", "copies async"),
+    ],
+)
+def test_the_fix_of_a_step_does_what_the_job_without_its_fault_does(fault: str, text: str) -> None:
+    planted = CASES[fault]
+    graph = calibrate(join([link_rank(builder.build()) for builder in planted.run.traces()]))
+    assert whatif(graph, [parse(text)]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.02)
