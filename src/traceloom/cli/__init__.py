@@ -26,7 +26,8 @@ VERBS = {
     "report": "show where the time of a trace or a recorded run went",
     "whatif": "say what a change would save",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
-    "diff": "compare two traces or recorded runs",
+    "diff": "compare two traces or recorded runs, and check for regressions",
+    "baseline": "keep runs as a baseline, and check later runs against it",
     "link": "link host and device traces of all ranks into one graph",
     "convert": "turn graphs and Chakra files into another form",
     "validate": "say what is wrong with a set of Chakra files",
@@ -55,6 +56,9 @@ verbs:
              traceloom memory run
   diff     {VERBS["diff"]}
              traceloom diff before after
+             traceloom diff before after --fail-if 'step_time > 3%'
+  baseline {VERBS["baseline"]}
+             traceloom baseline compare main run --fail-if 'step_time > 3%'
   link     {VERBS["link"]}
              traceloom link run -o run.graph
   convert  {VERBS["convert"]}

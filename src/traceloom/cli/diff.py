@@ -1,4 +1,4 @@
-"""`traceloom diff`: two runs against each other."""
+"""`traceloom diff`: two runs against each other, and the check whether the new one is worse."""
 
 from __future__ import annotations
 
@@ -6,33 +6,38 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli import checking
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError, UsageError
 
 if TYPE_CHECKING:
+    from traceloom.analyze.gate import Condition, RunSummary
     from traceloom.model import Notice, Session
 
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 examples:
   traceloom diff before/ after/                     two recorded runs, all ranks of both
   traceloom diff h100.json.gz mi300.json.gz         two traces, of different vendors
   traceloom diff before/ after/ -o diff.html        as a page
   traceloom diff before/ after/ --json | jq .difference_ns
-"""
+  traceloom diff before/ after/ --fail-if 'step_time > 3%' --fail-if 'memory_peak > 100MB'
+                                                    a check: exit code 5 where it is surely worse
+  traceloom diff base-runs/ new-runs/ --fail-if 'kernel:gemm > 5%' -o check.md
+                                                    several runs a side: directories of recorded runs
+
+{checking.CONDITIONS}"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
     """Declare the options of the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "diff",
-        help="compare two traces or recorded runs",
+        help="compare two traces or recorded runs, and check for regressions",
         description="Compare two traces or recorded runs: what was added and removed, what became faster and slower, "
-        "and how that adds up to the difference of the step time. Conditions that differ are told first.",
+        "and how that adds up to the difference of the step time. Conditions that differ are told first. With "
+        "--fail-if, say whether the new side is worse or whether that may be chance.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,72 +45,110 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "base", metavar="BASE", help="what it was: a trace file, a directory of traces, or a recorded run"
     )
     parser.add_argument("new", metavar="NEW", help="what it is now: the same")
-    parser.add_argument(
-        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write to FILE instead: .html, .md or .json; may be given several times",
-    )  # fmt: skip
-    parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows of each table on the terminal (10)")
-    parser.add_argument("--force", action="store_true", help="overwrite files")
-    more = parser.add_argument_group("more")
-    more.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
-    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    check = parser.add_argument_group("check")
+    checking.add_conditions(check)
+    check.add_argument(
+        "--base", dest="more_base", action="append", default=[], metavar="RUN", help="one more run of the base"
+    )
+    check.add_argument(
+        "--new", dest="more_new", action="append", default=[], metavar="RUN", help="one more run of the new side"
+    )
+    checking.add_output(parser, "comparison")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read both, compare and show; returns the exit code."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as `traceloom report`: nobody here does linear algebra
-    from traceloom import files
-
-    targets = [(path, _format(path)) for path in args.output]
-    if len({path.absolute() for path, _ in targets}) < len(targets):
-        raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
-    for path, _ in targets:
-        files.check_free(path, force=args.force)
+    if args.conditions:
+        return _check(args)
+    if args.more_base or args.more_new or args.strict:
+        said = "--base, --new and --strict belong to a check"
+        raise UsageError(said, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
+    chosen = checking.targets(args, _FORMATS)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         base, new = (
             _load(given, side, args, progress, refused) for given, side in ((args.base, "base"), (args.new, "new"))
         )
         progress.say("comparing")
-        from traceloom.analyze import compare
-        from traceloom.report import comparison
-
-        document = comparison.build(compare(base, new), base, new)
-        written = []
-        for path, write in targets:
-            progress.say(f"writing {path}")
-            written.append((path, files.write(path, partial(write, document), force=args.force)))
+        document = _comparison(base, new)
+        written = checking.write(args, chosen, document)
     _show(args, document)
-    if not args.quiet:
-        _close(args, written)
-    if refused:
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+    checking.told(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
+    _refusals(refused)
     return 0
 
 
 def _load(given: str, side: str, args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> Session:
-    from traceloom.read import load_inputs
-
     progress.say(f"reading the {side}")
-    loaded = load_inputs(given, cache=not args.no_cache)
-    refused += loaded.refused
-    if len(loaded.runs) > 1:
+    found = checking.runs([given], args, refused)
+    if len(found) > 1:
         raise UsageError(
-            f"`{given}` holds {len(loaded.runs)} runs, and a side of a comparison is one",
+            f"`{given}` holds {len(found)} runs, and a side of a comparison is one",
             slug="several-runs",
-            hint="name a directory that holds the traces of one run, or one file",
+            hint="name a directory that holds the traces of one run, or one file; with --fail-if a side may have many",
         )
-    return loaded.runs[0]
+    return found[0]
+
+
+def _comparison(base: Session, new: Session) -> dict[str, Any]:
+    from traceloom.analyze import compare
+    from traceloom.report import comparison
+
+    return comparison.build(compare(base, new), base, new)
+
+
+def _refusals(refused: list[Notice]) -> None:
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+
+
+def _check(args: argparse.Namespace) -> int:
+    """A verdict for each condition; the comparison of the most usual runs of both sides below it."""
+    conditions = checking.read_conditions(args.conditions)
+    chosen = checking.targets(args, checking.FORMATS)
+    refused: list[Notice] = []
+    with Progress(shown=not args.quiet) as progress:
+        sides = []
+        for side, paths in (("base", [args.base, *args.more_base]), ("new", [args.new, *args.more_new])):
+            progress.say(f"reading the {side}")
+            sides.append((checking.named(paths), checking.runs(paths, args, refused)))
+        progress.say("comparing")
+        document = _verdict(args, conditions, sides)
+        written = checking.write(args, chosen, document)
+    checking.show(args, document)
+    again = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
+    checking.told(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
+    checking.conclude(document)
+    _refusals(refused)
+    return 0
+
+
+def _verdict(
+    args: argparse.Namespace, conditions: list[Condition], sides: list[tuple[str, list[Session]]]
+) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from traceloom.analyze import compare, gate
+    from traceloom.analyze.gate.causes import causes_of
+    from traceloom.report import comparison, verdict
+
+    runs = [[gate.summarise(run) for run in found] for _, found in sides]
+    judged = gate.judge(runs[0], runs[1], conditions)
+    usual = [found[_usual(one)] for (_, found), one in zip(sides, runs, strict=True)]
+    compared = compare(*usual)
+    judged = replace(judged, causes=causes_of(compared))
+    base, new = ((name, one) for (name, _), one in zip(sides, runs, strict=True))
+    told = comparison.build(compared, *usual)
+    return verdict.build(judged, base, new, strict=args.strict, comparison=told)
+
+
+def _usual(runs: list[RunSummary]) -> int:
+    """Position of the run whose recorded steps take a middling time."""
+    means = [sum(run.scalars["step_time"]) / len(run.steps) for run in runs]
+    return sorted(range(len(runs)), key=means.__getitem__)[(len(runs) - 1) // 2]
 
 
 def _html(document: dict[str, Any], handle: BinaryIO) -> None:
@@ -120,45 +163,13 @@ def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
     handle.write(markdown.render(document).encode("utf-8"))
 
 
-def _json(document: dict[str, Any], handle: BinaryIO) -> None:
-    from traceloom.report.jsonfile import encode
-
-    handle.write(encode(document))
-
-
-_FORMATS: dict[str, Callable[[dict[str, Any], BinaryIO], None]] = {
-    ".html": _html,
-    ".htm": _html,
-    ".md": _markdown,
-    ".json": _json,
-}
-
-
-def _format(path: Path) -> Callable[[dict[str, Any], BinaryIO], None]:
-    found = _FORMATS.get(path.suffix.lower())
-    if found is None:
-        raise UsageError(
-            f"`{path}` does not tell which format to write",
-            slug="unknown-format",
-            hint=f"use one of the endings {', '.join(_FORMATS)}",
-        )
-    return found
+_FORMATS: dict[str, checking.Writer] = {".html": _html, ".htm": _html, ".md": _markdown, ".json": checking.json}
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:
     if args.json:
-        _json(document, sys.stdout.buffer)
+        checking.json(document, sys.stdout.buffer)
     elif not args.output:
         from traceloom.report.comparison import terminal
 
         terminal.show(document, args.top, sys.stdout)
-
-
-def _close(args: argparse.Namespace, written: list[tuple[Path, int]]) -> None:
-    from traceloom.model import units
-
-    stream = sys.stderr if args.json else sys.stdout
-    for path, size in written:
-        print(f"Wrote {path} ({units.size(size)}).", file=stream)
-    if not written and not args.json:
-        print(f"\nNext: traceloom diff {shlex.join([args.base, args.new])} -o diff.html", file=stream)

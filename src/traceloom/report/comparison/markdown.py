@@ -8,7 +8,7 @@ from typing import Any
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
 from traceloom.report.markdown import code, table, text
-from traceloom.report.sections.section import Col
+from traceloom.report.sections.section import Col, Table
 
 Row = dict[str, Any]
 _MOST_ROWS = 10
@@ -30,17 +30,22 @@ def _lines(document: Row) -> Iterator[str]:
     yield ""
     yield f"**{text(document['sentence'])}**"
     for one in tables(document):
-        # The first column is text, so what a row is about stands first.
-        columns = sorted((column for column in one.columns if column.narrow), key=lambda column: column.kind != "name")
-        columns = columns if one.key != "diff-conditions" else list(one.columns)
         # What differs, and what the step consists of, is never cut short.
         most = len(one.rows) if one.key in ("diff-conditions", "diff-parts") else _MOST_ROWS
-        rows = [[_cell(column, row.get(column.key)) for column in columns] for row in one.rows[:most]]
-        yield from table(f"{one.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
-        if len(one.rows) > most:
-            yield f"| … and {len(one.rows) - most} more |{' |' * (len(columns) - 1)}"
+        yield from table_of(one, most, whole=one.key == "diff-conditions")
     yield ""
     yield f"<sub>traceloom {document['traceloom']}</sub>"
+
+
+def table_of(one: Table, most: int, *, whole: bool = False) -> Iterator[str]:
+    """A declared table: at most so many rows, all its columns where `whole`, else the narrow ones."""
+    # The first column is text, so what a row is about stands first.
+    columns = sorted((column for column in one.columns if column.narrow), key=lambda column: column.kind != "name")
+    columns = list(one.columns) if whole else columns
+    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in one.rows[:most]]
+    yield from table(f"{one.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
+    if len(one.rows) > most:
+        yield f"| … and {len(one.rows) - most} more |{' |' * (len(columns) - 1)}"
 
 
 def _cell(column: Col, value: Any) -> str:

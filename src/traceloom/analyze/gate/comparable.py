@@ -1,0 +1,68 @@
+"""Whether the runs of two sides were made under the same conditions, from their summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from traceloom.analyze.compare.conditions import CONDITIONS, MINOR
+from traceloom.analyze.gate.summary import Program, RunSummary
+
+PROGRAM = "program"
+"""Weight of conditions that a change of the code may change: told, but no reason against a verdict."""
+_ALIKE = 0.98  # of the calls of operators
+_UNKNOWN = "not recorded"
+
+
+def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
+    """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor)."""
+    weights = {one.condition: one.weight for run in (*base, *new) for one in run.stated}
+    rows = []
+    for name, weight in weights.items():
+        left, right = _told(base, name), _told(new, name)
+        known = _UNKNOWN not in (left, right)
+        # What only one side says is no difference that is known.
+        rows.append((name, left, right, left == right, weight if known else MINOR))
+    rows += _programs(base[0].program, new[0].program)
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
+
+
+def _told(runs: Sequence[RunSummary], name: str) -> str:
+    """What the runs of a side say, each value once."""
+    values = [one.value for run in runs for one in run.stated if one.condition == name]
+    return ", ".join(sorted(set(values))) if values else _UNKNOWN
+
+
+def _programs(base: Program, new: Program) -> list[tuple[str, str, str, bool, str]]:
+    """The same operators, called as often, on the same shapes."""
+    rows = []
+    names = [_calls(one, with_shapes=False) for one in (base, new)]
+    if any(names[0]) or any(names[1]):
+        rows.append(("operators called in a step", *_shared(names[0], names[1]), PROGRAM))
+    shaped = [_calls(one, with_shapes=True) for one in (base, new)]
+    if shaped[0] and shaped[1]:
+        rows.append(("operators with these input shapes", *_shared(shaped[0], shaped[1]), PROGRAM))
+    return rows
+
+
+def _calls(program: Program, *, with_shapes: bool) -> dict[tuple[str, str | None], float]:
+    """Calls per step by operator, and by shapes where asked for."""
+    counts: dict[tuple[str, str | None], float] = {}
+    for name, shapes, count in zip(program.operator, program.shapes, program.count, strict=True):
+        if with_shapes and shapes is None:
+            continue
+        key = (name, shapes if with_shapes else None)
+        counts[key] = counts.get(key, 0.0) + count
+    return counts
+
+
+def _shared(
+    base: dict[tuple[str, str | None], float], new: dict[tuple[str, str | None], float]
+) -> tuple[str, str, bool]:
+    """How many calls a step makes on either side, and whether nearly all are the same."""
+    both = sum(min(count, new.get(key, 0.0)) for key, count in base.items())
+    whole = [sum(side.values()) for side in (base, new)]
+    alike = all(both >= _ALIKE * one for one in whole)
+    told = [f"{both:.0f} of {one:.0f} in both" for one in whole]
+    return told[0], told[1], alike

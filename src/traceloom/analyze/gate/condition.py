@@ -1,0 +1,115 @@
+"""What a run must not do: `step_time > 3%`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from traceloom.errors import UsageError
+
+SCALARS = {
+    "step_time": "time",
+    "gpu_time": "time",
+    "exposed_communication": "time",
+    "idle": "time",
+    "launches": "count",
+    "memory_peak": "bytes",
+}
+"""Metrics of a whole step, with what they are measured in."""
+TABLES = {"kernel": "time", "kind": "time", "op": "time", "op_gpu": "time"}
+"""Metrics of a part of a step: what follows the colon chooses it."""
+DEFAULT = "step_time > 3%"
+PERCENT = "%"
+_STATISTICS = ("mean", "median", "p95")
+_UNITS = {
+    "time": {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9},
+    "bytes": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    "count": {"": 1.0},
+}
+_WHOLE = re.compile(r"\s*(?P<metric>.+?)\s*(?P<sign>[<>])\s*(?P<number>[+-]?[0-9.]+)\s*(?P<unit>[A-Za-zµ%]*)\s*")
+_STATISTIC = re.compile(rf"(?P<statistic>{'|'.join(_STATISTICS)})\((?P<metric>.*)\)")
+_LONGEST = 500
+_HINT = "as in 'step_time > 3%', 'kernel:gemm > 5%', 'memory_peak > 100MB', 'median(step_time) > 2ms', 'launches > 0'"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A change that fails the check.
+
+    Attributes:
+        text: As the user wrote it.
+        metric: One of `SCALARS` or `TABLES`.
+        chosen: Of a table: the regular expression (of `kind` the name) that chooses rows; else empty.
+        statistic: What is taken over the steps of a run: `mean`, `median` or `p95`.
+        above: The check fails where the change is above the limit; else where it is below.
+        limit: The change, new less base: a fraction of the base where `relative`, else ns, bytes or a count per step.
+        relative: Whether the limit is relative to the base.
+    """
+
+    text: str
+    metric: str
+    chosen: str
+    statistic: str
+    above: bool
+    limit: float
+    relative: bool
+
+    @property
+    def measure(self) -> str:
+        """What the metric is measured in: time (ns), bytes or count."""
+        return SCALARS.get(self.metric) or TABLES[self.metric]
+
+    @property
+    def name(self) -> str:
+        """The metric as the user spells it."""
+        metric = f"{self.metric}:{self.chosen}" if self.metric in TABLES else self.metric
+        return metric if self.statistic == "mean" else f"{self.statistic}({metric})"
+
+
+def parse(text: str) -> Condition:
+    """Read a condition.
+
+    Raises:
+        UsageError: `bad-condition`.
+    """
+    found = _WHOLE.fullmatch(text) if len(text) <= _LONGEST else None
+    if found is None:
+        raise _bad(f"`{text[:80]}` is no condition")
+    metric, statistic = found["metric"], "mean"
+    if inner := _STATISTIC.fullmatch(metric):
+        metric, statistic = inner["metric"].strip(), inner["statistic"]
+    name, colon, chosen = metric.partition(":")
+    known = name in (TABLES if colon else SCALARS) and (not colon or chosen.strip())
+    if not known:
+        names = ", ".join([*SCALARS, *(f"{table}:..." for table in TABLES)])
+        raise _bad(f"`{metric}` is not a metric; there are {names}")
+    chosen = chosen.strip()
+    try:
+        re.compile(chosen)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _bad(f"`{chosen}` is no regular expression: {error}") from error
+    measure = SCALARS.get(name) or TABLES[name]
+    limit, relative = _limit(found["number"], found["unit"], measure, name)
+    return Condition(text.strip(), name, chosen, statistic, found["sign"] == ">", limit, relative)
+
+
+def _limit(number: str, unit: str, measure: str, metric: str) -> tuple[float, bool]:
+    try:
+        value = float(number)
+    except ValueError:
+        raise _bad(f"`{number}` is no number") from None
+    units = _UNITS[measure]
+    if unit == PERCENT:
+        return value / 100, True
+    if unit not in units or not math.isfinite(value):
+        have = ", ".join([PERCENT, *filter(None, units)])
+        plain = " or no unit" if "" in units else ""
+        raise _bad(
+            f"`{unit}` is no unit of {metric}; it has {have}{plain}" if unit else f"{metric} needs a unit: {have}"
+        )
+    return value * units[unit], False
+
+
+def _bad(what: str) -> UsageError:
+    return UsageError(what, slug="bad-condition", hint=_HINT)

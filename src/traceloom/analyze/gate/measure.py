@@ -1,0 +1,222 @@
+"""From a loaded run to the few numbers that a verdict needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.breakdown import gpu_time
+from traceloom.analyze.compare.conditions import DECISIVE, MINOR, conditions
+from traceloom.analyze.compare.samples import Samples, samples
+from traceloom.analyze.gate.summary import Program, RunSummary, Stated
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.memory import memory
+from traceloom.analyze.phases import meaning
+from traceloom.analyze.steps import step_times
+from traceloom.errors import UsageError
+from traceloom.model import Session
+from traceloom.read.step_log import undisturbed_steps
+
+Floats = NDArray[np.float64]
+_LONG = pl.Schema({"metric": pl.String(), "name": pl.String(), "step": pl.Int32(), "value": pl.Float64()})
+_MEMORY = "memory_peak"
+_MOST_OPERATORS = 5_000
+_NOT_OF_THE_RUN = ("whole steps", "steps known by")  # they differ with how long was recorded
+_MACHINE = {
+    "processor": "processor",
+    "usable_cpus": "usable processor cores",
+    "torch_threads": "threads of torch",
+}
+
+
+def summarise(run: Session) -> RunSummary:
+    """Measure one run, step by step.
+
+    Raises:
+        UsageError: `nothing-to-compare`: it holds no timed events.
+    """
+    chosen = [samples(trace) for trace in run.traces if trace.events.height]
+    if not any(int(of.durations.sum()) for of in chosen):
+        raise UsageError("a run holds no timed events", slug="nothing-to-compare", where=run.name)
+    of_rank = [_rank(of) for of in chosen]
+    common = set.intersection(*({*_numbers(of).to_list()} for of in chosen))
+    steps = sorted(common)
+    if not steps:  # ranks that were recorded at other times: the n-th step of one stands for the n-th of the other
+        steps = list(range(min(of.step.len() for of in chosen)))
+        of_rank = [_renumbered(rows, of) for rows, of in zip(of_rank, chosen, strict=True)]
+    scalars, tables = _columns(of_rank, steps)
+    return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables)
+
+
+def _numbers(of: Samples) -> pl.Series:
+    """Number of each compared step; the window of a trace without steps is -1."""
+    return of.step.fill_null(-1).cast(pl.Int32)
+
+
+def _renumbered(rows: pl.DataFrame, of: Samples) -> pl.DataFrame:
+    order = pl.DataFrame({"step": _numbers(of), "at": pl.Series(range(of.step.len()), dtype=pl.Int32)})
+    return rows.join(order, on="step").drop("step").rename({"at": "step"}).select(list(_LONG))
+
+
+def _columns(
+    of_rank: list[pl.DataFrame], steps: list[int]
+) -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]]:
+    """One column per metric and name: the mean over ranks (of memory the most); what a step lacks is 0 there."""
+    asked = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
+    by_step = pl.concat(of_rank).join(asked, on="step").group_by("metric", "name", "at")
+    rows = by_step.agg(
+        pl.when(pl.col("metric").first() == _MEMORY)
+        .then(pl.col("value").max())
+        .otherwise(pl.col("value").sum() / len(of_rank))
+    )
+    scalars: dict[str, list[float]] = {}
+    tables: dict[str, dict[str, list[float]]] = {}
+    for (metric, name), part in rows.sort("metric", "name", "at").group_by("metric", "name", maintain_order=True):
+        values = np.zeros(len(steps))
+        values[part["at"].to_numpy()] = part["value"].to_numpy()
+        if name is None:
+            scalars[str(metric)] = values.tolist()
+        else:
+            tables.setdefault(str(metric), {})[str(name)] = values.tolist()
+    return scalars, tables
+
+
+def _rank(of: Samples) -> pl.DataFrame:
+    """All that is measured of one rank: `metric`, `name` (null of a whole step), `step`, `value`."""
+    trace = of.trace
+    spans = pl.DataFrame({"step": _numbers(of), "value": of.durations})
+    parts = [_scalar("step_time", spans)]
+    if trace.gpu_work().height:
+        parts += _of_devices(of)
+    parts.append(_operators(of))
+    peaks = _memory_peaks(of)
+    if peaks is not None:
+        parts.append(_scalar(_MEMORY, pl.DataFrame({"step": _numbers(of), "value": peaks})))
+    return pl.concat(parts)
+
+
+def _scalar(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
+    return rows.with_columns(pl.lit(metric).alias("metric"), pl.lit(None, pl.String).alias("name")).select(
+        pl.col(name).cast(kind) for name, kind in _LONG.items()
+    )
+
+
+def _table(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
+    summed = rows.group_by("name", "step").agg(pl.col("value").sum())
+    return summed.with_columns(pl.lit(metric).alias("metric")).select(
+        pl.col(name).cast(kind) for name, kind in _LONG.items()
+    )
+
+
+def _inside(rows: pl.DataFrame, of: Samples) -> pl.DataFrame:
+    """Rows of the compared steps; of a trace without steps all, as step -1."""
+    if of.step.null_count():
+        return rows.with_columns(pl.lit(-1, pl.Int32).alias("step"))
+    return rows.filter(pl.col("step").is_in(of.step.implode()))
+
+
+def _of_devices(of: Samples) -> list[pl.DataFrame]:
+    """What the devices of a rank do, added up over them."""
+    trace = of.trace
+    times = gpu_time(trace)
+    if of.step.null_count():
+        edge = pl.lit(0)  # the window of a device is all there is
+        whole = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
+    else:
+        edge = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
+        whole = _inside(times.steps, of)
+    idle = (pl.col("idle_ns") + edge).alias("idle")
+    sums = whole.group_by("step").agg(
+        pl.col("busy_ns").sum().alias("gpu_time"),
+        pl.col("exposed_communication_ns").sum().alias("exposed_communication"),
+        idle.sum(),
+    )
+    parts = [
+        _scalar(metric, sums.select("step", pl.col(metric).alias("value")))
+        for metric in ("gpu_time", "exposed_communication", "idle")
+    ]
+    calls = _inside(step_times(trace).steps.select("step", pl.col("launch_count").alias("value")), of)
+    if not of.step.null_count():
+        parts.append(_scalar("launches", calls))
+    work = trace.gpu_work().select("event", "name", "step", "op", pl.col("duration_ns").clip(lower_bound=0))
+    work = _inside(work.rename({"duration_ns": "value"}), of)
+    named = work.join(kinds(trace).select("event", "kind"), on="event", how="left")
+    owner = trace.events.select(pl.col("event").alias("op"), pl.col("name").alias("operator"))
+    owned = work.join(owner, on="op")
+    return [
+        *parts,
+        _table("kernel", work),
+        _table("kind", named.with_columns(pl.col("kind").cast(pl.String).alias("name"))),
+        _table("op_gpu", owned.with_columns(pl.col("operator").alias("name"))),
+    ]
+
+
+def _operators(of: Samples) -> pl.DataFrame:
+    """Host time in which an operator is the innermost one, by name."""
+    trace = of.trace
+    tree = forest(trace)
+    is_op = meaning(trace).op
+    mine = np.flatnonzero(is_op)
+    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[mine]
+    rows = trace.events.select("name", "step")[tree.row[mine]].with_columns(pl.Series("value", self_ns))
+    return _table("op", _inside(rows, of))
+
+
+def _memory_peaks(of: Samples) -> Floats | None:
+    """Highest memory in each step, of the device with most of it; None where no amount is known."""
+    found = memory(of.trace)
+    known = found.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
+    on_device = known.filter(~pl.col("device_type").str.starts_with("cpu"))
+    known = on_device if on_device.height else known
+    peaks = np.zeros(of.spans.start.size)
+    for kind, device, before in known.select("device_type", "device", "start_bytes").rows():
+        curve = found.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
+        time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
+        level = np.append(level, before or 0)  # the last one stands for before the first
+        first = np.searchsorted(time, of.spans.start, side="right")
+        last = np.searchsorted(time, of.spans.end, side="left")
+        for at, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            here = int(level[low:high].max()) if high > low else 0
+            peaks[at] = max(peaks[at], here, float(level[low - 1]))
+    return peaks if known.height else None
+
+
+def _wall(run: Session) -> list[float] | None:
+    """Wall times of the undisturbed steps that every rank has, mean over ranks."""
+    frames = []
+    for trace in {trace.rank: trace for trace in run.traces}.values():  # several windows of a rank have one table
+        kept = undisturbed_steps(trace.meta)
+        if kept is None:
+            return None
+        frames.append(pl.DataFrame({"step": kept[0], "ns": kept[1]}))
+    rows = pl.concat(frames).group_by("step").agg(pl.len().alias("ranks"), pl.col("ns").mean())
+    found: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
+    return found
+
+
+def _program(chosen: list[Samples]) -> Program:
+    """Operators with their input shapes, calls per step and rank; those called most where there are very many."""
+    parts = []
+    for of in chosen:
+        trace = of.trace
+        rows = trace.events.filter(pl.col("category") == "op").select("event", "name", "step")
+        inside = _inside(rows, of).join(trace.tensors.select("event", "shapes"), on="event", how="left")
+        counts = inside.group_by("name", "shapes").agg(pl.len().alias("count"))
+        parts.append(counts.with_columns(pl.col("count") / (of.spans.start.size * len(chosen))))
+    calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
+    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MOST_OPERATORS)
+    return Program(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
+
+
+def _stated(run: Session) -> list[Stated]:
+    """What the run says of its conditions, and of the machine; unknown ones are left out."""
+    rows = conditions(run, run).filter(~pl.col("condition").is_in(_NOT_OF_THE_RUN))
+    told = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
+    has_gpu = any(trace.gpu_work().height for trace in run.traces)
+    for key, name in _MACHINE.items():
+        values = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
+        if values:
+            told.append(Stated(name, ", ".join(sorted(values)), MINOR if has_gpu else DECISIVE))
+    return told

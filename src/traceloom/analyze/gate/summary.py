@@ -1,0 +1,105 @@
+"""What a verdict needs of a run: a few numbers per step, not the traces."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from typing import Any
+
+import msgspec
+
+from traceloom.errors import InputError
+
+FORMAT = "traceloom-baseline"
+VERSION = 1
+_MOST_BYTES = 1 << 28  # a summary of a large job has a few MB; what unfolds to more is none
+
+
+class Stated(msgspec.Struct, frozen=True):
+    """A condition of a run: what it says of itself, and whether times can be compared where it differs."""
+
+    condition: str
+    value: str
+    weight: str
+
+
+class Program(msgspec.Struct, frozen=True):
+    """The operators of a run: name, input shapes (null where not recorded), calls per step. Columns of one length."""
+
+    operator: list[str]
+    shapes: list[str | None]
+    count: list[float]
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    """One run. Times are nanoseconds; a value of a step is the mean over ranks (of what devices do, their sum).
+
+    Attributes:
+        name: Where it came from.
+        stated: What it says of its conditions.
+        program: Its operators.
+        wall_ns: Wall time of every undisturbed, unrecorded step after the warm-up, in order; null where none was kept.
+        steps: Numbers of the recorded steps; the columns of what follows.
+        scalars: By metric one value per recorded step; a metric that was not measured is absent.
+        tables: By metric and name one value per recorded step.
+    """
+
+    name: str
+    stated: list[Stated]
+    program: Program
+    wall_ns: list[float] | None
+    steps: list[int]
+    scalars: dict[str, list[float]]
+    tables: dict[str, dict[str, list[float]]]
+
+
+class Baseline(msgspec.Struct, frozen=True):
+    """A stored baseline: the summaries of its runs."""
+
+    format: str
+    version: int
+    traceloom: str
+    name: str
+    saved_unix_s: int
+    runs: list[RunSummary]
+
+
+def encode(baseline: Baseline) -> bytes:
+    """The baseline as compressed JSON; the same bytes for the same content."""
+    return gzip.compress(msgspec.json.encode(baseline), mtime=0)
+
+
+def decode(data: bytes, where: str) -> Baseline:
+    """Read a baseline.
+
+    Raises:
+        InputError: `damaged-baseline`: it is not one, is cut short, or is of a newer version.
+    """
+    try:
+        unfolder = zlib.decompressobj(wbits=31)
+        text = unfolder.decompress(data, _MOST_BYTES)
+        head: dict[str, Any] = msgspec.json.decode(text, type=dict)
+        if unfolder.eof and head.get("format") == FORMAT and head.get("version") == VERSION:
+            found = msgspec.convert(head, Baseline)
+            _check(found)
+            return found
+        if head.get("format") == FORMAT and isinstance(head.get("version"), int) and head["version"] > VERSION:
+            said = f"the baseline has version {head['version']}, and this Traceloom reads version {VERSION}"
+            raise InputError(said, slug="damaged-baseline", where=where, hint="use a newer Traceloom, or save it again")
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+        pass  # one sentence for all of them, below
+    raise InputError(
+        "this is no baseline, or it is damaged", slug="damaged-baseline", where=where, hint="save it again"
+    )
+
+
+def _check(found: Baseline) -> None:
+    """Columns have one length; ValueError where not."""
+    if not found.runs:
+        raise ValueError("no runs")
+    for run in found.runs:
+        columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
+        program = run.program
+        even = len(program.operator) == len(program.shapes) == len(program.count)
+        if not even or any(len(values) != len(run.steps) for values in columns):
+            raise ValueError("columns of several lengths")

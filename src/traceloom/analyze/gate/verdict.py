@@ -1,0 +1,199 @@
+"""Pass, fail or inconclusive: each condition against the interval of what changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.compare.conditions import DECISIVE
+from traceloom.analyze.gate.causes import causes
+from traceloom.analyze.gate.comparable import comparable
+from traceloom.analyze.gate.condition import Condition
+from traceloom.analyze.gate.resampling import STATISTICS, Drawn, interval, over_runs, within_runs
+from traceloom.analyze.gate.summary import RunSummary
+from traceloom.analyze.gate.values import LEAST_STEPS, WALL, samples
+from traceloom.model.result import Result
+
+Floats = NDArray[np.float64]
+PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+SEVERAL, ONE = "runs", "within one run only"
+LEAST_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
+
+CHECKS = pl.Schema(
+    {
+        "condition": pl.String(),
+        "verdict": pl.String(),
+        "reason": pl.String(),
+        "metric": pl.String(),
+        "measure": pl.String(),
+        "base": pl.Float64(),
+        "new": pl.Float64(),
+        "change": pl.Float64(),
+        "low": pl.Float64(),
+        "high": pl.Float64(),
+        "limit": pl.Float64(),
+        "relative": pl.Boolean(),
+        "effect_size": pl.Float64(),
+        "sample": pl.String(),
+        "source": pl.String(),
+        "base_runs": pl.Int64(),
+        "new_runs": pl.Int64(),
+        "base_steps": pl.Int64(),
+        "new_steps": pl.Int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Verdict(Result):
+    """A new run, or several, held against a base. Definitions: docs/concepts/verdicts.md.
+
+    Attributes:
+        verdict: `fail` where a condition fails; else `inconclusive` where one is; else `pass`.
+        sentence: What it says, the worst first.
+        comparable: Whether no decisive condition differs; if one does, every check is inconclusive.
+        checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as `measure` says);
+            `change`: new less base, as a fraction of the base where `relative`, else in the unit of the measure;
+            `low`, `high`: its 95 % interval; `limit`: what it was held against; `effect_size`: the difference in
+            standard deviations of a sample (null without noise); `sample`: `runs`, or `within one run only`;
+            `source`: wall times of undisturbed steps, or recorded steps. Unknown is null, and `reason` says why.
+        conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
+        causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest differences first.
+    """
+
+    verdict: str
+    sentence: str
+    comparable: bool
+    checks: pl.DataFrame
+    conditions: pl.DataFrame
+    causes: pl.DataFrame
+
+
+def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Sequence[Condition]) -> Verdict:
+    """Hold the runs of a new version against those of a base.
+
+    Args:
+        base: At least one run.
+        new: At least one run.
+        conditions: What must not be; at least one.
+
+    Raises:
+        UsageError: `nothing-measured`: a condition is about something that neither side has.
+
+    Example:
+        >>> from traceloom.analyze import gate
+        >>> base, new = [gate.summarise(traceloom.load(p)) for p in ("before", "after")]  # doctest: +SKIP
+        >>> gate.judge([base], [new], [gate.parse("step_time > 3%")]).sentence  # doctest: +SKIP
+    """
+    stated = comparable(base, new)
+    differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))["condition"].to_list()
+    rows = [_check(condition, base, new, differ) for condition in conditions]
+    checks = pl.DataFrame(rows, schema=CHECKS)
+    found = [verdict for verdict in (FAIL, INCONCLUSIVE) if verdict in checks["verdict"].to_list()]
+    verdict = found[0] if found else PASS
+    return Verdict(verdict, _sentence(verdict, checks), not differ, checks, stated, causes(base, new))
+
+
+def _check(
+    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], differ: list[str]
+) -> dict[str, object]:
+    found = samples(condition, base, new)
+    row: dict[str, object] = dict.fromkeys(CHECKS)
+    several = len(base) > 1 or len(new) > 1
+    row |= {
+        "condition": condition.text,
+        "metric": condition.name,
+        "measure": condition.measure,
+        "limit": condition.limit,
+        "relative": condition.relative,
+        "sample": SEVERAL if several else ONE,
+        "source": found.source,
+        "base_runs": len(base),
+        "new_runs": len(new),
+        "base_steps": sum(values.size for values in found.base or ()),
+        "new_steps": sum(values.size for values in found.new or ()),
+    }
+    if found.base is None or found.new is None:
+        side = "base" if found.base is None else "new side"
+        return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
+    statistic = STATISTICS[condition.statistic]
+    values = [np.array([float(statistic(run)) for run in side]) for side in (found.base, found.new)]
+    row |= {"base": float(values[0].mean()), "new": float(values[1].mean())}
+    if differ:
+        row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
+        return row | {"verdict": INCONCLUSIVE, "reason": f"not comparable: other {', '.join(differ[:3])}"}
+    if too_few := _too_few(found.base, found.new, several=several):
+        row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
+        return row | {"verdict": INCONCLUSIVE, "reason": too_few}
+    if several:
+        drawn = over_runs(found.base, found.new, statistic)
+    else:
+        drawn = within_runs(found.base[0], found.new[0], statistic)
+    return row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
+
+
+def _too_few(base: list[Floats], new: list[Floats], *, several: bool) -> str:
+    """Why the samples cannot tell; empty where they can. What never varies needs no more samples."""
+    if several:
+        many = len(base) + len(new)
+        constant = all(np.ptp(np.concatenate(side)) == 0 for side in (base, new))
+        return "" if constant or many >= LEAST_RUNS else f"{many} runs, and {LEAST_RUNS} of both sides are needed"
+    least = min(base[0].size, new[0].size)
+    return "" if least >= LEAST_STEPS else f"{least} step{'s' * (least != 1)}, and {LEAST_STEPS} are needed"
+
+
+def _judged(condition: Condition, drawn: Drawn, base: float, new: float) -> dict[str, object]:
+    change = float(_change(base, new, relative=condition.relative))
+    if not math.isfinite(change):  # of nothing: more than any share of it
+        verdict = FAIL if condition.above else PASS
+        return {"verdict": verdict, "reason": "the base has none of it", "effect_size": drawn.effect}
+    draws = np.asarray(_change(drawn.base, drawn.new, relative=condition.relative))
+    draws = draws[np.isfinite(draws)]
+    low, high = interval(draws, change, drawn.freedom) if draws.size else (change, change)
+    beyond, within = (low > condition.limit, high <= condition.limit)
+    if not condition.above:
+        beyond, within = high < condition.limit, low >= condition.limit
+    verdict = FAIL if beyond else PASS if within else INCONCLUSIVE
+    reason = "" if verdict != INCONCLUSIVE else "the limit lies inside the interval"
+    told = {"change": change, "low": low, "high": high, "effect_size": drawn.effect}
+    return {"verdict": verdict, "reason": reason, **told}
+
+
+def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Floats:
+    """New less base; relative to the base, where that is asked for (infinite of nothing, 0 of nothing to nothing)."""
+    old, now = np.asarray(base, dtype=np.float64), np.asarray(new, dtype=np.float64)
+    if not relative:
+        return np.asarray(now - old)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((old == 0) & (now == 0), 0.0, now / old - 1)
+
+
+def _finite(value: Floats) -> float | None:
+    return float(value) if math.isfinite(float(value)) else None
+
+
+def _sentence(verdict: str, checks: pl.DataFrame) -> str:
+    counts = {one: checks.filter(pl.col("verdict") == one).height for one in (FAIL, INCONCLUSIVE, PASS)}
+    if verdict == PASS:
+        return f"Passed: {_plural(counts[PASS])} hold{'s' * (counts[PASS] == 1)}"
+    parts = []
+    if counts[FAIL]:
+        names = ", ".join(checks.filter(pl.col("verdict") == FAIL)["condition"].to_list()[:3])
+        parts.append(f"Failed: {names}")
+    if counts[INCONCLUSIVE]:
+        reasons = list(dict.fromkeys(checks.filter(pl.col("verdict") == INCONCLUSIVE)["reason"].to_list()))
+        names = ", ".join(checks.filter(pl.col("verdict") == INCONCLUSIVE)["condition"].to_list()[:3])
+        parts.append(f"Inconclusive: {names} ({'; '.join(reasons[:2])})")
+    return ". ".join(parts)
+
+
+def _plural(count: int) -> str:
+    return f"{count} condition{'s' * (count != 1)}"
+
+
+__all__ = ["FAIL", "INCONCLUSIVE", "PASS", "WALL", "Verdict", "judge"]

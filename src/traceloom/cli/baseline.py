@@ -1,0 +1,184 @@
+"""`traceloom baseline`: keep what a run needs to be compared with, and hold later runs against it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import shlex
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from traceloom.cli import checking
+from traceloom.cli.progress import Progress
+from traceloom.errors import PartialError
+
+if TYPE_CHECKING:
+    from traceloom.analyze.gate import RunSummary
+    from traceloom.model import Notice
+
+_EXAMPLES = f"""\
+examples:
+  traceloom baseline save main runs/                keep the runs of a directory as `main`
+  traceloom baseline list
+  traceloom baseline compare main new-runs/ --fail-if 'step_time > 3%' -o check.md
+  traceloom baseline compare main run1 run2 --store s3://bucket/baselines
+
+{checking.CONDITIONS}"""
+_STORE = ".traceloom/baselines"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "baseline",
+        help="keep runs as a baseline, and check later runs against it",
+        description="Keep what a comparison needs of recorded runs under a name (numbers per step, not the traces), "
+        "and say later whether new runs are worse. The check is that of traceloom diff --fail-if.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=("save", "list", "compare"), metavar="save|list|compare", help="what to do")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the baseline (of save and compare)")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="recorded run, trace file, or a directory of several runs"
+    )
+    parser.add_argument(
+        "--store", default=_STORE, metavar="DIR_OR_URL",
+        help=f"where baselines are kept: a directory ({_STORE}) or a URL that fsspec knows, as s3://...",
+    )  # fmt: skip
+    checking.add_conditions(parser.add_argument_group("compare"))
+    checking.add_output(parser, "result")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _check_usage(args)
+    return {"save": _save, "list": _list, "compare": _compare}[args.action](args)
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    """What belongs to which action."""
+    from traceloom.errors import UsageError
+
+    def wrong(said: str) -> UsageError:
+        hint = "traceloom baseline save NAME RUN... | list | compare NAME RUN..."
+        return UsageError(said, slug="wrong-usage", hint=hint)
+
+    if args.action == "list":
+        if args.name is not None:
+            raise wrong("`list` takes no name")
+    elif args.name is None or not args.runs:
+        raise wrong(f"`{args.action}` needs a name and at least one run")
+    if args.action != "compare" and (args.conditions or args.strict or args.output):
+        raise wrong("--fail-if, --strict and -o belong to `compare`")
+
+
+def _save(args: argparse.Namespace) -> int:
+    from traceloom.report.verdict import store
+
+    store.checked(args.name)
+    place = store.Store(args.store)
+    if not args.force:
+        place.check_free(args.name)
+    refused: list[Notice] = []
+    with Progress(shown=not args.quiet) as progress:
+        runs = _summaries(args, progress, refused)
+        where = place.save(args.name, runs, int(time.time()), force=args.force)
+    if args.json:
+        checking.json({"name": args.name, "where": where, "runs": len(runs)}, sys.stdout.buffer)
+    elif not args.quiet:
+        many = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+        print(f"Wrote {where} ({many}).")
+        if len(runs) == 1:
+            print("One run says nothing of how runs differ: several make a verdict that holds.")
+        next_call = [
+            "traceloom",
+            "baseline",
+            "compare",
+            args.name,
+            "NEW-RUN",
+            *_at(args),
+            "--fail-if",
+            "step_time > 3%",
+        ]
+        print(f"Next: {shlex.join(next_call)}")
+    _refusals(refused)
+    return 0
+
+
+def _at(args: argparse.Namespace) -> list[str]:
+    return [] if args.store == _STORE else ["--store", args.store]
+
+
+def _refusals(refused: list[Notice]) -> None:
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+
+
+def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
+    from traceloom.analyze import gate
+
+    progress.say("reading")
+    found = checking.runs(args.runs, args, refused)
+    progress.say("measuring")
+    return [gate.summarise(one) for one in found]
+
+
+def _list(args: argparse.Namespace) -> int:
+    from traceloom.errors import InputError
+    from traceloom.report import terminal
+    from traceloom.report.verdict import baselines, store
+
+    place = store.Store(args.store)
+    rows: list[dict[str, Any]] = []
+    damaged: list[InputError] = []
+
+    def add(name: str) -> None:
+        try:
+            rows.append(baselines.row(name, place.load(name)))
+        except InputError as error:
+            damaged.append(error)
+
+    for name in place.names():
+        add(name)
+    if args.json:
+        checking.json({"store": args.store, "baselines": rows}, sys.stdout.buffer)
+    elif rows:
+        shown = [one | {"saved": dt.datetime.fromtimestamp(one["saved_unix_s"], dt.timezone.utc)} for one in rows]
+        terminal.put(partial(baselines.render, shown, args.top), sys.stdout)
+    elif not damaged:
+        print(f"There is no baseline in {args.store}; traceloom baseline save NAME RUN makes one.")
+    if damaged:
+        raise PartialError(str(damaged[0]), slug="refused-input")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from traceloom.analyze import gate
+    from traceloom.report import verdict
+    from traceloom.report.verdict import store
+
+    conditions = checking.read_conditions(args.conditions)
+    chosen = checking.targets(args, checking.FORMATS)
+    base = store.Store(args.store).load(args.name)
+    refused: list[Notice] = []
+    with Progress(shown=not args.quiet) as progress:
+        runs = _summaries(args, progress, refused)
+        progress.say("comparing")
+        judged = gate.judge(base.runs, runs, conditions)
+        sides = ((f"baseline {args.name}", base.runs), (checking.named(args.runs), runs))
+        document = verdict.build(judged, *sides, strict=args.strict)
+        written = checking.write(args, chosen, document)
+    checking.show(args, document)
+    again = ["traceloom", "baseline", "compare", args.name, *args.runs, *_at(args)]
+    asked = [part for text in args.conditions for part in ("--fail-if", text)]
+    checking.told(args, written, f"{shlex.join([*again, *asked])} -o check.md")
+    checking.conclude(document)
+    _refusals(refused)
+    return 0

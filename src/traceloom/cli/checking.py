@@ -1,0 +1,177 @@
+"""What verbs that hold runs against a base have in common: reading the runs, showing the verdict, the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from traceloom.errors import CheckError, UsageError
+
+if TYPE_CHECKING:
+    from traceloom.analyze.gate import Condition
+    from traceloom.model import Notice, Session
+
+Document = dict[str, Any]
+Writer = Callable[[Document, BinaryIO], None]
+CONDITIONS = """\
+conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, per step
+  METRIC  step_time gpu_time exposed_communication idle launches memory_peak
+          kernel:REGEX  kind:gemm  op:REGEX (host)  op_gpu:REGEX
+          median(METRIC)  p95(METRIC) instead of the mean over steps
+  CHANGE  3%  2ms  100MB  10
+"""
+
+
+def add_conditions(parser: argparse._ActionsContainer) -> None:
+    """The options of a check."""
+    parser.add_argument(
+        "--fail-if", dest="conditions", action="append", default=[], metavar="CONDITION",
+        help="fail (exit code 5) where the change is surely beyond this, as in 'step_time > 3%%'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--strict", action="store_true", help="an inconclusive check fails, too")
+
+
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    """The options of files."""
+    parser.add_argument(
+        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
+        help="write to FILE instead: .html, .md or .json; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--top", type=rows, default=10, metavar="N", help="rows of each table on the terminal (10)")
+    parser.add_argument("--force", action="store_true", help="overwrite files")
+    more = parser.add_argument_group("more")
+    more.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
+    add_reading(more)
+
+
+def add_reading(more: argparse._ActionsContainer) -> None:
+    """The options of whatever reads traces."""
+    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
+    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+
+
+def rows(text: str) -> int:
+    """A number of rows of a table."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
+    return int(text)
+
+
+def read_conditions(texts: Sequence[str]) -> list[Condition]:
+    """The conditions; the default where none is given."""
+    from traceloom.analyze.gate import DEFAULT, parse
+
+    return [parse(text) for text in texts or [DEFAULT]]
+
+
+def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice]) -> list[Session]:
+    """All runs that the paths hold."""
+    from traceloom.read import load_inputs
+
+    found: list[Session] = []
+    for path in paths:
+        loaded = load_inputs(path, cache=not args.no_cache)
+        refused += loaded.refused
+        found += loaded.runs
+    return found
+
+
+def named(paths: Sequence[str]) -> str:
+    """What a side is called."""
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def targets(args: argparse.Namespace, formats: dict[str, Writer]) -> list[tuple[Path, Writer]]:
+    """The files to write, which can be written, with what writes them."""
+    from traceloom import files
+
+    found = []
+    for path in args.output:
+        write = formats.get(path.suffix.lower())
+        if write is None:
+            raise UsageError(
+                f"`{path}` does not tell which format to write",
+                slug="unknown-format",
+                hint=f"use one of the endings {', '.join(formats)}",
+            )
+        found.append((path, write))
+    if len({path.absolute() for path, _ in found}) < len(found):
+        raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
+    for path, _ in found:
+        files.check_free(path, force=args.force)
+    return found
+
+
+def write(args: argparse.Namespace, chosen: list[tuple[Path, Writer]], document: Document) -> list[tuple[Path, int]]:
+    """Write the files; returns them with their sizes."""
+    from traceloom import files
+
+    return [(path, files.write(path, partial(put, document), force=args.force)) for path, put in chosen]
+
+
+def told(args: argparse.Namespace, written: list[tuple[Path, int]], following: str) -> None:
+    """The closing lines: what was written, what to try next."""
+    from traceloom.model import units
+
+    if args.quiet:
+        return
+    stream = sys.stderr if args.json else sys.stdout
+    for path, size in written:
+        print(f"Wrote {path} ({units.size(size)}).", file=stream)
+    if not written and not args.json:
+        print(f"\nNext: {following}", file=stream)
+
+
+def show(args: argparse.Namespace, document: Document) -> None:
+    """The verdict on standard output; a line of it where files were asked for."""
+    from traceloom.report.verdict import terminal
+
+    if args.json:
+        json(document, sys.stdout.buffer)
+    elif not args.output:
+        terminal.show(document, args.top, sys.stdout)
+    elif not args.quiet:
+        terminal.say(document, sys.stdout)
+
+
+def conclude(document: Document) -> None:
+    """End by the verdict.
+
+    Raises:
+        CheckError: `check-failed`; `check-inconclusive` with `--strict`.
+    """
+    if document["passed"]:
+        return
+    if document["verdict"] == "fail":
+        raise CheckError(document["sentence"], slug="check-failed")
+    hint = "record more runs of both sides, or more steps"
+    raise CheckError(document["sentence"], slug="check-inconclusive", hint=hint)
+
+
+def html(document: Document, handle: BinaryIO) -> None:
+    """The verdict as a page."""
+    from traceloom.report.verdict import page
+
+    handle.write(page.render(document).encode("utf-8"))
+
+
+def markdown(document: Document, handle: BinaryIO) -> None:
+    """The verdict for a pull request."""
+    from traceloom.report.verdict import markdown as written
+
+    handle.write(written.render(document).encode("utf-8"))
+
+
+def json(document: Document, handle: BinaryIO) -> None:
+    """The verdict, or any document, as JSON."""
+    from traceloom.report.jsonfile import encode
+
+    handle.write(encode(document))
+
+
+FORMATS: dict[str, Writer] = {".html": html, ".htm": html, ".md": markdown, ".json": json}

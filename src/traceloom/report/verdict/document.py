@@ -1,0 +1,54 @@
+"""The document of a verdict: what every view shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from traceloom import __version__
+from traceloom.analyze.gate import RunSummary, Verdict
+
+FORMAT = "traceloom-verdict"
+VERSION = 1
+
+
+def build(
+    found: Verdict,
+    base: tuple[str, Sequence[RunSummary]],
+    new: tuple[str, Sequence[RunSummary]],
+    *,
+    strict: bool,
+    comparison: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The verdict as one JSON object. Keys: docs/how-to/gate.md; version 1 only gains keys.
+
+    Args:
+        found: The verdict.
+        base: Name of the base, and its runs.
+        new: The same of the new side.
+        strict: Whether `inconclusive` fails the check.
+        comparison: Of `traceloom.report.comparison.build`, where both sides' traces are at hand.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "passed": found.verdict == "pass" or (found.verdict == "inconclusive" and not strict),
+        "strict": strict,
+        "base": _side(*base),
+        "new": _side(*new),
+        **found.to_dict(),
+        "comparison": comparison,
+    }
+
+
+def _side(name: str, runs: Sequence[RunSummary]) -> dict[str, Any]:
+    told = [
+        {
+            "name": run.name,
+            "recorded_steps": len(run.steps),
+            "undisturbed_steps": None if run.wall_ns is None else len(run.wall_ns),
+        }
+        for run in runs
+    ]
+    return {"name": name, "runs": told}

@@ -1,0 +1,112 @@
+"""The tables of a verdict, declared once for every view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.comparison import tables as comparison
+from traceloom.report.sections.section import Col, Table
+
+Row = dict[str, Any]
+_MINUS = "-"
+
+
+def tables(document: Row) -> Iterator[Table]:
+    """Checks, conditions that differ, causes; then the comparison, where there is one."""
+    yield _checks(document)
+    differ = [row for row in document["conditions"] if not row["same"]]
+    if differ:
+        columns = [Col("condition", "Condition"), Col("base", "Base"), Col("new", "New"), Col("weight", "Weight")]
+        note = "" if document["comparable"] else "Where a decisive one differs, there is no verdict."
+        yield Table("verdict-conditions", "Conditions that differ", columns, differ, note=note)
+    if document["causes"]:
+        yield _causes(document)
+    if document["comparison"]:
+        yield from (one for one in comparison.tables(document["comparison"]) if one.key != "diff-conditions")
+
+
+def headline(document: Row) -> str:
+    """The verdict in one line."""
+    return f"{document['sentence']}."
+
+
+def reasons(document: Row) -> list[str]:
+    """What is to know about the checks: why they are inconclusive, and what their samples are."""
+    checks = document["checks"]
+    out = [f"{row['condition']}: {row['reason']}." for row in checks if row["reason"]]
+    if any(row["sample"] != "runs" for row in checks):
+        out.append(
+            "Within one run only: each side is one run, so that nothing is known of how runs differ from each other. "
+            "Several runs a side make a verdict that holds."
+        )
+    if any(row["metric"].endswith("step_time") and row["source"] == "recorded steps" for row in checks):
+        out.append("step_time is of recorded steps: no wall times of at least 5 undisturbed steps were kept.")
+    return out
+
+
+def _checks(document: Row) -> Table:
+    rows = []
+    for row in document["checks"]:
+        measure = row["measure"]
+        rows.append(
+            row
+            | {
+                "said_base": value(row["base"], measure),
+                "said_new": value(row["new"], measure),
+                "said_change": change(row["change"], row),
+                "interval": "-"
+                if row["low"] is None
+                else f"{change(row['low'], row)} to {change(row['high'], row)}",
+                "samples": f"{_many(row['base_runs'], row['base_steps'])} / {_many(row['new_runs'], row['new_steps'])}",
+                "effect": "-" if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
+            }
+        )  # fmt: skip
+    columns = [
+        Col("verdict", "Verdict"),
+        Col("said_change", "Change", hint="new less base"),
+        Col("interval", "95 % interval", hint="of the change"),
+        Col("said_base", "Base", hint="per step"),
+        Col("said_new", "New", hint="per step"),
+        Col("effect", "Effect", hint="the change in standard deviations of a sample", narrow=False),
+        Col("samples", "Samples", hint="runs (steps) of the base / of the new side", narrow=False),
+        Col("sample", "Sample is", narrow=False),
+        Col("source", "Taken from", narrow=False),
+        Col("condition", "Fails if", "name"),
+    ]
+    return Table("verdict-checks", "Checks", columns, rows)
+
+
+def _many(runs: int, steps: int) -> str:
+    return f"{runs} run{'s' * (runs != 1)} ({units.count(steps)})"
+
+
+def _causes(document: Row) -> Table:
+    columns = [
+        Col("what", "What"),
+        Col("difference_ns", "Difference", "time", "new less base, per recorded step"),
+        Col("base_ns", "Base", "time", "mean per recorded step"),
+        Col("new_ns", "New", "time", "mean per recorded step"),
+        Col("name", "Name", "name"),
+    ]
+    return Table("verdict-causes", "Causes", columns, document["causes"], note="The largest differences by name.")
+
+
+def value(amount: float | None, measure: str) -> str:
+    """An amount in its unit."""
+    if amount is None:
+        return "-"
+    if measure == "time":
+        return units.duration(round(amount))
+    return units.size(round(amount)) if measure == "bytes" else units.number(round(amount, 3))
+
+
+def change(amount: float | None, row: Row) -> str:
+    """A change with its sign: in per cent, or in the unit of the measure."""
+    if amount is None:
+        return "-"
+    if row["relative"]:
+        return f"{100 * amount:+.2f} %"
+    sign = "+" if amount >= 0 else _MINUS
+    return f"{sign}{value(abs(amount), row['measure'])}"

@@ -1,0 +1,54 @@
+"""A verdict on a terminal: the sentence, each check, what is to know, then what changed."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TextIO
+
+from rich.text import Text
+
+from traceloom.report import terminal
+from traceloom.report.names import harmless, short
+from traceloom.report.options import ReportOptions
+from traceloom.report.terminal.look import DIM
+from traceloom.report.terminal.sections import table_lines
+from traceloom.report.verdict.tables import headline, reasons, tables
+
+Row = dict[str, Any]
+_WHOLE = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
+_LEFT_OUT = ("diff-kernels", "diff-operators")  # causes has the largest of them; files have all
+_COLOURS = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
+
+
+def show(document: Row, top: int, stream: TextIO) -> None:
+    """Write the verdict to a stream; tables have at most `top` rows."""
+    terminal.put(partial(render, document, top), stream)
+
+
+def render(document: Row, top: int, width: int) -> Iterator[Text]:
+    """The lines, none wider than `width`."""
+    for side in ("base", "new"):
+        many = len(document[side]["runs"])
+        told = f" ({many} runs)" if many > 1 else ""
+        yield Text.assemble((f"{side:<5}", DIM), (short(document[side]["name"], width - 6 - len(told)), "bold"), told)
+    yield Text("")
+    yield from _wrapped(headline(document), width, _COLOURS[document["verdict"]])
+    for line in reasons(document):
+        yield from _wrapped(line, width, "")
+    for table in tables(document):
+        if table.key in _LEFT_OUT:
+            continue
+        rows = len(table.rows) if table.key in _WHOLE else top
+        yield from table_lines(table, ReportOptions(top=rows), width)
+
+
+def _wrapped(words: str, width: int, style: str) -> Iterator[Text]:
+    for line in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
+        yield Text(" " + line, style)
+
+
+def say(document: Row, stream: TextIO) -> None:
+    """The sentence alone."""
+    terminal.put(lambda width: _wrapped(headline(document), width, _COLOURS[document["verdict"]]), stream)
