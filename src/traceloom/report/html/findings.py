@@ -28,6 +28,8 @@ def _card(row: Row, place: dict[int | None, int]) -> str:
     of_time = row["list"] == "time"
     figure = units.share(row["saving_fraction"], 1) if of_time else _bytes(row)
     saved = units.duration(row["saving_ns"]) if of_time else "memory"
+    if of_time and not row["saving_ns"]:
+        figure, saved = "note", "saves nothing by itself"
     width = min(row["saving_fraction"] or 0, 1) * 100
     bar = (
         '<svg class="saving" viewBox="0 0 100 4" preserveAspectRatio="none" aria-hidden="true">'

@@ -1,0 +1,73 @@
+"""Findings in every view: first on a terminal of any width, text in the page whatever names say, stable in JSON."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from traceloom.model import Session
+from traceloom.report.document import build
+from traceloom.report.html.absence import Reasons
+from traceloom.report.html.findings import findings as page
+from traceloom.report.options import ReportOptions
+from traceloom.report.terminal.findings import findings as terminal
+from traceloom.testing import TraceBuilder
+
+SCHEMA = json.loads(
+    (Path(__file__).resolve().parents[3] / "docs" / "reference" / "report.schema.json").read_text(encoding="utf-8")
+)
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m.py(1): sleep"
+
+
+@cache
+def document(only: str | None = None) -> dict[str, Any]:
+    trace = TraceBuilder()
+    for number in range(60):
+        now = 10 + number * 30 + (4_000 if number > 30 else 0)
+        trace.op("aten::add", now, 20).launch("cudaLaunchKernel", now + 5, 4, correlation=number + 1)
+        trace.kernel("elementwise_kernel<int>", now + 12, 4, correlation=number + 1)
+    trace.python(HOSTILE, 935, 3_990).step(1, 5, 6_000)
+    options = ReportOptions() if only is None else ReportOptions(only=(only,))
+    return build(Session((trace.build(),), "made"), options)
+
+
+def test_the_document_holds_them_as_the_schema_says() -> None:
+    Draft202012Validator(SCHEMA).validate(document())
+    slugs = [row["slug"] for row in document()["findings"]]
+    assert slugs[0] == "host-pause"
+    assert "onerror" in document()["findings"][0]["title"]
+    of_time = [row for row in document()["findings"] if row["list"] == "time"]
+    assert sum(row["saving_fraction"] for row in of_time) <= 1
+    assert document()["findings_ground"]["law"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_terminal_of_any_width_shows_them(width: int, full: bool) -> None:
+    lines = [line.plain for line in terminal(document(), width, full=full)]
+    assert max(map(len, lines)) <= width
+    assert any("[host-pause]" in line for line in lines) or "[host-pause]" in " ".join(lines)
+    assert not any("\x1b" in line for line in lines)
+    assert any("docs/findings/host-pause.md" in line for line in lines) == full
+
+
+def test_names_in_the_page_are_text_and_evidence_leads_to_the_timeline() -> None:
+    drawn = page(document(), Reasons(document()))
+    assert "<img" not in drawn
+    assert "\x1b" not in drawn
+    assert 'href="#timeline"' in drawn
+    assert "http" not in drawn
+    first = document()["findings"][0]["evidence"][0]
+    assert f'data-range="{first["start_ns"]}-{first["start_ns"] + first["duration_ns"]}"' in drawn
+
+
+def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:
+    assert document("findings")["findings"] == document()["findings"]
+    assert document("copies")["findings"] == []
+    reasons = {row["path"]: row["reason"] for row in document("copies")["absent"]}
+    assert "--only" in reasons["findings"]
