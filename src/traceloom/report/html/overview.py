@@ -198,7 +198,7 @@ def _memory(document: Row) -> Number | None:
 def allocator(row: Row) -> str:
     """How the memory of a device is called."""
     kind = str(row["device_type"])
-    return kind if kind.startswith("cpu") or row.get("device") is None else f"{kind} {row['device']}"
+    return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
 
 
 def main_account(rank: Row) -> tuple[int, list[Row]]:

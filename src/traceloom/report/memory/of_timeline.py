@@ -34,8 +34,7 @@ def entry(timeline: Timeline, at: str, absent: Absent) -> Row:
     times = timeline.time_ns - absent.epoch_ns
     here = _instant(total, times, at)
     peak = int(total.argmax()) if total.size else 0
-    rows = instants(total)
-    rows = rows[rows >= 0]
+    rows = instants(total) + 1  # places in the levels themselves: there is no start before them
     levels = timeline.levels[:, here] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
     held = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
     held.sort(key=lambda pair: (-pair[1], pair[0]))

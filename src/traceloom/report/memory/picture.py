@@ -24,6 +24,7 @@ COLOURS = {
     "input": "loading",
     "activation": "memory",
     "temporary": "communication",
+    "autograd_detail": "annotation",
 }
 _FRAME = " < "
 _LONGEST = 200  # characters of a name in the page
