@@ -29,7 +29,7 @@ changes: [rank N[,M]] TARGET [~ REGEX] ACTION
   ACTION  * FACTOR   remove   async   overlap   fuse   graph   balance   workers N
   and     network * FACTOR    rank N delay remove    idle remove
 """
-_ENDINGS = (".json", ".perfetto.json", ".perfetto.json.gz")
+_ENDINGS = (".json", ".md", ".html", ".perfetto.json", ".perfetto.json.gz")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -49,7 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument(
         "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write a file instead: .json, or the timeline after the change as .perfetto.json.gz (may be repeated)",
+        help="write a file instead: .json, .md, .html, or the timeline after the change as .perfetto.json.gz "
+        "(may be repeated)",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
@@ -110,6 +111,8 @@ def _writer(path: Path, document: dict[str, Any], after: Graph) -> Callable[[Bin
     name = path.name.lower()
     if name.endswith(".perfetto.json.gz"):
         return partial(_perfetto, after, packed=True)
+    if name.endswith((".md", ".html")):
+        return partial(_text, document, page=name.endswith(".html"))
     return partial(_perfetto, after, packed=False) if name.endswith(".perfetto.json") else partial(_json, document)
 
 
@@ -117,6 +120,12 @@ def _json(document: dict[str, Any], handle: BinaryIO) -> None:
     from traceloom.report.jsonfile import encode
 
     handle.write(encode(document))
+
+
+def _text(document: dict[str, Any], handle: BinaryIO, *, page: bool) -> None:
+    from traceloom.report import whatif_files
+
+    handle.write((whatif_files.page if page else whatif_files.markdown)(document).encode())
 
 
 def _perfetto(after: Graph, handle: BinaryIO, *, packed: bool) -> None:

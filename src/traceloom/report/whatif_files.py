@@ -1,0 +1,125 @@
+"""A what-if as Markdown and as a page of its own, and a sweep as a picture."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.names import harmless
+from traceloom.simulate.whatif import Sweep
+
+Row = dict[str, Any]
+
+_ROWS = 12
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;"
+    "background:#fff}table{border-collapse:collapse}td,th{padding:.2rem .8rem;text-align:right;"
+    "border-bottom:1px solid #d0d7de}td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}"
+    ".before{fill:#8c959f}.after{fill:#0072b2}@media(prefers-color-scheme:dark){body{color:#e6edf3;background:#0d1117}}"
+)
+
+
+def markdown(document: Row) -> str:
+    """The document for a pull request or a note."""
+    lines = [f"## What if: {_cell(document['name'])}", "", _cell(document["sentence"]), ""]
+    lines += [f"- `{_cell(one['change'])}`. Assumed: {one['assumes']}." for one in document["changes"]]
+    for head, rows in _tables(document):
+        lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+        lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    return "\n".join([*lines, "", _cell(_trust(document)), ""])
+
+
+def page(document: Row) -> str:
+    """The document as one HTML file that needs nothing else."""
+    name, sentence = (escape(harmless(document[key])) for key in ("name", "sentence"))
+    changes = "".join(
+        f"<li><code>{escape(harmless(one['change']))}</code>: {escape(one['assumes'])}.</li>"
+        for one in document["changes"]
+    )
+    tables = "".join(
+        f"<table><thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead><tbody>"
+        + "".join(f"<tr>{''.join(f'<td>{escape(harmless(cell))}</td>' for cell in row)}</tr>" for row in rows)
+        + "</tbody></table>"
+        for head, rows in _tables(document)
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What if: {name}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>What if: {name}</h1><p><b>{sentence}</b>"
+        f"</p><ul>{changes}</ul>{_bars(document)}{tables}<p>{escape(harmless(_trust(document)))}</p></body></html>\n"
+    )
+
+
+def _cell(words: str) -> str:
+    return escape(harmless(words), quote=False).replace("|", "\\|").replace("`", "'")
+
+
+def _trust(document: Row) -> str:
+    hint = "" if document["trusted"] else "Take it as a hint: it is smaller than the error of the graph. "
+    return hint + str(document["law"]["sentence"])
+
+
+def _tables(document: Row) -> list[tuple[list[str], list[list[str]]]]:
+    """Heads and rows: the ranks, where there are several, and the critical path."""
+    found: list[tuple[list[str], list[list[str]]]] = []
+    if len(document["ranks"]) > 1:
+        rows = [
+            [f"rank {row['rank']}", *(units.duration(row[key]) for key in ("before_ns", "after_ns", "saved_ns"))]
+            for row in document["ranks"]
+        ]
+        found.append((["rank", "before", "after", "saved"], rows))
+    path = [
+        [f"{row['what']}: {row['kind']}" if row["kind"] else str(row["what"]), units.duration(row["before_ns"]),
+         units.duration(row["after_ns"])]
+        for row in document["path"][:_ROWS]
+    ]  # fmt: skip
+    found.append((["critical path", "before", "after"], path))
+    return found
+
+
+def _bars(document: Row) -> str:
+    whole = max(document["before_ns"], document["after_ns"], 1)
+    bars = "".join(
+        f'<rect class="{name}" x="0" y="{14 * k}" width="{document[f"{name}_ns"] / whole * 100:.2f}" height="10"/>'
+        for k, name in enumerate(("before", "after"))
+    )
+    said = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
+    return (
+        f'<svg viewBox="0 0 100 26" preserveAspectRatio="none" style="height:3rem" role="img" '
+        f'aria-label="{escape(said)}">{bars}</svg><p>{escape(said)}</p>'
+    )
+
+
+def picture(sweep: Sweep) -> str:
+    """The times of a sweep over its factors, as SVG.
+
+    Example:
+        >>> Path("network.svg").write_text(picture(sweep(graph, "network * {}", [1, 2, 4])))  # doctest: +SKIP
+    """
+    rows = sweep.table.sort("factor")
+    factors, times = rows["factor"].to_list(), rows["time_ns"].to_list()
+    low, high = (min(factors), max(factors)) if factors else (0.0, 1.0)
+    top = max(times, default=1) or 1
+    plot_width, plot_height = _WIDTH - _LEFT - 20, _HEIGHT - _TOP - _BOTTOM
+    points = [
+        (_LEFT + (f - low) / ((high - low) or 1) * plot_width, _TOP + plot_height * (1 - t / top))
+        for f, t in zip(factors, times, strict=True)
+    ]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{f:g}: {escape(units.duration(t))}</title></circle>'
+        f'<text x="{x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{f:g}</text>'
+        for (x, y), f, t in zip(points, factors, times, strict=True)
+    )
+    base = _TOP + plot_height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="12" role="img"><title>{escape(harmless(sweep.template))}</title>'
+        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - 20}" fill="none" stroke="#8c959f"/>'
+        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(units.duration(top))}</text>'
+        f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
+        f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="2"/><g fill="#0072b2">{dots}</g>'
+        f'<text x="{_LEFT + plot_width / 2}" y="{_HEIGHT - 4}" text-anchor="middle">'
+        f"{escape(harmless(sweep.template))}</text></svg>\n"
+    )
