@@ -32,7 +32,9 @@ def test_commands_named_in_the_docs_exist(page: Path) -> None:
 
 def test_make_targets_named_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"`?make ([a-z]+)`?", (ROOT / "README.md").read_text(encoding="utf-8"))):
+    for target in set(
+        re.findall(r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    ):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
