@@ -20,6 +20,7 @@ from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import LOADING, Chosen, Selection, named
 
+_LEAST_PYTHON = 0.15  # of the window
 _LEAST_GAP = 0.02  # of the window
 _LONG = 0.02  # of the window: one stretch of host time this long is a pause,
 _LONG_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
@@ -58,7 +59,12 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
         return
     yield Candidate(
         title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {ground.where}"
-        f"{ground.over_ranks}",
+        f"{ground.over_ranks}"
+        + (
+            f", and in all {units.duration(most)} with the time launched work takes to begin"
+            if most > 1.5 * idle
+            else ""
+        ),
         changes=(Change("graph", Selection("gpu")),),
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "
@@ -112,6 +118,8 @@ def python_bound(ground: Ground) -> Iterator[Said]:
     if not short.any():
         return
     time = ground.work_ns(short)
+    if time < _LEAST_PYTHON * ground.whole_ns * max(ground.rank_count, 1):
+        return  # as much lies between the operators of any step, most of it the cost of recording them
     slower = "; recording stacks makes it look longer than it is" if ground.stacks else ""
     yield Candidate(
         title=f"Python between operators takes {units.duration(time)} of {ground.where}{ground.over_ranks}{slower}",
