@@ -155,6 +155,7 @@ def _judged(condition: Condition, drawn: Drawn, base: float, new: float) -> dict
     draws = np.asarray(_change(drawn.base, drawn.new, relative=condition.relative))
     draws = draws[np.isfinite(draws)]
     low, high = interval(draws, change, drawn.freedom) if draws.size else (change, change)
+    low = max(low, -1.0 if condition.relative else -base)  # nothing falls below nothing
     beyond, within = (low > condition.limit, high <= condition.limit)
     if not condition.above:
         beyond, within = high < condition.limit, low >= condition.limit
