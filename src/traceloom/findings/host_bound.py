@@ -57,6 +57,7 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
     idle, most, evidence = _gaps(ground)
     if idle < _LEAST_GAP * ground.whole_ns:
         return
+    most = min(most, ground.step_ns)  # a pause may go on into the next step
     yield Candidate(
         title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {ground.where}"
         f"{ground.over_ranks}"
