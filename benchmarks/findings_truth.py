@@ -29,8 +29,8 @@ from traceloom.testing.jobs.planted import clean_jobs, several_ranks, single_ran
 
 HERE = Path(__file__).parent
 EXPECTED = {
-    "none": "", "sleep": "python-bound", "loader": "data-starved", "workers": "data-starved",
-    "elements": "python-bound", "python": "python-bound", "recomputation": "recomputation", "item": "",
+    "none": "", "sleep": "host-pause", "loader": "data-starved", "workers": "data-starved",
+    "elements": "python-bound", "python": "host-pause", "recomputation": "recomputation", "item": "",
     "straggler": "straggler",
 }  # fmt: skip
 
