@@ -255,3 +255,25 @@ def test_a_window_that_was_written_survives_sigkill(recorder: Any) -> None:
     assert run.rank()["ended"] == "running"
     assert run.capture["run"]["signal"] == signal.SIGKILL
     assert run.marks() == [3, 4, 5, 6, 7, 8]
+
+
+def test_asking_for_torch_before_importing_it_hides_nothing(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import importlib.util
+        assert importlib.util.find_spec("torch") is not None
+        import polars
+        import torch
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        """,
+        "--steps",
+        "0..2",
+        "--no-graph-step",
+        train=False,
+    )
+    assert run.code == 0, run.err
+    assert run.marks() == [0, 1, 2]

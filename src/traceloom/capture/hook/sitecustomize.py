@@ -5,7 +5,7 @@ directory off `sys.path`, and waits for `import torch`. It must run on any Pytho
 """
 
 # It runs before anything else, on any Python, in anybody's program: plain old Python on purpose.
-# ruff: noqa: ANN001, ANN202, ARG002, BLE001, PTH100, PTH118, PTH120, UP031, UP036
+# ruff: noqa: ANN001, ANN202, BLE001, PTH100, PTH118, PTH120, UP031, UP036
 # mypy: ignore-errors
 import os
 import sys
@@ -35,22 +35,30 @@ class _TorchFinder:
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        from importlib.util import find_spec
-
-        spec = find_spec(name)
+        spec = self._others(name, path, target)
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module):
             del loader.exec_module
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             _begin()
 
+        # Whoever only asks whether there is a torch (Polars, transformers) gets a spec too, and never runs it.
         loader.exec_module = exec_module
         return spec
+
+    def _others(self, name, path, target):
+        """What the finders behind this one find."""
+        for finder in list(sys.meta_path):
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                return spec
+        return None
 
 
 def _begin():
