@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from traceloom.read import load as load
     from traceloom.read import load_runs as load_runs
     from traceloom.report.notebook import show as show
-    from traceloom.simulate import whatif as whatif
+    from traceloom.simulate.whatif import whatif as whatif
 
 
 def __getattr__(name: str) -> Any:
