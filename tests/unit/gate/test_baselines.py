@@ -204,6 +204,7 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, base: str, monkey
         gzip.compress(b'{"format": "traceloom-baseline", "version": 2}'),
         gzip.compress(b"[" * 100_000),
     ],
+    ids=["empty", "no gzip", "nothing in it", "a list", "no version", "no runs", "another version", "nested deeply"],
 )  # fmt: skip
 def test_what_is_no_baseline_is_refused(data: bytes) -> None:
     with pytest.raises(InputError) as error:
