@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from traceloom.errors import InputError, UsageError
 from traceloom.model import Session
 from traceloom.model.finding import Finding
 from traceloom.report.absent import Absent
@@ -34,7 +35,10 @@ def told(session: Session, options: ReportOptions, absent: Absent) -> tuple[list
             f"about {events // steps:,} events would have to be linked, more than {MOST_EVENTS:,}; choose ranks with "
             "--rank", absent
         )  # fmt: skip
-    found = rank(ground, RULES)
+    try:
+        found = rank(ground, RULES)
+    except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
+        return _nothing(f"the traces cannot be linked: {error}", absent)
     rows = [_row(one, kind, absent) for kind, some in (("time", found.time), ("memory", found.memory)) for one in some]
     if not rows:
         absent.say("findings")

@@ -38,7 +38,7 @@ def test_every_view_of_a_random_trace_holds_its_laws(
         assert not {letter for letter in line.plain if ord(letter) < 32}
     assert markdown(document, options).count("\n") <= 60
     out = io.BytesIO()
-    write(session, session.epoch_ns, out)
+    write(session, session.epoch_ns, out, document["critical_path"])
     check_perfetto(out.getvalue(), document)
 
 

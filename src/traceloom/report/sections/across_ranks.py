@@ -13,7 +13,7 @@ from traceloom.analyze.across.chain import LINK_SCHEMA
 from traceloom.analyze.across.matched import CLOCK_SCHEMA
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.analyze.idle import CAUSES
-from traceloom.model import units
+from traceloom.model import Notice, units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, compared, part_of
@@ -78,7 +78,7 @@ def _build(study: Study[RankPart], absent: Absent) -> Row | None:
         "collective_count": found.collectives.height,
         "collective_ns": found.collective_ns,
         "wait_ns": found.wait_ns,
-        "notices": [notice.to_dict() for notice in found.notices],
+        "notices": [_noticed(notice, absent) for notice in found.notices],
         **{name: absent.rows(frame, f"across_ranks.{name}") for name, frame in frames.items()},
     }
 
@@ -97,6 +97,12 @@ def _sentence(found: AcrossRanks) -> str:
     why = found.reasons.filter(pl.col("rank") == most["rank"]).head(1)
     because = f", mostly because of: {CAUSE_WORDS[why['cause'][0]]}" if why.height else ""
     return f"{said}; {of_it} of the waiting goes back to rank {most['rank']}{because}."
+
+
+def _noticed(notice: Notice, absent: Absent) -> Row:
+    """A notice as it stands in the document."""
+    absent.value(notice.rank, "across_ranks.notices[*].rank")
+    return notice.to_dict()
 
 
 def _tables(value: Row | None) -> Iterator[Table]:
@@ -272,6 +278,7 @@ SECTION = Section(
         )
     ),
     reasons={
+        "across_ranks.notices[*].rank": "the notice is about the whole run",
         "across_ranks": SEVERAL,
         "across_ranks.collectives": "no collective could be joined over ranks",
         "across_ranks.heat[*].step": "null is the time outside all steps",
