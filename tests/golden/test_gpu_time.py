@@ -161,7 +161,7 @@ def test_deepseeks_expert_parallel_communication_is_found_and_mostly_hidden() ->
         "combine": 8,
         "notify": 16,
         "dispatch": 8,
-        None: 4,
+        "layout": 4,
     }
     assert found.devices["exposed_ns"][0] * 20 < found.devices["union_ns"][0]
 

@@ -341,9 +341,12 @@ class Recorder:
             say_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
             return
         self.graph = graph
+        if self.settings.memory and self.settings.module_names != "off":
+            self._modules.start()  # the same names as in the timed steps, which are matched by them
 
     def _stop_graph(self, *, keep: bool) -> None:
         graph, self.graph = self.graph, None
+        self._modules.stop()
         if graph is None or not self._stopped(graph.stop):
             return
         if keep:
