@@ -110,10 +110,13 @@ class Kernels:
         return f"Memcpy{'' if kind == 'unknown' else f' {kind}'}{arrow}"
 
 
+_DEEP_EP = {"layout": "get_dispatch_layout"}  # kinds that its kernels spell in another way
+
+
 def _joined(mark: str, kind: str, letters: str) -> str:
     """`nccl_all_reduce_letters`: the mark in front, so that the same rule finds it, then the kind."""
     if mark == "ep::":
-        return f"ep::{_joined(kind or 'kernel', '', letters)}"
+        return f"ep::{_joined(_DEEP_EP.get(kind or '', kind or 'kernel'), '', letters)}"
     if kind == "reduce":
         return f"{mark}kernel_reduce_{letters}"
     return "_".join(part for part in (mark, kind, letters) if part)

@@ -57,7 +57,8 @@ _PYTHON = tuple((phase, re.compile(pattern)) for phase, pattern in phases.PYTHON
 _PUBLIC_FRAME = re.compile(
     r"(?:^|/)(torch/_tensor\.py\(\d{1,6}\): backward"
     r"|torch/autograd/(?:__init__|graph)\.py\(\d{1,6}\): (?:backward|grad|_engine_run_backward)"
-    r"|torch/utils/data/dataloader\.py\(\d{1,6}\): __next__)$"
+    r"|torch/utils/data/dataloader\.py\(\d{1,6}\): __next__"
+    r"|threading\.py\(\d{1,6}\): (?:wait|_wait_for_tstate_lock))$"
 )
 _COLLECTING = ("Python GC", "<built-in function collect>")  # where Python collects garbage
 _BUILT_IN = re.compile(phases.BLOCKING_PYTHON)

@@ -10,7 +10,7 @@ from traceloom.model import units
 from traceloom.report.names import harmless, short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
-from traceloom.report.sections import SECTIONS
+from traceloom.report.sections import shown
 
 Row = dict[str, Any]
 _MOST_RANKS = 12
@@ -179,7 +179,9 @@ def _findings(document: Row) -> Iterator[str]:
 def _sections(document: Row, room: int) -> Iterator[str]:
     """One line per section that has something to say; the last ones are left out where there is no room for them."""
     said = [
-        (section.title, section.summary(document[section.key])) for section in SECTIONS if document.get(section.key)
+        (section.title, section.summary(document[section.key]))
+        for section in shown(document)
+        if document.get(section.key)
     ]
     lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in said if sentence]
     if lines and room > 1:

@@ -88,10 +88,3 @@ NOT_ASKED = "not asked for (--only)"
 def reasons(some: Iterable[Section[Any]]) -> dict[str, str]:
     """Why values of the sections can be unknown."""
     return {path: reason for one in some for path, reason in one.reasons.items()}
-
-
-def __getattr__(name: str) -> Any:
-    """`SECTIONS`: all sections, for those who want them at once."""
-    if name != "SECTIONS":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return every()
