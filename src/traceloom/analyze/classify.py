@@ -6,18 +6,18 @@ fills are memory), then the user's rules, then the table, first match wins; what
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
 
+from traceloom.analyze import rule_table
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.rule_table import check_pattern
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
@@ -57,14 +57,7 @@ class Rule:
                 slug="bad-kernel-rule",
                 hint=f"use one of {', '.join(CATEGORIES)}",
             )
-        try:
-            pl.Series([""]).str.contains(self._expression)
-        except pl.exceptions.ComputeError as error:
-            raise UsageError(
-                f"kernel rule {self.name!r} has a pattern that is no regular expression: {self.pattern!r}",
-                slug="bad-kernel-rule",
-                hint="look-around and back references are not supported",
-            ) from error
+        check_pattern(self.name, self.pattern)
 
     @property
     def _expression(self) -> str:
@@ -78,8 +71,7 @@ class Rule:
 @lru_cache(maxsize=1)
 def built_in_rules() -> tuple[Rule, ...]:
     """The table that comes with Traceloom, in order."""
-    text = files("traceloom.analyze").joinpath("kernel_rules.json").read_text(encoding="utf-8")
-    return _rules(json.loads(text), "kernel_rules.json")
+    return _rules(rule_table.built_in("kernel_rules.json"), "kernel_rules.json")
 
 
 def read_rules(path: str | Path) -> tuple[Rule, ...]:
@@ -89,19 +81,11 @@ def read_rules(path: str | Path) -> tuple[Rule, ...]:
         InputError: The file is not such a list.
         UsageError: A pattern or a category in it cannot be right.
     """
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(
-            f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
-        ) from error
-    return _rules(rows, str(path))
+    return _rules(rule_table.read(path), str(path))
 
 
-def _rules(rows: Any, where: str) -> tuple[Rule, ...]:
+def _rules(rows: list[Any], where: str) -> tuple[Rule, ...]:
     wanted = ("rule", "category", "pattern")
-    if not isinstance(rows, list):
-        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=where)
     for index, row in enumerate(rows):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in wanted):
             raise InputError(

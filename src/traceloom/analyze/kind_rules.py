@@ -5,11 +5,9 @@ They stand in one table, `kind_rules.json` beside this file; the first that matc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze import rule_table
+from traceloom.analyze.rule_table import check_pattern
 from traceloom.errors import InputError, UsageError
 
 KINDS: tuple[str, ...] = (
@@ -62,24 +62,13 @@ class KindRule:
                 hint=f"use one of {', '.join(KINDS)}",
             )
         for expression in (self.pattern, self.op, self.under):
-            self._compile(expression)
-
-    def _compile(self, expression: str) -> None:
-        try:
-            pl.Series([""]).str.contains(f"(?i){expression}")
-        except pl.exceptions.ComputeError as error:
-            raise UsageError(
-                f"kernel rule {self.name!r} has a pattern that is no regular expression: {expression!r}",
-                slug="bad-kernel-rule",
-                hint="look-around and back references are not supported",
-            ) from error
+            check_pattern(self.name, expression)
 
 
 @lru_cache(maxsize=1)
 def built_in_kind_rules() -> tuple[KindRule, ...]:
     """The table that comes with Traceloom, in order."""
-    text = files("traceloom.analyze").joinpath("kind_rules.json").read_text(encoding="utf-8")
-    return _rules(json.loads(text), "kind_rules.json")
+    return _rules(rule_table.built_in("kind_rules.json"), "kind_rules.json")
 
 
 def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
@@ -89,18 +78,10 @@ def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
         InputError: The file is not such a list.
         UsageError: A pattern or a kind in it cannot be right.
     """
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(
-            f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
-        ) from error
-    return _rules(rows, str(path))
+    return _rules(rule_table.read(path), str(path))
 
 
-def _rules(rows: Any, where: str) -> tuple[KindRule, ...]:
-    if not isinstance(rows, list):
-        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=where)
+def _rules(rows: list[Any], where: str) -> tuple[KindRule, ...]:
     return tuple(_rule(row, f"{where}, $[{index}]") for index, row in enumerate(rows))
 
 

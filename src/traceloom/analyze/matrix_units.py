@@ -6,11 +6,11 @@ can use these units, so only kernels of the kinds gemm, attention and convolutio
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from importlib.resources import files
 
 import polars as pl
+
+from traceloom.analyze import rule_table
 
 ELIGIBLE = ("gemm", "attention", "convolution")
 STATES = ("used", "unused", "unknown", "none")
@@ -21,8 +21,7 @@ _STATE = {"yes": "used", "no": "unused", "none": "none"}
 @lru_cache(maxsize=1)
 def rules() -> tuple[dict[str, str], ...]:
     """The table: rule, uses (yes, no, none: no matrix product), pattern, example, why."""
-    text = files("traceloom.analyze").joinpath("matrix_rules.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text))
+    return tuple(rule_table.built_in("matrix_rules.json"))
 
 
 def matrix_units(kernels: pl.DataFrame) -> pl.Series:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli.options import add_reading
 from traceloom.errors import CheckError, UsageError
 
 if TYPE_CHECKING:
@@ -46,13 +47,6 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
     more = parser.add_argument_group("more")
     more.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
     add_reading(more)
-
-
-def add_reading(more: argparse._ActionsContainer) -> None:
-    """The options of whatever reads traces."""
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
-    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
 
 
 def rows(text: str) -> int:

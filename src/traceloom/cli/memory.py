@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli.options import add_reading, ranks
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 
@@ -55,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "--at", type=_instant, default="peak", metavar="WHEN",
         help='peak (default), start, end, "step 3" (its highest point), or a time as 12.5ms',
     )  # fmt: skip
-    what.add_argument("--rank", type=_ranks, metavar="N[,N]", help="only these ranks")
+    what.add_argument("--rank", type=ranks, metavar="N[,N]", help="only these ranks")
     what.add_argument("--full-op-names", action="store_true", help="keep namespaces: aten::relu instead of relu")
     how = parser.add_argument_group("how to show it")
     how.add_argument("--top", type=_count, default=10, metavar="N", help="rows of a table (default: 10)")
@@ -67,9 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     how.add_argument("--all", action="store_true", help="with .csv: time, lifetime, category, step, stack, ... too")
     how.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
-    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    add_reading(more)
     return parser
 
 
@@ -77,13 +76,6 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"`{text}` is no number from 1 on")
     return int(text)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
 
 
 def _instant(text: str) -> str:

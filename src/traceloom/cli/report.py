@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from traceloom.cli.options import add_reading, ranks
 from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 
@@ -52,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="trace file, directory of traces, or recorded run; - for standard input",
     )
     what = parser.add_argument_group("what to report")
-    what.add_argument("--rank", type=_ranks, metavar="N[,N]", help="only these ranks")
+    what.add_argument("--rank", type=ranks, metavar="N[,N]", help="only these ranks")
     what.add_argument("--steps", type=_steps, metavar="A..B", help="only the work of steps A to B-1")
     what.add_argument("--by-shape", action="store_true", help="count operators apart by the shapes of their inputs")
     what.add_argument(
@@ -84,9 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )  # fmt: skip
     how.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
-    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    add_reading(more)
     return parser
 
 
@@ -110,13 +109,6 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
     return int(text)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
 
 
 def _sections(text: str) -> tuple[str, ...]:

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli.options import add_reading
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from traceloom.model import Graph, Session
+    from traceloom.model import Graph
 
 _EXAMPLES = """\
 examples:
@@ -54,9 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
-    more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
-    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    add_reading(more)
     return parser
 
 
@@ -89,22 +88,15 @@ def run(args: argparse.Namespace) -> int:
         progress.say("evaluating")
         plan = Plan(graph)
         kept = law(graph, plan)
-        found = whatif(graph, changes, plan=plan, kept=kept, host_ratio=_overhead(session))
+        found = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
         document = report.build(session.name, args.step, changes, found, kept)
         written = []
+        after = changed_graph(graph, scenario_of(graph, changes), found.times) if args.output else graph
         for path in args.output:
             progress.say(f"writing {path}")
-            after = changed_graph(graph, scenario_of(graph, changes), found.times)
             written.append((path, files.write(path, _writer(path, document, after), force=args.force)))
     _show(args, document, written)
     return 0
-
-
-def _overhead(session: Session) -> float | None:
-    """The largest measured ratio of a recorded to an unrecorded step, over the ranks."""
-    parts = [(trace.meta.capture or {}).get("overhead") for trace in session.traces]
-    ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
-    return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
 
 
 def _writer(path: Path, document: dict[str, Any], after: Graph) -> Callable[[BinaryIO], None]:

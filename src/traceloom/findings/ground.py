@@ -101,9 +101,7 @@ class Ground:
     @cached_property
     def host_ratio(self) -> float | None:
         """How much longer recorded steps take than unrecorded ones, where that was measured."""
-        parts = [(trace.meta.capture or {}).get("overhead") for trace in self.session.traces]
-        ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
-        return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
+        return self.session.recording_ratio
 
     @property
     def traces(self) -> tuple[Trace, ...]:

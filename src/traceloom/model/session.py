@@ -41,6 +41,13 @@ class Session:
         """The earliest start of all traces: what report times are relative to."""
         return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
 
+    @property
+    def recording_ratio(self) -> float | None:
+        """How much longer recorded steps take than unrecorded ones, the largest over the ranks; None where unknown."""
+        parts = [(trace.meta.capture or {}).get("overhead") for trace in self.traces]
+        ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
+        return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
+
     def of_rank(self, rank: int) -> Session:
         """The session with only the windows of one rank."""
         return self.of_ranks((rank,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +21,11 @@ Engine = Literal["in-memory", "streaming"]
 def is_large(trace: Trace) -> bool:
     """Whether what is computed from the trace goes to disk."""
     return trace.meta.file_bytes >= spill.SPILL_BYTES
+
+
+def in_memory(trace: Trace) -> Trace:
+    """The same trace, of which what is computed stays in memory however large it is."""
+    return replace(trace, meta=replace(trace.meta, file_bytes=-1)) if is_large(trace) else trace
 
 
 def engine(trace: Trace) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -15,7 +15,7 @@ from traceloom.analyze.allocations.partitions import Partition, partition, stack
 from traceloom.analyze.allocations.table import Stacks
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
-from traceloom.read.large import is_large
+from traceloom.read.large import in_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ def explain(trace: Trace, *, full_op_names: bool = False) -> Explained:
         trace: Recorded with `profile_memory`; without allocation events there are no blocks.
         full_op_names: Keep the namespaces of operators in names: `aten::relu`.
     """
-    if is_large(trace):  # blocks are held in memory: so are the columns that they are told by
-        trace = replace(trace, meta=replace(trace.meta, file_bytes=-1))
+    trace = in_memory(trace)  # blocks are held there, so the columns that they are told by are too
     found = named(trace, full_op_names=full_op_names)
     found.blocks.check()
     whose = owners(trace, found.blocks)
