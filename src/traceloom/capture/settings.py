@@ -56,8 +56,11 @@ class Settings:
 
     @property
     def from_the_start(self) -> bool:
-        """Whether the early part is kept as the beginning of the window: allocations are only whole from the start."""
-        return self.memory and self.early
+        """Whether the early part is kept as the beginning of the window: allocations are only whole from the start.
+
+        Not with stacks: the first step imports half of PyTorch, a million frames that cost minutes and 400 MB.
+        """
+        return self.memory and self.early and not self.stacks
 
     def to_json(self) -> str:
         """The settings for the environment variable."""

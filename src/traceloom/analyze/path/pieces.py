@@ -129,12 +129,15 @@ def pieces(graph: Graph, window: Window) -> Pieces:
         ),
     )
     kept = found.take(np.flatnonzero(found.end > found.start))
-    # A path that ends before the window does: nothing was recorded after it.
-    return kept if not kept.end.size or kept.end[-1] >= window.high else _with_end(kept, window)
+    return _with_end(kept, window)
 
 
 def _with_end(found: Pieces, window: Window) -> Pieces:
-    last = [found.end[-1], window.high, -1, -1, False, _number(UNRECORDED)]
+    """A path that ends before the window does, even before it begins: nothing was recorded after it."""
+    end = int(found.end[-1]) if found.end.size else window.low
+    if end >= window.high:
+        return found
+    last = [end, window.high, -1, -1, False, _number(UNRECORDED)]
     return Pieces(*(np.append(getattr(found, name), value) for name, value in zip(found.__slots__, last, strict=True)))
 
 
