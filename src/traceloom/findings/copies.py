@@ -71,7 +71,7 @@ def on_the_device(ground: Ground) -> Iterator[Said]:
     """Copies from the device to itself."""
     mask, by_op = _within(ground)
     time = ground.work_ns(mask)
-    if time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
+    if not mask.any() or time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
         return
     most = max(by_op, key=lambda name: by_op[name])
     yield Candidate(

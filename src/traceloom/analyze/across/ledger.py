@@ -75,8 +75,9 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
 
 
 def _device(work: pl.DataFrame, calls: pl.DataFrame) -> int | None:
-    """The device that communicates most, else the one that works most."""
-    talking = calls.filter(pl.col("device").is_not_null())
+    """The device that communicates most, else the one that works most; one whose work takes no time is none."""
+    work = work.filter(pl.col("end_ns") > pl.col("start_ns"))
+    talking = calls.filter(pl.col("device").is_in(work["device"].unique().implode()))
     of = talking.select("device", ns="duration_ns")
     if not talking.height:
         of = work.filter(pl.col("device").is_not_null()).select("device", ns=pl.col("end_ns") - pl.col("start_ns"))
