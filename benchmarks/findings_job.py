@@ -86,8 +86,10 @@ def extra(fault: str, batch: torch.Tensor, *, wrong: bool) -> None:
         _ = sum(float(value) for value in values) if wrong else float(values.sum())
     elif not wrong:
         return
-    elif fault == "sleep" or (fault == "straggler" and os.environ.get("RANK") == "1"):
+    elif fault == "sleep":
         time.sleep(0.010)
+    elif fault == "straggler" and os.environ.get("RANK") == "1":
+        time.sleep(0.040)  # longer than two ranks wait for each other on two busy processors
     elif fault == "python":
         _ = sum(value * value for value in range(100_000))
 

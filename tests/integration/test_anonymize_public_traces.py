@@ -22,6 +22,9 @@ HOSTS = sorted((DATA / "host").glob("*.gz")) if DATA.is_dir() else []
 CHAKRA = sorted((DATA / "chakra").iterdir()) if DATA.is_dir() else []
 SMALL = 200_000  # bytes of gzip: the large ones are rewritten once, not in every way
 
+LARGE = 500_000  # these only when asked for
+THOROUGH = pytest.mark.thorough
+
 # What these files hold of people, machines, models and paths.
 TELLING = re.compile(
     rb"bcoutinho|mojif|facebook|twshared|vanguard|feed_ranking|mast_job_name\W+torchx|dper3|owlv2|qwen|bert|deepseek"
@@ -52,7 +55,9 @@ def _verdicts(outcome: Outcome) -> dict[str, str]:
     return {part["part"]: part["verdict"] for entry in outcome.report["utility"] for part in entry["parts"]}
 
 
-@pytest.mark.parametrize("path", TRACES, ids=_name)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=THOROUGH if p.stat().st_size > LARGE else []) for p in TRACES], ids=_name
+)
 def test_a_trace_says_the_same_and_nothing_of_its_owner(path: Path, tmp_path: Path) -> None:
     outcome = _shared(path, tmp_path, Policy())
     assert TELLING.findall(_bytes(outcome)) == []

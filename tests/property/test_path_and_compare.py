@@ -11,7 +11,7 @@ from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
 from traceloom.testing.strategies import builders
 
-unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 @unhurried

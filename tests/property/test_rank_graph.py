@@ -40,7 +40,7 @@ def tiled(graph: Graph) -> None:
         assert (start[1:] == start[:-1] + length[:-1]).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(builder=builders(most_events=25))
 def test_random_traces_make_graphs_that_keep_the_law(builder):
     graph, trace = linked(builder)
@@ -90,7 +90,7 @@ def busy(draw: st.DrawFn) -> TraceBuilder:
     return builder
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(builder=busy())
 def test_whatever_waits_for_whatever_there_is_no_circle_and_nothing_before_its_cause(builder):
     graph, trace = linked(builder)

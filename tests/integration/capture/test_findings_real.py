@@ -45,7 +45,7 @@ def test_a_rank_that_sleeps_makes_the_others_wait(recorder: Any) -> None:
     # the sleep itself, or the rank that it makes late: either is the fault
     assert first.slug in ("straggler", "host-pause")
     assert first.slug == "host-pause" or first.title.startswith("rank 1 ")
-    assert first.saving_ns > 0.5 * 10 * MS
+    assert first.saving_ns > 0.5 * 40 * MS
 
 
 def test_reading_values_costs_nothing_without_a_device(recorder: Any) -> None:

@@ -197,7 +197,7 @@ def test_the_steps_of_the_users_profiler_are_the_steps(recorder: Any) -> None:
     assert run.rank()["step_source"] == "profiler"
     assert len(run.rank()["steps"]["start_ns"]) == 10
     assert run.marks() == [2, 3, 4]
-    assert run.names().count("Optimizer.step#AdamW.step") == 4
+    assert run.names().count("Optimizer.step#Plain.step") == 4
 
 
 def test_the_settings_reach_a_program_through_a_launcher_of_its_own(recorder: Any) -> None:

@@ -125,7 +125,7 @@ def test_however_a_program_ends_what_was_recorded_is_kept(recorder: Any, ending:
     assert run.rank()["ended"] == reason
     assert run.rank()["window"]["step_count"] == 3
     assert run.marks()[:4] == [3, 4, 5, 6]
-    assert run.names().count("Optimizer.step#AdamW.step") == 3
+    assert run.names().count("Optimizer.step#Plain.step") == 3
 
 
 def interrupt_when_ready(process: subprocess.Popen[str], sign: signal.Signals) -> tuple[str, str]:
@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_was_recorded(recorder: Any, launcher: str) -> None:
     assert process.returncode == (-signal.SIGINT if launcher == "python" else 1), err
     run = type(recorder.plain(["true"]))(process.returncode, "", err, recorder.directory)
     assert run.rank()["window"]["step_count"] == 3
-    assert run.names().count("Optimizer.step#AdamW.step") == 3
+    assert run.names().count("Optimizer.step#Plain.step") == 3
 
 
 def test_a_forked_child_that_works_on_does_not_touch_the_recording(recorder: Any) -> None:

@@ -14,10 +14,12 @@ NAMES = (
     "mi300_sglang_decode_graphs", "mi300_vllm_piecewise_graphs", "mtia_inference", "triton_example",
     "v100_ns_resolution",
 )  # fmt: skip
+# Steps and stacks, allocations and communication, graphs, no host.
+USUAL = ("cpu_only_gloo_rank34", "h800_deepseek_train", "mi210_gpu_only", "mi300_sglang_decode_graphs")
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.thorough) for n in NAMES])
 def test_the_report_of_a_real_trace_on_disk_is_that_in_memory(name, shared_data, tmp_path, monkeypatch):
     path = shared_data / "kineto" / f"{name}.json.gz"
     expected = build(Session((read_kineto(path),), name), ReportOptions())

@@ -458,7 +458,7 @@ NODES = st.builds(
 
 
 @given(st.lists(st.lists(NODES, max_size=6), min_size=1, max_size=3), st.sampled_from(["chakra", "astra-sim"]))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_whatever_the_files_hold_there_is_a_verdict(ranks: list, target: Target) -> None:
     with tempfile.TemporaryDirectory() as home:
         verdict = validate(write_set(Path(home), *ranks, groups={"1": [0, 1]}), target=target)
