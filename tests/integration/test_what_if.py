@@ -114,10 +114,29 @@ def test_a_pattern_that_is_none_is_refused() -> None:
     assert caught.value.slug == "bad-change"
 
 
-def test_savings_of_the_host_are_rescaled_by_what_recording_cost() -> None:
+def test_savings_of_the_host_are_told_without_what_recording_cost_it() -> None:
     _, graph, plan = made("launch-bound")
-    found = whatif(graph, [parse("host * 0.7")], plan=plan, host_ratio=1.25)
-    assert found.rescaled_saved_ns == round(found.saved_ns / 1.25)
-    assert whatif(graph, [parse("gpu * 0.5")], plan=plan, host_ratio=1.25).rescaled_saved_ns == whatif(
-        graph, [parse("gpu * 0.5")], plan=plan
-    ).saved_ns  # fmt: skip
+    ratio = 1.25
+    cost = (1 - 1 / ratio) * whatif(graph, [parse("gpu * 1")], plan=plan).before_ns
+
+    def less(*texts: str, ratio: float | None = ratio) -> int:
+        found = whatif(graph, [parse(text) for text in texts], plan=plan, host_ratio=ratio)
+        return found.saved_ns - found.rescaled_saved_ns
+
+    assert less("host * 0.7") == pytest.approx(0.3 * cost, abs=1)
+    assert less("host * 0.7", ratio=None) == less("host * 0.7", ratio=0.9) == 0
+    # the device is not recorded by the host, and what it saves beside the host stays
+    assert less("gpu * 0.5") == 0
+    assert less("host * 0.7", "gpu * 0.5") == pytest.approx(0.3 * cost, abs=1)
+    # parts of the host add up to the whole, and one after the other is their product
+    parts = [less(f"{part} * 0.7") for part in ("ops", "launches")]
+    assert less("ops * 0.7", "launches * 0.7") == pytest.approx(sum(parts), abs=2)
+    assert less("host * 0.9", "host * 0.8") == pytest.approx(0.28 * cost, abs=1)
+    # what costs time costs less without recording
+    assert less("host * 1.5") == pytest.approx(-0.5 * cost, abs=1)
+
+
+def test_what_recording_cost_is_never_more_than_the_saving() -> None:
+    _, graph, plan = made("launch-bound")
+    found = whatif(graph, [parse("ops ~ aten::linear remove")], plan=plan, host_ratio=50.0)
+    assert 0 <= found.rescaled_saved_ns < found.saved_ns

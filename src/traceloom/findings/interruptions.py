@@ -150,7 +150,7 @@ def recording(ground: Ground) -> Iterator[Said]:
     if ratio < _COSTLY:
         return
     yield Remark(
-        title=f"recording makes steps {ratio:.2f} × as long: savings of the host are divided by that",
+        title=f"recording makes steps {ratio:.2f} × as long: savings of the host are told without that",
         confidence=0.9,
         advice="Record without stacks, shapes and memory, or fewer steps; trust the savings of the device more.",
     )

@@ -10,9 +10,8 @@ import numpy as np
 
 from traceloom.findings.ground import Ground
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
-from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Abstention, Finding, Severity
-from traceloom.simulate import Scenario, whatif_many
+from traceloom.simulate import Scenario, unrecorded_saving_ns, whatif_many
 
 LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
@@ -126,25 +125,10 @@ def _finding(ground: Ground, rule: Rule, candidate: Candidate, saved: int, alone
 
 
 def _unrecorded(ground: Ground, candidate: Candidate, saved: int) -> int:
-    """What a fix saves when nobody records.
-
-    Recording makes a step longer by what each recorded event of the host takes to write down: work in which nothing is
-    recorded, such as a pause, is not longer for it.
-    """
-    ratio = ground.host_ratio
-    if ratio is None or ratio <= 1:
-        return saved
-    cost = ground.step_ns * (1 - 1 / ratio)
-    host = ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
-    events = max(int(np.count_nonzero(host)), 1)
-    less = 0.0
-    for change in candidate.changes:
-        if change.action in ("graph", "idle"):
-            less = max(less, saved * (1 - 1 / ratio))
-        elif change.action in ("scale", "remove", "workers", "delay"):
-            share = np.count_nonzero(change.selection.nodes(ground.graph) & host) / events
-            less = max(less, cost * share * max(1 - change.factor, 0.0) if change.action == "scale" else cost * share)
-    return max(round(saved - less), 0)
+    """What a fix saves when nobody records."""
+    return unrecorded_saving_ns(
+        ground.graph, candidate.changes, saved, whole_ns=ground.step_ns, ratio=ground.host_ratio
+    )
 
 
 def _severity(fraction: float) -> Severity:

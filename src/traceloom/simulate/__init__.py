@@ -1,6 +1,7 @@
 """What if? A linked graph evaluated with changes."""
 
 from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import Selection
 from traceloom.simulate.whatif import Sweep, WhatIf, changed_graph, scenario_of, sweep, whatif, whatif_many
 
@@ -14,6 +15,7 @@ __all__ = [
     "parse",
     "scenario_of",
     "sweep",
+    "unrecorded_saving_ns",
     "whatif",
     "whatif_many",
 ]

@@ -16,10 +16,10 @@ from traceloom.retime import ABSENT, Plan
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.recording import unrecorded_saving_ns
 
 Ints = NDArray[np.int64]
 
-HOST_TARGETS = ("host", "ops", "think", "launches", "loading")
 RANKS = pl.Schema({"rank": pl.Int32, "before_ns": pl.Int64, "after_ns": pl.Int64, "saved_ns": pl.Int64})
 PARTS = pl.Schema({"what": pl.String, "kind": pl.String, "before_ns": pl.Int64, "after_ns": pl.Int64})
 
@@ -36,7 +36,8 @@ class WhatIf(Result):
         saved_fraction: Of `before_ns`.
         host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the trace is so much
             longer than without a profiler; None where nobody measured it.
-        rescaled_saved_ns: `saved_ns` with what is the host's divided by that ratio; `saved_ns` where nothing is known.
+        rescaled_saved_ns: `saved_ns` without what recording cost the work that is saved (see `unrecorded_saving_ns`);
+            `saved_ns` where nobody measured that.
         ranks: rank, before_ns, after_ns, saved_ns.
         path: What the critical path consists of, before and after: what, kind, before_ns, after_ns; each adds up to the
             window.
@@ -89,8 +90,6 @@ def whatif(
     measured = graph.point_times()
     before, after = _span(measured), _span(times)
     saved = before - after
-    ratio = host_ratio if host_ratio is not None and host_ratio > 1 else None
-    of_host = any(change.selection.target in HOST_TARGETS or change.action in ("graph", "idle") for change in changes)
     return WhatIf(
         changes=tuple(str(change) for change in changes),
         before_ns=before,
@@ -98,7 +97,7 @@ def whatif(
         saved_ns=saved,
         saved_fraction=saved / max(before, 1),
         host_ratio=host_ratio,
-        rescaled_saved_ns=round(saved / ratio) if ratio is not None and of_host else saved,
+        rescaled_saved_ns=unrecorded_saving_ns(graph, changes, saved, whole_ns=before, ratio=host_ratio),
         ranks=_ranks(graph, measured, times),
         path=_path(graph, scenario, times),
         times=times,

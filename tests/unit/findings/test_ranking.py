@@ -107,6 +107,17 @@ def test_savings_of_the_host_are_divided_by_what_recording_cost() -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["host * 0.5", "ops * 0.6", "launches remove", "gpu * 0.2", "idle remove"])
+def test_a_finding_and_a_what_if_tell_the_same_without_recording(text: str) -> None:
+    here = ground("host")
+    assert here.step_ns == here.whole_ns
+    slowed = Ground(here.session, here.step)
+    slowed.__dict__["host_ratio"] = 1.25
+    asked = whatif(here.graph, [parse(text)], host_ratio=1.25)
+    told = rank(slowed, [rule("some", candidate(text))]).time
+    assert [one.saving_ns for one in told] == ([asked.rescaled_saved_ns] if asked.rescaled_saved_ns else [])
+
+
 def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
     said = (
         MemoryCandidate("some", 10, None, False, 0.5, "free it"),

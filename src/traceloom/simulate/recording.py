@@ -1,0 +1,52 @@
+"""What a change saves when nobody records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import among
+
+_HOST = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
+_FEWER_EVENTS = ("scale", "remove", "workers", "delay")  # what is recorded becomes less with the work
+_HOST_WAITS_NO_MORE = ("graph", "idle")  # the step is the host's no longer, so neither is what recording made it wait
+
+
+def unrecorded_saving_ns(
+    graph: Graph, changes: Sequence[Change], saved_ns: int, *, whole_ns: int, ratio: float | None
+) -> int:
+    """A saving of a recorded run, as it is when nobody records.
+
+    Recording makes a step longer by what each recorded event of the host takes to write down, so that of a saving goes
+    what writing down the events of the work that is taken away cost. Work in which little is recorded, such as a pause,
+    loses little; work of the device nothing.
+
+    Args:
+        graph: What the saving was evaluated on.
+        changes: What saves.
+        saved_ns: What they save on the graph, ns; negative where they cost time.
+        whole_ns: The recorded step or window that the saving is of, ns.
+        ratio: Recorded step / unrecorded step, as measured; None where nobody measured it.
+
+    Returns:
+        ns, between 0 and `saved_ns`; `saved_ns` where the ratio is unknown or at most 1.
+    """
+    if ratio is None or ratio <= 1:
+        return saved_ns
+    of_recording = 1 - 1 / ratio
+    host = among(graph.nodes["kind"], gs.NODE_KINDS, _HOST)
+    left = np.ones(graph.nodes.height)
+    less = 0.0
+    for change in changes:
+        if change.action in _HOST_WAITS_NO_MORE:
+            less = saved_ns * of_recording
+        elif change.action in _FEWER_EVENTS:
+            left[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
+    events = max(int(np.count_nonzero(host)), 1)
+    gone = whole_ns * of_recording * float((1 - left[host]).sum()) / events
+    less = max(less, gone) if saved_ns >= 0 else min(less, gone)
+    return saved_ns - round(min(max(less, min(saved_ns, 0)), max(saved_ns, 0)))
