@@ -32,8 +32,7 @@ def collections(ground: Ground) -> Iterator[Said]:
         if not mask.any() and (gaps["cause"].cast(pl.String) == "host_garbage_collection").any():
             mask |= _during(ground, trace.rank, gaps)
     if not mask.any():
-        if not ground.of_kind(gs.HOST).any():
-            yield Abstention("garbage-collection", "nothing was recorded of the host")
+        yield from _without_host(ground, "garbage-collection")
         return
     yield Candidate(
         title=f"Python collects garbage for {units.duration(ground.work_ns(mask))} in {ground.where}",
@@ -43,6 +42,12 @@ def collections(ground: Ground) -> Iterator[Said]:
         "every N steps, on all ranks in the same step.",
         evidence=ground.evidence(mask),
     )
+
+
+def _without_host(ground: Ground, slug: str) -> Iterator[Abstention]:
+    """What the host did not do cannot be told where nothing of it was recorded."""
+    if not ground.of_kind(gs.HOST).any():
+        yield Abstention(slug, "nothing was recorded of the host")
 
 
 def _during(ground: Ground, rank: int | None, gaps: pl.DataFrame) -> np.ndarray:
@@ -73,6 +78,7 @@ def compiling(ground: Ground) -> Iterator[Said]:
         if rows.height:
             mask |= ground.below(trace, rows["event"])
     if not mask.any():
+        yield from _without_host(ground, "compiling")
         return
     again = f", {units.count(recompiled)} of them again" if recompiled else ""
     yield Candidate(
@@ -97,13 +103,14 @@ def autotuning(ground: Ground) -> Iterator[Said]:
             host = rows.filter(pl.col("launch").is_null())
             mask |= ground.below(trace, host["event"])
     if not mask.any():
+        yield from _without_host(ground, "autotuning")
         return
     yield Candidate(
         title=f"kernels are tried out (autotuning) in {ground.where}: {units.duration(ground.work_ns(mask))}",
         changes=(Change("remove", Chosen("autotuning", mask, "host")),),
         confidence=0.7,
         advice="Warm up with every shape first, and keep what was found: TORCHINDUCTOR_CACHE_DIR, Triton's cache; "
-        " torch.backends.cudnn.benchmark=False where shapes change all the time.",
+        "torch.backends.cudnn.benchmark=False where shapes change all the time.",
         evidence=ground.evidence(mask),
     )
 

@@ -64,6 +64,26 @@ class Made:
         self.device = max(self.device, self.now)
         return self
 
+    def around(self, name: str, work: Callable[[Made], object], *, python: bool = False) -> Made:
+        """An op or a frame around some work."""
+        began = self.now
+        self.now += 1
+        work(self)
+        (self.trace.python if python else self.trace.op)(name, began, self.now - began)
+        self.now += 1
+        return self
+
+    def exchange(self, parts: list[int] | None, us: float = 300) -> Made:
+        """An all_to_all of parts; where None, the file says nothing of them."""
+        more = {} if parts is None else {"In split size": str(parts), "Out split size": str(parts)}
+        args = TraceBuilder.collective_args("all_to_allv", "0", 4, 4096, "Float")
+        self.number += 1
+        self.trace.launch("cudaLaunchKernel", self.now, 4, correlation=self.number)
+        start = max(self.device, self.now + 8)
+        self.trace.kernel("ncclDevKernel_SendRecv(x)", start, us, correlation=self.number, **args | more)
+        self.device, self.now = start + us + 1, self.now + 6
+        return self
+
     def done(self) -> TraceBuilder:
         return self.trace.step(1, 5, self.now)
 
@@ -95,6 +115,12 @@ FOUND: dict[str, Callable[[], Made]] = {
     "garbage-collection": lambda: busy().inside("<built-in function collect>", 3_000, python=True).op(),
     "data-starved": lambda: busy().inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 3_000).op(),
     "matrix-units-unused": lambda: _products("ampere_sgemm_128x64_nn"),
+    "compiling": lambda: (
+        _broken(0).around("_compile.compile_inner (dynamo_timed)", lambda made: made.pause(4_000)).op()
+    ),
+    "autotuning": lambda: busy().around("triton/testing.py(99): do_bench", _trials, python=True).op(),
+    "graph-breaks": lambda: _broken(20),
+    "uneven-exchange": lambda: _exchanges([4000, 32, 32, 32]),
 }
 
 
@@ -127,6 +153,35 @@ def _products(kernel: str) -> Made:
     return made
 
 
+def _trials(made: Made) -> None:
+    for _ in range(40):
+        made.op("", "triton_candidate", 80, host_us=90)
+
+
+def _broken(breaks: int) -> Made:
+    """Regions of compiled code whose continuation comes after 100 us of something else, or that have none."""
+
+    def graph(made: Made) -> None:
+        made.around("CompiledFunction", lambda inner: inner.op("triton_call", "triton_fused", 20))
+
+    def region(made: Made) -> None:
+        graph(made)
+        if breaks:
+            made.pause(100).around("Torch-Compiled Region: 1/0", graph)
+
+    made = Made()
+    for _ in range(breaks or 20):
+        made.around("Torch-Compiled Region: 0/0", region)
+    return made
+
+
+def _exchanges(parts: list[int] | None) -> Made:
+    made = Made()
+    for _ in range(5):
+        made.op(kernel_us=40).exchange(parts)
+    return made
+
+
 @pytest.mark.parametrize("slug", FOUND)
 def test_a_rule_finds_what_it_is_about(slug: str) -> None:
     found = said(slug, FOUND[slug]().done())
@@ -149,6 +204,57 @@ def test_a_device_that_is_always_busy_needs_no_fix() -> None:
 @pytest.mark.parametrize("slug", sorted(set(FOUND) - {"launch-bound", "python-bound"}))
 def test_a_rule_says_nothing_where_all_is_well(slug: str) -> None:
     assert [one for one in said(slug, busy().done()) if isinstance(one, (Candidate, MemoryCandidate, Remark))] == []
+
+
+WELL = {
+    "compiling": lambda: _broken(20),  # compiled before the step, with breaks
+    "graph-breaks": lambda: _broken(0),
+    "autotuning": lambda: busy().around("train.py(7): benchmark_of_the_year", lambda made: made.op(), python=True),
+    "uneven-exchange": lambda: _exchanges([1000, 1100, 1000, 996]),
+}
+
+
+@pytest.mark.parametrize("slug", WELL)
+def test_a_rule_says_nothing_where_what_it_is_about_is_there_and_right(slug: str) -> None:
+    assert said(slug, WELL[slug]().done()) == []
+
+
+@pytest.mark.parametrize(("slug", "goes_us"), [("compiling", 4_000), ("autotuning", 40 * 80)])
+def test_what_is_tried_out_and_compiled_goes_as_a_whole(slug: str, goes_us: int) -> None:
+    (found,) = rank(grounded(FOUND[slug]().done()), [BY_SLUG[slug]]).time
+    assert found.saving_ns == pytest.approx(goes_us * 1000, rel=0.05)
+
+
+def test_graph_breaks_save_at_most_the_host_time_between_the_graphs() -> None:
+    (one,) = said("graph-breaks", FOUND["graph-breaks"]().done())
+    assert isinstance(one, Candidate)
+    assert one.at_most_ns is not None
+    assert 20 * 100_000 <= one.at_most_ns <= 20 * 110_000
+
+
+def test_an_uneven_exchange_is_as_long_as_with_equal_parts() -> None:
+    ground = grounded(FOUND["uneven-exchange"]().done())
+    (one,) = BY_SLUG["uneven-exchange"].look(ground)
+    assert isinstance(one, Candidate)
+    assert "3.9 × the mean" in one.title
+    found = rank(ground, [BY_SLUG["uneven-exchange"]]).time[0]
+    assert found.saving_ns == pytest.approx(5 * 300_000 * (1 - 1024 / 4000), rel=0.1)
+
+
+def test_exchanges_whose_parts_were_not_recorded_are_not_called_even() -> None:
+    (one,) = said("uneven-exchange", _exchanges(None).done())
+    assert isinstance(one, Abstention)
+    assert "split sizes" in one.reason
+
+
+@pytest.mark.parametrize("slug", ["compiling", "autotuning", "garbage-collection"])
+def test_what_the_host_does_is_not_known_from_the_device_alone(slug: str) -> None:
+    device = TraceBuilder()
+    for k in range(5):
+        device.kernel(KERNEL, 10 + 30 * k, 20)
+    (one,) = said(slug, device)
+    assert isinstance(one, Abstention)
+    assert "nothing was recorded of the host" in one.reason
 
 
 ABSTAINS = {
