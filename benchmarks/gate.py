@@ -31,7 +31,9 @@ from traceloom.read.step_log import WARM_UP
 
 BATCHES = 20
 Pools = tuple[list[gate.RunSummary], list[gate.RunSummary]]
-CONDITIONS = ("step_time > 0%", "step_time > 2%", "step_time > 3%", "median(step_time) > 2%")
+CONDITIONS = (
+    "step_time > 0%", "step_time > 2%", "median(step_time) > 2%", "p10(step_time) > 0%", "p10(step_time) > 2%",
+)  # fmt: skip
 GROUPS = ((1, 1), (3, 3), (5, 5), (6, 1))
 
 
@@ -136,6 +138,10 @@ def noise(pools: Pools) -> None:
     print(f"mean step {means[0].mean() / 1e6:.2f} ms; with one batch more {means[1].mean() / means[0].mean() - 1:+.1%}")
     medians = [np.median([np.median(run.wall_ns) for run in pool]) for pool in pools]
     print(f"by medians {medians[1] / medians[0] - 1:+.1%}")
+    low = [np.array([np.percentile(run.wall_ns, 10) for run in pool]) for pool in pools]
+    apart = [pool.std(ddof=1) / pool.mean() for pool in low]
+    slower = low[1].mean() / low[0].mean() - 1
+    print(f"by 10th percentiles {slower:+.1%}; runs scatter by {apart[0]:.1%} and {apart[1]:.1%}")
     print(f"runs scatter by {scatter[0]:.1%} and {scatter[1]:.1%} (standard deviation), steps in a run by {steps:.1%}")
     print(f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors\n")
 

@@ -22,7 +22,7 @@ CONDITIONS = """\
 conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, per step
   METRIC  step_time gpu_time exposed_communication idle launches memory_peak
           kernel:REGEX  kind:gemm  op:REGEX (host)  op_gpu:REGEX
-          median(METRIC)  p95(METRIC) instead of the mean over steps
+          median(METRIC)  p10(METRIC)  p95(METRIC) instead of the mean
   CHANGE  3%  2ms  100MB  10
 """
 

@@ -30,6 +30,7 @@ def test_conditions_are_read(text: str, metric: str, chosen: str, above: bool, l
 
 
 def test_another_statistic_is_read() -> None:
+    assert parse("p10(step_time) > 2%").statistic == "p10"
     found = parse("p95(kernel:gemm) > 5%")
     assert (found.statistic, found.metric, found.chosen, found.name) == ("p95", "kernel", "gemm", "p95(kernel:gemm)")
 

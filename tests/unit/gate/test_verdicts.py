@@ -92,6 +92,23 @@ def test_the_scatter_of_runs_counts_where_there_are_several() -> None:
     assert only(gate.judge(base[:1], new[:1], [condition]))["sample"] == "within one run only"
 
 
+def disturbed(chance: np.random.Generator, mean: float) -> RunSummary:
+    """A run of which others lengthen half of the steps or nearly all of them, by up to half."""
+    plain = mean * (1 + 0.01 * chance.standard_normal(100) + 0.005 * chance.standard_normal())
+    longer = (chance.random(100) < chance.uniform(0.2, 0.8)) * chance.uniform(0.2, 0.5, 100)
+    return made.summary((plain * (1 + longer)).tolist())
+
+
+def test_among_others_on_the_machine_the_fastest_steps_tell_what_the_mean_cannot() -> None:
+    chance = np.random.default_rng(3)
+    base, new = ([disturbed(chance, TEN_MS * slower) for _ in range(5)] for slower in (1.0, 1.05))
+    mean, low = (only(gate.judge(base, new, [gate.parse(f"{what} > 2%")])) for what in ("step_time", "p10(step_time)"))
+    assert (mean["verdict"], low["verdict"]) == ("inconclusive", "fail")
+    assert low["change"] == pytest.approx(0.05, abs=0.01)
+    assert str(mean["reason"]).endswith("p10(step_time), the steps that nothing disturbed, would fail")
+    assert only(gate.judge(base, base, [gate.parse("p10(step_time) > 2%")]))["verdict"] == "pass"
+
+
 def test_the_same_runs_give_the_same_verdict() -> None:
     chance = np.random.default_rng(5)
     base, new = ([made.run(chance, TEN_MS, of_runs=0.02) for _ in range(3)] for _ in range(2))

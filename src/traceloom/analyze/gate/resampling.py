@@ -27,11 +27,13 @@ LEVEL = 0.95
 _NORMAL = 1.959963984540054  # half-width of the interval of a normal value, in standard deviations
 _MOST_CELLS = 1 << 22  # of steps drawn at once, so that memory stays bounded
 
-STATISTICS: dict[str, Statistic] = {
-    "mean": lambda values: np.asarray(values.mean(axis=-1)),
-    "median": lambda values: np.asarray(np.median(values, axis=-1)),
-    "p95": lambda values: np.asarray(np.percentile(values, 95, axis=-1)),
-}
+
+def statistic_of(name: str) -> Statistic:
+    """What is taken over the steps of a run: `mean`, `median`, or a percentile as `p95`."""
+    if name == "mean":
+        return lambda values: np.asarray(values.mean(axis=-1))
+    percentile = 50 if name == "median" else int(name[1:])
+    return lambda values: np.asarray(np.percentile(values, percentile, axis=-1))
 
 
 @dataclass(frozen=True, slots=True)

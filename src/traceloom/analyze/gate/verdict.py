@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from traceloom.analyze.compare.conditions import DECISIVE
 from traceloom.analyze.gate.causes import causes
 from traceloom.analyze.gate.comparable import comparable
-from traceloom.analyze.gate.condition import Condition
-from traceloom.analyze.gate.resampling import STATISTICS, Drawn, interval, over_runs, within_runs
+from traceloom.analyze.gate.condition import UNDISTURBED, Condition
+from traceloom.analyze.gate.resampling import Drawn, interval, over_runs, statistic_of, within_runs
 from traceloom.analyze.gate.summary import RunSummary
 from traceloom.analyze.gate.values import LEAST_STEPS, WALL, samples
 from traceloom.model.result import Result
@@ -121,7 +121,7 @@ def _check(
     if found.base is None or found.new is None:
         side = "base" if found.base is None else "new side"
         return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
-    statistic = STATISTICS[condition.statistic]
+    statistic = statistic_of(condition.statistic)
     values = [np.array([float(statistic(run)) for run in side]) for side in (found.base, found.new)]
     row |= {"base": float(values[0].mean()), "new": float(values[1].mean())}
     if differ:
@@ -134,7 +134,22 @@ def _check(
         drawn = over_runs(found.base, found.new, statistic)
     else:
         drawn = within_runs(found.base[0], found.new[0], statistic)
-    return row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
+    told = row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
+    return told | _hint(condition, base, new, told) if told["verdict"] == INCONCLUSIVE else told
+
+
+def _hint(
+    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], told: dict[str, object]
+) -> dict[str, object]:
+    """Where steps scatter too much: whether those that nothing disturbed can tell."""
+    if condition.measure != "time" or condition.statistic not in ("mean", "median"):
+        return {}
+    calmer = replace(condition, statistic=UNDISTURBED)
+    found = _check(calmer, base, new, [])
+    if found["verdict"] == INCONCLUSIVE:
+        return {}
+    ends = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {found['verdict']}"
+    return {"reason": f"{told['reason']}; {ends}"}
 
 
 def _too_few(base: list[Floats], new: list[Floats], *, several: bool) -> str:
