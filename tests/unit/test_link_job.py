@@ -144,6 +144,17 @@ def test_kinds_and_sizes_that_disagree_under_one_number_are_said() -> None:
     assert {n.slug for n in graph.notices} == {"collectives-mismatch", "collectives-sizes"}
 
 
+@pytest.mark.parametrize("numbered", [True, False])
+def test_an_exchange_of_uneven_parts_is_joined_without_a_word(numbered: bool) -> None:
+    def rank(number: int, splits: list[int]) -> Graph:
+        size = {"in_bytes": 4 * sum(splits), "in_splits": splits} | ({"sequence": 1} if numbered else {})
+        return part(number, [{"start": 0, "end": 5, "kind": "all_to_all", **size}])
+
+    graph = checked([rank(0, [1, 2]), rank(1, [5, 7])])
+    assert instances(graph, 0)[0] == instances(graph, 1)[0] is not None
+    assert not {n.slug for n in graph.notices} & {"collectives-mismatch", "collectives-sizes"}
+
+
 def test_all_parts_wait_for_the_last_one() -> None:
     graph = checked([part(0, [{"start": 0, "end": 50}]), part(1, [{"start": 40, "end": 50}])])
     [met] = graph.nodes.filter(pl.col("kind") == "rendezvous").to_dicts()

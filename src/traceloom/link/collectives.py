@@ -19,7 +19,8 @@ from traceloom.model.notice import Notice
 Ints = NDArray[np.int64]
 
 POINT_TO_POINT = ("send", "receive")
-# Of these every rank gives and gets the same number of bytes, so that parts of another size are no parts of it.
+# Of these every rank gives and gets the same number of bytes, so that parts of another size are no parts of it; an
+# all-to-all with splits is uneven on purpose.
 _SAME_SIZE = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 _MOST_SHIFTS = 4096
 
@@ -44,12 +45,15 @@ def join_parts(parts: pl.DataFrame) -> Joined:
 
     Args:
         parts: One row per communication node of every rank: `part` (which rank's graph), `rank`, `kind`, `group`,
-            `group_size`, `ranks`, `sequence`, `in_bytes`, `peer`, `tag`, `start_ns`, `end_ns`.
+            `group_size`, `ranks`, `sequence`, `in_bytes`, `in_splits`, `peer`, `tag`, `start_ns`, `end_ns`.
     """
     table = parts.with_columns(
         pl.int_range(pl.len(), dtype=pl.Int64).alias("row"),
         pl.col("group").fill_null("").alias("group"),
         pl.col("ranks").cast(pl.List(pl.String)).list.join(",").fill_null("").alias("members"),
+        pl.when(pl.col("kind").is_in(_SAME_SIZE) & (pl.col("in_splits").list.len().fill_null(0) == 0))
+        .then("in_bytes")
+        .alias("size"),
     ).sort("part", "start_ns", "row")
     instance = np.full(parts.height, -1, dtype=np.int64)
     evidence: list[str | None] = [None] * parts.height
@@ -108,9 +112,7 @@ def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.Da
 
 
 def _sizes(rows: pl.DataFrame, group: str, notices: list[Notice]) -> None:
-    differ = rows.filter(
-        pl.col("kind").is_in(_SAME_SIZE) & (pl.col("in_bytes").drop_nulls().n_unique().over("key") > 1)
-    )
+    differ = rows.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0])
         said = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
@@ -127,7 +129,7 @@ def _sizes(rows: pl.DataFrame, group: str, notices: list[Notice]) -> None:
 def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
     """Every rank's list against the longest one; windows may begin and end at other times, lists may not skip."""
     sized = rows["in_bytes"].null_count() == 0
-    label = pl.struct("kind", "in_bytes") if sized else pl.col("kind")
+    label = pl.struct("kind", "size") if sized else pl.col("kind")
     coded = rows.with_columns(label.rank("dense").cast(pl.Int64).alias("code"))
     lists = {int(part[0]): frame for part, frame in coded.group_by("part", maintain_order=True)}
     longest = max(lists, key=lambda part: (lists[part].height, -part))

@@ -147,8 +147,8 @@ def match(parts: Sequence[RankPart]) -> Matched:
 
 
 _COLUMNS = (
-    "event", "step", "kind", "group", "group_size", "sequence", "in_bytes", "peer", "launch_ns", "start_ns",
-    "size_bytes", "bus_factor", "members",
+    "event", "step", "kind", "group", "group_size", "sequence", "in_bytes", "in_splits", "peer", "launch_ns",
+    "start_ns", "size_bytes", "bus_factor", "members",
 )  # fmt: skip
 
 
