@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from traceloom import __version__, analyze
@@ -17,11 +18,12 @@ from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
 from traceloom.report import totals
 from traceloom.report.absent import Absent
+from traceloom.report.faults import Faults
 from traceloom.report.findings import told
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.rank import rank_entry
-from traceloom.report.sections import KEYS, NOT_ASKED, chosen, reasons, section
+from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, reasons, section
 from traceloom.report.sections.section import Study
 from traceloom.report.window import of_steps
 
@@ -49,9 +51,14 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     whole = _of_ranks(session, options)
     part = selected(session, options)
     absent = Absent(part.epoch_ns, reasons(asked))
-    ranks, results = _measured(whole, part, options)
-    notices = _distinct(whole.all_notices() + tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices))
-    found, ground = told(whole, options, absent)
+    faults = Faults(options.only)
+    ranks, results = _measured(whole, part, options, faults)
+    sections = _sections(Study(whole, part, options, ()), results, absent, faults)
+    found, ground = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
+    if faults.failed(FINDINGS):
+        faults.say(FINDINGS, absent, "findings", "findings_ground")
+    of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
+    notices = _distinct(whole.all_notices() + of_ranks + faults.notices())
     return {
         **_head(session.name, part.epoch_ns),
         "answer": _answer(part, [m.facts for m in ranks]),
@@ -65,7 +72,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "communication": totals.communication(ranks, absent),
         "memory": totals.memory(ranks, absent),
         "data_loading": totals.data_loading(ranks, absent),
-        **_sections(Study(whole, part, options, ()), results, absent),
+        **sections,
         "findings": found,
         "findings_ground": ground,
         "runs": [],
@@ -83,7 +90,9 @@ def _of_ranks(session: Session, options: ReportOptions) -> Session:
     return session if options.ranks is None else session.of_ranks(options.ranks)
 
 
-def _measured(whole: Session, part: Session, options: ReportOptions) -> tuple[list[Measured], dict[str, list[Any]]]:
+def _measured(
+    whole: Session, part: Session, options: ReportOptions, faults: Faults
+) -> tuple[list[Measured], dict[str, list[Any]]]:
     """What the core and the chosen sections measure, rank by rank.
 
     All of one rank before the next: what several of them need of a trace is worked out once and then forgotten, so
@@ -95,19 +104,22 @@ def _measured(whole: Session, part: Session, options: ReportOptions) -> tuple[li
     for trace, shown in zip(whole.traces, part.traces, strict=True):
         core.append(measure(trace, options.steps, by_shape=options.by_shape))
         for one in asked:
-            results[one.key].append(one.measure(shown, options))
+            results[one.key].append(faults.guard(one.key, partial(one.measure, shown, options)))
     return core, results
 
 
-def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent) -> Row:
-    """The chosen sections, one after the other; null where not asked for."""
+def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent, faults: Faults) -> Row:
+    """The chosen sections, one after the other; null where not asked for, or where one fails."""
     out: Row = {}
     for key in KEYS:
         if key not in results:
             absent.say(key, NOT_ASKED)
             out[key] = None
             continue
-        out[key] = section(key).build(replace(study, results=results.pop(key)), absent)
+        build_one = partial(section(key).build, replace(study, results=results.pop(key)), absent)
+        out[key] = faults.guard(key, build_one)
+        if faults.failed(key):
+            faults.say(key, absent)
     return out
 
 

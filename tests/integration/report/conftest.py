@@ -30,6 +30,7 @@ def check_document() -> Callable[[dict[str, Any]], None]:
         assert [f"{e.json_path}: {e.message[:200]}" for e in validator.iter_errors(document)] == []
         _check_sums(document)
         _check_nulls(document)
+        assert [notice["message"] for notice in document["notices"] if notice["slug"] == "section-failed"] == []
 
     return check
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from traceloom.errors import UsageError
+from traceloom.report.faults import FAILED
 from traceloom.report.sections.section import Section
 
 _HOMES = {
@@ -77,8 +78,10 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
 
 
 def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
-    """The sections that a document was asked for."""
-    left_out = {entry["path"] for entry in document.get("absent") or [] if entry["reason"] == NOT_ASKED}
+    """The sections that a document was asked for, and that did not fail."""
+    left_out = {
+        entry["path"] for entry in document.get("absent") or [] if entry["reason"].startswith((NOT_ASKED, FAILED))
+    }
     return tuple(section(key) for key in KEYS if key in document and key not in left_out)
 
 
