@@ -33,7 +33,7 @@ from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions
 from traceloom.report.absent import Absent
 from traceloom.report.measure import measure
-from traceloom.report.sections import SECTIONS, reasons
+from traceloom.report.sections import every, reasons
 from traceloom.report.sections.section import Study
 
 HERE = Path(__file__).resolve().parent
@@ -53,10 +53,11 @@ def once(trace: Trace) -> dict[str, float]:
     fresh = dataclasses.replace(trace)
     options, session = ReportOptions(), Session((fresh,), "one")
     times = {"core": spent(partial(measure, fresh, None, by_shape=False))[0]}
-    for section in SECTIONS:
+    sections = every()
+    for section in sections:
         taken, result = spent(partial(section.measure, fresh, options))
         study = Study(session, session, options, [result])
-        built, _ = spent(partial(section.build, study, Absent(session.epoch_ns, reasons(SECTIONS))))
+        built, _ = spent(partial(section.build, study, Absent(session.epoch_ns, reasons(sections))))
         times[section.key] = taken + built
     return times
 

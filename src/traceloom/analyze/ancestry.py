@@ -20,6 +20,7 @@ from traceloom.read.large import column
 from traceloom.read.ondisk import lookup
 from traceloom.read.order import nearest
 
+_FEW = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
 _SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
 
 
@@ -64,7 +65,10 @@ class Forest:
 
     def nearest(self, wanted: Bools) -> Ints:
         """Position of the nearest proper ancestor that is wanted; -1 where there is none."""
-        return nearest(self.parent, wanted)
+        here = np.flatnonzero(wanted)
+        if type(self.stop) is not np.ndarray or here.size * _FEW > wanted.size:
+            return nearest(self.parent, wanted)
+        return _innermost(here, self.stop[here], wanted.size)
 
     def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
         """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
@@ -168,6 +172,27 @@ def host_segments(trace: Trace) -> Segments:
     """The window of the trace on every host lane, tiled by innermost events."""
     lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
     return forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
+
+
+def _innermost(here: Ints, stop: Ints, size: int) -> Ints:
+    """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for none.
+
+    It changes only where a stretch begins or ends. There it is the last one that began with as many around it as are
+    open, less one.
+    """
+    opened = np.bincount(here + 1, minlength=size + 1)
+    opened -= np.bincount(stop, minlength=size + 1)
+    changes = np.zeros(size + 1, dtype=np.bool_)
+    changes[0] = changes[here + 1] = changes[stop] = True
+    at = np.flatnonzero(changes[:size])
+    opened = np.cumsum(opened, out=opened)
+    around, depth = opened[here], opened[at] - 1
+    order = np.argsort(around.astype(np.uint16) if around.max(initial=0) < 1 << 16 else around, kind="stable")
+    key = around[order] * size + here[order]
+    found = np.searchsorted(key, depth * size + at) - 1
+    value = np.where(depth >= 0, np.append(here[order], -1)[found], -1)
+    innermost: Ints = np.repeat(value, np.diff(np.append(at, size)))
+    return innermost
 
 
 def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
@@ -257,22 +258,39 @@ def modelled(trace: Trace, peak: Given = None) -> pl.DataFrame:
         without a model, nor for copies between host and device, which the link bounds.
     """
     found = placed(trace, None if peak is None else peak_of(peak))
-    rows = found.work.select("event", "position", "ns").join(
+    work = found.work.select("event", "position", "ns")
+    position = work["position"].to_numpy()
+    turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
+    position, ns = position[turn], work["ns"].to_numpy()[turn]
+    opens = np.flatnonzero(np.append(True, position[1:] != position[:-1])[: position.size])
+    of = np.repeat(opens, np.diff(np.append(opens, position.size)))  # first work of its call
+    sums = np.cumsum(ns) - ns
+    rows = pl.DataFrame(
+        {
+            "event": work["event"].gather(turn),
+            "op": forest(trace).row[position],
+            "position": position,
+            "until_ns": sums + ns - sums[of],
+            "nth": np.arange(1, position.size + 1) - of,
+            "opens": of == np.arange(of.size),
+        }
+    ).join(
         found.calls.select("position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"),
         on="position",
         how="left",
         maintain_order="left",
     )
-    op = pl.Series("op", forest(trace).row[rows["position"].to_numpy()])
     share = [_shared(name) for name in ("flops", "bytes", "roofline_ns")]
-    return rows.with_columns(op).with_columns(_fraction()).with_columns(share).select(list(MODELLED)).cast(MODELLED)
+    shared = rows.with_columns(_DONE.alias("done")).select("event", "op", *share, "bound").cast(MODELLED)
+    back = np.empty_like(turn)
+    back[turn] = np.arange(turn.size)
+    return shared[back]
 
 
-def _fraction() -> pl.Expr:
-    """Which part of its call is done after each piece of work: by time, by count where no time is recorded."""
-    by_time = pl.col("ns").cum_sum().over("position") / pl.col("gpu_ns")
-    by_count = pl.int_range(1, pl.len() + 1).over("position") / pl.col("kernels")
-    return pl.when(pl.col("gpu_ns") > 0).then(by_time).otherwise(by_count).alias("done")
+# Which part of its call is done after each piece of work: by time, by count where no time is recorded.
+_DONE = pl.when(pl.col("gpu_ns") > 0).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(
+    pl.col("nth") / pl.col("kernels")
+)  # fmt: skip
 
 
 def _shared(name: str) -> pl.Expr:
@@ -280,4 +298,4 @@ def _shared(name: str) -> pl.Expr:
     until = pl.when(pl.col("done") >= 1.0).then(pl.col(name).round(0).cast(pl.Int64)).otherwise(
         (pl.col(name) * pl.col("done")).round(0).cast(pl.Int64)
     )  # fmt: skip
-    return (until - until.shift(1, fill_value=0).over("position")).alias(name)
+    return (until - pl.when("opens").then(0).otherwise(until.shift(1))).alias(name)

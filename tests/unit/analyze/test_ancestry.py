@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.testing import TraceBuilder
@@ -77,3 +78,23 @@ def test_segments_tile_every_lane_also_an_empty_one() -> None:
         (50, 60, "a"), (60, 100, "a"), (100, 120, "-"),
     ]  # fmt: skip
     assert [part for part in parts if part[0] == 2] == [(2, 0, 120_000, -1)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.6, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_nearest_ancestor_is_the_first_wanted_one_on_the_way_up_however_many_are_wanted(
+    seed: int, share: float
+) -> None:
+    random = np.random.default_rng(seed)
+    builder = TraceBuilder()
+    for start, length, thread in random.integers((0, 0, 1), (60, 40, 3), size=(300, 3)).tolist():
+        builder.op("a", start, length * (start % 7 > 0), thread=thread)  # many begin together, some take no time
+    tree = forest(builder.build())
+    wanted = random.random(tree.row.size) < share
+    expected = []
+    for at in range(tree.row.size):
+        up = int(tree.parent[at])
+        while up >= 0 and not wanted[up]:
+            up = int(tree.parent[up])
+        expected.append(up)
+    assert tree.nearest(wanted).tolist() == expected

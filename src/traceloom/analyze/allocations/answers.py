@@ -98,12 +98,13 @@ def allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
     return answers(explain(trace, full_op_names=full_op_names))
 
 
-def answers(known: Explained, rows: Mapping[int, int] | None = None) -> Allocations:
+def answers(known: Explained, rows: Mapping[int, int] | None = None, *, most: int = MOST) -> Allocations:
     """The same for blocks that are explained already, and for other instants than the peaks.
 
     Args:
         known: The blocks.
         rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
+        most: How many of the largest blocks to tell; 0 for none.
     """
     trace, found, kinds, whose = known.trace, known.named, known.kinds, known.whose
     pools = _pools(trace, found)
@@ -117,7 +118,10 @@ def answers(known: Explained, rows: Mapping[int, int] | None = None) -> Allocati
         both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
         sums = sums_by(found, chosen, key, pl.int_range(len(both), eager=True))
         by_category.append(_categories(sums, unseen, both).select(here, pl.all()))
-        largest.append(_largest(trace, found, whose, kinds.category, np.flatnonzero(chosen)).select(here, pl.all()))
+        if most:
+            mine = np.flatnonzero(chosen)
+            top = mine[np.argsort(-found.blocks.bytes[mine], kind="stable")[:most]]
+            largest.append(_told(trace, found, whose, kinds.category, top).select(here, pl.all()))
     return Allocations(
         pools,
         pl.concat(peaks),
@@ -175,10 +179,8 @@ def _categories(sums: pl.DataFrame, unseen: int, both: list[tuple[str, str]]) ->
     return told.select(wanted).cast({name: CATEGORY_ROWS[name] for name in wanted})
 
 
-def _largest(trace: Trace, found: Named, whose: Owners, category: Ints, rows: Ints) -> pl.DataFrame:
-    """The largest of these blocks."""
-    sizes = found.blocks.bytes[rows]
-    top = rows[np.argsort(-sizes, kind="stable")[:MOST]]
+def _told(trace: Trace, found: Named, whose: Owners, category: Ints, top: Ints) -> pl.DataFrame:
+    """What is told of each of some blocks."""
     made = found.blocks.made[top]
     step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
     return pl.DataFrame(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import polars as pl
 
 from traceloom.analyze.allocations.categories import Categories, categories
@@ -36,12 +35,17 @@ class Explained:
     kinds: Categories
     whose: Owners
     stacks: pl.Series | None = None
+    _divided: dict[tuple[str, int | None], Partition] = field(default_factory=dict, repr=False, compare=False)
 
     def by(self, what: str, depth: int | None = None) -> Partition:
-        """Divide the blocks by scope, module, category, op, stack or dtype."""
-        if what == "stack":
-            return stack_partition(self.named, self.stack_reader()(np.arange(self.named.position.size)))
-        return partition(what, self.trace, self.named, self.kinds, self.whose, depth=depth)
+        """Divide the blocks by scope, module, category, op, stack or dtype; made once, so nobody may change it."""
+        made = self._divided
+        if (what, depth) not in made:
+            if what == "stack" and self.stacks is not None:
+                made[what, depth] = stack_partition(self.named, self.stacks)
+            else:
+                made[what, depth] = partition(what, self.trace, self.named, self.kinds, self.whose, depth=depth)
+        return made[what, depth]
 
     def stack_reader(self) -> Callable[[Ints], pl.Series]:
         """Gives the Python stacks of some blocks, the innermost frame first; null where none was recorded."""

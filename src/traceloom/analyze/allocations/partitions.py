@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import polars as pl
@@ -45,7 +45,7 @@ def partition(
         "module": lambda: _modules(named, whose, depth),
         "category": lambda: (list(CATEGORIES), kinds.category),
         "op": lambda: _ops(named),
-        "stack": lambda: stack_partition(named, Stacks(trace).of(named.position)),
+        "stack": lambda: _stacks(named, *Stacks(trace).divided(named.position)),
         "dtype": lambda: _types(trace, named),
     }
     return makers[by]()
@@ -107,7 +107,16 @@ def stack_partition(named: Named, texts: pl.Series) -> Partition:
     if not names.len():
         return _early(named, [], named.label)
     number = filled.replace_strict(names, pl.int_range(names.len(), eager=True))
-    return _early(named, names.to_list(), number.cast(pl.Int64).to_numpy())
+    return _stacks(named, names.to_list(), number.cast(pl.Int64).to_numpy())
+
+
+def _stacks(named: Named, texts: Sequence[str | None], number: Ints) -> Partition:
+    """Stacks in the order in which they first allocate."""
+    _, first = np.unique(number, return_index=True)
+    turn = np.argsort(first, kind="stable")
+    place = np.empty_like(turn)
+    place[turn] = np.arange(turn.size)
+    return _early(named, [texts[k] or NO_STACK for k in turn.tolist()], place[number])
 
 
 def _types(trace: Trace, named: Named) -> Partition:

@@ -13,8 +13,11 @@ from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Ints
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.read.large import column
+from traceloom.read.order import distinct
 
 SLICE = 250_000
 SHORT = ("name", "bytes")
@@ -113,32 +116,65 @@ def _device(kind: str, number: int) -> str:
 
 
 class Stacks:
-    """Python stacks as text, made once per innermost frame."""
+    """Python stacks as text, made once per stack."""
 
     def __init__(self, trace: Trace) -> None:
         self._tree = forest(trace)
-        self._name = trace.events["name"]
-        python = trace.events["category"].to_physical().to_numpy()[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
-        self._frame = self._tree.nearest_or_self(python)
-        self._above = self._tree.nearest(python)
-        self._known: dict[int, str | None] = {-1: None}
+        self._words = vocabulary(trace)
+        self._python = column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+        self._above = self._tree.nearest(self._python)
 
     def of(self, position: np.ndarray) -> pl.Series:
         """The stack of each position; null where no frames were recorded."""
-        frame = np.append(self._frame, -1)[position]
-        distinct, number = np.unique(frame, return_inverse=True)
-        texts = [self._text(at) for at in distinct.tolist()]
-        return pl.Series(texts, dtype=pl.String).gather(number) if texts else pl.Series([], dtype=pl.String)
+        texts, number = self.divided(position)
+        return pl.Series(texts, dtype=pl.String).gather(number)
 
-    def _text(self, at: int) -> str | None:
-        if at not in self._known:
-            path = []
-            up = at
-            while up >= 0 and up not in self._known:
-                path.append(up)
-                up = int(self._above[up])
-            for one in reversed(path):
-                outer = self._known[int(self._above[one])]
-                mine = str(self._name[int(self._tree.row[one])])
-                self._known[one] = mine if outer is None else f"{mine}{_FRAME}{outer}"
-        return self._known[at]
+    def divided(self, position: np.ndarray) -> tuple[list[str | None], Ints]:
+        """The distinct stacks of some positions, null where no frames were recorded, and the number of each position's.
+
+        Goes down level by level: a stack is known by that of its caller and the name of its frame, so that the steps
+        are as many as levels and stacks, not as frames.
+        """
+        frame = np.where(np.append(self._python, False)[position], position, np.append(self._above, -1)[position])
+        if not (frame >= 0).any():
+            return [None] * bool(frame.size), np.zeros(frame.size, dtype=np.int64)
+        stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is what stands at -1
+        pairs, count, width = [np.zeros(1, dtype=np.int64)], 1, len(self._words.names)
+        for here in self._levels(frame):
+            key = stack[self._above[here]] * width + self._words.code[self._tree.row[here]]
+            new, number = np.unique(key, return_inverse=True)
+            stack[here] = count + number
+            pairs.append(new)
+            count += new.size
+        used, number = np.unique(stack[frame], return_inverse=True)
+        callers, names = np.divmod(np.concatenate(pairs), width)
+        return self._texts(used, callers, names), number
+
+    def _texts(self, used: Ints, callers: Ints, names: Ints) -> list[str | None]:
+        """The text of each of these stacks, told by the caller and the name of every stack."""
+        outer, name = callers.tolist(), self._words.names.gather(names).to_list()
+        texts: list[str | None] = []
+        for at in used.tolist():
+            path, up = [], at
+            while up:
+                path.append(str(name[up]))
+                up = outer[up]
+            texts.append(_FRAME.join(path) if path else None)
+        return texts
+
+    def _levels(self, frame: Ints) -> Iterator[Ints]:
+        """These frames and those above them, by the number of frames above each, from 0."""
+        needed = np.zeros(self._above.size, dtype=np.bool_)
+        new = distinct(frame[frame >= 0])
+        while new.size:
+            needed[new] = True
+            above = self._above[new]
+            above = above[above >= 0]
+            new = distinct(above[~needed[above]])
+        frames = np.flatnonzero(self._python)
+        change = np.bincount(frames + 1, minlength=needed.size + 1)
+        change -= np.bincount(self._tree.stop[frames], minlength=needed.size + 1)
+        rows = np.flatnonzero(needed)
+        depth = np.cumsum(change)[rows]
+        rows = rows[np.argsort(depth, kind="stable")]
+        yield from np.split(rows, np.cumsum(np.bincount(depth))[:-1])

@@ -15,6 +15,7 @@ from traceloom.analyze.allocations.answers import Allocations
 from traceloom.analyze.allocations.holders import sums_by
 from traceloom.analyze.allocations.lifetimes import lifetimes
 from traceloom.analyze.allocations.partitions import BEFORE
+from traceloom.analyze.intervals import Bools
 from traceloom.model import Notice, Session, units
 from traceloom.model.notice import worst_first
 from traceloom.read.snapshot import Snapshot
@@ -48,6 +49,7 @@ REASONS = {
 }
 
 Row = dict[str, Any]
+_LATER = ("tree", "categories", "modules", "curve")  # what stands after the rest in a memory's entry
 
 
 def build(session: Session, options: MemoryOptions | None = None) -> Row:
@@ -119,30 +121,62 @@ def rank_entry(
     return entry, found.notices
 
 
-def _memory(
-    known: Explained, found: Allocations, at: tuple[int, int], parts: tuple[pl.Series, Any], absent: Absent
-) -> Row:
-    """One memory at an instant; `at` is its number and the row."""
-    pool, row = at
+def holders(known: Explained, absent: Absent) -> list[Row]:
+    """Who holds what at the peak of every memory of one rank, its curve and what grows: the short form of an entry."""
+    found = answers(known, most=0)
+    peaks = found.pools.select("pool", "peak_row").rows()
+    memories = []
+    for at in peaks:
+        held = _held(known, found, at, absent)
+        memories.append(held | {"growth": _growth(known, found, at[0], held, absent)})
+    return memories
+
+
+def _held(known: Explained, found: Allocations, at: tuple[int, int], absent: Absent) -> Row:
+    """One memory at an instant: its totals, and who holds what; `at` is its number and the row."""
+    pool = at[0]
     here = pl.col("pool") == pool
     pools = absent.rows(found.pools.filter(here), "memories")[0]
     unseen = pools["unseen_bytes"]
-    chosen = (known.named.blocks.pool == pool) & known.named.blocks.alive(row)
+    return {
+        **{key: value for key, value in pools.items() if key not in ("pool", "peak_row")},
+        "tree": absent.rows(found.peak.filter(here).drop("pool"), "memories[*].tree"),
+        "categories": found.categories.filter(here).drop("pool").to_dicts(),
+        "modules": _at_instant(known, _chosen(known, at), "module", unseen),
+        "curve": curve(known, pool, unseen, absent),
+    }
+
+
+def _chosen(known: Explained, at: tuple[int, int]) -> Bools:
+    """The blocks of a memory that are alive at an instant."""
+    chosen: Bools = (known.named.blocks.pool == at[0]) & known.named.blocks.alive(at[1])
+    return chosen
+
+
+def _memory(
+    known: Explained, found: Allocations, at: tuple[int, int], parts: tuple[pl.Series, Any], absent: Absent
+) -> Row:
+    """One memory at an instant with all that is known of its blocks; `at` is its number and the row."""
+    held = _held(known, found, at, absent)
+    row, unseen = at[1], held["unseen_bytes"]
+    here = pl.col("pool") == at[0]
+    chosen = _chosen(known, at)
     divided = sums_by(known.named, chosen, parts[1], parts[0])
     if unseen:
         name = "before_recording" if "before_recording" in parts[0] else BEFORE
         divided = _with_unseen(divided, name, unseen)
     times = known.trace.allocations["time_ns"]
     time_ns = known.trace.start_ns if row < 0 else int(times[row])
+    largest = _relative(found.largest.filter(here).drop("pool"), absent)
     return {
-        **{key: value for key, value in pools.items() if key not in ("pool", "peak_row")},
+        **{key: value for key, value in held.items() if key not in _LATER},
         "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
-        "tree": absent.rows(found.peak.filter(here).drop("pool"), "memories[*].tree"),
-        "categories": found.categories.filter(here).drop("pool").to_dicts(),
+        "tree": held["tree"],
+        "categories": held["categories"],
         "parts": divided.to_dicts(),
-        "largest": absent.rows(_relative(found.largest.filter(here).drop("pool"), absent), "memories[*].largest"),
-        "modules": _at_instant(known, chosen, "module", unseen),
-        "curve": curve(known, pool, unseen, absent),
+        "largest": absent.rows(largest, "memories[*].largest"),
+        "modules": held["modules"],
+        "curve": held["curve"],
     }
 
 
@@ -152,13 +186,18 @@ def _facts(
     """What is known of a memory beyond its blocks; `here` is its row so far, and the snapshot of its allocator."""
     memory, snapshot = here
     size = facts.capacity(known.trace, memory)
-    grows = found.growth.filter(pl.col("pool") == at[0])
     return {
         "capacity_bytes": absent.value(size, "memories[*].capacity_bytes"),
-        "growth": facts.growing(known, grows, memory, size, absent),
+        "growth": _growth(known, found, at[0], memory, absent),
         "activations": facts.activations(known, *at),
         "allocator": absent.value(facts.allocator(known.trace, memory, snapshot), "memories[*].allocator"),
     }
+
+
+def _growth(known: Explained, found: Allocations, pool: int, memory: Row, absent: Absent) -> list[Row]:
+    """What grows in one memory."""
+    grows = found.growth.filter(pl.col("pool") == pool)
+    return facts.growing(known, grows, memory, facts.capacity(known.trace, memory), absent)
 
 
 def _at_instant(known: Explained, chosen: Any, by: str, unseen: int) -> list[Row]:

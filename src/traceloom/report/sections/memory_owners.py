@@ -13,9 +13,9 @@ from traceloom.analyze.allocations.growth import GROWTH
 from traceloom.analyze.allocations.holders import TREE
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
-from traceloom.report.memory import MemoryOptions
 from traceloom.report.memory.chains import joined
-from traceloom.report.memory.document import REASONS, rank_entry
+from traceloom.report.memory.curve import steps
+from traceloom.report.memory.document import REASONS, holders
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import harmless, short
 from traceloom.report.options import ReportOptions
@@ -46,10 +46,11 @@ _STEPS = pl.Schema({"step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64})
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Row | None:
-    """The entry of one rank, in absolute times; None without allocations."""
+    """The memories of one rank and its steps, in absolute times; None without allocations."""
     if not trace.allocations.height:
         return None
-    return rank_entry(explain(trace), MemoryOptions(), Absent(0, REASONS))[0]
+    known, absent = explain(trace), Absent(0, REASONS)
+    return {"memories": holders(known, absent), "steps": steps(known, absent)}
 
 
 def _build(study: Study[Row | None], absent: Absent) -> Row | None:
