@@ -21,7 +21,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.points import topological
 from traceloom.read import load
 from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.retime.critical_path import binding_edges
+from traceloom.retime.critical_path import binding_edges, critical_path, parts, trail
 from traceloom.testing.strategies import builders
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -243,3 +243,38 @@ def test_every_public_trace_keeps_the_law(path: Path) -> None:
     assert abs(found.honest_error) <= 0.02, found.sentence
     assert found.path["time_ns"].sum() == found.window_ns
     assert class_delays(ready).shape == (ready.edges.height,)
+
+
+@given(graphs(), st.data())
+@unhurried
+def test_a_trail_goes_point_by_point_over_what_each_waited_for_last(graph: Graph, data: Any) -> None:
+    times, source = graph.point_times(), graph.points()[0]
+    bound = binding_edges(graph)
+    last = data.draw(st.integers(0, len(times) - 1))
+    until = data.draw(st.none() | st.integers(0, 130))
+    expected = [last]
+    while bound[expected[-1]] != -2 and (until is None or times[expected[-1]] > until):
+        at = expected[-1]
+        expected.append(int(source[bound[at]]) if bound[at] >= 0 else at - 1)
+    points, causes = trail(graph, last, until=until)
+    assert points.tolist() == expected
+    assert causes.tolist() == bound[expected].tolist()
+
+
+@given(graphs())
+@unhurried
+def test_the_parts_of_a_path_are_its_times_by_kind(graph: Graph) -> None:
+    path = critical_path(graph)
+    found: dict[tuple[str, str], list[int]] = {}
+    for frame, rows, columns in (
+        (graph.nodes, path.nodes, {"work": "work_ns", "residual": "residual_ns"}),
+        (graph.edges, path.edges, {"delay": "delay_ns", "residual": "residual_ns"}),
+    ):
+        for what, column in columns.items():
+            for kind, time in frame.select("kind", column)[rows].rows():
+                if time:
+                    found.setdefault((what, kind), []).append(time)
+    if before := int(graph.point_times()[path.first] - graph.point_times().min()):
+        found["before", "origin"] = [before]
+    told = {(what, kind): (count, time) for what, kind, count, time in parts(graph, path).rows()}
+    assert told == {key: (len(times), sum(times)) for key, times in found.items()}

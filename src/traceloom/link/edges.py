@@ -16,6 +16,8 @@ from traceloom.model.points import topological
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+_ONE_KEY = 1 << 29  # points below which both ends and the kind of an edge fit into 64 bits
+
 
 @dataclass(slots=True)
 class Edges:
@@ -61,12 +63,7 @@ class Edges:
         firm = _joined(self.firm, np.bool_)
         kept = np.flatnonzero(fitting(source, target, firm, times))
         refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
-        order = kept[np.lexsort((kind[kept], source[kept], target[kept]))]
-        # one edge of a kind between two points is enough
-        same = np.ones(max(order.size - 1, 0), dtype=np.bool_)
-        for column in (source, target, kind):
-            same &= column[order[1:]] == column[order[:-1]]
-        order = order[np.append(True, ~same)[: order.size]]
+        order = kept[_sorted_once(target[kept], source[kept], kind[kept], times.size)]
         source, target, kind, evidence = source[order], target[order], kind[order], evidence[order]
         frame = pl.DataFrame(
             {
@@ -83,6 +80,20 @@ class Edges:
         )
         rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
         return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
+
+
+def _sorted_once(target: Ints, source: Ints, kind: NDArray[np.uint8], points: int) -> Ints:
+    """Edges by target, source and kind; of those that are alike the first, since one between two points is enough."""
+    columns: tuple[NDArray[Any], ...] = (target, source, kind)
+    if points < _ONE_KEY:
+        columns = ((target * points + source) * len(EDGE_KINDS) + kind,)
+    order: Ints = np.argsort(columns[0], kind="stable") if len(columns) == 1 else np.lexsort(columns[::-1])
+    new = np.zeros(max(order.size - 1, 0), dtype=np.bool_)
+    for column in columns:
+        ordered = column[order]
+        new |= ordered[1:] != ordered[:-1]
+    first: Ints = order[np.append(True, new)[: order.size]]
+    return first
 
 
 def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:

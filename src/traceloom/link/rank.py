@@ -325,7 +325,7 @@ def _transfers(trace: Trace, parts: Parts) -> pl.DataFrame:
 
 def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
     """Lanes that hold nodes, numbered anew; -1 stays."""
-    used = np.unique(lane[lane >= 0])
+    used = np.flatnonzero(np.bincount(lane[lane >= 0], minlength=trace.lanes.height))
     number = np.full(trace.lanes.height + 1, -1, dtype=np.int64)
     number[used] = np.arange(used.size)
     frame = (

@@ -48,6 +48,16 @@ class _Measured:
     duration: Ints
     waits: Bools
 
+    def of_points(self, points: Bools) -> tuple[_Measured, Ints]:
+        """The same with the edges into some of the points alone, and which edges these are."""
+        at = np.flatnonzero(points[self.point])
+        order, first, held = _by_point(self.point[at])
+        some = replace(
+            self, source=self.source[at], target=self.target[at], point=self.point[at],
+            order=order, first=first, held=held,
+        )  # fmt: skip
+        return some, at
+
     def latest(self, values: Ints) -> Ints:
         """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
         highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64)
@@ -115,9 +125,7 @@ def calibrate(graph: Graph) -> Graph:
 def _measured(graph: Graph) -> _Measured:
     source, target = graph.points()
     times = graph.point_times()
-    order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
-    ordered = target if order is None else target[order]
-    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if ordered.size else ordered
+    order, first, held = _by_point(target)
     waits = np.zeros(graph.nodes.height, dtype=np.bool_)
     waits[target[target % 2 == 1] // 2] = True
     return _Measured(
@@ -126,11 +134,19 @@ def _measured(graph: Graph) -> _Measured:
         point=target,
         order=order,
         first=first,
-        held=ordered[first],
+        held=held,
         start=times[0::2],
         duration=times[1::2] - times[0::2],
         waits=waits,
     )
+
+
+def _by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
+    """Edges by target point: their order (None where they stand in it), the first of each point, and these points."""
+    order = None if (point[1:] >= point[:-1]).all() else np.argsort(point, kind="stable")
+    ordered = point if order is None else point[order]
+    first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if ordered.size else ordered
+    return order, first, ordered[first]
 
 
 def _own_cost(graph: Graph, measured: _Measured) -> Ints:
@@ -168,12 +184,17 @@ def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints,
     slack = measured.target - measured.source
     size = found.table.height
     of_kind = found.table["kind"].to_physical().to_numpy().astype(np.int64)
-    usable = (found.of >= 0) & _behind_work(graph, measured)
+    known = found.of >= 0
+    least = np.full(size, np.iinfo(np.int64).max)
+    np.minimum.at(least, found.of[known], slack[known])
+    usable = known & _behind_work(graph, measured)
     own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64)
     own_end[1::2] = measured.start + cost
-    least = np.full(size, np.iinfo(np.int64).max)
-    known = found.of >= 0
-    np.minimum.at(least, found.of[known], slack[known])
+    # Most edges only order; what they hold back is looked at where an edge of a class leads to it, too.
+    points = np.zeros(own_end.size, dtype=np.bool_)
+    points[measured.point[usable]] = True
+    measured, at = measured.of_points(points)
+    found, own, usable, slack = replace(found, of=found.of[at]), own[at], usable[at], slack[at]
     median = np.zeros(size, dtype=np.int64)
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
     for _ in range(_ROUNDS):

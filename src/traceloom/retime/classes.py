@@ -98,7 +98,7 @@ def _table(graph: Graph, example: Ints) -> pl.DataFrame:
     edges = graph.edges[example]
     ends = {}
     for end, calls in (("source", _CALL_FIRST), ("target", _CALL_LAST)):
-        nodes = graph.nodes.select("name", pl.col("kind").cast(pl.String))[edges[end]]
+        nodes = graph.nodes.select("name", "kind")[edges[end]].with_columns(pl.col("kind").cast(pl.String))
         called = edges["kind"].cast(pl.String).is_in(calls)
         ends[end] = pl.select(pl.when(called).then(nodes["name"]).otherwise(nodes["kind"])).to_series()
     starts = ~edges["from_end"] & ~edges["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
@@ -149,15 +149,17 @@ def own_times(graph: Graph, found: Classes) -> Ints:
     long peers that were not recorded kept us waiting) stays as it was.
     """
     own = np.zeros(found.of.size, dtype=np.int64)
+    given, at = np.flatnonzero(found.given), np.flatnonzero(found.transfer)
+    if not given.size and not at.size:
+        return own
     source, target = graph.points()
     times = graph.point_times()
-    slack = times[target] - times[source]
-    own[found.given] = slack[found.given]
-    at = np.flatnonzero(found.transfer)
+    own[given] = times[target[given]] - times[source[given]]
     meeting = source[at]
-    order = np.lexsort((slack[at], meeting))
+    slack = times[target[at]] - times[meeting]
+    order = np.lexsort((slack, meeting))
     opens = np.flatnonzero(np.append(True, np.diff(meeting[order]) != 0)) if at.size else at
     size = np.diff(np.append(opens, at.size))
-    middle = slack[at][order][opens + (size - 1) // 2] if at.size else slack[at]
+    middle = slack[order][opens + (size - 1) // 2] if at.size else slack
     own[at[order]] = np.repeat(middle, size)
     return own

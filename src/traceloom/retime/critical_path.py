@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from traceloom.model.graph import Graph
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 _OWN = -1
 _NOTHING = -2
@@ -90,20 +91,35 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
     times = graph.point_times() if times is None else times
     bound = binding_edges(graph, times)
     # Of a point the one before it on the path, and itself where there is none.
-    before = np.arange(len(times))
-    before -= bound == _OWN
+    every = np.arange(len(times))
+    before = every - (bound == _OWN)
     by_edge = bound >= 0
     before[by_edge] = graph.points()[0][bound[by_edge]]
-    ends = before == np.arange(len(times))
+    ends = before == every
     if until is not None:
         ends |= times <= until
-    earlier, stops = before.data, ends.data
-    points = [last]
-    while not stops[last]:
-        last = earlier[last]
-        points.append(last)
-    walked = np.array(points, dtype=np.int64)
+    walked = _walked(before, ends, last)
     return walked, bound[walked]
+
+
+def _walked(before: Ints, ends: Bools, last: int) -> Ints:
+    """The points from `last` back to the first that ends; where each comes after its neighbour, a whole run at once."""
+    every = np.arange(len(before))
+    breaks = ends | (before != every - 1)
+    first = np.maximum.accumulate(np.where(breaks, every, 0)).data
+    earlier, stops = before.data, ends.data
+    lows, highs = [], []
+    while True:
+        low = first[last]
+        lows.append(low)
+        highs.append(last)
+        if stops[low]:
+            break
+        last = earlier[low]
+    high = np.array(highs, dtype=np.int64)
+    sizes = high + 1 - np.array(lows, dtype=np.int64)
+    down: Ints = np.repeat(high + np.cumsum(sizes) - sizes, sizes) - np.arange(sizes.sum())
+    return down
 
 
 def critical_path(graph: Graph, times: Ints | None = None) -> Path:
@@ -128,21 +144,19 @@ def parts(graph: Graph, path: Path) -> pl.DataFrame:
     times = graph.point_times()
     nodes = graph.nodes.select("kind", "work_ns", "residual_ns")[path.nodes]
     edges = graph.edges.select("kind", "delay_ns", "residual_ns")[path.edges]
-    rows = pl.concat(
+    before = int(times[path.first] - times.min())
+    summed = pl.concat(
         [
-            _column(nodes, "work", "work_ns"),
-            _column(nodes, "residual", "residual_ns"),
-            _column(edges, "delay", "delay_ns"),
-            _column(edges, "residual", "residual_ns"),
-            pl.DataFrame({"what": ["before"], "kind": ["origin"], "time": [int(times[path.first] - times.min())]}),
+            _summed(nodes, "work", "work_ns"),
+            _summed(nodes, "residual", "residual_ns"),
+            _summed(edges, "delay", "delay_ns"),
+            _summed(edges, "residual", "residual_ns"),
+            pl.DataFrame([("before", "origin", 1, before)] if before else [], schema=_PARTS, orient="row"),
         ]
     )
-    summed = (
-        rows.filter(pl.col("time") != 0)
-        .group_by("what", "kind", maintain_order=True)
-        .agg(pl.len().cast(pl.Int64).alias("count"), pl.col("time").sum().alias("time_ns"))
-    )
-    return summed.sort("time_ns", descending=True, maintain_order=True)
+    # Nodes and edges share names of kinds.
+    together = summed.group_by("what", "kind", maintain_order=True).agg(pl.col("count", "time_ns").sum())
+    return together.sort("time_ns", descending=True, maintain_order=True)
 
 
 def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
@@ -154,12 +168,23 @@ def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
     """
     on_edges = graph.edges.select("kind", pl.col("target").alias("node"), "residual_ns")[path.edges]
     on_nodes = graph.nodes.select("kind", "node", "residual_ns")[path.nodes]
-    found = pl.concat([frame.with_columns(pl.col("kind").cast(pl.String)) for frame in (on_edges, on_nodes)])
-    largest = found.filter(pl.col("residual_ns") > 0).sort("residual_ns", descending=True, maintain_order=True)
-    first = largest.head(most)
+    found = pl.concat(
+        [
+            frame.filter(pl.col("residual_ns") > 0).with_columns(pl.col("kind").cast(pl.String))
+            for frame in (on_edges, on_nodes)
+        ]
+    )
+    first = found.sort("residual_ns", descending=True, maintain_order=True).head(most)
     of = graph.nodes.select("name", "rank", "start_ns")[first["node"]]
     return first.select(pl.col("residual_ns").alias("time_ns"), "kind", "node").hstack(of)
 
 
-def _column(frame: pl.DataFrame, what: str, column: str) -> pl.DataFrame:
-    return frame.select(pl.lit(what).alias("what"), pl.col("kind").cast(pl.String), pl.col(column).alias("time"))
+_PARTS = {"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64}
+
+
+def _summed(frame: pl.DataFrame, what: str, column: str) -> pl.DataFrame:
+    """How many rows of each kind have a time, and the sum of it; kinds in the order in which they come."""
+    some = frame.filter(pl.col(column) != 0).group_by("kind", maintain_order=True)
+    return some.agg(pl.len().alias("count"), pl.col(column).sum().alias("time_ns")).select(
+        pl.lit(what).alias("what"), pl.col("kind").cast(pl.String), pl.col("count").cast(pl.Int64), "time_ns"
+    )
