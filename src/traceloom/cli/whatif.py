@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,6 +17,7 @@ from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
     from traceloom.model import Graph
+    from traceloom.simulate import Change, Scenario, WhatIf
 
 _EXAMPLES = """\
 examples:
@@ -23,7 +25,7 @@ examples:
   traceloom whatif run --set 'syncs remove' --step 12      no waiting for the device, in one step
   traceloom whatif run --set 'rank 7 delay remove'         rank 7 as fast as the others
   traceloom whatif run --set 'network * 2' --set 'copies async'
-  traceloom whatif run --set 'idle remove' -o after.perfetto.json.gz
+  traceloom whatif run --set 'idle remove' -o after.html
 
 changes: [rank N[,M]] TARGET [~ REGEX] ACTION
   TARGET  kernels copies gpu collectives host ops think launches syncs loading
@@ -50,8 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument(
         "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write a file instead: .json, .md, .html, or the timeline after the change as .perfetto.json.gz "
-        "(may be repeated)",
+        help="write a file instead: .json, .md, .html with the timeline before and after, or the timeline after the "
+        "change as .perfetto.json.gz (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.read import load
     from traceloom.report import whatif as report
     from traceloom.retime import Plan, law
-    from traceloom.simulate import changed_graph, parse, scenario_of, whatif
+    from traceloom.simulate import parse, whatif
 
     changes = [parse(text) for text in args.changes]
     for path in args.output:
@@ -91,21 +93,41 @@ def run(args: argparse.Namespace) -> int:
         found = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
         document = report.build(session.name, args.step, changes, found, kept)
         written = []
-        after = changed_graph(graph, scenario_of(graph, changes), found.times) if args.output else graph
+        asked = _Asked(document, graph, changes, found)
         for path in args.output:
             progress.say(f"writing {path}")
-            written.append((path, files.write(path, _writer(path, document, after), force=args.force)))
+            written.append((path, files.write(path, _writer(path, asked), force=args.force)))
     _show(args, document, written)
     return 0
 
 
-def _writer(path: Path, document: dict[str, Any], after: Graph) -> Callable[[BinaryIO], None]:
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked, and the answer: what files are made of."""
+
+    document: dict[str, Any]
+    graph: Graph
+    changes: list[Change]
+    found: WhatIf
+
+    def scenario(self) -> Scenario:
+        from traceloom.simulate import scenario_of
+
+        return scenario_of(self.graph, self.changes)
+
+    def after(self) -> Graph:
+        from traceloom.simulate import changed_graph
+
+        return changed_graph(self.graph, self.scenario(), self.found.times)
+
+
+def _writer(path: Path, asked: _Asked) -> Callable[[BinaryIO], None]:
     name = path.name.lower()
-    if name.endswith(".perfetto.json.gz"):
-        return partial(_perfetto, after, packed=True)
-    if name.endswith((".md", ".html")):
-        return partial(_text, document, page=name.endswith(".html"))
-    return partial(_perfetto, after, packed=False) if name.endswith(".perfetto.json") else partial(_json, document)
+    if name.endswith((".perfetto.json.gz", ".perfetto.json")):
+        return partial(_perfetto, asked, packed=name.endswith(".gz"))
+    if name.endswith(".html"):
+        return partial(_page, asked)
+    return partial(_markdown if name.endswith(".md") else _json, asked.document)
 
 
 def _json(document: dict[str, Any], handle: BinaryIO) -> None:
@@ -114,22 +136,29 @@ def _json(document: dict[str, Any], handle: BinaryIO) -> None:
     handle.write(encode(document))
 
 
-def _text(document: dict[str, Any], handle: BinaryIO, *, page: bool) -> None:
+def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
     from traceloom.report import whatif_files
 
-    handle.write((whatif_files.page if page else whatif_files.markdown)(document).encode())
+    handle.write(whatif_files.markdown(document).encode())
 
 
-def _perfetto(after: Graph, handle: BinaryIO, *, packed: bool) -> None:
+def _page(asked: _Asked, handle: BinaryIO) -> None:
+    from traceloom.report import before_after
+
+    view = before_after.build(asked.graph, asked.scenario(), asked.found)
+    handle.write(before_after.render(asked.document, view).encode())
+
+
+def _perfetto(asked: _Asked, handle: BinaryIO, *, packed: bool) -> None:
     from isal import igzip
 
     from traceloom.report.perfetto.graph import write_graph
 
     if not packed:
-        write_graph(after, handle)
+        write_graph(asked.after(), handle)
         return
     with igzip.IGzipFile(fileobj=handle, mode="wb", compresslevel=2) as gz:
-        write_graph(after, gz)
+        write_graph(asked.after(), gz)
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tuple[Path, int]]) -> None:
@@ -151,4 +180,4 @@ def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tupl
         print(f"Wrote {path} ({units.size(size)}).", file=stream)
     if not written and not args.json:
         sets = " ".join(f"--set {shlex.quote(text)}" for text in args.changes)
-        print(f"\nNext: traceloom whatif {shlex.join(args.inputs)} {sets} -o after.perfetto.json.gz", file=stream)
+        print(f"\nNext: traceloom whatif {shlex.join(args.inputs)} {sets} -o whatif.html", file=stream)

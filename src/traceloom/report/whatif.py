@@ -97,8 +97,12 @@ def render(document: Row, width: int) -> Iterator[Text]:
 
     yield from lines(columns, cells, ("of", name), width)
     yield Text("")
-    trust = "" if document["trusted"] else f"{_HINT} "
-    yield from _wrapped(trust + document["law"]["sentence"], width)
+    yield from _wrapped(trust(document), width)
+
+
+def trust(document: Row) -> str:
+    """How far the answer can be trusted, in words."""
+    return ("" if document["trusted"] else f"{_HINT} ") + str(document["law"]["sentence"])
 
 
 def _wrapped(words: str, width: int) -> Iterator[Text]:

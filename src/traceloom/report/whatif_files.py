@@ -1,4 +1,4 @@
-"""A what-if as Markdown and as a page of its own, and a sweep as a picture."""
+"""A what-if as Markdown, and a sweep as a picture."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.names import harmless
+from traceloom.report.whatif import trust
 from traceloom.simulate.whatif import Sweep
 
 Row = dict[str, Any]
 
 _ROWS = 12
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;"
-    "background:#fff}table{border-collapse:collapse}td,th{padding:.2rem .8rem;text-align:right;"
-    "border-bottom:1px solid #d0d7de}td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}"
-    ".before{fill:#8c959f}.after{fill:#0072b2}@media(prefers-color-scheme:dark){body{color:#e6edf3;background:#0d1117}}"
-)
 
 
 def markdown(document: Row) -> str:
@@ -28,36 +23,11 @@ def markdown(document: Row) -> str:
     for head, rows in _tables(document):
         lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
         lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    return "\n".join([*lines, "", _cell(_trust(document)), ""])
-
-
-def page(document: Row) -> str:
-    """The document as one HTML file that needs nothing else."""
-    name, sentence = (escape(harmless(document[key])) for key in ("name", "sentence"))
-    changes = "".join(
-        f"<li><code>{escape(harmless(one['change']))}</code>: {escape(one['assumes'])}.</li>"
-        for one in document["changes"]
-    )
-    tables = "".join(
-        f"<table><thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead><tbody>"
-        + "".join(f"<tr>{''.join(f'<td>{escape(harmless(cell))}</td>' for cell in row)}</tr>" for row in rows)
-        + "</tbody></table>"
-        for head, rows in _tables(document)
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What if: {name}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>What if: {name}</h1><p><b>{sentence}</b>"
-        f"</p><ul>{changes}</ul>{_bars(document)}{tables}<p>{escape(harmless(_trust(document)))}</p></body></html>\n"
-    )
+    return "\n".join([*lines, "", _cell(trust(document)), ""])
 
 
 def _cell(words: str) -> str:
     return escape(harmless(words), quote=False).replace("|", "\\|").replace("`", "'")
-
-
-def _trust(document: Row) -> str:
-    hint = "" if document["trusted"] else "Take it as a hint: it is smaller than the error of the graph. "
-    return hint + str(document["law"]["sentence"])
 
 
 def _tables(document: Row) -> list[tuple[list[str], list[list[str]]]]:
@@ -76,19 +46,6 @@ def _tables(document: Row) -> list[tuple[list[str], list[list[str]]]]:
     ]  # fmt: skip
     found.append((["critical path", "before", "after"], path))
     return found
-
-
-def _bars(document: Row) -> str:
-    whole = max(document["before_ns"], document["after_ns"], 1)
-    bars = "".join(
-        f'<rect class="{name}" x="0" y="{14 * k}" width="{document[f"{name}_ns"] / whole * 100:.2f}" height="10"/>'
-        for k, name in enumerate(("before", "after"))
-    )
-    said = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
-    return (
-        f'<svg viewBox="0 0 100 26" preserveAspectRatio="none" style="height:3rem" role="img" '
-        f'aria-label="{escape(said)}">{bars}</svg><p>{escape(said)}</p>'
-    )
 
 
 def picture(sweep: Sweep) -> str:

@@ -3,7 +3,16 @@
 from traceloom.simulate.changes import Change, Scenario, parse
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import Selection
-from traceloom.simulate.whatif import Sweep, WhatIf, changed_graph, scenario_of, sweep, whatif, whatif_many
+from traceloom.simulate.whatif import (
+    Sweep,
+    WhatIf,
+    changed_graph,
+    changed_nodes,
+    scenario_of,
+    sweep,
+    whatif,
+    whatif_many,
+)
 
 __all__ = [
     "Change",
@@ -12,6 +21,7 @@ __all__ = [
     "Sweep",
     "WhatIf",
     "changed_graph",
+    "changed_nodes",
     "parse",
     "scenario_of",
     "sweep",

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
 from traceloom.retime import ABSENT, Plan
@@ -17,8 +18,10 @@ from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.simulate.changes import Change, Scenario, parse
 from traceloom.simulate.recording import unrecorded_saving_ns
+from traceloom.simulate.selection import among
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 RANKS = pl.Schema({"rank": pl.Int32, "before_ns": pl.Int64, "after_ns": pl.Int64, "saved_ns": pl.Int64})
 PARTS = pl.Schema({"what": pl.String, "kind": pl.String, "before_ns": pl.Int64, "after_ns": pl.Int64})
@@ -177,6 +180,24 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
     kept = scenario.delay_ns > ABSENT // 2
     edges = graph.edges.with_columns(delay_ns=pl.Series(scenario.delay_ns), residual_ns=pl.lit(0, pl.Int64))
     return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
+
+
+def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
+    """What a scenario is about, shape (nodes,).
+
+    Nodes whose work is another; parts of communication whose transfer is; calls whose wait for the device is; and
+    communication that others no longer wait for.
+    """
+    base = Scenario.of(graph)
+    found: Bools = scenario.work_ns != base.work_ns
+    edges = graph.edges
+    moved = scenario.delay_ns != base.delay_ns
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    found[target[moved & among(edges["kind"], gs.EDGE_KINDS, ("rendezvous", "synchronize"))]] = True
+    apart = moved & (scenario.delay_ns <= ABSENT // 2)
+    of = source[apart]
+    found[of[among(graph.nodes["kind"], gs.NODE_KINDS, gs.COMMUNICATION)[of]]] = True
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,31 @@ import xml.etree.ElementTree as ET
 import polars as pl
 import pytest
 
-from traceloom.report.whatif_files import markdown, page, picture
+from traceloom.report.before_after import render
+from traceloom.report.whatif_files import markdown, picture
 from traceloom.simulate import Sweep
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m|`"
 DOCUMENT = {
     "name": HOSTILE, "sentence": "This would save 2 ms.", "before_ns": 10_000_000, "after_ns": 8_000_000,
+    "saved_ns": 2_000_000, "rescaled_saved_ns": 1_500_000,
     "changes": [{"change": f"kernels ~ {HOSTILE} * 0.5", "assumes": "half"}],
     "ranks": [{"rank": rank, "before_ns": 10, "after_ns": 8, "saved_ns": 2} for rank in (0, 1)],
     "path": [{"what": "kernel", "kind": HOSTILE, "before_ns": 10, "after_ns": 8}],
-    "trusted": False, "law": {"sentence": "The law holds."},
+    "trusted": False, "law": {"sentence": "The law holds.", "honest_error": 0.01},
 }  # fmt: skip
 
 
 def test_names_are_text_in_both_files() -> None:
-    for text in (markdown(DOCUMENT), page(DOCUMENT)):
-        assert "<script" not in text
+    for text in (markdown(DOCUMENT), render(DOCUMENT)):
+        assert "<script>alert" not in text
         assert "\x1b" not in text
         assert "This would save 2 ms." in text
-        assert "rank 1" in text
-        assert "Take it as a hint" in text
+        assert "take it as a hint" in text
+
+
+def test_ranks_are_named_in_markdown() -> None:
+    assert "| rank 1 |" in markdown(DOCUMENT)
 
 
 def test_rows_of_markdown_tables_have_as_many_cells_as_their_heads() -> None:
@@ -35,8 +40,8 @@ def test_rows_of_markdown_tables_have_as_many_cells_as_their_heads() -> None:
 
 
 def test_bars_are_as_long_as_the_times() -> None:
-    assert 'class="before" x="0" y="0" width="100.00"' in page(DOCUMENT)
-    assert 'class="after" x="0" y="14" width="80.00"' in page(DOCUMENT)
+    assert 'class="before" x="0" y="0" width="100.00"' in render(DOCUMENT)
+    assert 'class="after" x="0" y="14" width="80.00"' in render(DOCUMENT)
 
 
 def test_a_picture_of_a_sweep_falls_where_the_time_falls() -> None:

@@ -73,6 +73,9 @@ def unpack(payload: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "launch": [None if p is None else p - 1 for p in _unsparse(columns["launch"])],
         "forward": [None if p is None else p - 1 for p in _unsparse(columns["forward"])],
     }
+    if "twin" in columns:  # of a what-if
+        events["twin"] = [None if p is None else p - 1 for p in _unsparse(columns["twin"])]
+        events["changed"] = columns["changed"].tolist()
     return header, events
 
 

@@ -25,8 +25,9 @@ class Reasons:
 
     def line(self, path: str, what: str) -> str:
         """One quiet line in place of a part that is missing."""
-        return f'<p class="quiet absent"><span class="what">{what}: </span>{_with_code(text(self.of(path)))}.</p>'
+        return f'<p class="quiet absent"><span class="what">{what}: </span>{with_code(text(self.of(path)))}.</p>'
 
 
-def _with_code(escaped: str) -> str:
+def with_code(escaped: str) -> str:
+    """Escaped text with what stands between backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)

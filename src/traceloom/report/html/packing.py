@@ -24,6 +24,26 @@ def zigzag(values: Ints) -> Ints:
     return (values << 1) ^ (values >> 63)
 
 
+def lane_steps(start: Ints, counts: list[int]) -> Ints:
+    """Differences between the starts of neighbours on a lane; the first of a lane stays as it is.
+
+    Args:
+        start: Starts, lane by lane, ascending on each; none negative.
+        counts: Events of each lane.
+    """
+    heads = np.cumsum([0, *counts])[:-1][np.asarray(counts, dtype=np.int64) > 0]
+    steps = np.diff(start, prepend=0)
+    steps[heads] = start[heads]
+    return steps
+
+
+def sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
+    """0 where absent, else one more than the (zigzag) difference to the value before."""
+    out = np.zeros(values.shape, dtype=np.int64)
+    out[present] = zigzag(np.diff(values[present], prepend=0)) + 1
+    return out
+
+
 def varints(values: Ints) -> bytes:
     """Non-negative integers, each in as few seven-bit bytes as it needs."""
     if not values.size:

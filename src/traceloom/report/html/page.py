@@ -35,8 +35,8 @@ Row = dict[str, Any]
 # In the order of their imports: a script only uses what stands before it.
 SCRIPTS = (
     "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
-    "draw.js", "tracks.js", "rows.js", "overview.js", "pace.js", "path.js", "timeline.js", "gestures.js", "details.js",
-    "search.js", "links.js", "tables.js", "icicle.js", "curve.js", "owners.js", "page.js", "main.js",
+    "draw.js", "tracks.js", "rows.js", "overview.js", "pace.js", "path.js", "sides.js", "timeline.js", "gestures.js",
+    "details.js", "search.js", "links.js", "tables.js", "icicle.js", "curve.js", "owners.js", "page.js", "main.js",
 )  # fmt: skip
 STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
 _IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)

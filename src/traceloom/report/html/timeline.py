@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.model import Session, Trace
 from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
-from traceloom.report.html.packing import Ints, pack, zigzag
+from traceloom.report.html.packing import Ints, lane_steps, pack, sparse, zigzag
 from traceloom.report.html.tracks import tracks
 from traceloom.report.names import harmless, short
 
@@ -252,12 +251,12 @@ def _columns(
     fact, facts = _table(events, ["facts"])
     correlation = events["correlation"]
     columns = {
-        "start": _steps(start // unit, counts),
+        "start": lane_steps(start // unit, counts),
         "duration": zigzag(duration // unit),
         "clip": zigzag(clip // unit),
         "label": label - 1,
         "fact": fact,
-        "correlation": _sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
+        "correlation": sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
         "launch": _links("launch", parts, places),
         "forward": _links("forward", parts, places),
     }
@@ -270,21 +269,6 @@ def _columns(
     }
 
 
-def _steps(start: Ints, counts: list[int]) -> Ints:
-    """Differences between the starts of neighbours on a lane; the first of a lane stays as it is."""
-    heads = np.cumsum([0, *counts])[:-1][np.asarray(counts, dtype=np.int64) > 0]
-    steps = np.diff(start, prepend=0)
-    steps[heads] = start[heads]
-    return steps
-
-
-def _sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
-    """0 where absent, else one more than the (zigzag) difference to the value before."""
-    out = np.zeros(values.shape, dtype=np.int64)
-    out[present] = zigzag(np.diff(values[present], prepend=0)) + 1
-    return out
-
-
 def _links(column: str, parts: list[pl.DataFrame], places: list[Ints]) -> Ints:
     """References between events as positions in the payload; to an event that was left out: none."""
     targets = []
@@ -293,7 +277,7 @@ def _links(column: str, parts: list[pl.DataFrame], places: list[Ints]) -> Ints:
         known = row.is_not_null().to_numpy()
         targets.append(np.where(known, place[row.fill_null(0).to_numpy()], 0))
     target = np.concatenate(targets)
-    return _sparse(target, target > 0)
+    return sparse(target, target > 0)
 
 
 def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[Any, ...]]]:

@@ -1,6 +1,7 @@
 // What is known about the selected event or time range, the tooltip, and the ways on from there.
 import { element } from "./element.js";
 import { GROUP_NAMES } from "./events.js";
+import { bothSides, inShort } from "./sides.js";
 import { reading, readingAt } from "./tracks.js";
 import { byteSize, duration, exact, grouped, share } from "./units.js";
 
@@ -37,6 +38,7 @@ export class Details {
 
   #event(event) {
     const { events } = this;
+    if (events.twin) return [events.shortNames[events.label[event]], inShort(events, event)];
     return [events.shortNames[events.label[event]], `${duration(events.duration[event])} · ${events.category(event)}`];
   }
 
@@ -74,12 +76,15 @@ export class Details {
     const { events } = this;
     const rank = events.ranks[lane.trace];
     const step = events.stepOf(event);
-    const rows = [
-      ["kind", kindOf(events, event)],
-      ["where", `${rank.rank === null ? `trace ${lane.trace + 1}` : `rank ${rank.rank}`} · ${lane.name}`],
+    const times = events.twin ? bothSides(events, event) : [
       ["start", `${grouped((events.start[event] / 1e6).toFixed(3))}\u202fms`, this.#absolute(event)],
       ["duration", duration(events.duration[event]), exact(events.duration[event], "ns")],
       ["step", step ? `${step[1]}` : "–", step ? "" : "the event lies outside all steps, or its launch was not recorded"],
+    ];
+    const rows = [
+      ["kind", kindOf(events, event)],
+      ["where", `${rank.rank === null ? `trace ${lane.trace + 1}` : `rank ${rank.rank}`} · ${lane.name}`],
+      ...times,
     ];
     if (!Number.isNaN(events.correlation[event])) rows.push(["correlation", String(events.correlation[event])]);
     const launch = events.launch[event];
@@ -113,6 +118,7 @@ export class Details {
       go("Launch", events.launch[event], "the call that submitted this work (l)"),
       go("GPU work", work[0] ?? -1, "the first GPU work launched in here (l)"),
       go("Parent", events.end[event] >= 0 ? events.parent[event] : -1, "the event around this one (p)"),
+      go(events.laneOf(event).side === "before" ? "After" : "Before", events.twin?.[event] ?? -1, "the same on the other side (l)"),
       go("Forward", events.forward[event], "the forward operator of this backward one"),
       go("Backward", backward, "the backward operator of this forward one"),
       element("button", { type: "button", textContent: "Zoom to it", title: "(Enter)", onclick: () => timeline.zoomTo(event) }),
@@ -157,20 +163,22 @@ function sumRange(events, { from, to }) {
   const hostNames = new Map();
   let count = 0;
   for (const lane of events.lanes) {
+    const side = lane.side ? `${lane.side}: ` : "";
     for (let i = lane.first; i < lane.first + lane.count; i++) {
       const inside = Math.min(events.start[i] + events.duration[i], to) - Math.max(events.start[i], from);
       if (inside <= 0) continue;
       count++;
       const label = events.label[i];
       if (events.isGpuWork(i)) {
-        const key = `GPU ${GROUP_NAMES[events.groups[label]]}`;
+        const key = `${side}GPU ${GROUP_NAMES[events.groups[label]]}`;
         sums.set(key, (sums.get(key) ?? 0) + inside);
-        names.set(label, (names.get(label) ?? 0) + inside);
+        if (lane.side !== "after") names.set(label, (names.get(label) ?? 0) + inside);
       } else if (lane.kind === "host" && events.category(i) === "op") {
         const above = events.parent[i];
         if (above < 0 || events.category(above) !== "op") {
-          sums.set("host operators", (sums.get("host operators") ?? 0) + inside);
-          hostNames.set(label, (hostNames.get(label) ?? 0) + inside);
+          const key = `${side}host operators`;
+          sums.set(key, (sums.get(key) ?? 0) + inside);
+          if (lane.side !== "after") hostNames.set(label, (hostNames.get(label) ?? 0) + inside);
         }
       }
     }

@@ -38,6 +38,9 @@ export class Events {
     this.correlation = unsparse(columns.correlation, NaN);
     this.launch = Int32Array.from(unsparse(columns.launch, 0), (place) => place - 1);
     this.forward = Int32Array.from(unsparse(columns.forward, 0), (place) => place - 1);
+    // Of a what-if: the same on the lane of the other side, -1 where it is not there; and whether the changes are about it.
+    this.twin = columns.twin ? Int32Array.from(unsparse(columns.twin, 0), (place) => place - 1) : null;
+    this.changed = columns.changed ?? null;
     this.start = this.#starts(columns.start, unit);
     this.end = new Float64Array(count); // as drawn: clipped to the parent's
     this.parent = new Int32Array(count).fill(-1);

@@ -177,6 +177,10 @@ function parent(timeline) {
 function linked(timeline) {
   const { events, selected } = timeline;
   if (selected < 0) return;
+  if (events.twin) {
+    if (events.twin[selected] >= 0) timeline.select(events.twin[selected], true);
+    return;
+  }
   const other = events.launch[selected] >= 0 ? events.launch[selected] : events.gpuWorkOf(selected)[0] ?? -1;
   if (other >= 0) timeline.select(other, true);
 }

@@ -55,7 +55,7 @@ export class Overview {
     const gpu = events.lanes.some((lane) => lane.gpu);
     let lanes = 0;
     for (const lane of events.lanes) {
-      if (gpu ? !lane.gpu : lane.kind !== "host") continue;
+      if ((gpu ? !lane.gpu : lane.kind !== "host") || lane.side === "after") continue;
       lanes++;
       for (let i = lane.first; i < lane.first + lane.count; i++) {
         if (!gpu && (events.parent[i] >= 0 || events.end[i] < 0)) continue; // only the outermost of what is shown

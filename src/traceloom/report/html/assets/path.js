@@ -19,8 +19,8 @@ export class PathOverlay {
     label.hidden = false;
     label.title = `What decides the ${duration(end - start)} of ${step === null ? "the window" : `step ${step}`} (c)`;
     this.box.addEventListener("change", () => this.show(this.box.checked));
-    onState("path", (value) => this.show(value === "1"));
-    this.show(getState("path") === "1", getState("t") === null);
+    onState("path", (value) => this.show(this.path.after ? value !== "0" : value === "1"));
+    this.show(getState("path") === "1" || (this.path.after !== undefined && getState("path") !== "0"), getState("t") === null);
   }
 
   toggle() {
@@ -33,7 +33,8 @@ export class PathOverlay {
     this.shown = shown;
     this.box.checked = shown;
     this.timeline.part("path-legend").hidden = !shown;
-    setState("path", shown ? "1" : null);
+    if (this.path.after) setState("path", shown ? null : "0");
+    else setState("path", shown ? "1" : null);
     if (shown && move) this.#bring();
     this.timeline.request();
   }
@@ -74,7 +75,11 @@ export class PathOverlay {
 
   draw(painter, shift, palette) {
     if (!this.shown) return;
-    const points = this.#points(painter, shift);
+    for (const stretches of [this.path.stretches, this.path.after ?? []]) this.#line(stretches, painter, shift, palette);
+  }
+
+  #line(stretches, painter, shift, palette) {
+    const points = this.#points(stretches, painter, shift);
     if (points.length < 4) return;
     const { context, scale } = painter;
     context.lineJoin = "round";
@@ -90,7 +95,7 @@ export class PathOverlay {
   }
 
   // x, y, x, y, ... of the line in view. Many changes within one pixel become one line from the highest to the lowest.
-  #points(painter, shift) {
+  #points(stretches, painter, shift) {
     const { events } = this.timeline;
     const { from, to } = painter.view;
     const heights = events.lanes.map((lane) => this.#height(lane));
@@ -98,7 +103,7 @@ export class PathOverlay {
     let last = -Infinity;
     let low = 0;
     let high = 0;
-    for (const [place, start, end] of this.path.stretches) {
+    for (const [place, start, end] of stretches) {
       if (end < from || start > to || heights[place] === null) continue;
       const y = heights[place] - shift;
       const left = Math.min(Math.max(painter.x(start), -9), painter.width + 9);

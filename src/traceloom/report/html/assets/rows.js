@@ -9,6 +9,7 @@ const RANK = 26;
 const CURVE = 40;
 const TRACK = 28;
 const LANE_GAP = 9;
+const SIDE_GAP = 4; // between a lane as it was and as it would be
 
 function rankName(rank, number) {
   const name = rank.rank === null ? `trace ${number + 1}` : `rank ${rank.rank}`;
@@ -27,7 +28,8 @@ export class Rows {
     this.folded = new Set(); // keys of folded ranks and lanes
     this.hidePython = false;
     this.height = 0;
-    for (const [number] of events.ranks.entries()) if (number > 0 && events.ranks.length > 2) this.folded.add(`r${number}`);
+    const few = events.ranks.length <= 2 || events.twin; // of before and after only what matters is there
+    for (const [number] of events.ranks.entries()) if (number > 0 && !few) this.folded.add(`r${number}`);
     events.lanes.forEach((lane, k) => {
       if (lane.kind === "device_annotation" || lane.kind === "other" || lane.kind === "device_sync") this.folded.add(`l${k}`);
     });
@@ -83,7 +85,7 @@ export class Rows {
     const hide = this.hidePython && lane.hasPython;
     if (!lane.rows || lane.hid !== hide) this.events.layOut(lane, hide);
     lane.hid = hide;
-    if (!lane.rows.length) return top; // nothing but Python frames, and these are hidden
+    if (!lane.rows.length && lane.count) return top; // nothing but Python frames, and these are hidden
     const folded = this.folded.has(key);
     const rows = folded ? lane.rows.slice(0, 1) : lane.rows;
     lane.top = top;
@@ -92,8 +94,9 @@ export class Rows {
     });
     const height = Math.max(rows.length, 1) * (ROW + GAP);
     const foldable = lane.rows.length > 1;
-    this.#label(lane.name, foldable ? key : null, top, ROW + GAP, lane.gpu ? "tl-gpu" : "");
-    return top + height + LANE_GAP;
+    const look = lane.side === "after" ? "tl-after" : lane.gpu ? "tl-gpu" : "";
+    this.#label(lane.label ?? lane.name, foldable ? key : null, top, ROW + GAP, look);
+    return top + height + (lane.side === "before" ? SIDE_GAP : LANE_GAP);
   }
 
   #label(text, key, top, height, look, more = "") {

@@ -1,5 +1,6 @@
 // The timeline: one view of time over all rows, drawn on demand.
 import { Painter } from "./draw.js";
+import { BothSides } from "./sides.js";
 import { Palette } from "./palette.js";
 import { Pace } from "./pace.js";
 import { PathOverlay } from "./path.js";
@@ -38,6 +39,7 @@ export class Timeline {
     this.scroller.addEventListener("scroll", () => this.request());
     new ResizeObserver(() => this.resize()).observe(this.scroller);
     this.path = new PathOverlay(this);
+    this.sides = new BothSides(this);
     this.resize();
   }
 
@@ -52,7 +54,7 @@ export class Timeline {
   // Python frames nest deep and hide the operators; they start hidden where there is something else to see.
   #python() {
     const box = this.part("python");
-    const some = this.events.lanes.some((lane) => lane.hasPython);
+    const some = this.events.lanes.some((lane) => lane.hasPython) && !this.events.twin;
     box.closest("label").hidden = !some;
     this.rows.hidePython = some && this.events.categories.includes("op");
     box.checked = !this.rows.hidePython;
@@ -204,6 +206,7 @@ export class Timeline {
     this.#grid(painter);
     for (const line of this.rows.between(shift, shift + painter.height)) this.#line(line, line.top - shift);
     painter.finish();
+    this.sides?.draw(painter, shift, this.palette);
     this.path?.draw(painter, shift, this.palette);
     this.#marks(shift);
     this.#ruler();
@@ -229,6 +232,7 @@ export class Timeline {
   #steps({ rank, height }, top) {
     const { painter, palette } = this;
     painter.box(0, top, painter.width, height, palette.panel);
+    if (rank.said) painter.text(rank.said, 6, top + height / 2, palette.ink);
     for (const [step, , start, end] of rank.steps) {
       const left = painter.x(start);
       const right = painter.x(end);
@@ -253,7 +257,8 @@ export class Timeline {
       for (const x of [left, right]) painter.box(x, 0, 1, painter.height, palette.accent);
     }
     if (this.selected >= 0) this.#arrows(shift);
-    for (const [event, colour, width] of [[this.hovered, palette.muted, 1], [this.selected, palette.ink, 2]]) {
+    const twin = events.twin?.[this.selected] ?? -1;
+    for (const [event, colour, width] of [[this.hovered, palette.muted, 1], [twin, palette.accent, 2], [this.selected, palette.ink, 2]]) {
       const top = event >= 0 && event < events.count ? rows.topOf(event) : null;
       if (top !== null) painter.outline(event, top - shift, ROW, colour, width);
     }

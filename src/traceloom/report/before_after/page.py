@@ -1,0 +1,132 @@
+"""A what-if as a page of its own in the frame of the report's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from string import Template
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.before_after.payload import BeforeAfter
+from traceloom.report.html import page as frame
+from traceloom.report.html.absence import with_code
+from traceloom.report.html.cells import Column, text
+from traceloom.report.html.table import table
+from traceloom.report.whatif import trust
+
+Row = dict[str, Any]
+
+_TIMES = (
+    Column("before_ns", "Before", "time", scale="t"),
+    Column("after_ns", "After", "time", scale="t"),
+)
+_SAVED = Column("saved_ns", "Saved", "time", scale="t")
+_ABOUT_TIMELINE = (
+    "Every lane as it was and, below it, as it would be, on one axis. A dark edge marks what the changes are about, "
+    "a line the critical path: what decides how long it takes."
+)
+_ABOUT_PATH = "What decides how long it takes; each column adds up to the whole."
+
+
+def render(document: Row, view: BeforeAfter | None = None) -> str:
+    """The document as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.whatif.build` made of a what-if.
+        view: The timeline before and after; a page without one says so.
+    """
+    script, theme = frame.page_script(), frame.page_asset("theme.js")
+    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
+    sections = list(_sections(document, view))
+    name = str(document["name"])
+    page = Template(frame.page_asset("page.html")).substitute(
+        policy=frame.page_policy([theme, script], style),
+        title=text(f"What if: {document['sentence']} – {name}"),
+        theme=theme,
+        style=style,
+        name=text(f"What if: {name}"),
+        ranks="",
+        headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
+        numbers=_numbers(document),
+        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
+        sections="\n".join(frame.page_section(*section) for section in sections),
+        footer=_footer(document),
+        data=view.payload if view else "",
+        script=script,
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
+
+
+def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+    yield "changes", "Changes", "What was asked, and what each change assumes.", _changes(document)
+    if view is None:
+        missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
+        yield "timeline", "Timeline", "", missing
+    else:
+        said = f'<p class="quiet">{with_code(text(view.said))}</p>' if view.said else ""
+        yield "timeline", "Timeline", _ABOUT_TIMELINE, said + frame.page_asset("timeline.html")
+    if len(document["ranks"]) > 1:
+        columns = (Column("rank", "Rank", "count"), *_TIMES, _SAVED)
+        yield (
+            "ranks",
+            "Ranks",
+            "How long each rank takes.",
+            table("ranks-table", columns, document["ranks"], {}, "Ranks"),
+        )
+    parts = [
+        {**part, "of": f"{part['what']}: {part['kind']}" if part["kind"] else part["what"]} for part in document["path"]
+    ]
+    kinds = (Column("of", "Time", hint="kind of time on the path"), *_TIMES)
+    yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
+    yield "trust", "Trust", "How far the answer goes.", f"<p>{text(trust(document))}</p>"
+
+
+def _changes(document: Row) -> str:
+    items = "".join(
+        f'<li><code>{text(one["change"])}</code> <span class="quiet">Assumed: {text(one["assumes"])}.</span></li>'
+        for one in document["changes"]
+    )
+    return f"<ul>{items}</ul>"
+
+
+def _numbers(document: Row) -> str:
+    before, saved = document["before_ns"], document["saved_ns"]
+    shown = [
+        ("Before", units.duration(before), "as measured"),
+        ("After", units.duration(document["after_ns"]), "with the changes"),
+        ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
+    ]
+    if document["rescaled_saved_ns"] != saved:
+        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when nobody records"))
+    else:
+        error = f"{100 * document['law']['honest_error']:+.2f} %"
+        shown.append(
+            ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
+        )
+    items = "".join(
+        f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
+        for label, value, more in shown
+    )
+    return f'<dl class="key">{items}</dl>'
+
+
+def _bars(document: Row) -> str:
+    whole = max(document["before_ns"], document["after_ns"], 1)
+    bars = "".join(
+        f'<rect class="{name}" x="0" y="{14 * k}" width="{document[f"{name}_ns"] / whole * 100:.2f}" height="10"/>'
+        for k, name in enumerate(("before", "after"))
+    )
+    said = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
+    return (
+        f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(said)}">{bars}</svg>'
+    )
+
+
+def _footer(document: Row) -> str:
+    return (
+        f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
+        "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
+        "change: <code>-o after.perfetto.json.gz</code></p>"
+    )

@@ -1,0 +1,220 @@
+"""The timeline before and after as a payload of the report's own timeline (see `traceloom.report.html.timeline`).
+
+Each lane stands there twice, as it was and as it would be. Columns of its own: `twin` (the same piece on the other
+lane, as a position plus one; 0 where it is gone) and `changed` (1 where it holds something that the changes are about).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.model import graph_schema as gs
+from traceloom.model import units
+from traceloom.model.category import CATEGORIES
+from traceloom.model.graph import Graph
+from traceloom.report.before_after.chosen import Chosen, choose
+from traceloom.report.before_after.pieces import Pieces, pieces
+from traceloom.report.html.packing import Ints, lane_steps, pack, sparse, zigzag
+from traceloom.report.names import harmless, short
+from traceloom.retime.critical_path import Path, critical_path
+from traceloom.simulate import Scenario, WhatIf, changed_graph, changed_nodes
+
+Row = dict[str, Any]
+Bools = NDArray[np.bool_]
+
+LIMIT = 40_000  # pieces, each drawn twice: at most about half a megabyte of page
+_STRETCHES = 3_000  # of each critical path
+_NAMES = 200_000  # characters of all names together
+_NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
+_UNNAMED = {gs.THINK: "host time that nothing names", gs.WAIT: "waiting"}
+_WORDS = {gs.THINK: "python", gs.WAIT: "other", gs.BLOCK: "sync", **dict.fromkeys(gs.COMMUNICATION, "collective")}
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAfter:
+    """The picture.
+
+    Attributes:
+        payload: Base64 text, see `packing`.
+        shown: Pieces of time in it, before and after counted once.
+        said: What is drawn and what is not, in words.
+    """
+
+    payload: str
+    shown: int
+    said: str
+
+
+def build(graph: Graph, scenario: Scenario, found: WhatIf, *, limit: int = LIMIT) -> BeforeAfter | None:
+    """Pack the timelines before and after; None where the graph has nothing to draw.
+
+    Args:
+        graph: As it was measured.
+        scenario: With the changes.
+        found: What the scenario came to.
+        limit: The most pieces of time to embed.
+    """
+    if not found.ranks.height:
+        return None
+    changed = changed_nodes(graph, scenario)
+    paths = [critical_path(graph), critical_path(changed_graph(graph, scenario, found.times))]
+    chosen = choose(graph, found.ranks, changed, [path.nodes for path in paths])
+    times = (graph.point_times(), found.times)
+    zero = [int(time.min()) for time in times]
+    start, end = (np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)]) for side in (0, 1))
+    place = np.full(graph.lanes.height + 1, -1, dtype=np.int64)
+    place[chosen.lanes["lane"].to_numpy()] = np.arange(chosen.lanes.height)
+    lane = place[graph.nodes["lane"].fill_null(graph.lanes.height).to_numpy()]
+    drawn = np.flatnonzero((lane >= 0) & (end > start).any(axis=0))
+    if not drawn.size:
+        return None
+    made = pieces(lane[drawn], start[:, drawn], end[:, drawn], limit)
+    columns, tables, counts = _columns(graph, made, drawn, changed)
+    header = {
+        "version": 1,
+        "epoch_ns": str(graph.epoch_ns + zero[0]),
+        "span_ns": max(found.before_ns, found.after_ns, 1),
+        "ranks": _ranks(chosen, found),
+        "lanes": _lanes(chosen, counts),
+        "path": _paths(paths, start, end, lane, found),
+        "open": True,
+        **tables,
+    }
+    return BeforeAfter(pack(header, columns), made.lane.size, _said(chosen, made))
+
+
+def _said(chosen: Chosen, made: Pieces) -> str:
+    """What is drawn and what is not."""
+    said = [chosen.sentence()]
+    if made.grain_ns:
+        said.append(
+            f"What is shorter than {units.duration(made.grain_ns)} is drawn together with its neighbours; "
+            "`-o after.perfetto.json.gz` has all of it."
+        )
+    return " ".join(filter(None, said))
+
+
+def _columns(
+    graph: Graph, made: Pieces, drawn: Ints, changed: Bools
+) -> tuple[dict[str, Ints], dict[str, Any], list[int]]:
+    """The columns of the events, the texts they point to, and how many events each lane has."""
+    there = made.end > made.start
+    side, piece = np.nonzero(there)
+    lane, start = made.lane[piece] * 2 + side, made.start[side, piece]
+    order = np.lexsort((start, lane))
+    side, piece, lane, start = side[order], piece[order], lane[order], start[order]
+    duration = made.end[side, piece] - start
+    position = np.zeros((2, made.lane.size), dtype=np.int64)
+    position[side, piece] = np.arange(1, side.size + 1)
+    twin = position[1 - side, piece]
+    marks = np.add.reduceat(changed[drawn[made.order]].astype(np.int64), made.first) > 0
+    counts = np.bincount(lane, minlength=2 * (int(made.lane.max()) + 1)).tolist()
+    unit = max(int(np.gcd.reduce([np.gcd.reduce(start), np.gcd.reduce(duration)])), 1)
+    label, labels = _labels(graph, drawn[made.longest[side, piece]], duration)
+    count, facts = np.unique(made.count[piece], return_inverse=True)
+    alone = int(count[0] == 1)
+    nothing = np.zeros(side.size, dtype=np.int64)
+    columns = {
+        "start": lane_steps(start // unit, counts),
+        "duration": zigzag(duration // unit),
+        "clip": nothing,
+        "label": label,
+        "fact": facts.reshape(-1).astype(np.int64) + 1 - alone,
+        "correlation": nothing,
+        "launch": nothing,
+        "forward": nothing,
+        "twin": sparse(twin, twin > 0),
+        "changed": marks[piece].astype(np.int64),
+    }
+    told = [f"stands for\x1f{units.count(one)} pieces; the longest is named" for one in count.tolist()[alone:]]
+    return columns, {"unit_ns": unit, "facts": told, **labels}, counts
+
+
+def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, Any]]:
+    """Name and kind of each event, as numbers of a table; names beyond what a page can hold are left out."""
+    of = graph.nodes.select("name", "kind", "category")[nodes]
+    kind = pl.col("kind").cast(pl.String)
+    words = kind.replace_strict(_WORDS, default=None, return_dtype=pl.String)
+    frame = of.select(
+        name=kind.replace_strict(_UNNAMED, default=None, return_dtype=pl.String).fill_null(pl.col("name")),
+        category=pl.coalesce(words, pl.col("category").cast(pl.String), pl.lit("other")),
+        time=pl.Series(duration),
+    ).with_columns(name=pl.col("name").fill_null("").str.slice(0, 4 * _NAME))
+    table = frame.group_by("name", "category").agg(pl.col("time").sum()).sort(
+        "time", "name", "category", descending=[True, False, False]
+    )  # fmt: skip
+    room = pl.col("name").str.len_chars().clip(upper_bound=_NAME).cum_sum() <= _NAMES
+    table = table.with_columns(shown=pl.when(room).then("name").otherwise(pl.lit("(name left out)")))
+    shown = table.select("shown", "category").unique(maintain_order=True).with_row_index("label")
+    numbered = table.join(shown, on=["shown", "category"], maintain_order="left")
+    label = frame.join(numbered, on=["name", "category"], how="left", maintain_order="left")["label"]
+    names = [short(name, _NAME) for name in shown["shown"].to_list()]
+    codes = {name: code for code, name in enumerate(CATEGORIES)}
+    kinds = shown["category"].to_list()
+    return label.cast(pl.Int64).to_numpy(), {
+        "categories": list(CATEGORIES),
+        "labels": [[name, codes[kind]] for name, kind in zip(names, kinds, strict=True)],
+        "short": {i: short(name, _SHORT) for i, name in enumerate(names) if len(name) > _SHORT},
+        "communication": [i for i, kind in enumerate(kinds) if kind == "collective"],
+    }
+
+
+def _ranks(chosen: Chosen, found: WhatIf) -> list[Row]:
+    spans = {row["rank"]: row for row in found.ranks.to_dicts()}
+    out: list[Row] = []
+    for rank, why in chosen.ranks.items():
+        row = spans[rank]
+        said = f"{units.duration(row['before_ns'])} before, {units.duration(row['after_ns'])} after"
+        out.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
+                    "said": f"{why[0].upper()}{why[1:]}: {said}" if why else said})  # fmt: skip
+    return out
+
+
+def _lanes(chosen: Chosen, counts: list[int]) -> list[Row]:
+    places = {rank: place for place, rank in enumerate(chosen.ranks)}
+    out: list[Row] = []
+    for number, row in enumerate(chosen.lanes.to_dicts()):
+        for side, word in enumerate(("before", "after")):
+            title = harmless(row["title"] or "")
+            out.append({
+                "trace": places[row["rank"]], "kind": row["kind"], "name": f"{title}, {word}",
+                "label": title if word == "before" else word,
+                "device": row["device"], "stream": row["stream"], "process": row["process"], "thread": row["thread"],
+                "count": counts[2 * number + side] if 2 * number + side < len(counts) else 0, "side": word,
+            })  # fmt: skip
+    return out
+
+
+def _paths(paths: list[Path], start: Ints, end: Ints, lane: Ints, found: WhatIf) -> Row | None:
+    """Both critical paths as stretches [lane, start, end]; the one before first."""
+    stretches = [
+        _stretches(path, start[side], end[side], 2 * lane + side, max(found.before_ns, found.after_ns, 1))
+        for side, path in enumerate(paths)
+    ]
+    if not any(stretches):
+        return None
+    return {"step": None, "start": 0, "end": found.before_ns, "stretches": stretches[0], "after": stretches[1]}
+
+
+def _stretches(path: Path, start: Ints, end: Ints, lane: Ints, span: int) -> list[list[int]]:
+    """The nodes of a path on the lanes that are drawn; neighbours on a lane as one where there are many."""
+    nodes = path.nodes[::-1]
+    nodes = nodes[(lane[nodes] >= 0) & (end[nodes] > start[nodes])]
+    grain, heads = 0, np.arange(nodes.size)
+    while heads.size > _STRETCHES:
+        grain = max(2 * grain, -(-span // (8 * _STRETCHES)))
+        key = np.unique(np.stack([start[nodes] // grain, lane[nodes]]), axis=1, return_inverse=True)[1].reshape(-1)
+        by = np.lexsort((start[nodes], key))
+        nodes, key = nodes[by], key[by]
+        heads = np.flatnonzero(np.diff(key, prepend=-1))
+    if not heads.size:
+        return []
+    first, last = np.minimum.reduceat(start[nodes], heads), np.maximum.reduceat(end[nodes], heads)
+    by = np.argsort(first, kind="stable")
+    found: list[list[int]] = np.stack([lane[nodes[heads]], first, last], axis=1)[by].tolist()
+    return found
