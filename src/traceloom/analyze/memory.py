@@ -50,8 +50,7 @@ class Memory(Result):
             it knows what existed before the window (`start_bytes`). The CPU's allocator keeps no total: its events are
             added up, onto the live tensors that `traceloom record` counted at the start (`census-and-sum`) or, without
             a count, onto an unknown amount taken as 0 (`running-sum`; `start_bytes` is null and the figures relative).
-            Memory of other threads is not seen there, nor (in older versions of PyTorch) the freeing of what existed
-            before the window.
+            Memory of other threads is not seen there, nor the freeing of what existed before the window.
         curve: Memory after each event, in time order, at most 4000 points per device; where there are more events,
             each of 1000 parts keeps its first, last, lowest and highest. `reserved_bytes` is null where unknown.
     """

@@ -6,18 +6,24 @@ PyTorch tells nothing of blocks from before the window, so that a memory record 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-OWNERS = ("parameter", "buffer", "gradient", "optimizer_state", "other")
+from traceloom.capture.wrappers import named_parts
+
+OWNERS = ("parameter", "buffer", "gradient", "optimizer_state", "activation", "other")
 COLUMNS = ("address", "bytes", "device_type", "device", "owner", "name")
 MOST_ROWS = 10_000
+MOST_NODES = 200_000  # of the graph of a forward pass: some seconds
 _SAVED = "_raw_saved_"
+_MOST_PARTS = 16
 
 Row = tuple[int, int, str, int, str, str]
+Owned = tuple[str, str, torch.Tensor]
 
 
 def census() -> dict[str, list[Any]]:
@@ -26,15 +32,16 @@ def census() -> dict[str, list[Any]]:
     Beyond `MOST_ROWS` the small ones are added up, with address 0.
 
     Parameters, buffers, gradients and optimizer state are named by the module that holds them (`GPT.blocks.0.weight`);
-    other tensors by their type and shape. What autograd alone keeps for a backward pass is found by following the graph
-    of the tensors that are reachable.
+    what a forward pass has saved for its backward pass by the node of the graph that keeps it (`activation`), found by
+    following the graphs of the tensors that are reachable; other tensors by their type and shape.
     """
     things = [thing for thing in gc.get_objects() if _is_known(thing)]
     rows: dict[tuple[str, int], Row] = {}
-    for owner, name, tensor in _owned(things):
-        row = _row(owner, name, tensor)
-        if row is not None:
-            rows.setdefault((row[2], row[0]), row)
+    for owner, name, whole in _owned(things):
+        for tensor in _plain(whole):
+            row = _row(owner, name, tensor)
+            if row is not None:
+                rows.setdefault((row[2], row[0]), row)
     ordered = sorted(rows.values(), key=lambda row: -row[1])
     kept = ordered[:MOST_ROWS] + list(_summed(ordered[MOST_ROWS:]))
     return {name: [row[k] for row in kept] for k, name in enumerate(COLUMNS)}
@@ -65,7 +72,7 @@ def _is_known(thing: object) -> bool:
     return issubclass(kind, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
 
 
-def _owned(things: list[Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _owned(things: list[Any]) -> Iterator[Owned]:
     """(owner, name, tensor), the surest owner first."""
     modules = [thing for thing in things if isinstance(thing, torch.nn.Module)]
     inner = {id(child) for module in modules for child in _children(module)}
@@ -73,7 +80,7 @@ def _owned(things: list[Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
     names: dict[int, str] = {}
     gradients: list[tuple[str, torch.Tensor]] = []
     for root in roots:
-        for path, module in root.named_modules(prefix=type(root).__name__):
+        for path, module in named_parts(root):
             for name, tensor in module._parameters.items():
                 if tensor is None:
                     continue
@@ -82,7 +89,7 @@ def _owned(things: list[Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
                 if tensor.grad is not None:
                     gradients.append((f"{path}.{name}.grad", tensor.grad))
     for root in roots:
-        for path, module in root.named_modules(prefix=type(root).__name__):
+        for path, module in named_parts(root):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     yield "buffer", f"{path}.{name}", tensor
@@ -90,24 +97,25 @@ def _owned(things: list[Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "gradient", name, tensor
     yield from _of_optimizers([thing for thing in things if isinstance(thing, torch.optim.Optimizer)], names)
     tensors = [thing for thing in things if isinstance(thing, torch.Tensor)]
+    nodes = []
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter):
             yield "parameter", "(no module)", tensor
-        if tensor.is_leaf and tensor.grad is not None:
-            yield "gradient", "(no module)", tensor.grad
+        with contextlib.suppress(RuntimeError):  # of a view that was changed in place where it must not be, as in FSDP
+            if tensor.grad_fn is not None:
+                nodes.append(tensor.grad_fn)
+            elif tensor.grad is not None:
+                yield "gradient", "(no module)", tensor.grad
+    yield from _kept_by_autograd(nodes)
     for tensor in tensors:
         yield "other", f"{type(tensor).__name__} {list(tensor.shape)}", tensor
-    for name, tensor in _kept_by_autograd(tensors):
-        yield "other", f"kept for backward by {name}", tensor
 
 
 def _children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (child for child in module._modules.values() if child is not None)
 
 
-def _of_optimizers(
-    optimizers: list[torch.optim.Optimizer], names: dict[int, str]
-) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _of_optimizers(optimizers: list[torch.optim.Optimizer], names: dict[int, str]) -> Iterator[Owned]:
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
             if not isinstance(state, dict):
@@ -118,20 +126,31 @@ def _of_optimizers(
                     yield "optimizer_state", f"{type(optimizer).__name__}.{key} of {of}", value
 
 
-def _kept_by_autograd(tensors: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that only the graph of a forward pass holds."""
-    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
+    """What the graphs of forward passes have saved for their backward passes, in at most `MOST_NODES` nodes.
+
+    Nothing is computed or changed: saved tensors are looked at as they lie there, unpacked by no hook. Whether the
+    program holds such a tensor, too, cannot be told: PyTorch keeps its Python object alive as long as the tensor.
+    """
     seen: set[Any] = set()
-    while todo:
+    saved_by: dict[type, list[str]] = {}
+    while todo and len(seen) < MOST_NODES:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         todo.extend(following for following, _ in node.next_functions)
-        for name in dir(node):
-            if name.startswith(_SAVED):
-                for tensor in _unpacked(node, name):
-                    yield node.name(), tensor
+        kind = type(node)
+        if kind not in saved_by:
+            saved_by[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
+        for name in saved_by[kind]:
+            for tensor in _unpacked(node, name):
+                yield "activation", f"kept for backward by {node.name()}", tensor
+        leaf = getattr(node, "variable", None)  # a leaf that the program has let go of, with its gradient
+        if isinstance(leaf, torch.Tensor):
+            if leaf.grad is not None:
+                yield "gradient", "(no module)", leaf.grad
+            yield "activation", f"kept for backward by {node.name()}", leaf
 
 
 def _unpacked(node: Any, name: str) -> Iterator[torch.Tensor]:
@@ -143,6 +162,23 @@ def _unpacked(node: Any, name: str) -> Iterator[torch.Tensor]:
     except (RuntimeError, AttributeError):
         return
     yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor itself; of one that is made of others (the shard in a `DTensor`) these."""
+    todo = [tensor]
+    for _ in range(_MOST_PARTS):
+        if not todo:
+            return
+        one = todo.pop()
+        parts = getattr(type(one), "__tensor_flatten__", None)
+        if parts is None:
+            yield one
+            continue
+        try:
+            todo += [part for name in parts(one)[0] if isinstance(part := getattr(one, name), torch.Tensor)]
+        except (RuntimeError, AttributeError, TypeError, NotImplementedError):  # a subclass of the user's own
+            yield one
 
 
 def _row(owner: str, name: str, tensor: torch.Tensor) -> Row | None:

@@ -3,18 +3,18 @@
 The hooks stand only while Kineto runs, and change nothing of how modules are called.
 """
 
-# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import threading
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from traceloom.capture.scope import MODULE_PREFIX, scope
+from traceloom.capture.wrappers import class_name, named_parts, unwrapped
 
 NAMES = ("class", "path", "off")
 _ABOUT_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
@@ -27,8 +27,18 @@ class module_scope(scope):  # noqa: N801  (as its base)
     prefix = MODULE_PREFIX
 
 
+class _Call(NamedTuple):
+    """A module call that is going on; `inner` is the module itself, or what it stands around as a wrapper."""
+
+    module: torch.nn.Module
+    inner: torch.nn.Module
+    opened: module_scope
+
+
 class ModuleScopes:
     """Opens a scope around every module call between `start` and `stop`.
+
+    A wrapper and what it stands around are one scope, called as without the wrapper.
 
     Args:
         names: `path`: modules are called by their attribute path from the outermost module that was called, which is
@@ -56,29 +66,32 @@ class ModuleScopes:
             handle.remove()
         self._handles = []
         while self._stack():
-            self._stack().pop()[1].__exit__(None, None, None)
+            self._stack().pop().opened.__exit__(None, None, None)
 
     def _before(self, module: torch.nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or isinstance(module, torch.fx.GraphModule):
             return  # compiled code has no modules of its own
-        stack = self._stack()
-        opened = module_scope(self._name(module, stack[-1][0] if stack else None))
+        stack, inner = self._stack(), unwrapped(module)
+        around = stack[-1] if stack else None
+        if around is not None and around.inner is inner and around.module is not inner:
+            return  # the wrapper around it has opened its scope
+        opened = module_scope(self._name(inner, around.inner if around is not None else None))
         opened.__enter__()
-        stack.append((module, opened))
+        stack.append(_Call(module, inner, opened))
 
     def _after(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         stack = self._stack()
-        if stack and any(module is one for one, _ in stack):  # not one that was entered before we began
+        if stack and any(module is one.module for one in stack):  # not one that was entered before we began
             while stack:
-                one, opened = stack.pop()
-                opened.__exit__(None, None, None)
-                if one is module:
+                call = stack.pop()
+                call.opened.__exit__(None, None, None)
+                if call.module is module:
                     return
 
-    def _stack(self) -> list[tuple[torch.nn.Module, module_scope]]:
-        stack: list[tuple[torch.nn.Module, module_scope]] | None = getattr(self._open, "stack", None)
+    def _stack(self) -> list[_Call]:
+        stack: list[_Call] | None = getattr(self._open, "stack", None)
         if stack is None:
             stack = self._open.stack = []
         return stack
@@ -86,11 +99,11 @@ class ModuleScopes:
     def _name(self, module: torch.nn.Module, around: torch.nn.Module | None) -> str:
         """The module's name inside the scope of the module around it."""
         if not self._by_path:
-            return _class(module)
+            return class_name(module)
         path = self._paths.get(module)
         if path is None:
             self._learn(module)
-            path = self._paths.get(module, _class(module))
+            path = self._paths.get(module, class_name(module))
         outer = self._paths.get(around) if around is not None else None
         if outer is not None and path.startswith(f"{outer}."):
             return path[len(outer) + 1 :]
@@ -98,11 +111,6 @@ class ModuleScopes:
 
     def _learn(self, root: torch.nn.Module) -> None:
         """Note the paths of all modules below one that nobody above has named."""
-        for path, module in root.named_modules(prefix=_class(root)):
+        for path, module in named_parts(root):
             if module not in self._paths:
-                self._paths[module] = path.replace("._orig_mod", "")
-
-
-def _class(module: torch.nn.Module) -> str:
-    inner = module._modules.get("_orig_mod")  # torch.compile's wrapper stands for what it wraps
-    return type(inner if inner is not None else module).__name__
+                self._paths[module] = path

@@ -17,9 +17,9 @@ from traceloom.errors import UsageError
 _DESCRIPTION = """\
 Run a command and record what PyTorch does in it, on every rank. The program needs no change.
 
-Without --steps everything from the first torch call is recorded; when the 4th step starts that is thrown away and
-5 steps are recorded. One more step, the graph step, is recorded with PyTorch's host trace, which is slow; it is never
-used for durations."""
+Without --steps everything from the first torch call is recorded; when the 4th step starts that is thrown away (with
+--memory and no --stacks it is kept) and 5 steps are recorded. One more step, the graph step, is recorded with PyTorch's
+host trace, which is slow; it is never used for durations."""
 
 _EXAMPLES = """\
 examples:
@@ -44,7 +44,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--after", type=float, metavar="SECONDS", help="record by time: begin so long after torch was imported")
     add("--duration", type=float, metavar="SECONDS", help="record by time: for so long (default: 10)")
     add("--stacks", action="store_true", help="record Python call stacks and modules (slow)")
-    add("--memory", action="store_true", help="record allocations from the start, with the modules that make them")
+    add(
+        "--memory",
+        action="store_true",
+        help="record allocations, with the modules that make them: from the first torch call on, "
+        "with --steps or --stacks in the window",
+    )
     add(
         "--module-names", choices=("path", "class", "off"), default="path", help="how modules are named (default: path)"
     )

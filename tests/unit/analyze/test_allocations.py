@@ -91,6 +91,25 @@ def test_backward_allocations_belong_to_the_scope_of_their_forward_op() -> None:
     assert known.named.backward.tolist() == [False, True, True]
 
 
+def test_a_backward_node_with_hooks_carries_its_number_in_the_call_inside_it() -> None:
+    builder = TraceBuilder().annotation("traceloom.scope:fwd", 0, 30)
+    builder.op("aten::relu", 1, 20, sequence=7).allocation(5, 100, address=1)
+    builder.op(f"{EVALUATE}ReluBackward0", 40, 20)
+    builder.op("ReluBackward0", 45, 10, sequence=7, forward_thread=1).allocation(46, 200, address=2)
+    assert _names(builder.build()) == ["fwd.relu.1", "fwd.ReluBackward0.1"]
+
+
+def test_wrappers_are_no_scopes_and_no_modules() -> None:
+    builder = TraceBuilder().annotation("DistributedDataParallel.forward", 0, 90)
+    builder.python("nn.Module: DistributedDataParallel_0", 1, 80).python("nn.Module: Net_0", 2, 70)
+    builder.op("aten::relu", 3, 20).allocation(5, 100, address=1)
+    builder.python("nn.Module: MyDataParallel_0", 30, 20)
+    builder.op("aten::relu", 31, 10).allocation(35, 10, address=2)
+    trace = builder.build()
+    assert _names(trace) == ["Net_0.relu.1", "Net_0.MyDataParallel_0.relu.1"]
+    assert dict(zip(*_sums(trace, "module"), strict=True))["Net_0"] == 100
+
+
 def test_a_backward_node_without_forward_op_is_said_to_be_unknown() -> None:
     builder = TraceBuilder().op(f"{EVALUATE}FooBackward0", 0, 20).allocation(5, 8, address=1)
     found = allocations(builder.build())
@@ -146,6 +165,51 @@ def test_the_census_opens_the_record_and_names_what_was_there() -> None:
     assert paths["(before the recording).parameters.Net.fc.weight"] == 30
     by_module = dict(zip(*_sums(trace, "module"), strict=True))
     assert by_module["Net.fc"] == 50
+
+
+_GRAPH = ["kept for backward by ReluBackward0"]
+
+
+@pytest.mark.parametrize("owner", ["activation", "other"])  # the second as older recordings say it
+def test_what_a_graph_has_saved_before_the_window_is_an_activation(owner: str) -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 10).allocation(1, 50, address=1, device_type=0, device=-1)
+    trace = _census(
+        builder.build(), "live_storages_at_start",
+        address=[77], bytes=[30], device_type=["cpu"], device=[-1], owner=[owner], name=_GRAPH,
+    )  # fmt: skip
+    found = allocations(trace)
+    assert ("activation", "census", 30) in found.categories.select("category", "evidence", "bytes").rows()
+    assert dict(found.peak.select("path", "bytes").rows())["(before the recording).activations." + _GRAPH[0]] == 30
+
+
+def test_inputs_that_a_graph_has_saved_stay_inputs() -> None:
+    builder = TraceBuilder().annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 20)
+    builder.op("aten::stack", 1, 10).allocation(2, 50, address=1, device_type=0, device=-1)
+    trace = _census(
+        builder.build(), "live_storages_at_end",
+        address=[1], bytes=[50], device_type=["cpu"], device=[-1], owner=["activation"], name=_GRAPH,
+    )  # fmt: skip
+    assert allocations(trace).categories.select("category", "evidence").rows() == [("input", "inferred")]
+
+
+def test_storages_that_the_events_do_not_explain_are_counted() -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 10).allocation(1, 50, address=1, device_type=0, device=-1)
+    start = {"address": [77, 88], "bytes": [30, 7], "device_type": ["cpu"] * 2, "device": [-1] * 2}
+    trace = _census(builder.build(), "live_storages_at_start", **start, owner=["other"] * 2, name=["a", "b"])
+    end = {"address": [99, 88, 1], "bytes": [400, 7, 50], "device_type": ["cpu"] * 3, "device": [-1] * 3}
+    trace = _census(trace, "live_storages_at_end", **end, owner=["other"] * 3, name=["c", "b", "d"])
+    said = {notice.slug: notice for notice in allocations(trace).notices}
+    assert set(said) == {"unrecorded-allocations", "unrecorded-frees"}
+    assert "1 storages (400 B)" in said["unrecorded-allocations"].message
+    assert "1 storages (30 B)" in said["unrecorded-frees"].message
+
+
+def test_a_closing_census_that_adds_small_storages_up_says_nothing_of_what_is_gone() -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 10).allocation(1, 50, address=1, device_type=0, device=-1)
+    one = {"device_type": ["cpu"], "device": [-1], "owner": ["other"]}
+    trace = _census(builder.build(), "live_storages_at_start", address=[77], bytes=[30], **one, name=["a"])
+    trace = _census(trace, "live_storages_at_end", address=[0], bytes=[80], **one, name=["(2 smaller ones)"])
+    assert allocations(trace).notices == ()
 
 
 def _sums(trace: Trace, by: str) -> tuple[list[str], list[int]]:

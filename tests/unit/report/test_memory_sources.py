@@ -196,6 +196,31 @@ def test_growth_says_its_stack_and_when_the_device_is_full() -> None:
     assert (unknown["growth"][0]["full_at_step"], unknown["capacity_bytes"]) == (None, None)
 
 
+def test_without_steps_nobody_says_that_nothing_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 10).allocation(1, 50, address=1)
+    path, page = builder.write(tmp_path / "trace.json"), tmp_path / "memory.html"
+    assert main(["memory", str(path), "-o", str(page), "--quiet"]) == 0
+    assert main(["memory", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (shown, page.read_text(encoding="utf-8")):
+        assert "cannot be told: it takes at least 4 steps, and none was recorded." in text
+        assert "Nothing grows" not in text
+    (why,) = [one["reason"] for one in build(Session((builder.build(),), "made"))["absent"] if "growth" in one["path"]]
+    assert "none was recorded" in why
+
+
+def test_with_steps_it_is_said_that_nothing_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = TraceBuilder()
+    for step in range(4):
+        builder.step(step, 100.0 * step, 100).op("aten::mm", 100 * step + 1, 10)
+        builder.allocation(100 * step + 2, 50, address=1).allocation(100 * step + 3, -50, address=1)
+    path, page = builder.write(tmp_path / "trace.json"), tmp_path / "memory.html"
+    assert main(["memory", str(path), "-o", str(page), "--quiet"]) == 0
+    assert main(["memory", str(path)]) == 0
+    assert "cannot be told" not in capsys.readouterr().out
+    assert "Nothing grows from step to step." in page.read_text(encoding="utf-8")
+
+
 def test_activations_of_a_module_are_all_but_its_last_output() -> None:
     builder = TraceBuilder().annotation("traceloom.module:Net", 0, 100)
     builder.annotation("traceloom.module:Net.block", 10, 60)

@@ -15,9 +15,10 @@ from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.allocations.holders import TREE, scope_tree, sums_by
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
+from traceloom.analyze.allocations.remarks import remarks
 from traceloom.analyze.allocations.table import names
 from traceloom.analyze.intervals import Ints
-from traceloom.model import Notice, Trace, units
+from traceloom.model import Notice, Trace
 from traceloom.model.result import Result
 
 POOLS = pl.Schema(
@@ -128,7 +129,7 @@ def answers(known: Explained, rows: Mapping[int, int] | None = None, *, most: in
         pl.concat(by_category),
         pl.concat(largest),
         growth(trace, found),
-        _notices(found),
+        remarks(found, whose),
     )
 
 
@@ -137,7 +138,7 @@ TREE_ROWS = pl.Schema({"pool": pl.Int64(), **TREE})
 
 def _pools(trace: Trace, found: Named) -> pl.DataFrame:
     rows = trace.allocations
-    sizes, times = rows["bytes"], rows["time_ns"]
+    times = rows["time_ns"]
     out = []
     for number, pool in enumerate(found.blocks.pools):
         levels = found.blocks.levels(number, rows.height)
@@ -163,7 +164,6 @@ def _pools(trace: Trace, found: Named) -> pl.DataFrame:
                 "reserved_at_peak_bytes": rows["reserved_bytes"][row] if pool.start_bytes is not None else None,
             }
         )
-    del sizes
     return pl.DataFrame(out, schema=POOLS)
 
 
@@ -195,60 +195,3 @@ def _told(trace: Trace, found: Named, whose: Owners, category: Ints, top: Ints) 
             "step": step.set(pl.Series(made < 0), None),
         }
     ).cast({name: kind for name, kind in LARGEST.items() if name != "pool"})
-
-
-def _notices(found: Named) -> tuple[Notice, ...]:
-    """What pairing and naming had to assume, with counts."""
-    blocks, out = found.blocks, []
-    if blocks.lost_frees:
-        out.append(
-            Notice(
-                "lost-frees",
-                "warning",
-                f"{blocks.lost_frees} blocks were never freed in the recording, and yet their address was given out "
-                "again: they are taken to end there (another thread freed them, or events were dropped)",
-                count=blocks.lost_frees,
-            )
-        )
-    if blocks.resized:
-        out.append(
-            Notice(
-                "resized-frees",
-                "warning",
-                f"{blocks.resized} frees say another size than their allocation: that of the allocation counts",
-                count=blocks.resized,
-            )
-        )
-    early = int(((blocks.start_ns == EXISTED) & (blocks.owner < 0)).sum())
-    if early:
-        out.append(
-            Notice(
-                "freed-from-before",
-                "info",
-                f"{early} blocks from before the recording were freed in it: nobody knows who made them",
-                count=early,
-            )
-        )
-    if found.places.unknown_backward:
-        out.append(
-            Notice(
-                "backward-without-forward",
-                "info",
-                f"{found.places.unknown_backward} backward nodes belong to no recorded forward operator: what they "
-                "allocate is called backward.unknown",
-                count=found.places.unknown_backward,
-            )
-        )
-    compiled = np.append(found.places.compiled, False)[found.position]
-    if compiled.any():
-        size = units.size(int(blocks.bytes[compiled].sum()))
-        out.append(
-            Notice(
-                "compiled-allocations",
-                "info",
-                f"{units.count(int(compiled.sum()))} allocations ({size}) were made in compiled code: they are charged "
-                "to the scope that called it, because modules and scopes inside it are gone",
-                count=int(compiled.sum()),
-            )
-        )
-    return tuple(out)

@@ -25,7 +25,8 @@ EVIDENCE = ("census", "inferred", "none")
 PARAMETER, BUFFER, GRADIENT, STATE, ACTIVATION, INPUT, TEMPORARY, BEFORE, UNKNOWN = range(len(CATEGORIES))
 CENSUS, INFERRED, NONE = range(len(EVIDENCE))
 _OWNERS = {
-    "parameter": PARAMETER, "buffer": BUFFER, "gradient": GRADIENT, "optimizer_state": STATE, "other": UNKNOWN,
+    "parameter": PARAMETER, "buffer": BUFFER, "gradient": GRADIENT, "optimizer_state": STATE, "activation": ACTIVATION,
+    "other": UNKNOWN,
 }  # fmt: skip
 
 
@@ -68,12 +69,15 @@ def categories(trace: Trace, named: Named, whose: Owners) -> Categories:
     alive = blocks.ended >= rows.height
     owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
     owned = np.append(owner, UNKNOWN)[whose.of]
-    counted = (owned != UNKNOWN) | ((whose.of >= 0) & (blocks.made < 0))
+    kept = owned == ACTIVATION
+    counted = ((owned != UNKNOWN) & ~kept) | ((whose.of >= 0) & (blocks.made < 0) & ~kept)
     rules: list[tuple[Bools, int]] = [
         *((counted & (owned == number), number) for number in set(_OWNERS.values())),
+        (kept & (blocks.start_ns == EXISTED), ACTIVATION),
         (blocks.start_ns == EXISTED, BEFORE),
         (pools[blocks.pool] if pools.size else np.zeros(0, dtype=np.bool_), INPUT),
         (made_in == LOADING, INPUT),
+        (kept, ACTIVATION),  # inputs are saved for the backward pass, too
         (optimizer & survives, STATE),
         (optimizer, TEMPORARY),
         (named.backward & (freed_in_backward & ~alive), TEMPORARY),
@@ -82,7 +86,8 @@ def categories(trace: Trace, named: Named, whose: Owners) -> Categories:
         (~alive & (before == after), TEMPORARY),
     ]
     category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
-    evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(counted, CENSUS, INFERRED))
+    asked = counted | (kept & (category == ACTIVATION))
+    evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(asked, CENSUS, INFERRED))
     return Categories(category, evidence)
 
 

@@ -20,6 +20,10 @@ CENSUS = pl.Schema(
 )
 
 
+KEPT = "kept for backward by "
+"""How the name of an activation begins: a node of a graph has saved it for its backward pass."""
+
+
 def census(trace: Trace) -> pl.DataFrame:
     """The live storages at the start, `CENSUS`; no rows where nobody counted, or what stands there is no census."""
     return frame((trace.meta.capture or {}).get("live_storages_at_start"))
@@ -41,4 +45,6 @@ def frame(columns: Any) -> pl.DataFrame:
         rows = pl.DataFrame(dict(zip(CENSUS, lists, strict=True)), schema=CENSUS, strict=False)
     except (pl.exceptions.PolarsError, OverflowError, TypeError):
         return CENSUS.to_frame()
-    return rows.drop_nulls().filter(pl.col("bytes") > 0)
+    kept = (pl.col("owner") == "other") & pl.col("name").str.starts_with(KEPT)  # as older recordings say it
+    told = rows.drop_nulls().filter(pl.col("bytes") > 0)
+    return told.with_columns(owner=pl.when(kept).then(pl.lit("activation")).otherwise("owner"))

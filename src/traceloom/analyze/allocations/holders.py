@@ -10,9 +10,9 @@ from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.intervals import Bools, Ints
 
 BEFORE = "(before the recording)"
-_OWNED = {
+OWNED = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
-    "other": "other tensors",
+    "activation": "activations", "other": "other tensors",
 }  # fmt: skip
 TREE = pl.Schema(
     {
@@ -53,7 +53,7 @@ def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) ->
     counted, nobodys = early[whose.of[early] >= 0], early[whose.of[early] < 0]
     known_by = whose.table[whose.of[counted]]
     for kind, name, size in zip(known_by["owner"], known_by["name"], named.blocks.bytes[counted].tolist(), strict=True):
-        leaves.append(((BEFORE, _OWNED.get(kind, kind), name), size, 1))
+        leaves.append(((BEFORE, OWNED.get(kind, kind), name), size, 1))
     unknown = int(named.blocks.bytes[nobodys].sum()) + unseen_bytes
     if unknown:
         leaves.append(((BEFORE, "unknown"), unknown, nobodys.size))

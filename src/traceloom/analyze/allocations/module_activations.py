@@ -7,12 +7,10 @@ import polars as pl
 
 from traceloom.analyze.allocations.categories import ACTIVATION
 from traceloom.analyze.allocations.explained import Explained
-from traceloom.analyze.allocations.naming import MODULE_PREFIX, PYTHON_MODULE
+from traceloom.analyze.allocations.naming import module_calls
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.read.ondisk import lookup
 
 ACTIVATIONS = pl.Schema(
     {
@@ -48,7 +46,7 @@ def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
     tree = forest(known.trace)
     held = (blocks.pool == pool) & blocks.alive(row) & (known.kinds.category == ACTIVATION) & (blocks.made >= 0)
     rows = np.flatnonzero(held)
-    calls, block = _inside(tree, _module_calls(known.trace, tree), known.named.position[rows], rows)
+    calls, block = _inside(tree, module_calls(known.trace, tree), known.named.position[rows], rows)
     pairs = pl.DataFrame({"call": calls, "bytes": blocks.bytes[block], "made": blocks.made[block]})
     by_call = pairs.group_by("call").agg(
         pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
@@ -68,15 +66,6 @@ def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
     )
     chosen = summed.filter(pl.col("saved_bytes") > 0).select(list(ACTIVATIONS)).cast(ACTIVATIONS)
     return chosen.sort("saved_bytes", "module", descending=[True, False])
-
-
-def _module_calls(trace: Trace, tree: Forest) -> Bools:
-    """Which events are calls of modules: by the scopes that the recorder opens, else by Python frames."""
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    ours: Bools = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
-    frames: Bools = lookup(words.names.str.starts_with(PYTHON_MODULE).to_numpy(), code)
-    return ours if ours.any() else frames
 
 
 def _inside(tree: Forest, wanted: Bools, position: Ints, block: Ints) -> tuple[Ints, Ints]:

@@ -22,6 +22,8 @@ NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"
 PYTHON_MODULE = "nn.Module: "
 MODULE_PREFIX = "traceloom.module:"
+_WRAPPER = r"^nn\.Module: (?:(?:Distributed|FullySharded)?DataParallel|CheckpointWrapper|OffloadWrapper)_\d+$"
+_WRAPPERS_OWN = r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
 _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
 _EVALUATE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -85,21 +87,31 @@ def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places
 
 
 def _scopes(trace: Trace, tree: Forest) -> Bools:
-    """Which events are scopes: ours, modules, and regions that the user or PyTorch annotates.
-
-    Modules are known by the scopes that `record --memory` opens, else by Python frames.
-    """
+    """Which events are scopes: ours, modules, and regions that the user or PyTorch annotates."""
     words = vocabulary(trace)
     code = words.code[tree.row]
     category = column(trace, "category")[tree.row]
-    ours = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
-    named = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code) | ours
-    module = lookup(words.names.str.starts_with(PYTHON_MODULE).to_numpy(), code) & (not ours.any())
-    mark = lookup(words.matching(STEP_MARK), code)
-    python = category == cat.CATEGORIES.index(cat.PYTHON)
+    named = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
+    no_scope = lookup(words.matching(STEP_MARK) | words.matching(_WRAPPERS_OWN), code)
     annotation = category == cat.CATEGORIES.index(cat.ANNOTATION)
-    scopes: Bools = named | (python & module) | (annotation & ~mark)
+    scopes: Bools = named | module_calls(trace, tree) | (annotation & ~no_scope)
     return scopes
+
+
+def module_calls(trace: Trace, tree: Forest) -> Bools:
+    """Which events are calls of modules: the scopes that `record --memory` opens, else Python frames.
+
+    Frames of wrappers that only pass calls on (`DistributedDataParallel`) are none.
+    """
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    ours: Bools = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    if ours.any():
+        return ours
+    python = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+    framed = words.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~words.matching(_WRAPPER)
+    frames: Bools = python & lookup(framed, code)
+    return frames
 
 
 def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list[str], Ints]:
@@ -214,6 +226,10 @@ def _backward(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]
     home = np.full(node.size, -1, dtype=np.int64)
     if joined is not None:
         home[joined.backward] = joined.forward
+        # a node with hooks (as FSDP's) does not carry the number itself, but the call of the function in it does
+        inner = np.flatnonzero((home >= 0) & ~node & (tree.parent >= 0))[::-1]
+        inner = inner[node[tree.parent[inner]] & (home[tree.parent[inner]] < 0)]
+        home[tree.parent[inner]] = home[inner]
         home = _of_nested(trace, tree, node, home)
     first = tree.nearest_or_self(node)
     nodes = np.flatnonzero(node)

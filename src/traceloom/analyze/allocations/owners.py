@@ -20,10 +20,15 @@ class Owners:
     Attributes:
         table: `CENSUS`: that of the start, then that of the end.
         of: Row of the table for each block, shape (blocks,); -1 where no census knows it.
+        unseen: Rows of the table: storages alive at the end that no block explains. Their allocation was not recorded:
+            a thread that is not recorded made them, or another allocator than PyTorch's.
+        gone: Numbers of blocks that the first census found and that nothing freed, but that the last one misses.
     """
 
     table: pl.DataFrame
     of: Ints
+    unseen: Ints
+    gone: Ints
 
 
 def owners(trace: Trace, blocks: Blocks) -> Owners:
@@ -34,13 +39,27 @@ def owners(trace: Trace, blocks: Blocks) -> Owners:
     first, last = census(trace), last_census(trace)
     table = pl.concat([first, last]) if last.height else first
     of = blocks.owner.copy()
+    if not last.height:
+        return Owners(table.select(list(CENSUS)), of, _none(), _none())
     alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
-    if last.height and alive.size:
-        kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
-        mine = pl.DataFrame(
-            {"address": blocks.address[alive], "device_type": kinds.gather(blocks.pool[alive]), "block": alive}
-        )
-        known = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
-        found = mine.join(known.unique(["address", "device_type"], keep="first"), on=["address", "device_type"])
-        of[found["block"].to_numpy()] = found["row"].cast(pl.Int64).to_numpy()
-    return Owners(table.select(list(CENSUS)), of)
+    kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
+    mine = pl.DataFrame(
+        {"address": blocks.address[alive], "device_type": kinds.gather(blocks.pool[alive]), "block": alive}
+    )
+    known = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
+    known = known.unique(["address", "device_type"], keep="first", maintain_order=True)
+    found = mine.join(known, on=["address", "device_type"])
+    of[found["block"].to_numpy()] = found["row"].cast(pl.Int64).to_numpy()
+    recorded = kinds.unique()
+    unseen = known.join(mine, on=["address", "device_type"], how="anti", maintain_order="left")
+    unseen = unseen.filter(
+        pl.col("device_type").is_in(recorded.implode())
+    )  # of a device without events nothing is known
+    counted = alive[blocks.owner[alive] >= 0]
+    whole = known.height == last.height  # small ones may be added up in a row without an address
+    gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else _none()
+    return Owners(table.select(list(CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)
+
+
+def _none() -> Ints:
+    return np.zeros(0, dtype=np.int64)

@@ -88,7 +88,7 @@ def _modules(named: Named, whose: Owners, depth: int | None) -> Partition:
 
 def _holder(owner: str, name: str) -> str:
     """The path of the module in the name of a parameter, buffer, gradient or state; empty where there is none."""
-    if owner == "other" or "(" in name:
+    if owner in ("activation", "other") or "(" in name:
         return ""
     of = name.rpartition(" of ")[2]
     if owner == "gradient":

@@ -8,16 +8,14 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.analyze.allocations.census import frame
+from traceloom.analyze.allocations.census import KEPT, frame
 from traceloom.analyze.allocations.holders import tree_of
 from traceloom.model import units
 
 KINDS = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
-    "other": "other tensors",
+    "activation": "kept for backward", "other": "other tensors",
 }  # fmt: skip
-KEPT = "kept for backward"
-_KEPT = re.compile(r"^kept for backward by (.+)$")
 _OF = re.compile(r"^.* of (.+)$")
 _LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python\d)[/\\]|^<frozen|^<string")
 _BACKWARD = re.compile(r"\): (?:backward|_engine_run_backward)$")
@@ -58,9 +56,8 @@ def tree(live: pl.DataFrame) -> pl.DataFrame:
 def _place(owner: str, name: str) -> tuple[str, ...]:
     """Names from the root: the kind, then the parts of the path of the module, or the type of the tensor."""
     kind = KINDS.get(owner, KINDS["other"])
-    kept = _KEPT.match(name)
-    if owner == "other":
-        return (KEPT, kept[1]) if kept else (kind, name)
+    if owner in ("activation", "other"):
+        return (kind, name.removeprefix(KEPT))
     of = _OF.match(name)
     path = of[1] if of else name
     if owner == "gradient":
@@ -71,15 +68,11 @@ def _place(owner: str, name: str) -> tuple[str, ...]:
 
 
 def kinds(live: pl.DataFrame) -> dict[str, int]:
-    """Bytes by kind of owner; what only a backward pass keeps is a kind of its own."""
+    """Bytes by kind of owner."""
     named = live.with_columns(
         kind=pl.when(pl.col("owner").is_in(list(KINDS)))
         .then(pl.col("owner").replace(KINDS))
         .otherwise(pl.lit(KINDS["other"]))
-    ).with_columns(
-        kind=pl.when(pl.col("name").str.starts_with(KEPT) & (pl.col("owner") == "other"))
-        .then(pl.lit(KEPT))
-        .otherwise("kind")
     )
     sums = named.group_by("kind").agg(pl.col("bytes").sum()).sort("bytes", "kind", descending=[True, False])
     return dict(sums.rows())
@@ -132,19 +125,19 @@ def advice(
 def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks: int | None) -> list[Advice]:
     out = []
     gradients, state = held.get(KINDS["gradient"], 0), held.get(KINDS["optimizer_state"], 0)
-    kept, other = held.get(KEPT, 0), held.get(KINDS["other"], 0)
-    if gradients and not any(_BACKWARD.search(one) for one in stack) and not kept:
+    kept, other = held.get(KINDS["activation"], 0), held.get(KINDS["other"], 0)
+    if gradients and not any(_BACKWARD.search(one) for one in stack):
         text = "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
         out.append(Advice("release-gradients", text, gradients, "gradients were alive outside the backward pass"))
     if kept:
-        many = f"{units.size(kept)} were kept for the backward pass alone"
+        many = f"{units.size(kept)} were kept for the backward pass"
         text = "recompute activations in the backward pass: torch.utils.checkpoint around the repeated blocks"
         out += [
             Advice("checkpoint-activations", text, kept, many),
             Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", kept // 2, many),
         ]
     if other and live.height:
-        largest = live.filter((pl.col("owner") == "other") & ~pl.col("name").str.starts_with(KEPT))
+        largest = live.filter(pl.col("owner") == "other")
         most = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
         name, size, count = most.sort("bytes", "name", descending=[True, False]).row(0)
         why = f"{units.count(count)} × {name} hold {units.size(size)} of them"

@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.analyze.allocations import Explained
 from traceloom.analyze.allocations.categories import BEFORE as OF_BEFORE
+from traceloom.analyze.allocations.holders import OWNED
 from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_keys, levels_by
 from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.analyze.intervals import Ints
@@ -19,10 +20,6 @@ Row = dict[str, Any]
 LEAVES = 120  # scopes that a curve tells apart; the rest is one
 STACKS = 60
 OTHER = "(other)"
-_OWNED = {
-    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
-    "other": "other tensors",
-}  # fmt: skip
 
 
 def curve(
@@ -73,7 +70,7 @@ def _leaves(known: Explained) -> tuple[list[str], Ints]:
     key = np.where(named.blocks.made < 0, -1 - number[known.whose.of], plain)
     distinct, place = np.unique(key, return_inverse=True)
     names = [
-        f"{BEFORE}.{_OWNED.get(kinds[-1 - one], kinds[-1 - one])}"
+        f"{BEFORE}.{OWNED.get(kinds[-1 - one], kinds[-1 - one])}"
         if one < 0
         else _leaf(scopes[one // len(labels)], labels[one % len(labels)])
         for one in distinct.tolist()

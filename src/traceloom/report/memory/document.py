@@ -111,13 +111,15 @@ def rank_entry(
     for at in rows.items():
         memory = _memory(known, found, at, parts, absent)
         memories.append(memory | _facts(known, found, at, (memory, snapshot), absent))
-    entry = {
+    entry: Row = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": trace.meta.path,
         "memories": memories,
         "steps": steps(known, absent),
         "lifetimes": lifetimes(blocks).to_dicts(),
     }
+    if (why := facts.growth_unknown(entry)) is not None:
+        absent.say("memories[*].growth", f"what grows from step to step cannot be told: {why}")
     return entry, found.notices
 
 
@@ -232,7 +234,7 @@ def _sentence(ranks: list[Row], ends: list[Row]) -> str:
     growth = memory["growth"][:1]
     leak = f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
     before = f"{said} " if (said := _ran_out(ends)) else ""
-    where = where[:1].upper() + where[1:] if before else where
+    where = f"The {where[4:]}" if where.startswith("the ") else where
     return f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
 
 

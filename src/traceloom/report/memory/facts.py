@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.analyze.allocations import Explained
 from traceloom.analyze.allocations.allocator import fragments
+from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.analyze.allocations.module_activations import module_activations
 from traceloom.model import Trace
 from traceloom.read.memory_files import whole
@@ -51,6 +52,15 @@ def growing(known: Explained, rows: pl.DataFrame, facts: Row, size: int | None, 
         full = last + 1 + max(math.floor((size - facts["peak_bytes"]) / per_step), 0)
     told = rows.drop("pool", "example").with_columns(stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64))
     return absent.rows(told, "memories[*].growth")
+
+
+def growth_unknown(entry: Row) -> str | None:
+    """Why nobody can say what grows with the steps of one rank; None where it can be said."""
+    steps = len(entry["steps"])
+    if steps > LEAST_STEPS:
+        return None
+    had = ("none was", "only one was")[steps] if steps < 2 else f"only {steps} were"
+    return f"it takes at least {LEAST_STEPS + 1} steps, and {had} recorded"
 
 
 def activations(known: Explained, pool: int, row: int) -> list[Row]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from string import Template
 from typing import Any
 
+from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.model import units
 from traceloom.report.html import inputs
 from traceloom.report.html import page as frame
@@ -14,6 +15,7 @@ from traceloom.report.html.cells import Column, text
 from traceloom.report.html.overview import allocator, rank_name
 from traceloom.report.html.table import table
 from traceloom.report.memory.chains import joined
+from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.page_more import activations, ran_out
 from traceloom.report.memory.page_more import allocator as state_of_allocator
 from traceloom.report.memory.picture import figure
@@ -39,7 +41,7 @@ def render(document: Row) -> str:
         style=style,
         name=text(name),
         ranks=_choice(shown),
-        headline=f"<h1>{text(_capital(document['sentence']))}</h1>",
+        headline=f"<h1>{text(document['sentence'])}</h1>",
         numbers=_numbers(document),
         links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
         sections="\n".join(frame.page_section(*section) for section in sections),
@@ -48,10 +50,6 @@ def render(document: Row) -> str:
         script=script,
     )
     return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:] if sentence.startswith("the ") else sentence
 
 
 def _shown(ranks: list[Row]) -> list[tuple[str, Row]]:
@@ -69,19 +67,22 @@ def _choice(shown: list[tuple[str, Row]]) -> str:
 
 
 def _numbers(document: Row) -> str:
-    memories = [memory for entry in document["ranks"] for memory in entry["memories"]]
+    memories = [(entry, memory) for entry in document["ranks"] for memory in entry["memories"]]
     if not memories:
         return ""
-    most = max(memories, key=lambda memory: int(memory["peak_bytes"]))
+    entry, most = max(memories, key=lambda pair: int(pair[1]["peak_bytes"]))
     known = sum(row["bytes"] for row in most["categories"] if row["category"] not in ("unknown", "before_recording"))
     whole = max(sum(row["bytes"] for row in most["categories"]), 1)
     where = "outside all steps" if most["peak_step"] is None else f"in step {most['peak_step']}"
     grows = sum(row["bytes_per_step"] for row in most["growth"])
+    growth = (units.size(round(grows)), "per step") if grows else ("nothing", "from step to step")
+    if growth_unknown(entry) is not None:
+        growth = ("unknown", f"without {LEAST_STEPS + 1} steps")
     shown = [
         ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
         ("At the end", units.size(most["end_bytes"]), f"after {units.count(most['allocation_count'])} allocations"),
         ("Told what it is for", units.share(known, whole), "of the bytes at the instant shown"),
-        ("Grows", units.size(round(grows)) if grows else "nothing", "per step" if grows else "from step to step"),
+        ("Grows", *growth),
     ]
     items = "".join(
         f"<div><dt>{text(label)}</dt><dd><b>{text(value)}</b><span>{text(more)}</span></dd></div>"
@@ -187,7 +188,9 @@ def _life(row: Row) -> int | None:
     return None if row["time_ns"] is None or row["end_ns"] is None else row["end_ns"] - row["time_ns"]
 
 
-def _growth(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
+def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
+    if (why := growth_unknown(entry)) is not None:
+        return f'<p class="quiet">What grows from step to step cannot be told: {text(why)}.</p>'
     if not memory["growth"]:
         return '<p class="quiet">Nothing grows from step to step.</p>'
     columns = [

@@ -22,7 +22,7 @@ MOST_FRAMES = 60
 _DEVICE = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
 _OF_CATEGORY = {
     "parameter": why.KINDS["parameter"], "buffer": why.KINDS["buffer"], "gradient": why.KINDS["gradient"],
-    "optimizer_state": why.KINDS["optimizer_state"], "activation": why.KEPT,
+    "optimizer_state": why.KINDS["optimizer_state"], "activation": why.KINDS["activation"],
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from traceloom.model import units
+from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.memory.terminal_more import activations, allocator, ran_out, wrapped
 from traceloom.report.names import harmless, short
@@ -44,6 +45,7 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     for entry in document["ranks"]:
         for memory in _worth_showing(entry["memories"]):
             yield from _memory(entry, memory, document, options, width)
+    yield from _untold_growth(document, width)
     yield from _notices(document, width)
 
 
@@ -176,6 +178,14 @@ def _growth(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
         return short(rows[i]["site"] + (f"  {stack}" if stack else ""), room)
 
     yield from lines(columns, cells, ("allocated by", name), width)
+
+
+def _untold_growth(document: Row, width: int) -> Iterator[Text]:
+    """That nothing is said of growth does not mean that nothing grows."""
+    untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
+    if untold:
+        yield Text("")
+        yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
 
 
 def _full(row: Row) -> str:
