@@ -16,14 +16,8 @@ from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
 from traceloom.model.result import Result
-from traceloom.read.again import numbers, readable
 
 Floats = NDArray[np.float64]
-_ARGUMENTS = {
-    "blocks_per_sm": "blocks per SM",
-    "warps_per_sm": "warps per SM",
-    "occupancy": "est. achieved occupancy %",
-}
 _FIGURES = {"sm_efficiency": pl.Float64(), "sm_fill": pl.Float64(), "occupancy": pl.Float64()}
 
 DEVICE_SCHEMA = pl.Schema(
@@ -71,7 +65,7 @@ class KernelEfficiency(Result):
             count, total_ns, blocks_per_sm, sm_fill and occupancy (means weighted by time; null where not recorded).
         matrix: All kernels by use of matrix units: matrix_units, count, total_ns. They add up to all `kernel_ns`.
         matrix_share: used / (used + unused) of the time; None where no product's name tells.
-        absent: Why blocks per SM and occupancy are unknown: `not-recorded`, `file-gone`; None where they are known.
+        absent: Why blocks per SM and occupancy are unknown: `not-recorded`; None where they are known.
     """
 
     devices: pl.DataFrame
@@ -83,21 +77,15 @@ class KernelEfficiency(Result):
 
 
 def kernel_efficiency(trace: Trace) -> KernelEfficiency:
-    """Measure how kernels fill the GPU.
-
-    Blocks per SM and occupancy are arguments that the trace does not keep; they are read again from its file.
-    """
+    """Measure how kernels fill the GPU."""
     work = gpu_work(trace)
     windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     work = work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"), told=kinds(trace)["kind"])
     runs = work.filter(pl.col("kind") == "kernel")
-    absent = None if readable(trace) else "file-gone"
-    said = None if absent else numbers(trace, runs["event"].to_numpy().astype(np.int64), _ARGUMENTS)
-    runs = runs.with_columns(
-        pl.lit(None, pl.Float64).alias(name) if said is None else said[name] for name in _ARGUMENTS
-    ).with_columns(pl.when(~_FAILED).then(pl.col("occupancy") / 100).alias("occupancy"))
-    if absent is None and runs.height and runs["blocks_per_sm"].null_count() == runs.height:
-        absent = "not-recorded"
+    runs = runs.join(trace.kernels, on="event", how="left", maintain_order="left").with_columns(
+        pl.when(~_FAILED).then(pl.col("occupancy_percent") / 100).alias("occupancy")
+    )
+    absent = "not-recorded" if runs.height and runs["blocks_per_sm"].null_count() == runs.height else None
     table = _kernels(runs)
     matrix = _matrix(table)
     sums = dict(matrix.select("matrix_units", "total_ns").iter_rows())
@@ -115,7 +103,7 @@ def _mean(value: pl.Expr, name: str) -> pl.Expr:
 _FILL = pl.col("blocks_per_sm").clip(0, 1)
 # A warp on every SM is 1 to 2 % of what an SM can hold: an estimate of 0 % then is one that failed (it does for kernels
 # that ask for more shared memory than a block has by default).
-_FAILED = ((pl.col("occupancy") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
+_FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
 
 
 def _kernels(runs: pl.DataFrame) -> pl.DataFrame:

@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _POINTING = {"collectives": "event", "copies": "event", "syncs": "event", "python": "event", "tensors": "event"}
+_NOT_LINKED = ("allocations", "kernels", "sources")
 _BY_TIME = ("counters", "marks")
 _REFERENCES = ("parent", "op", "launch")
 
@@ -109,7 +110,7 @@ def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
         pl.Series("nested_end_ns", np.maximum(nested, first)),
         *(_moved(events[column], number).alias(column) for column in _REFERENCES),
     )
-    frames: dict[str, Any] = {"events": events, "allocations": empty("allocations"), "sources": empty("sources")}
+    frames: dict[str, Any] = {"events": events, **{name: empty(name) for name in _NOT_LINKED}}
     for name, column in _POINTING.items():
         frames[name] = _pointing(getattr(trace, name), column, number)
     frames["flows"] = _arrows(trace.flows, number)

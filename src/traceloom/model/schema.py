@@ -113,6 +113,14 @@ SCHEMAS: dict[str, pl.Schema] = {
             "target_memory": pl.String,
         }
     ),
+    "kernels": _schema(
+        {
+            "event": Event,  # one row per kernel of which the profiler says how it fills the device
+            "blocks_per_sm": pl.Float64,
+            "warps_per_sm": pl.Float64,
+            "occupancy_percent": pl.Float64,  # estimated achieved occupancy
+        }
+    ),
     "syncs": _schema(
         {
             "event": Event,

@@ -56,6 +56,7 @@ class Trace:
     steps: pl.DataFrame
     collectives: pl.DataFrame
     copies: pl.DataFrame
+    kernels: pl.DataFrame
     syncs: pl.DataFrame
     flows: pl.DataFrame
     python: pl.DataFrame

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from traceloom.errors import UsageError
 from traceloom.model import Trace
 from traceloom.read.arguments import parsed
+from traceloom.read.columns import finite
 from traceloom.read.damage import Damage
 from traceloom.read.source import open_input, text_pieces
 
@@ -53,7 +54,7 @@ def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame
     for places, found in _decoded(trace, events, record):
         rows = [none if args is None else args for args in found]
         for name, values in columns.items():
-            values[places] = _finite([getattr(row, name) for row in rows])
+            values[places] = finite([getattr(row, name) for row in rows])
     known = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
     return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *known])
 
@@ -71,12 +72,6 @@ def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
         for place, args in zip(places.tolist(), found, strict=True):
             said[place] = args if args is not None else {}
     yield from said
-
-
-def _finite(values: list[Any]) -> NDArray[np.float64]:
-    """Values of any kind as numbers; not a number for what is none."""
-    numbers = pl.Series(values, dtype=pl.Float64, strict=False).fill_null(np.nan).to_numpy()
-    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints, list[Any]]]:

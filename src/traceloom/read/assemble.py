@@ -16,7 +16,7 @@ from traceloom.model.schema import SCHEMAS
 from traceloom.read import metadata as md
 from traceloom.read.captured import with_captured
 from traceloom.read.collectives import collective_frame
-from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS, Columns
+from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS, FILLING, Columns
 from traceloom.read.fields import NULL
 from traceloom.read.lanes import KIND_OF_CODE, ON_DEVICE, Places, find_lanes, lane_frame
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
@@ -26,7 +26,7 @@ from traceloom.read.ondisk import lookup
 from traceloom.read.order import Order, Texts, chosen, distinct, nearest, nullable, plain, row_numbers, time_order
 from traceloom.read.remarks import remarks
 from traceloom.read.steps import NO_STEP, event_steps, find_steps
-from traceloom.read.transfers import copy_frame, sync_frame
+from traceloom.read.transfers import copy_frame, kernel_frame, sync_frame
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -44,6 +44,7 @@ _ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
 _TIMED = ("flows", "marks", "counters", "allocations")  # tables with times of their own
 _SIDE: dict[str, dict[str, Any]] = {
     "copies": dict.fromkeys(("bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
+    "kernels": dict.fromkeys(FILLING, np.float64),
     "syncs": dict.fromkeys(("kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
     "collectives": dict.fromkeys((*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
     "tensors": dict.fromkeys(("shapes", "types", "strides", "concrete"), np.int32),
@@ -272,6 +273,7 @@ def _deferred(
     flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
     return {
         "copies": Deferred(copy_frame, made.side("copies"), texts, events),
+        "kernels": Deferred(kernel_frame, made.side("kernels")),
         "syncs": Deferred(sync_frame, made.side("syncs"), texts, events),
         "flows": Deferred(flow_frame, flows, texts, events, made.place),
         "python": Deferred(_python, made.side("frames")),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import category as cat
@@ -58,6 +59,7 @@ COLLECTIVE_NUMBERS = (
     "target_rank",
     "root_rank",
 )
+FILLING = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
 _COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
 _ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
 
@@ -272,6 +274,8 @@ class Columns:
         rows = np.flatnonzero(group == _DEVICE)
         if rows.size:
             self._add_device(arguments.of(rows), rows)
+            rows = np.flatnonzero(code == _KERNEL_CODE)
+            self._add_kernels(arguments.of(rows), rows)
         self._add_collectives(arguments, np.flatnonzero((group == _OPS) | (code == _KERNEL_CODE)))
         self._add_copies(arguments, np.flatnonzero(np.isin(code, _COPY_CODES)))
         self._add_syncs(arguments, np.flatnonzero(np.isin(code, _SYNC_CODES)))
@@ -319,6 +323,16 @@ class Columns:
             device=numbers([a.device for a in args]),
             stream=numbers([a.stream for a in args]),
         )
+
+    def _add_kernels(self, args: list[Any], rows: Array) -> None:
+        """How kernels fill the device, for those whose writer says anything of it."""
+        values = {name: list(map(attrgetter(name), args)) for name in FILLING}
+        told = [at for at, some in enumerate(zip(*values.values(), strict=True)) if some != (None, None, None)]
+        if not told:
+            return
+        if len(told) < len(args):
+            rows, values = rows[told], {name: [column[at] for at in told] for name, column in values.items()}
+        self._put("kernels", row=self._row(rows), **{name: finite(column) for name, column in values.items()})
 
     def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
         if rows.size:
@@ -462,6 +476,15 @@ def numbers(values: Sequence[Any]) -> Array:
         return packed("q", values)
     except struct.error:
         return packed("q", [number(value) for value in values])
+
+
+def finite(values: Sequence[Any]) -> Array:
+    """float64 of numbers of any kind; not a number for what is no finite number."""
+    try:
+        found = packed("d", values)
+    except (struct.error, OverflowError):
+        found = pl.Series(values, dtype=pl.Float64, strict=False).fill_null(np.nan).to_numpy()
+    return np.where(np.isfinite(found), found, np.nan)
 
 
 def number(value: Any) -> int:

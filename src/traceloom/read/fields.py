@@ -14,6 +14,7 @@ RAW = msgspec.Raw()
 _NUMBER = ("number", NULL)
 _LIST = ("raw", RAW)
 _TEXT = ("text", None)
+_ANY = ("any", None)  # taken whatever it is, and not called odd
 ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
     "external_id": ("External id", _NUMBER),
     "record_function_id": ("Record function id", _NUMBER),
@@ -29,6 +30,9 @@ ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
     "device": ("device", _NUMBER),
     "stream": ("stream", _NUMBER),
     "correlation": ("correlation", _NUMBER),
+    "blocks_per_sm": ("blocks per SM", _ANY),
+    "warps_per_sm": ("warps per SM", _ANY),
+    "occupancy_percent": ("est. achieved occupancy %", _ANY),
     "total_reserved": ("Total Reserved", _NUMBER),
     "total_allocated": ("Total Allocated", _NUMBER),
     "allocation_bytes": ("Bytes", _NUMBER),
@@ -68,7 +72,7 @@ RARE: dict[str, tuple[str, tuple[str, Any]]] = {
     "target_kind": ("dst kind", _TEXT),
 }
 _ALL = ARGUMENTS | RARE
-_STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None}
+_STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None, "any": Any}
 
 _EVENT: dict[str, tuple[Any, Any]] = {
     "ph": (str, ""),
@@ -171,7 +175,7 @@ def _tidy_arguments(args: dict[str, Any]) -> tuple[Any, bool]:
         value = args[key]
         if kind == "raw":
             value = msgspec.Raw(msgspec.json.encode(value))
-        elif not isinstance(value, (int, str, float, type(None))):
+        elif kind != "any" and not isinstance(value, (int, str, float, type(None))):
             odd, value = True, None
         values[field] = value
     return _Loose(**values), odd

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model.schema import SCHEMAS
+from traceloom.read.columns import FILLING
 from traceloom.read.order import Texts, nullable, plain
 
 Array = NDArray[Any]
@@ -98,6 +100,13 @@ def _describe(  # noqa: PLR0917  (the columns that tell)
 def _filled(name: str) -> str | None:
     inside = re.search(r"\((\w+)\)", name)
     return inside.group(1).lower() if inside else None
+
+
+def kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
+    """The `kernels` frame: how each kernel fills the device, in time order."""
+    order = np.argsort(columns["event"], kind="stable")
+    figures = {name: plain(columns[name][order], pl.Float64).fill_nan(None) for name in FILLING}
+    return pl.DataFrame({"event": plain(columns["event"][order], pl.UInt32), **figures}, schema=SCHEMAS["kernels"])
 
 
 def sync_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:

@@ -81,11 +81,15 @@ def test_an_estimate_of_no_occupancy_on_sms_that_hold_warps_is_none(tmp_path: Pa
     assert dict(found.kernels.select("name", "occupancy").rows())["b"] is None
 
 
+def test_the_figures_are_there_without_the_file() -> None:
+    found = kernel_efficiency(kernel(TraceBuilder(), 0, 10, 0.5).build())
+    assert (found.absent, found.devices["sm_fill"][0]) == (None, pytest.approx(0.5))
+
+
 def test_writers_that_do_not_record_it_leave_it_unknown_with_a_reason(tmp_path: Path) -> None:
     found = kernel_efficiency(kept(TraceBuilder(generation="rocm").kernel("k", 0, 10), tmp_path))
     assert found.devices.select("sm_efficiency", "sm_fill", "occupancy").row(0) == (None, None, None)
     assert found.absent == "not-recorded"
-    assert kernel_efficiency(TraceBuilder().kernel("k", 0, 10).build()).absent == "file-gone"
 
 
 def test_each_whole_step_has_its_own_sm_efficiency(tmp_path: Path) -> None:

@@ -223,6 +223,15 @@ def test_memory_kinds_come_from_the_name_or_the_arguments():
     assert memory_kinds("Memcpy") == (None, None)
 
 
+def test_kernels_tell_how_they_fill_the_device_whatever_stands_there():
+    made = TraceBuilder().kernel("bare", 0, 1)
+    made.kernel("full", 2, 1, **{"blocks per SM": 1.5, "warps per SM": 12, "est. achieved occupancy %": 40})
+    made.kernel("odd", 4, 1, **{"blocks per SM": [1], "warps per SM": "6", "est. achieved occupancy %": "nan"})
+    trace = made.build()
+    assert trace.kernels.rows() == [(1, 1.5, 12.0, 40.0), (2, None, 6.0, None)]
+    assert not [notice for notice in trace.notices if notice.slug == "odd-values"]
+
+
 def test_syncs_say_what_was_awaited():
     made = TraceBuilder().sync(
         "Stream Wait Event", 0, 5, stream=20, wait_on_stream=7, wait_on_cuda_event_record_corr_id=3

@@ -95,7 +95,7 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: in
         for name, ns in _names(ranks, matched, found, other, cause).items():
             spread[name] = spread.get(name, 0.0) + ns / others.size
     more = {name: ns - spread.get(name, 0.0) for name, ns in mine.items()}
-    largest = sorted(more.items(), key=lambda pair: -pair[1])[:_NAMES]
+    largest = sorted(more.items(), key=lambda pair: (-pair[1], pair[0]))[:_NAMES]
     said = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
     return "; ".join(said) or None
 
