@@ -17,11 +17,13 @@ from traceloom.chakra.et_pb2 import NodeType
 from traceloom.chakra.graph_metadata import metadata_of
 from traceloom.chakra.schema import GlobalMetadata
 from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import COMMUNICATION
+from traceloom.model.graph_schema import COMMUNICATION, COPY, NODE_KINDS
 
 WINDOW = 1 << 14  # nodes encoded together
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+_COMMUNICATION = [NODE_KINDS.index(name) for name in COMMUNICATION]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,16 @@ class Outgoing:
         self._carried, self._loose_nodes, self._loose_edges = _carried(graph, self._written)
         self._in, self._out = self._edge_lists()
         self._hosts = _carriers(graph)
+        # Of each lane, and last of nodes of no lane.
+        self._of_host = np.append((graph.lanes["kind"] == "host").to_numpy(), True)
+        places = {name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")}
+        self._places = [wire.joined(table) for name, column in places.items() if (table := _numbers(name, column))]
+        self._beside = {
+            "communication": _nodes_of(graph.communication),
+            "transfers": _nodes_of(graph.transfers),
+            "hosts": _nodes_of(self._hosts),
+            "carried": _nodes_of(self._carried),
+        }
 
     @property
     def ranks(self) -> list[int]:
@@ -101,17 +113,10 @@ class Outgoing:
     def _fields(self, nodes: pl.DataFrame) -> list[wire.Rows]:
         """All fields of some nodes of one rank."""
         ids = nodes["node"].to_numpy().astype(np.int64)
-        communication = nodes.select("node", "rank", _kind=pl.col("kind")).join(
-            self.graph.communication, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there"
-        )
-        transfer = nodes.select("node").join(
-            self.graph.transfers, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there"
-        )
-        host = nodes.select("node", node_name="name").join(
-            self._hosts, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there"
-        )
-        lane = nodes.select("lane").join(self.graph.lanes, on="lane", how="left", maintain_order="left")
-        types = _types(nodes, transfer)
+        kind = nodes["kind"].to_physical().to_numpy()
+        transfer = self._joined(nodes.select("node"), ids, "transfers", self.graph.transfers)
+        host = self._joined(nodes.select("node", node_name="name"), ids, "hosts", self._hosts)
+        types = _types(kind, transfer)
         start = nodes["start_ns"].to_numpy()
         end = start + nodes["duration_ns"].to_numpy()
         micros = np.maximum(start, 0) // 1000
@@ -124,39 +129,48 @@ class Outgoing:
             wire.number_field(b"\x30", micros),
             # Whole microseconds of a chain of nodes add up to those of the chain: no rounding gathers.
             wire.number_field(b"\x38", np.maximum(end, 0) // 1000 - micros),
-            _tensors(b"\x42", host, layout.HOST_INPUTS),
-            _tensors(b"\x4a", host, layout.HOST_OUTPUTS),
-            *self._node_attributes(nodes, lane, types),
-            *_communication_attributes(communication, nodes),
+            *([] if host is None else [_tensors(b"\x42", host, layout.HOST_INPUTS)]),
+            *([] if host is None else [_tensors(b"\x4a", host, layout.HOST_OUTPUTS)]),
+            *self._node_attributes(nodes, types),
+            *self._communication_attributes(nodes, ids, kind),
             *_transfer_attributes(transfer, nodes, types),
-            *_host_attributes(host),
+            *([] if host is None else _host_attributes(host)),
             *self._edge_attributes(ids),
         ]
 
-    def _node_attributes(self, nodes: pl.DataFrame, lane: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
-        everywhere = np.ones(nodes.height, np.bool_)
+    def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str, beside: pl.DataFrame) -> pl.DataFrame | None:
+        """The rows of a frame beside the nodes for some nodes (ascending), null where a node has none; None: all."""
+        there = self._beside[name]
+        if np.searchsorted(there, ids[0]) == np.searchsorted(there, ids[-1], "right"):
+            return None
+        return _beside(nodes, beside)
+
+    def _node_attributes(self, nodes: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
+        lane = nodes["lane"].fill_null(self.graph.lanes.height).to_numpy()
         # What other tools call a CPU node: compute of the host. Communication is none, wherever it ran.
-        cpu = (lane["kind"] == "host").fill_null(value=True).to_numpy() & ~np.isin(types, layout.COMMUNICATION_TYPES)
-        yield from wire.number_attribute("is_cpu_op", "bool_val", cpu.astype(np.int64), everywhere)
-        for name, column in layout.NODE_TEXTS.items():
-            yield from wire.text_attribute(name, nodes[column].cast(pl.String))
+        yield _kind_attributes(nodes, self._of_host[lane] & ~np.isin(types, layout.COMMUNICATION_TYPES))
         changed = {
             "work_ns": (nodes["work_ns"] != nodes["duration_ns"]).to_numpy(),
             "residual_ns": (nodes["residual_ns"] != 0).to_numpy(),
         }
-        for name, column in layout.NODE_NUMBERS.items():
-            yield from _numbers(name, nodes[column], changed.get(name))
-        yield from _numbers("device", lane["device"])
-        yield from _numbers("stream", lane["stream"])
+        yield from _columns(nodes, layout.NODE_NUMBERS, changed)
+        yield from (wire.picked(table, lane) for table in self._places)
+
+    def _communication_attributes(self, nodes: pl.DataFrame, ids: Ints, kind: Ints) -> Iterator[wire.Rows]:
+        frame = nodes.select("node", "rank", _kind=pl.col("kind"))
+        found = self._joined(frame, ids, "communication", self.graph.communication)
+        if found is not None:
+            yield from _communication_attributes(found, nodes)
+        elif np.isin(kind, _COMMUNICATION).any():
+            yield from _communication_attributes(_beside(frame, self.graph.communication.clear()), nodes)
 
     def _edge_attributes(self, ids: Ints) -> Iterator[wire.Rows]:
         for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
             counts, values = lists.of(ids)
             yield from wire.number_list_attribute(name, "sint64_list", counts, values, counts > 0)
-        carried = pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}).join(
-            self._carried, on="node", how="left", maintain_order="left"
-        )
-        yield from wire.text_attribute(layout.CARRIED_NODES, carried["rows"])
+        carried = self._joined(pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}), ids, "carried", self._carried)
+        if carried is not None:
+            yield from wire.text_attribute(layout.CARRIED_NODES, carried["rows"])
 
     def _bare(self, ops: pl.DataFrame) -> bytes:
         """Host ops that no node stands for: metadata nodes, whose ids come after those of all other nodes."""
@@ -174,6 +188,10 @@ class Outgoing:
         )
 
 
+def _beside(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
+    return nodes.join(frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there")
+
+
 def _lists(pairs: Dependencies) -> _Lists:
     return _Lists(pairs.target, pairs.source)
 
@@ -188,12 +206,50 @@ def _numbers(name: str, values: pl.Series, there: Flags | None = None) -> list[w
     return wire.number_attribute(name, "int64_val", (whole.fill_null(0) if missing else whole).to_numpy(), there)
 
 
-def _types(nodes: pl.DataFrame, transfer: pl.DataFrame) -> Ints:
+def _columns(frame: pl.DataFrame, columns: dict[str, str], there: dict[str, Flags]) -> Iterator[wire.Rows]:
+    """As `_numbers`, for several columns (by the names of their attributes) at once."""
+    missing = {name: frame[column].null_count() for name, column in columns.items()}
+    some = [name for name in columns if missing[name] < frame.height]
+    whole = {name: pl.col(columns[name]).cast(pl.Int64) for name in some}
+    found = frame.select(
+        **{name: column.fill_null(0) if missing[name] else column for name, column in whole.items()},
+        **{f"{name} there": pl.col(columns[name]).is_not_null() for name in some if missing[name]},
+    )
+    everywhere = np.ones(frame.height, np.bool_)
+    for name in some:
+        flags = there.get(name)
+        if flags is None:
+            flags = found[f"{name} there"].to_numpy() if missing[name] else everywhere
+        yield from wire.number_attribute(name, "int64_val", found[name].to_numpy(), flags)
+
+
+def _kind_attributes(nodes: pl.DataFrame, cpu: Flags) -> wire.Rows:
+    """`is_cpu_op` and what kind a node is: few differ, so that each combination is spelled once."""
+    texts = [nodes[column] for column in layout.NODE_TEXTS.values()]
+    key = cpu.astype(np.int64)
+    for text in texts:
+        codes = text.to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
+        key = key * (int(codes.max(initial=0)) + 1) + codes
+    _, example, number = np.unique(key, return_index=True, return_inverse=True)
+    few = nodes.select(list(layout.NODE_TEXTS.values()))[example].cast(pl.String)
+    parts = wire.number_attribute("is_cpu_op", "bool_val", cpu[example].astype(np.int64), np.ones(len(few), np.bool_))
+    for name, column in layout.NODE_TEXTS.items():
+        parts += wire.text_attribute(name, few[column])
+    return wire.picked(wire.joined(parts), number)
+
+
+def _nodes_of(frame: pl.DataFrame) -> Ints:
+    """The nodes that have a row in a frame, ascending."""
+    return frame["node"].drop_nulls().cast(pl.Int64).sort().to_numpy()
+
+
+def _types(kind: NDArray[Any], transfer: pl.DataFrame | None) -> Ints:
     """The Chakra type of each node."""
-    names = {kind: int(number) for kind, number in layout.NODE_TYPES.items()}
-    stores = pl.Series("", transfer["kind"].is_in(layout.STORES)) & (nodes["kind"] == "copy")
-    types = nodes["kind"].cast(pl.String).replace_strict(names, default=int(NodeType.COMP_NODE), return_dtype=pl.Int64)
-    return np.where(stores.fill_null(value=False).to_numpy(), int(NodeType.MEM_STORE_NODE), types.to_numpy())
+    types: Ints = np.array([int(layout.NODE_TYPES.get(name, NodeType.COMP_NODE)) for name in NODE_KINDS])[kind]
+    if transfer is not None:
+        stores = transfer["kind"].is_in(layout.STORES).fill_null(value=False).to_numpy()
+        types[stores & (kind == NODE_KINDS.index(COPY))] = int(NodeType.MEM_STORE_NODE)
+    return types
 
 
 def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[wire.Rows]:
@@ -237,11 +293,12 @@ def _comm_size(frame: pl.DataFrame, nodes: pl.DataFrame, receives: pl.Series) ->
     return sizes.select(pl.when(pl.lit(is_part)).then(pl.coalesce(first, "bytes"))).to_series()
 
 
-def _transfer_attributes(frame: pl.DataFrame, nodes: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
+def _transfer_attributes(frame: pl.DataFrame | None, nodes: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
     moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
     there = moved & nodes["bytes"].is_not_null().to_numpy()
-    yield from wire.number_attribute("tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), there)
-    if frame["node_there"].null_count() == frame.height:
+    if there.any():
+        yield from wire.number_attribute("tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), there)
+    if frame is None or frame["node_there"].null_count() == frame.height:
         return
     known = frame["node_there"].is_not_null()
     for name, column in layout.TRANSFER_TEXTS.items():

@@ -148,6 +148,18 @@ def scattered(part: Rows, rows: Ints, count: int) -> Rows:
     return Rows(part.data, lengths)
 
 
+def picked(table: Rows, number: NDArray[Any]) -> Rows:
+    """For each row the bytes of one row of a small table, by its number."""
+    lengths = table.lengths[number]
+    place = np.cumsum(lengths) - lengths
+    out = np.empty(int(lengths.sum()), np.uint8)
+    begin = np.cumsum(table.lengths) - table.lengths
+    for at in np.flatnonzero(np.bincount(number, minlength=len(table))).tolist():
+        if size := int(table.lengths[at]):
+            _runs(out, size)[place[number == at]] = _runs(table.data, size)[begin[at]]
+    return Rows(out, lengths)
+
+
 def gathered(part: Rows, counts: Ints) -> Rows:
     """Consecutive rows run together: the first `counts[0]` become row 0, and so on."""
     ends = np.concatenate([[0], np.cumsum(part.lengths)])

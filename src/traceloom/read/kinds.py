@@ -10,7 +10,7 @@ from traceloom.read.host_text import HostText
 from traceloom.read.inputs import Input
 from traceloom.read.metadata import find_rank, whole
 from traceloom.read.runs import Peek, peek
-from traceloom.read.source import open_input, text_pieces
+from traceloom.read.source import first_pieces, open_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _envelope(source: Input) -> dict[str, object] | None:
     """What stands before the nodes of a host trace; None for anything else."""
     damage = Damage(entry="node", list_key="nodes")
     with open_input(source.path) as stream:
-        text = HostText(text_pieces(stream, damage), damage, str(source.path))
+        text = HostText(first_pieces(stream, damage), damage, str(source.path))
         try:
             text.open()
         except InputError:

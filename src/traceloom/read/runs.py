@@ -14,7 +14,7 @@ from traceloom.read import metadata as md
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
 from traceloom.read.inputs import Input
-from traceloom.read.source import open_input, text_pieces
+from traceloom.read.source import first_pieces, open_input
 from traceloom.read.times import from_text
 
 _NEAR_NS = 600 * 10**9  # ranks of one run start their windows within ten minutes
@@ -55,7 +55,7 @@ def peek(source: Input) -> Peek:
     """
     damage = Damage()
     with open_input(source.path) as stream:
-        document = Document(partial(text_pieces, stream, damage, None), damage, str(source.path))
+        document = Document(partial(first_pieces, stream, damage), damage, str(source.path))
         slices = document.slices()
         first = next(slices, None)
         slices.close()

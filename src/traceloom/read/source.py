@@ -71,6 +71,13 @@ def text_pieces(
                 yield batch[at : at + PIECE]
 
 
+def first_pieces(stream: BinaryIO, damage: Damage, look: Look | None = None) -> Iterator[bytes]:
+    """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked for."""
+    head = stream.read(_PACKED)
+    chunks = _unpacked(stream, head, damage, None) if head.startswith(_GZIP) else _plain(stream, head, None)
+    yield from _looked_at(_transcoded(chunks), look)
+
+
 def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
     for piece in pieces:
         if look:
