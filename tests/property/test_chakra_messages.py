@@ -116,6 +116,15 @@ def test_varints_are_those_of_the_library(numbers: list[int]) -> None:
     assert counts.tolist() == [len(numbers)]
 
 
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=5), st.data())
+def test_rows_of_a_table_are_laid_end_to_end_by_their_numbers(table: list[bytes], data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, len(table) - 1), max_size=20))
+    rows = wire.Rows(np.frombuffer(b"".join(table), np.uint8), np.array([len(row) for row in table]))
+    found = wire.picked(rows, np.array(numbers, np.int64))
+    assert found.data.tobytes() == b"".join(table[number] for number in numbers)
+    assert found.lengths.tolist() == [len(table[number]) for number in numbers]
+
+
 @given(
     st.lists(
         st.tuples(

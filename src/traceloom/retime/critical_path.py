@@ -91,11 +91,11 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
     times = graph.point_times() if times is None else times
     bound = binding_edges(graph, times)
     # Of a point the one before it on the path, and itself where there is none.
-    every = np.arange(len(times))
-    before = every - (bound == _OWN)
+    before = np.arange(len(times))
+    before -= bound == _OWN
     by_edge = bound >= 0
     before[by_edge] = graph.points()[0][bound[by_edge]]
-    ends = before == every
+    ends = before == np.arange(len(times))
     if until is not None:
         ends |= times <= until
     walked = _walked(before, ends, last)
@@ -104,10 +104,10 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
 
 def _walked(before: Ints, ends: Bools, last: int) -> Ints:
     """The points from `last` back to the first that ends; where each comes after its neighbour, a whole run at once."""
-    every = np.arange(len(before))
-    breaks = ends | (before != every - 1)
-    first = np.maximum.accumulate(np.where(breaks, every, 0)).data
-    earlier, stops = before.data, ends.data
+    run = np.arange(len(before))
+    run[(before == run - 1) & ~ends] = 0
+    np.maximum.accumulate(run, out=run)
+    first, earlier, stops = run.data, before.data, ends.data
     lows, highs = [], []
     while True:
         low = first[last]

@@ -1,0 +1,33 @@
+"""The text of a file: all of it, or its beginning alone."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import random
+from pathlib import Path
+
+import pytest
+
+from traceloom.read.damage import Damage
+from traceloom.read.source import first_pieces, open_input, text_pieces
+
+TEXT = bytes(random.Random(3).choices(b'{}[]",:0123456789 \n', k=3_000_000))
+
+
+@pytest.mark.parametrize(
+    "stored", [TEXT, gzip.compress(TEXT), gzip.compress(codecs.BOM_UTF8 + TEXT)], ids=["plain", "gzip", "marked"]
+)
+def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(tmp_path: Path, stored: bytes) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(stored)
+    seen: list[bytes] = []
+    with open_input(path) as stream:
+        pieces = first_pieces(stream, Damage(), seen.append)
+        first = next(pieces)
+        assert stream.tell() < len(stored) / 4
+        assert seen == [first]
+        assert 0 < len(first) < len(TEXT) / 4
+        assert first + b"".join(pieces) == TEXT
+    with open_input(path) as stream:
+        assert b"".join(text_pieces(stream, Damage())) == TEXT
