@@ -110,21 +110,23 @@ def shared_memory(allocations: pl.DataFrame) -> pl.Series:
     other allocator of the CPU does; its free shows both as 0, so that it is known by the block's address. A free of a
     block from before the window is reported by this allocator alone.
     """
-    told = ("row", "device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
-    cpu = allocations.select(told).filter(pl.col("device_type") == "cpu")
     made = (
         pl.when(pl.col("bytes") > 0)
         .then((pl.col("reserved_bytes") == pl.col("bytes")) & (pl.col("allocated_bytes") == 0))
         .fill_null(pl.when(pl.col("bytes") > 0).then(pl.lit(False)))
     )
     nothing = (pl.col("reserved_bytes") == 0) & (pl.col("allocated_bytes") == 0)
-    if not cpu.select((made | nothing).any()).item():
+    on_cpu = pl.col("device_type") == "cpu"
+    if not allocations.select((on_cpu & (made | nothing)).any()).item():
         return pl.repeat(False, allocations.height, eager=True)
-    rows = cpu.with_columns(made.alias("shared")).with_columns(
-        pl.col("shared").forward_fill().over("process", "address").fill_null(nothing)
+    told = ("device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
+    rows = allocations.select(told).with_row_index("at").filter(on_cpu).with_columns(made.alias("shared"))
+    rows = rows.select(
+        "at", shared=pl.col("shared").forward_fill().over("process", "address").fill_null(nothing).fill_null(False)
     )
-    joined = allocations.select("row").join(rows.select("row", "shared"), on="row", how="left", maintain_order="left")
-    return joined["shared"].fill_null(False)
+    shared = np.zeros(allocations.height, dtype=np.bool_)
+    shared[rows["at"].to_numpy()] = rows["shared"].to_numpy()
+    return pl.Series(shared)
 
 
 def _curve(events: pl.DataFrame) -> pl.DataFrame:

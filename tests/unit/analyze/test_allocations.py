@@ -306,6 +306,15 @@ def test_a_trace_without_allocations_has_no_answers() -> None:
     assert all(frame.height == 0 for frame in (found.pools, found.peak, found.categories, found.largest, found.growth))
 
 
+def test_an_address_that_a_census_names_twice_counts_once() -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 10).allocation(1, -30, address=77, device_type=0, device=-1)
+    same = {"device_type": ["cpu"] * 4, "device": [-1] * 4, "owner": ["other"] * 4, "name": ["a", "b", "c", "d"]}
+    trace = _census(builder.build(), "live_storages_at_start", address=[77, 77, 0, 0], bytes=[30, 9, 5, 6], **same)
+    known = explain(trace)
+    assert known.named.blocks.bytes.tolist() == [30, 5, 6]
+    assert known.named.blocks.ended.tolist() == [0, 1, 1]
+
+
 def test_a_census_that_is_none_is_left_out() -> None:
     trace = _census(_example().build(), "live_storages_at_start", address=["x"], bytes=[1])
     assert allocations(trace).pools.height == 1

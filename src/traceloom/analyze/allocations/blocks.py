@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,6 +14,8 @@ from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.memory import SHARED, shared_memory
 from traceloom.model import Trace
 
+Array = NDArray[Any]
+_SHORT: Any = np.int32  # of numbers of rows and blocks: half of the memory
 ALIVE = np.iinfo(np.int64).max
 """End of a block that nobody frees while the recording lasts."""
 EXISTED = np.iinfo(np.int64).min
@@ -79,10 +82,14 @@ class Blocks:
     def levels(self, pool: int, rows: int) -> Ints:
         """Bytes of all blocks of one memory after each row, shape (rows + 1,); the first is before the first row."""
         mine = self.pool == pool
-        size = self.bytes[mine]
-        made = np.bincount(self.made[mine] + 1, weights=size, minlength=rows + 2)  # exact below 2^53 bytes
-        ended = np.bincount(self.ended[mine] + 1, weights=size, minlength=rows + 2)
-        levels: Ints = np.cumsum((made - ended).astype(np.int64)[: rows + 1])
+        change = np.zeros(rows + 1, dtype=np.int64)
+        there = self.made >= 0
+        change[0] = self.bytes[mine & ~there].sum()
+        chosen = np.flatnonzero(mine & there)
+        change[self.made[chosen] + 1] += self.bytes[chosen]  # a row makes one block at most, and ends one at most
+        chosen = np.flatnonzero(mine & (self.ended < rows))
+        change[self.ended[chosen] + 1] -= self.bytes[chosen]
+        levels: Ints = np.cumsum(change, out=change)
         return levels
 
 
@@ -93,85 +100,80 @@ def blocks(trace: Trace) -> Blocks:
     a free went unrecorded: the older block ends with the younger one's start. A free without an allocation is of a
     block from before the recording.
     """
-    rows = _events(trace)
-    pools, pool = _pools(rows)
-    order = _by_address(pool, rows["address"].to_numpy())
-    size, time = rows["bytes"].to_numpy()[order], rows["time_ns"].to_numpy()[order]
-    address, row, of = rows["address"].to_numpy()[order], rows["row"].to_numpy()[order], pool[order]
-    owner = rows["owner"].to_numpy()[order]
-    follows = np.zeros(order.size + 1, dtype=np.bool_)  # whether an event is about the same address as the one before
-    follows[1:-1] = (of[1:] == of[:-1]) & (address[1:] == address[:-1]) & (address[1:] != 0)
-    is_free = size < 0
-    make = np.flatnonzero(~is_free)
-    ends = follows[make + 1]
-    following = np.minimum(make + 1, max(order.size - 1, 0))
-    freed = ends & is_free[following]
-    alone = np.flatnonzero(is_free & ~(follows[:-1] & np.append(True, ~is_free[:-1])[: order.size]))
-    start_ns = np.concatenate([time[make], np.full(alone.size, EXISTED)])
-    made = np.concatenate([row[make], np.full(alone.size, -1)])
-    turn = np.lexsort((made, start_ns))
+    rows = trace.allocations
+    if (rows["bytes"] == 0).any():
+        rows = rows.with_row_index("row").filter(pl.col("bytes") != 0)
+    early = census(trace)  # allocations before all others
+    known = early.height
+    pools, pool = _pools(early, rows)
+    address = rows["address"].to_numpy()
+    address = np.concatenate([early["address"].to_numpy(), address]) if known else address
+    size, time = rows["bytes"].to_numpy(), rows["time_ns"].to_numpy()
+    is_free = np.concatenate([np.zeros(known, dtype=np.bool_), size < 0])
+    following, after_one = _neighbours(pool, address, is_free)
+    alone, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
+    first = known + alone.size  # blocks from before stand first: those of the census, then those known by their free
+    event = np.concatenate([make[:known], alone, make[known:]], dtype=_SHORT, casting="same_kind")
+    del make, after_one
+    end = following[event]
+    end[known:first] = alone
+    ends = end >= 0
+    freed = ends & is_free[end]
+    del following
+    number = rows["row"].to_numpy().astype(_SHORT) if "row" in rows.columns else np.arange(rows.height, dtype=_SHORT)
+    made, start_ns = np.full(event.size, -1, dtype=_SHORT), np.full(event.size, EXISTED)
+    made[first:], start_ns[first:] = number[event[first:] - known], time[event[first:] - known]
+    ended, end_ns = np.full(event.size, trace.allocations.height, dtype=_SHORT), np.full(event.size, ALIVE)
+    ended[ends], end_ns[ends] = number[end[ends] - known], time[end[ends] - known]
+    held = np.concatenate([early["bytes"].to_numpy(), np.abs(size[event[known:] - known])])
+    owner = np.full(event.size, -1, dtype=_SHORT)
+    owner[:known] = np.arange(known)
     return Blocks(
-        pools,
-        np.concatenate([of[make], of[alone]])[turn],
-        made[turn],
-        np.concatenate([np.where(ends, row[following], trace.allocations.height), row[alone]])[turn],
-        start_ns[turn],
-        np.concatenate([np.where(ends, time[following], ALIVE), time[alone]])[turn],
-        np.concatenate([size[make], -size[alone]])[turn],
-        np.concatenate([address[make], address[alone]])[turn],
-        np.concatenate([owner[make], np.full(alone.size, -1)])[turn],
-        lost_frees=int((ends & ~freed & (row[make] >= 0)).sum()),
-        resized=int((size[make[freed]] != -size[following[freed]]).sum()),
-    )
-
-
-def _events(trace: Trace) -> pl.DataFrame:
-    """The storages of the census as allocations before all others (row -1), then allocations and frees."""
-    rows = (
-        trace.allocations.with_row_index("row")
-        .filter(pl.col("bytes") != 0)
-        .with_columns(pl.col("row").cast(pl.Int64), owner=pl.lit(-1, pl.Int64), shared=pl.lit(None, pl.Boolean))
-    )
-    rows = rows.with_columns(shared=shared_memory(rows)) if rows.height else rows
-    counted = census(trace).drop("owner").with_row_index("owner")
-    if not counted.height:
-        return rows
-    before = counted.select(
-        pl.lit(-1, pl.Int64).alias("row"), pl.lit(EXISTED).alias("time_ns"), "address", "bytes", "device_type",
-        pl.when(pl.col("device") < 0).then(None).otherwise(pl.col("device")).alias("device"),
-        pl.lit(None, pl.Int64).alias("allocated_bytes"), pl.col("owner").cast(pl.Int64),
-        pl.lit(False).alias("shared"),
+        pools, pool[event], made, ended, start_ns, end_ns, held, address[event], owner,
+        lost_frees=int((ends & ~freed & (made >= 0)).sum()),
+        resized=int((held[freed] != -size[end[freed] - known]).sum()),
     )  # fmt: skip
-    numbered = rows.select("device_type", "device").unique().filter(pl.col("device") == -1)["device_type"]
-    unnumbered = pl.col("device").is_null() & pl.col("device_type").is_in(numbered.implode())
-    before = before.with_columns(device=pl.when(unnumbered).then(-1).otherwise("device").cast(pl.Int32))
-    return pl.concat([before, rows.select(before.columns)])
 
 
-def _by_address(pool: Ints, address: NDArray[np.uint64]) -> Ints:
-    """Rows by pool and address, in time order within one (they come in time order)."""
-    order: Ints = np.argsort(address, kind="stable")
-    return order[np.argsort(pool[order], kind="stable")] if pool.size and (pool != pool[0]).any() else order
+def _neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Bools]:
+    """The next event at the same address of the same memory, -1 for none; and whether the one before it made a block.
+
+    Nothing is known to follow at address 0.
+    """
+    order = np.argsort(address, kind="stable").astype(_SHORT)
+    if pool.size and (pool != pool[0]).any():
+        order = order[np.argsort(pool[order], kind="stable")]
+    here = address[order]
+    follows = (here[1:] == here[:-1]) & (here[1:] != 0)
+    del here
+    there = pool[order]
+    follows &= there[1:] == there[:-1]
+    del there
+    first, second = order[:-1][follows], order[1:][follows]
+    following = np.full(address.size, -1, dtype=_SHORT)
+    following[first] = second
+    after_one = np.zeros(address.size, dtype=np.bool_)
+    after_one[second] = ~is_free[first]
+    return following, after_one
 
 
-def _pools(rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Ints]:
-    """The memories, and which of them each event is about."""
-    if not rows.height:
-        return (), np.zeros(0, dtype=np.int64)
-    shared = rows["shared"].to_numpy()
-    kinds = rows["device_type"].cast(pl.Categorical).to_physical().cast(pl.Int64).to_numpy() * 2 + shared
-    number = rows["device"].fill_null(-1).to_numpy().astype(np.int64)
-    code = (kinds << 32) + number + 1
-    if code.min() == code.max():
-        first, pool = np.zeros(1, dtype=np.int64), np.zeros(code.size, dtype=np.int64)
+def _pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Array]:
+    """The memories, and which of them each storage of the census and each event is about."""
+    key = ["device_type", "device", "shared"]
+    shared = shared_memory(rows).alias("shared")
+    events = rows.select("device_type", pl.col("device").fill_null(-1), shared)
+    events = pl.concat([early.select("device_type", "device", pl.lit(False).alias("shared")), events])
+    kinds = events.unique(maintain_order=True)
+    seen = pl.int_range(pl.len()).first().over("device_type")  # types of devices in the order in which they appear
+    kinds = kinds.sort(seen, "shared", "device").with_row_index("pool")
+    if kinds.height == 1:
+        pool = np.zeros(events.height, dtype=np.int16)
     else:
-        _, first, pool = np.unique(code, return_index=True, return_inverse=True)
-    recorded = rows["row"].to_numpy() >= 0
+        pool = events.join(kinds.cast({"pool": pl.Int16}), on=key, how="left", maintain_order="left")["pool"].to_numpy()
     pools = []
-    for at, mine in zip(first.tolist(), range(first.size), strict=True):
-        kind = SHARED if shared[at] else str(rows["device_type"][at])
-        told = np.flatnonzero(recorded & (pool == mine))[:1]
-        total = rows["allocated_bytes"][int(told[0])] if told.size and kind not in ("cpu", SHARED) else None
-        start = None if total is None else total - rows["bytes"][int(told[0])]
-        pools.append(Pool(kind, int(number[at]), start))
-    return tuple(pools), pool.astype(np.int64)
+    for number, kind, device, is_shared in kinds.select("pool", *key).rows():
+        told = np.flatnonzero(pool[early.height :] == number)[:1].tolist() if kind != "cpu" else []
+        total = rows["allocated_bytes"][told[0]] if told else None
+        start = None if total is None else total - rows["bytes"][told[0]]
+        pools.append(Pool(SHARED if is_shared else kind, device, start))
+    return tuple(pools), pool

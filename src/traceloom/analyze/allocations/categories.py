@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.allocations.blocks import EXISTED
-from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.ancestry import forest
@@ -24,6 +24,8 @@ CATEGORIES = (
 EVIDENCE = ("census", "inferred", "none")
 PARAMETER, BUFFER, GRADIENT, STATE, ACTIVATION, INPUT, TEMPORARY, BEFORE, UNKNOWN = range(len(CATEGORIES))
 CENSUS, INFERRED, NONE = range(len(EVIDENCE))
+_PIECE = 1 << 19
+_SMALL: Any = np.int8
 _OWNERS = {
     "parameter": PARAMETER, "buffer": BUFFER, "gradient": GRADIENT, "optimizer_state": STATE, "activation": ACTIVATION,
     "other": UNKNOWN,
@@ -52,64 +54,89 @@ def categories(trace: Trace, named: Named, whose: Owners) -> Categories:
     All of these are inferred. What is alive at the end without a reason, or lived through a backward pass that did not
     need it, is unknown.
     """
-    blocks, tree = named.blocks, forest(trace)
-    phase = _phase(trace)
-    rows = trace.allocations.select("time_ns", "process", "thread")
-    where = innermost(trace, tree, rows)
-    made_in = np.append(phase, -1)[named.position]
-    ends = np.flatnonzero(blocks.ended < rows.height)
-    freed_at = np.full(blocks.made.size, -1, dtype=np.int64)
-    freed_at[ends] = where[blocks.ended[ends]]
-    freed_in_backward = np.append(named.places.backward, False)[freed_at]
-    pools = np.array([pool.device_type == SHARED for pool in blocks.pools], dtype=np.bool_)
+    size = named.position.size
+    out = Categories(np.empty(size, dtype=_SMALL), np.empty(size, dtype=_SMALL))
+    facts = _Facts.of(trace, named, whose)
+    for low in range(0, size, _PIECE):
+        piece = slice(low, low + _PIECE)
+        out.category[piece], out.evidence[piece] = _told(facts, named, whose, piece)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of the host events (the last entry is of none) and of the memories.
+
+    Attributes:
+        phase: Phase of each event.
+        optimizer_end_ns: End of the outermost step of an optimizer around each event.
+        backward: Whether it is part of the backward pass.
+        passes: Starts of backward nodes, sorted: a block with none of them in its life saw no backward pass.
+        shared: For each memory, whether loader workers share it.
+        owner: Category of each row of the censuses; of none, `UNKNOWN`.
+        rows: How many events of allocation there are.
+    """
+
+    phase: Ints
+    optimizer_end_ns: Ints
+    backward: Bools
+    passes: Ints
+    shared: Bools
+    owner: Ints
+    rows: int
+
+    @classmethod
+    def of(cls, trace: Trace, named: Named, whose: Owners) -> _Facts:
+        tree, backward = forest(trace), named.places.backward
+        top = tree.outermost_or_self(meaning(trace).phase == OPTIMIZER)
+        owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
+        return cls(
+            np.append(_phase(trace), -1),
+            np.append(np.append(tree.end_ns, EXISTED)[top], EXISTED),
+            np.append(backward, False),
+            np.sort(tree.start_ns[tree.topmost(backward)]),
+            np.array([pool.device_type == SHARED for pool in named.blocks.pools], dtype=np.bool_),
+            np.append(owner, UNKNOWN),
+            trace.allocations.height,
+        )
+
+
+def _told(facts: _Facts, named: Named, whose: Owners, piece: slice) -> tuple[Ints, Ints]:
+    """Category and evidence of some blocks."""
+    blocks, position = named.blocks, named.position[piece]
+    start_ns, end_ns = blocks.start_ns[piece], blocks.end_ns[piece]
+    early = start_ns == EXISTED
+    alive = blocks.ended[piece] >= facts.rows
+    made_in = facts.phase[position]
+    freed_in_backward = facts.backward[named.freed[piece]] & ~alive
     optimizer = made_in == OPTIMIZER
-    survives = _outlives(trace, named)
-    passed = _passes(trace, named)
-    before, after = np.searchsorted(passed, blocks.start_ns), np.searchsorted(passed, blocks.end_ns)
-    alive = blocks.ended >= rows.height
-    owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
-    owned = np.append(owner, UNKNOWN)[whose.of]
+    survives = end_ns > facts.optimizer_end_ns[position]
+    unbroken = np.searchsorted(facts.passes, start_ns) == np.searchsorted(facts.passes, end_ns)
+    owned, listed = facts.owner[whose.of[piece]], whose.of[piece] >= 0
     kept = owned == ACTIVATION
-    counted = ((owned != UNKNOWN) & ~kept) | ((whose.of >= 0) & (blocks.made < 0) & ~kept)
-    rules: list[tuple[Bools, int]] = [
-        *((counted & (owned == number), number) for number in set(_OWNERS.values())),
-        (kept & (blocks.start_ns == EXISTED), ACTIVATION),
-        (blocks.start_ns == EXISTED, BEFORE),
-        (pools[blocks.pool] if pools.size else np.zeros(0, dtype=np.bool_), INPUT),
+    counted = ~kept & ((owned != UNKNOWN) | (listed & (blocks.made[piece] < 0)))
+    backward = named.backward[piece]
+    rules: list[tuple[Bools, Ints | int]] = [
+        (counted, owned),
+        (kept & early, ACTIVATION),
+        (early, BEFORE),
+        (facts.shared[blocks.pool[piece]], INPUT),
         (made_in == LOADING, INPUT),
         (kept, ACTIVATION),  # inputs are saved for the backward pass, too
         (optimizer & survives, STATE),
         (optimizer, TEMPORARY),
-        (named.backward & (freed_in_backward & ~alive), TEMPORARY),
-        (named.backward, GRADIENT),
-        (freed_in_backward & ~alive, ACTIVATION),
-        (~alive & (before == after), TEMPORARY),
+        (backward & freed_in_backward, TEMPORARY),
+        (backward, GRADIENT),
+        (freed_in_backward, ACTIVATION),
+        (~alive & unbroken, TEMPORARY),
     ]
     category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
     asked = counted | (kept & (category == ACTIVATION))
     evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(asked, CENSUS, INFERRED))
-    return Categories(category, evidence)
+    return category, evidence
 
 
 def _phase(trace: Trace) -> Ints:
     """The phase that each host event stands in: that of the innermost event at or above it which opens one; -1."""
     tree, says = forest(trace), meaning(trace).phase
     return np.append(says, -1)[tree.nearest_or_self(says >= 0)]
-
-
-def _outlives(trace: Trace, named: Named) -> Bools:
-    """Which blocks live longer than the phase (the outermost event of it) that made them."""
-    tree = forest(trace)
-    opens = meaning(trace).phase == OPTIMIZER
-    top = tree.outermost_or_self(opens)
-    end = np.append(tree.end_ns, EXISTED)[np.append(top, -1)[named.position]]
-    longer: Bools = named.blocks.end_ns > end
-    return longer
-
-
-def _passes(trace: Trace, named: Named) -> Ints:
-    """Starts of the backward nodes, sorted: a block with none of them in its life saw no backward pass."""
-    tree = forest(trace)
-    backward = named.places.backward
-    top = tree.topmost(backward)
-    return np.sort(tree.start_ns[top])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import Forest
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
+
+_PIECE = 1 << 20
+_SHORT: Any = np.int32  # of positions that are kept: half of the memory
 
 
 def innermost(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
@@ -17,10 +22,19 @@ def innermost(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
         trace: The trace.
         tree: Its forest.
         rows: time_ns, process, thread.
+
+    Returns:
+        Short integers, shape (rows,); found piece by piece, because there may be many times more rows than events.
     """
-    lane = _lanes(trace, rows)
-    time = rows["time_ns"].to_numpy()
-    out = np.full(rows.height, -1, dtype=np.int64)
+    out = np.empty(rows.height, dtype=_SHORT)
+    for low in range(0, rows.height, _PIECE):
+        piece = rows.slice(low, _PIECE)
+        out[low : low + _PIECE] = _innermost(tree, _lanes(trace, piece), piece["time_ns"].to_numpy())
+    return out
+
+
+def _innermost(tree: Forest, lane: Ints, time: Ints) -> Ints:
+    out = np.full(time.size, -1, dtype=np.int64)
     for number in np.unique(lane[lane >= 0]).tolist():
         low, high = np.searchsorted(tree.lane, [number, number + 1])
         mine = np.flatnonzero(lane == number)

@@ -216,7 +216,7 @@ def _named(snapshot: Snapshot, found: Blocks, numbers: Ints) -> Named:
     places = Places(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
     position = np.full(path.size, -1, dtype=np.int64)
     backward = np.array(backward_of, dtype=np.bool_)[numbers]
-    return Named(found, places, position, path, label, counter, counter, np.ones_like(counter), backward)
+    return Named(found, places, position, path, label, counter, counter, np.ones_like(counter), backward, position)
 
 
 def _place(stack: tuple[Frame, ...]) -> tuple[str, str, bool]:

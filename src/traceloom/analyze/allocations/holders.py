@@ -106,5 +106,8 @@ def sums_by(named: Named, chosen: Bools, key: Ints, names: pl.Series) -> pl.Data
     )
     whole = max(int(sums["bytes"].sum()), 1)
     return sums.select(
-        names.gather(sums["key"]).alias("name"), "bytes", "block_count", fraction=pl.col("bytes") / whole
+        names.gather(sums["key"].cast(pl.UInt32)).alias("name"),
+        "bytes",
+        "block_count",
+        fraction=pl.col("bytes") / whole,
     ).sort("bytes", "name", descending=[True, False])

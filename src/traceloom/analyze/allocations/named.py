@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,6 +14,8 @@ from traceloom.analyze.allocations.naming import Places, places
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.model import Trace
+
+_SHORT: Any = np.int32  # of what is kept for every block: half of the memory
 
 __all__ = ["ALIVE", "EXISTED", "Blocks", "Named", "named"]
 
@@ -31,6 +34,7 @@ class Named:
         in_step: The same count, restarting with every step (outside all steps: over all of that).
         extra: Which allocation of that invocation, from 1.
         backward: Whether the backward pass made it.
+        freed: Innermost host event at the free; -1 for none or unknown.
     """
 
     blocks: Blocks
@@ -42,6 +46,7 @@ class Named:
     in_step: Ints
     extra: Ints
     backward: Bools
+    freed: Ints
 
     def names(self, rows: Ints | None = None, *, sites: bool = False) -> pl.Series:
         """The identifiers `scope.op.counter` (`#2`, `#3` for further allocations of one invocation) of some blocks.
@@ -74,27 +79,28 @@ def named(trace: Trace, *, full_op_names: bool = False) -> Named:
     tree = forest(trace)
     found = blocks(trace)
     known = places(trace, tree, full_op_names=full_op_names)
-    rows = np.maximum(found.made, 0)
-    position = (
-        innermost(trace, tree, trace.allocations.select("time_ns", "process", "thread"))[rows] if rows.size else rows
-    )
-    position = np.where(found.made >= 0, position, -1)
-    path, label = np.append(known.path, 0)[position], np.append(known.label, 0)[position]
-    op = np.append(known.op, -1)[position]
-    extra = np.ones(path.size, dtype=np.int64)
+    where = innermost(trace, tree, trace.allocations.select("time_ns", "process", "thread"))
+    # blocks from before have -1, and where nothing ends a block, that is what stands behind the last row
+    where = np.append(where, _SHORT(-1))
+    position, freed = where[found.made], where[found.ended]
+    del where
+    path = np.append(known.path, 0).astype(_SHORT)[position]
+    label = np.append(known.label, 0).astype(_SHORT)[position]
+    op = np.append(known.op, -1).astype(_SHORT)[position]
+    extra = np.ones(path.size, dtype=_SHORT)
     inside = np.flatnonzero(op >= 0)
     extra[inside] = turns(op[inside])
-    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()
-    steps = np.where(found.made >= 0, step[rows], -1) if rows.size else rows
+    del inside
+    outside = np.flatnonzero((op < 0) & (found.made >= 0))
+    step = trace.allocations["step"].gather(found.made[outside]).fill_null(-1).cast(pl.Int64).to_numpy()
     counters = []
     for restarts in (False, True):
-        counter = np.append(_invocations(trace, known, restarts=restarts), 0)[op]
-        outside = np.flatnonzero((op < 0) & (found.made >= 0))
-        counter[outside] = turns(path[outside] + (steps[outside] + 1) * len(known.paths) * restarts)
+        counter = np.append(_invocations(trace, known, restarts=restarts), 0).astype(_SHORT)[op]
+        counter[outside] = turns(path[outside] + (step + 1) * len(known.paths) * restarts)
         counter[found.made < 0] = 0
         counters.append(counter)
     backward = np.append(known.backward, False)[position]
-    return Named(found, known, position, path, label, counters[0], counters[1], extra, backward)
+    return Named(found, known, position, path, label, counters[0], counters[1], extra, backward, freed)
 
 
 def _invocations(trace: Trace, known: Places, *, restarts: bool) -> Ints:

@@ -45,7 +45,7 @@ def levels_by(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) -> In
     width = rows.size + 1
     change = np.zeros(keys * width, dtype=np.int64)
     for at, sign in ((blocks.made[mine], 1), (blocks.ended[mine], -1)):
-        place = key[mine] * width + np.searchsorted(rows, at)
+        place = key[mine].astype(np.int64) * width + np.searchsorted(rows, at)
         # weights are summed as doubles, which are exact below 2^53 bytes
         change += sign * np.bincount(place, weights=blocks.bytes[mine], minlength=change.size).astype(np.int64)
     levels: Ints = np.cumsum(change.reshape(keys, width), axis=1)[:, :-1]

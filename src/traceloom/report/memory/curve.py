@@ -63,7 +63,7 @@ def _leaves(known: Explained) -> tuple[list[str], Ints]:
     """Scope and op of each block; of blocks from before the recording, what their owner is."""
     named, labels = known.named, known.named.places.labels
     scopes, scope = known.by("scope")
-    plain = scope * len(labels) + named.label
+    plain = scope.astype(np.int64) * len(labels) + named.label
     owner = known.whose.table["owner"].to_list()
     kinds = [*dict.fromkeys(owner), "unknown"]
     number = np.append(np.array([kinds.index(one) for one in owner], dtype=np.int64), len(kinds) - 1)
