@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 from traceloom.cli import main
@@ -20,10 +21,11 @@ from traceloom.report import before_after
 from traceloom.report import whatif as report
 from traceloom.report.before_after.pieces import pieces
 from traceloom.retime import calibrate
+from traceloom.retime.critical_path import critical_path
 from traceloom.retime.law import law
 from traceloom.simulate import WhatIf, parse, scenario_of, whatif
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import LateHost, ParallelRecipe, Recipe, parallel_job, training_job
+from traceloom.testing.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
 
 Unpack = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
@@ -35,6 +37,9 @@ def graph_of(name: str) -> Graph:
         "one": lambda: training_job(Recipe(steps=2, layers=3, item=True)),
         "late": lambda: parallel_job(
             ParallelRecipe(data=8, steps=2, layers=2, faults=(LateHost(5, 2000, by="python"),))
+        ),
+        "in turn": lambda: parallel_job(
+            ParallelRecipe(data=8, steps=7, layers=2, faults=tuple(StragglingStep(k, 4.0, rank=k) for k in range(7)))
         ),
     }[name]()
     return calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
@@ -126,9 +131,22 @@ def test_both_critical_paths_lie_on_the_lanes_of_their_side(unpacked: Unpack) ->
         ("before", path["stretches"], found.before_ns), ("after", path["after"], found.after_ns),
     ):  # fmt: skip
         assert stretches
-        assert {sides[lane] for lane, _, _ in stretches} == {side}
-        assert all(0 <= start < end <= whole for _, start, end in stretches)
+        assert {sides[lane] for lane, *_ in stretches} == {side}
+        assert all(0 <= start < end <= whole for _, start, end, *_ in stretches)
         assert stretches == sorted(stretches, key=lambda one: one[1])
+
+
+def test_the_line_of_a_path_is_parted_where_it_goes_over_ranks_that_are_not_drawn(unpacked: Unpack) -> None:
+    graph = graph_of("in turn")
+    view, _ = drawn(graph, "kernels * 0.9")
+    header, _ = unpacked(view.payload)
+    ranks = {rank["rank"] for rank in header["ranks"]}
+    spent = graph.nodes[critical_path(graph).nodes].group_by("rank").agg(pl.col("work_ns").sum())
+    assert spent.filter(~pl.col("rank").is_in(list(ranks)), pl.col("work_ns") > 1_000_000).height
+    parted = [one for one in header["path"]["stretches"] if len(one) > 3]
+    assert 1 <= len(parted) <= 8
+    assert not [one for one in unpacked(drawn(graph_of("one"), "kernels * 0.9")[0].payload)[0]["path"]["stretches"]
+                if len(one) > 3]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [1_000, 4_000])

@@ -45,8 +45,8 @@ class Chosen:
         if self.left_out:
             what = "thread or stream that does" if self.left_out == 1 else "threads and streams that do"
             said.append(
-                f"Of each rank the busiest {_HOST_LANES} threads and {_DEVICE_LANES} streams are drawn, streams of "
-                f"communication first; {self.left_out} {what} less are not."
+                f"Of each rank {_HOST_LANES} threads and {_DEVICE_LANES} streams are drawn: first those that "
+                f"communicate or decide how long it takes, then the busiest; {self.left_out} {what} less are not."
             )
         return " ".join(said)
 
@@ -75,12 +75,19 @@ def choose(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
         )
         .collect()
     )
-    lanes = graph.lanes.join(busy, on="lane").with_columns(kind=pl.col("kind").cast(pl.String))
-    # the thread that records most, and then those that communicate themselves (gloo)
+    on_path = graph.nodes.select("lane", "duration_ns")[np.concatenate(paths)].drop_nulls().group_by("lane").agg(
+        decides=pl.col("duration_ns").sum()
+    )  # fmt: skip
+    lanes = graph.lanes.join(busy, on="lane").join(on_path, on="lane", how="left").with_columns(
+        pl.col("kind").cast(pl.String), pl.col("decides").fill_null(0)
+    )  # fmt: skip
+    # the thread that records most, and then those that decide how long it takes or communicate themselves (gloo)
     main = (pl.col("count") == pl.col("count").max().over("rank")).alias("main")
     host = lanes.filter(kind="host").with_columns(main)
-    host = host.sort("rank", "main", "talks", "count", "lane", descending=[False, True, True, True, False])
-    device = lanes.filter(kind="device").sort("rank", "talks", "busy", "lane", descending=[False, True, True, False])
+    by = ["rank", "main", "decides", "talks", "count", "lane"]
+    host = host.sort(by, descending=[False, True, True, True, True, False])
+    by = ["rank", "talks", "decides", "busy", "lane"]
+    device = lanes.filter(kind="device").sort(by, descending=[False, True, True, True, False])
     kept = pl.concat(
         [
             device.group_by("rank", maintain_order=True).head(_DEVICE_LANES),

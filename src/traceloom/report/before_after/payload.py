@@ -29,6 +29,7 @@ Bools = NDArray[np.bool_]
 
 LIMIT = 40_000  # pieces, each drawn twice: at most about half a megabyte of page
 _STRETCHES = 3_000  # of each critical path
+_SEEN = 2_000  # parts of the picture: what is shorter does not part the line of a path
 _NAMES = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
 _UNNAMED = {gs.THINK: "host time that nothing names", gs.WAIT: "waiting"}
@@ -202,19 +203,26 @@ def _paths(paths: list[Path], start: Ints, end: Ints, lane: Ints, found: WhatIf)
 
 
 def _stretches(path: Path, start: Ints, end: Ints, lane: Ints, span: int) -> list[list[int]]:
-    """The nodes of a path on the lanes that are drawn; neighbours on a lane as one where there are many."""
-    nodes = path.nodes[::-1]
-    nodes = nodes[(lane[nodes] >= 0) & (end[nodes] > start[nodes])]
+    """The nodes of a path on the lanes that are drawn; neighbours on a lane as one where there are many.
+
+    Returns:
+        [lane, start, end], and a 1 behind them where the path came there over lanes that are not drawn.
+    """
+    every = path.nodes[::-1]
+    shown = (lane[every] >= 0) & (end[every] > start[every])
+    nodes = every[shown]
+    elsewhere = np.cumsum(np.where(lane[every] < 0, end[every] - start[every], 0))[shown]
+    apart = np.diff(elsewhere, prepend=elsewhere[:1]) > span // _SEEN
     grain, heads = 0, np.arange(nodes.size)
     while heads.size > _STRETCHES:
         grain = max(2 * grain, -(-span // (8 * _STRETCHES)))
         key = np.unique(np.stack([start[nodes] // grain, lane[nodes]]), axis=1, return_inverse=True)[1].reshape(-1)
         by = np.lexsort((start[nodes], key))
-        nodes, key = nodes[by], key[by]
+        nodes, key, apart = nodes[by], key[by], apart[by]
         heads = np.flatnonzero(np.diff(key, prepend=-1))
     if not heads.size:
         return []
     first, last = np.minimum.reduceat(start[nodes], heads), np.maximum.reduceat(end[nodes], heads)
     by = np.argsort(first, kind="stable")
-    found: list[list[int]] = np.stack([lane[nodes[heads]], first, last], axis=1)[by].tolist()
-    return found
+    found: list[list[int]] = np.stack([lane[nodes[heads]], first, last, apart[heads]], axis=1)[by].tolist()
+    return [one if one[-1] else one[:-1] for one in found]

@@ -88,8 +88,11 @@ export class PathOverlay {
       context.strokeStyle = colour;
       context.lineWidth = width * scale;
       context.beginPath();
-      context.moveTo(points[0] * scale, points[1] * scale);
-      for (let i = 2; i < points.length; i += 2) context.lineTo(points[i] * scale, points[i + 1] * scale);
+      let down = false; // the pen; lifted where the path goes over lanes that are not there
+      for (let i = 0; i < points.length; i += 2) {
+        if (!Number.isNaN(points[i])) context[down ? "lineTo" : "moveTo"](points[i] * scale, points[i + 1] * scale);
+        down = !Number.isNaN(points[i]);
+      }
       context.stroke();
     }
   }
@@ -103,7 +106,13 @@ export class PathOverlay {
     let last = -Infinity;
     let low = 0;
     let high = 0;
-    for (const [place, start, end] of stretches) {
+    for (const [place, start, end, apart] of stretches) {
+      if (apart && points.length) {
+        if (high > low) points.push(last, low, last, high);
+        points.push(NaN, NaN);
+        last = -Infinity;
+        low = high = 0;
+      }
       if (end < from || start > to || heights[place] === null) continue;
       const y = heights[place] - shift;
       const left = Math.min(Math.max(painter.x(start), -9), painter.width + 9);
