@@ -18,7 +18,7 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.read.large import column
 from traceloom.read.ondisk import lookup
-from traceloom.read.order import nearest
+from traceloom.read.order import innermost, nearest
 
 _FEW = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
 _SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
@@ -68,7 +68,7 @@ class Forest:
         here = np.flatnonzero(wanted)
         if type(self.stop) is not np.ndarray or here.size * _FEW > wanted.size:
             return nearest(self.parent, wanted)
-        return _innermost(here, self.stop[here], wanted.size)
+        return innermost(here, self.stop[here], wanted.size)
 
     def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
         """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
@@ -79,14 +79,17 @@ class Forest:
 
     def topmost(self, wanted: Bools) -> Bools:
         """Which wanted events have no wanted ancestor."""
-        here = np.arange(wanted.size, like=wanted)
-        reach = np.maximum.accumulate(np.where(wanted, self.stop, 0))
-        return wanted & (here >= np.concatenate([[0], reach[:-1]]))
+        here = np.flatnonzero(wanted)
+        free = np.zeros(wanted.size, dtype=np.bool_, like=wanted)
+        free[here[_outside(here, self.stop[here])]] = True
+        return free
 
     def topmost_of_kind(self, kind: Ints) -> Bools:
         """Which events have no ancestor of their own kind; kinds are numbers >= 0."""
         size = kind.size
-        order = np.argsort(kind, kind="stable")
+        # numbers this short are sorted by their digits, not by comparing them
+        short = size and type(kind) is np.ndarray and kind.max() < 1 << 16
+        order = np.argsort(kind.astype(np.uint16) if short else kind, kind="stable")
         base = kind[order] * (size + 1)
         reach = np.maximum.accumulate(self.stop[order] + base) if size else base
         free = order + base >= np.concatenate([[0], reach[:-1]])
@@ -96,9 +99,12 @@ class Forest:
 
     def outermost_or_self(self, wanted: Bools) -> Ints:
         """Position of the outermost wanted event among an event and its ancestors; -1 for none."""
-        here = np.arange(wanted.size, like=wanted)
-        last = np.maximum.accumulate(np.where(self.topmost(wanted), here, -1))
-        return np.where((last >= 0) & (self.stop[last] > here), last, -1)
+        top = np.flatnonzero(self.topmost(wanted))
+        out = np.full(wanted.size, -1, dtype=np.int64, like=wanted)
+        size = self.stop[top] - top
+        of = np.repeat(np.arange(top.size, like=top), size)
+        out[np.arange(of.size, like=top) - (np.cumsum(size) - size - top)[of]] = top[of]
+        return out
 
     def subtree_sums(self, values: Ints) -> Ints:
         """For each event the sum of `values` over it and all its descendants."""
@@ -147,6 +153,15 @@ class Forest:
         return Segments(owner[kept], lane, start, end)
 
 
+def _outside(here: Ints, stop: Ints) -> Bools:
+    """Which of some stretches [here, stop[, by their starts, lie in none of those before them."""
+    if not here.size:
+        return np.zeros(0, dtype=np.bool_)
+    reach = np.maximum.accumulate(stop)
+    outside: Bools = here >= np.concatenate([[0], reach[:-1]])
+    return outside
+
+
 @per_trace
 def forest(trace: Trace) -> Forest:
     """The host events of a trace, in lane order."""
@@ -172,27 +187,6 @@ def host_segments(trace: Trace) -> Segments:
     """The window of the trace on every host lane, tiled by innermost events."""
     lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
     return forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
-
-
-def _innermost(here: Ints, stop: Ints, size: int) -> Ints:
-    """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for none.
-
-    It changes only where a stretch begins or ends. There it is the last one that began with as many around it as are
-    open, less one.
-    """
-    opened = np.bincount(here + 1, minlength=size + 1)
-    opened -= np.bincount(stop, minlength=size + 1)
-    changes = np.zeros(size + 1, dtype=np.bool_)
-    changes[0] = changes[here + 1] = changes[stop] = True
-    at = np.flatnonzero(changes[:size])
-    opened = np.cumsum(opened, out=opened)
-    around, depth = opened[here], opened[at] - 1
-    order = np.argsort(around.astype(np.uint16) if around.max(initial=0) < 1 << 16 else around, kind="stable")
-    key = around[order] * size + here[order]
-    found = np.searchsorted(key, depth * size + at) - 1
-    value = np.where(depth >= 0, np.append(here[order], -1)[found], -1)
-    innermost: Ints = np.repeat(value, np.diff(np.append(at, size)))
-    return innermost
 
 
 def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:

@@ -250,7 +250,8 @@ def _functions(
 def _spread(trace: Trace, folded: CallTree, times: _Times) -> pl.DataFrame:
     steps = whole_steps(trace)
     rows = np.flatnonzero(times.step != NO_STEP)
-    numbers, place = np.unique(times.step[rows], return_inverse=True)
+    numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
+    place = np.searchsorted(numbers, times.step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
     width = max(numbers.size, 1)
     size = len(folded.names) * width
     key = folded.name_of[times.owner[rows]] * width + place

@@ -124,7 +124,7 @@ class Matcher:
     def context_bits(self, names: pl.Series) -> NDArray[np.uint64]:
         """For each name, a bit per context that it matches; shape (names,)."""
         bits = np.zeros(names.len(), dtype=np.uint64)
-        for place, found in enumerate(_found(names, self.contexts)):
+        for place, found in enumerate(holding(names, self.contexts)):
             bits |= found.astype(np.uint64) << np.uint64(place)
         return bits
 
@@ -141,7 +141,7 @@ class Matcher:
         """
         found = np.full(name.size, len(self.rules), dtype=np.int64)
         open_ = np.ones(name.size, dtype=np.bool_)
-        matches = _found(names, [rule.pattern for rule in self.rules])
+        matches = holding(names, [rule.pattern for rule in self.rules])
         for place, rule in enumerate(self.rules):
             fits = open_ & matches[place][name] & self._holds(rule.op, own) & self._holds(rule.under, under)
             found[fits] = place
@@ -155,8 +155,8 @@ class Matcher:
         return holds
 
 
-def _found(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:
-    """For each expression, which names hold it."""
+def holding(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:
+    """For each expression, which names hold it, upper and lower case alike."""
     frame = names.alias("name").to_frame()
     columns = [pl.col("name").str.contains(f"(?i){text}").alias(str(at)) for at, text in enumerate(expressions)]
     return [column.to_numpy() for column in frame.select(columns)] if columns else []

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze import rule_table
+from traceloom.analyze.kind_rules import holding
 
 ELIGIBLE = ("gemm", "attention", "convolution")
 STATES = ("used", "unused", "unknown", "none")
@@ -34,12 +36,11 @@ def matrix_units(kernels: pl.DataFrame) -> pl.Series:
         `used`; `unused`: a matrix product on scalar or vector units; `unknown`: a matrix product whose name does not
         tell; `none`: no matrix product.
     """
-    decided = pl.coalesce(
-        *(
-            pl.when(pl.col("name").str.contains(f"(?i){rule['pattern']}")).then(pl.lit(_STATE[rule["uses"]]))
-            for rule in rules()
-        ),
-        pl.lit("unknown"),
-    )
-    eligible = pl.col("kind").cast(pl.String).is_in(ELIGIBLE)
-    return kernels.select(pl.when(eligible).then(decided).otherwise(pl.lit("none")).cast(StateType)).to_series()
+    state = np.full(kernels.height, STATES.index("none"), dtype=np.uint32)
+    eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(ELIGIBLE).to_numpy())
+    if eligible.size:
+        uses = [STATES.index(_STATE[rule["uses"]]) for rule in rules()]
+        matches = holding(kernels["name"].gather(eligible), [rule["pattern"] for rule in rules()])
+        first = np.argmax([*matches, np.ones(eligible.size, dtype=np.bool_)], axis=0)
+        state[eligible] = np.array([*uses, STATES.index("unknown")], dtype=np.uint32)[first]
+    return pl.Series("matrix_units", STATES, dtype=StateType).gather(state)

@@ -14,9 +14,13 @@ from traceloom.analyze.flops import MODELS, Call, Work
 from traceloom.analyze.flops.attention import BATCH
 from traceloom.analyze.flops.call import parsed
 from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.read.large import column
+from traceloom.read.ondisk import lookup
 
+_ANNOTATION = cat.CATEGORIES.index(cat.ANNOTATION)
 LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")
 """Copies that the link between host and devices bounds, not the memory of the device."""
 
@@ -147,10 +151,11 @@ def _list_types(trace: Trace, calls: pl.DataFrame) -> pl.Series:
 
 def _batches(trace: Trace, tree: Forest, calls: pl.DataFrame) -> pl.Series:
     """The innermost annotation around each call that tells the batch of a serving engine."""
-    said = trace.events.filter(pl.col("category") == cat.ANNOTATION, pl.col("name").str.contains(BATCH.pattern))
+    words = vocabulary(trace)
+    told = words.matching(BATCH.pattern)
     marks = np.zeros(tree.row.size, dtype=np.bool_)
-    places = tree.position[said["event"].to_numpy()]
-    marks[places[places >= 0]] = True
+    if told.any():
+        marks = lookup(told, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
     if not marks.any():
         return pl.Series("batch", [""]).new_from_index(0, calls.height)
     above = tree.nearest(marks)[tree.position[calls["event"].to_numpy()]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -80,6 +81,10 @@ class Modules(Result):
     recompute_evidence: str
 
 
+_NODE: Any = np.int32  # of one value per stretch of host time: short numbers take half of the memory and less
+_PART: Any = np.int8
+
+
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one length."""
@@ -89,6 +94,15 @@ class _Sums:
     step: Ints
     value: Ints
 
+    def by(self, nodes: int, width: int, place: Any) -> Ints:
+        """The values added up by node and place (below `width`), shape (nodes, width); nodes of -1 are left out."""
+        key = self.node.astype(np.int64)
+        key *= width
+        key += place
+        own = np.zeros((nodes + 1) * width, dtype=np.int64)
+        np.add.at(own, key, self.value)  # -1 counts from the end, where a row more stands
+        return own.reshape(nodes + 1, width)[:-1]
+
 
 def modules(trace: Trace) -> Modules:
     """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and from scopes."""
@@ -96,7 +110,7 @@ def modules(trace: Trace) -> Modules:
     found = regions(trace)
     nothing = found.evidence == "none"
     node, table = (found.region, STEPS.to_frame()) if nothing else _paths(trace, tree, found)
-    of_event = np.append(np.append(node, -1)[found.region], -1)
+    of_event = np.append(np.append(node, -1)[found.region], -1).astype(_NODE)
     host = _host_time(trace, of_event, found)
     device, kernels = _device_time(trace, of_event, found)
     outside = _outside(host, device)
@@ -108,7 +122,7 @@ def modules(trace: Trace) -> Modules:
         numbers[name] = np.bincount(node[calls & mine], minlength=table.height)
     if not found.backward:
         numbers = {name: column for name, column in numbers.items() if not name.startswith(("backward_", "recompute_"))}
-    steps = _by_step(table, host, device)
+    steps = _by_step(table, host, device, trace.steps["step"].to_numpy())
     spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
     whole = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
     whole = whole.join(spread, on="node", how="left", maintain_order="left")
@@ -136,14 +150,14 @@ def _outside(host: _Sums, device: _Sums) -> dict[str, int]:
 def _host_time(trace: Trace, of_event: Ints, found: Regions) -> _Sums:
     """Every stretch in which something is recorded, by its innermost event's node, part and step."""
     pieces = host_pieces(trace)
-    return _Sums(of_event[pieces.owner], found.part[pieces.owner], pieces.step, pieces.ns)
+    return _Sums(of_event[pieces.owner], found.part.astype(_PART)[pieces.owner], pieces.step, pieces.ns)
 
 
 def _device_time(trace: Trace, of_event: Ints, found: Regions) -> tuple[_Sums, _Sums]:
     """GPU work by the node, part and step of the host event that launched it: durations, and numbers of pieces."""
     work = launched_work(trace)
     step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
-    node, part = of_event[work.origin], np.append(found.part, FORWARD)[work.origin]
+    node, part = of_event[work.origin], np.append(found.part, FORWARD).astype(_PART)[work.origin]
     return _Sums(node, part, step, work.duration_ns), _Sums(node, part, step, work.kernel.astype(np.int64))
 
 
@@ -151,9 +165,7 @@ def _totals(table: pl.DataFrame, values: dict[str, _Sums]) -> dict[str, Ints]:
     """Own sums of every node and part, and with those of the nodes below; columns of the tree."""
     columns: dict[str, Ints] = {}
     for name, sums in values.items():
-        own = np.zeros((table.height, len(PARTS)), dtype=np.int64)
-        inside = np.flatnonzero(sums.node >= 0)
-        np.add.at(own, (sums.node[inside], sums.part[inside]), sums.value[inside])
+        own = sums.by(table.height, len(PARTS), sums.part)
         whole = _summed_up(table, own)
         for number, prefix in enumerate(("", "backward_", "recompute_")):
             columns[f"{prefix}{name}"] = whole[:, number]
@@ -172,14 +184,12 @@ def _summed_up(table: pl.DataFrame, own: Ints) -> Ints:
     return whole
 
 
-def _by_step(table: pl.DataFrame, host: _Sums, device: _Sums) -> pl.DataFrame:
+def _by_step(table: pl.DataFrame, host: _Sums, device: _Sums, steps: Ints) -> pl.DataFrame:
     """Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns."""
-    numbers = np.unique(np.concatenate([host.step[host.node >= 0], device.step[device.node >= 0]]))
+    numbers = np.unique(np.concatenate([steps, device.step, [NO_STEP]]))
     out = []
     for sums in (host, device):
-        own = np.zeros((table.height, numbers.size), dtype=np.int64)
-        inside = np.flatnonzero(sums.node >= 0)
-        np.add.at(own, (sums.node[inside], np.searchsorted(numbers, sums.step[inside])), sums.value[inside])
+        own = sums.by(table.height, numbers.size, np.searchsorted(numbers, sums.step))
         out.append(_summed_up(table, own))
     node, place = np.nonzero((out[0] > 0) | (out[1] > 0))
     frame = {

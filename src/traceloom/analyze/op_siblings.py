@@ -16,6 +16,7 @@ from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.read.large import column
+from traceloom.read.order import nullable
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,14 @@ class Host:
 
     def ops(self, pattern: str) -> Ints:
         """Positions of the operators whose name holds the pattern, ascending."""
-        return np.flatnonzero(self.is_op & self.named(pattern))
+        at, code = self._every_op
+        return at[self.words.matching(pattern)[code]] if at.size else at
+
+    @cached_property
+    def _every_op(self) -> tuple[Ints, Ints]:
+        """The positions of all operators, and their names."""
+        at = np.flatnonzero(self.is_op)
+        return at, self.code[at]
 
     def inside(self, wanted: Bools) -> Ints:
         """How many wanted events stand below each event (itself not counted)."""
@@ -79,16 +87,17 @@ class Host:
         return self.tree.subtree_sums(own)
 
     @cached_property
-    def types(self) -> pl.DataFrame:
-        """Shapes and types of the inputs of operators: position, shapes, types (JSON text)."""
-        frame = self.trace.tensors.select("event", "shapes", "types")
-        return frame.with_columns(pl.Series("position", plain(self.tree.position)[frame["event"].to_numpy()]))
+    def _tensors(self) -> Ints:
+        """Row of each event in `tensors`; -1 for none."""
+        row = np.full(self.code.size + 1, -1, dtype=np.int64)
+        row[plain(self.tree.position)[self.trace.tensors["event"].to_numpy()]] = np.arange(self.trace.tensors.height)
+        return row[:-1]
 
     def inputs(self, positions: Ints) -> pl.DataFrame:
-        """Shapes and types of these operators: position, shapes, types; null where they were not recorded."""
-        return pl.DataFrame({"position": positions}).join(
-            self.types.select("position", "shapes", "types"), on="position", how="left", maintain_order="left"
-        )
+        """Shapes and types (JSON text) of the inputs of these operators; null where they were not recorded."""
+        row = nullable(self._tensors[positions], pl.UInt32, absent=-1)
+        told = [self.trace.tensors[name].gather(row) for name in ("shapes", "types")]
+        return pl.DataFrame([pl.Series("position", positions), *told])
 
     @property
     def has_shapes(self) -> bool:

@@ -14,8 +14,10 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Ints
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.category import ANNOTATION, GPU_ANNOTATION
+from traceloom.read.ondisk import lookup
 
 KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
 FACTS = (
@@ -68,19 +70,20 @@ def step_annotations(trace: Trace) -> pl.DataFrame:
     What an annotation within another says is added to the outer one: some servers write two for one step. Where the
     host recorded none, those of the GPU are taken; one that stands on several streams is one step.
     """
+    words = vocabulary(trace)
+    told = words.matching(_ANY)
+    if not told.any():
+        return pl.DataFrame(schema=ANNOTATIONS)
+    columns = trace.events.select("event", "name", "category", "lane", "start_ns", "duration_ns")
     events = (
-        trace.events.lazy()
-        .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]), pl.col("name").str.contains(_ANY))
-        .select(
-            "event", "name", "category", "lane", "start_ns",
-            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
-        )
-        .collect()
-    )  # fmt: skip
+        columns[np.flatnonzero(lookup(told, words.code))]
+        .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]))
+        .with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0))
+        .drop("duration_ns")
+    )
     on_host = events.filter(pl.col("category") == ANNOTATION)
     found = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
-    told = [_told(name) for name in found["name"].to_list()]
-    known = [at for at, facts in enumerate(told) if facts is not None]
+    known = [at for at, name in enumerate(found["name"].to_list()) if _told(name) is not None]
     found = found[known].sort("lane", "start_ns", maintain_order=True)
     rows: list[Facts] = []
     lane = -1

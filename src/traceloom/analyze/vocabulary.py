@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
@@ -26,10 +26,14 @@ class Vocabulary:
 
     names: pl.Series
     code: NDArray[np.uint32]
+    _matched: dict[str, NDArray[np.bool_]] = field(default_factory=dict, repr=False, compare=False)
 
     def matching(self, pattern: str) -> NDArray[np.bool_]:
-        """Which names hold the regular expression; shape (names,)."""
-        return self.names.str.contains(pattern).to_numpy()
+        """Which names hold the regular expression; shape (names,). Remembered, so nobody may change it."""
+        if pattern not in self._matched:
+            self._matched[pattern] = self.names.str.contains(pattern).to_numpy()
+            self._matched[pattern].flags.writeable = False
+        return self._matched[pattern]
 
     def events(self, pattern: str) -> NDArray[np.bool_]:
         """Which events have a name that holds the regular expression; shape (events,)."""

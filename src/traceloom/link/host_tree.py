@@ -13,7 +13,7 @@ from traceloom.link.calls import POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.read.nesting import nesting_depths
-from traceloom.read.order import nearest
+from traceloom.read.order import innermost
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -82,7 +82,7 @@ def host_tree(trace: Trace) -> HostTree:
     lane_of = events["lane"].to_numpy().astype(np.int64)
     call = category.is_in([cat.RUNTIME, cat.DRIVER]).to_numpy()
     kept = category.is_in(list(_KEPT)).to_numpy() & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
-    outer = np.where((category == cat.DRIVER).to_numpy(), nearest(parent, call), -1)
+    outer = _calls_around(parent, call, np.flatnonzero((category == cat.DRIVER).to_numpy()))
     kept &= outer < 0
     polls = _polling_lanes(trace, kept, call)
     left_out = kept & polls[lane_of]
@@ -96,10 +96,10 @@ def host_tree(trace: Trace) -> HostTree:
     while inside.size and (outer[outer[inside]] >= 0).any():
         outer[inside] = np.where(outer[outer[inside]] >= 0, outer[outer[inside]], outer[inside])
     position[inside] = position[outer[inside]]
-    above = nearest(parent, kept)[row]
     lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
     end = events["nested_end_ns"].to_numpy()[row]
-    above = np.where(above >= 0, position[above], -1)
+    stop = _stops(lane, start, end)
+    above = innermost(np.arange(row.size), stop, row.size)
     name = events["name"].gather(row)
     words, word = _words(name)
     durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
@@ -111,7 +111,7 @@ def host_tree(trace: Trace) -> HostTree:
         end=end,
         parent=above,
         depth=nesting_depths(above),
-        stop=_stops(lane, start, end),
+        stop=stop,
         call=call[row],
         name=name,
         words=words,
@@ -119,6 +119,18 @@ def host_tree(trace: Trace) -> HostTree:
         polling=int(left_out.sum()),
         polling_ns=int(durations[left_out].sum()),
     )
+
+
+def _calls_around(parent: Ints, call: Bools, driver: Ints) -> Ints:
+    """For each event that is a driver call the nearest call around it; -1 for none, and for all other events."""
+    above = parent[driver]
+    todo = np.flatnonzero(above >= 0)
+    while (todo := todo[~call[above[todo]]]).size:  # one turn per level of nesting
+        above[todo] = parent[above[todo]]
+        todo = todo[above[todo] >= 0]
+    outer = np.full(parent.size, -1, dtype=np.int64)
+    outer[driver] = above
+    return outer
 
 
 def _words(name: pl.Series) -> tuple[pl.Series, Ints]:

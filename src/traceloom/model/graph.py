@@ -108,11 +108,13 @@ class Graph:
 
     def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""
-        ends = self.edges.select(
-            (pl.col("source").cast(pl.Int64) * 2 + pl.col("from_end").cast(pl.Int64)).alias("source"),
-            (pl.col("target").cast(pl.Int64) * 2 + pl.col("to_end").cast(pl.Int64)).alias("target"),
-        )
-        return ends["source"].to_numpy(), ends["target"].to_numpy()
+        found = []
+        for node, end in (("source", "from_end"), ("target", "to_end")):
+            points = self.edges[node].to_numpy().astype(np.int64)
+            points *= 2
+            points += self.edges[end].to_numpy()
+            found.append(points)
+        return found[0], found[1]
 
     def point_times(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The measured time of every point (see `points`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,7 +99,7 @@ class Trace:
         """Start of the earliest event; 0 for a trace without events."""
         return int(self.events["start_ns"][0]) if self.events.height else 0
 
-    @property
+    @cached_property
     def end_ns(self) -> int:
         """End of the latest event; 0 for a trace without events."""
         if not self.events.height:

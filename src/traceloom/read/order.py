@@ -60,6 +60,27 @@ def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
     return up
 
 
+def innermost(here: Ints, stop: Ints, size: int) -> Ints:
+    """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for none.
+
+    It changes only where a stretch begins or ends. There it is the last one that began with as many around it as are
+    open, less one.
+    """
+    opened = np.bincount(here + 1, minlength=size + 1)
+    opened -= np.bincount(stop, minlength=size + 1)
+    changes = np.zeros(size + 1, dtype=np.bool_)
+    changes[0] = changes[here + 1] = changes[stop] = True
+    at = np.flatnonzero(changes[:size])
+    opened = np.cumsum(opened, out=opened)
+    around, depth = opened[here], opened[at] - 1
+    order = np.argsort(around.astype(np.uint16) if around.max(initial=0) < 1 << 16 else around, kind="stable")
+    key = around[order] * size + here[order]
+    found = np.searchsorted(key, depth * size + at) - 1
+    value = np.where(depth >= 0, np.append(here[order], -1)[found], -1)
+    innermost: Ints = np.repeat(value, np.diff(np.append(at, size)))
+    return innermost
+
+
 def distinct(values: Array) -> Array:
     """The different values, sorted."""
     ordered = np.sort(values)

@@ -9,6 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
+from traceloom.retime.of_last import OfLast
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -60,6 +61,15 @@ def binding_edges(
     return bound
 
 
+_BOUNDS: OfLast[Ints] = OfLast()
+
+
+def _measured_bounds(graph: Graph) -> Ints:
+    """`binding_edges` by the measured times; of the graph asked for last they are remembered."""
+    known = _BOUNDS.of(graph)
+    return _BOUNDS.put(graph, binding_edges(graph)) if known is None else known
+
+
 def _last_into(target: Ints, reached: Ints) -> Ints:
     """For each point with edges, ascending, the edge that reaches it last; of equals the last in the order of edges."""
     if not target.size:
@@ -88,8 +98,8 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
         The points, `last` first, and for each what bound it: the row of an edge (the next point is its source), -1 for
         the node's own work (the next point is the node's start), -2 for nothing.
     """
+    bound = _measured_bounds(graph) if times is None else binding_edges(graph, times)
     times = graph.point_times() if times is None else times
-    bound = binding_edges(graph, times)
     # Of a point the one before it on the path, and itself where there is none.
     before = np.arange(len(times))
     before -= bound == _OWN
@@ -129,8 +139,8 @@ def critical_path(graph: Graph, times: Ints | None = None) -> Path:
         graph: A calibrated graph with at least one node.
         times: Times of its points; the measured ones where None.
     """
-    times = graph.point_times() if times is None else times
-    last = int(np.flatnonzero(times == times.max())[-1])
+    at = graph.point_times() if times is None else times
+    last = int(np.flatnonzero(at == at.max())[-1])
     points, bound = trail(graph, last, times=times)
     return Path(bound[bound >= 0], points[bound == _OWN] >> 1, int(points[-1]), last)
 

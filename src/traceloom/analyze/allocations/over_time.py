@@ -43,12 +43,16 @@ def levels_by(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) -> In
     """
     mine = np.flatnonzero(blocks.pool == pool)
     width = rows.size + 1
-    change = np.zeros(keys * width, dtype=np.int64)
+    present = np.bincount(key[mine], minlength=keys) > 0
+    used = np.flatnonzero(present)
+    first = ((np.cumsum(present) - 1) * width)[key[mine]]  # place of each block's key among those in use
+    change = np.zeros(used.size * width)
     for at, sign in ((blocks.made[mine], 1), (blocks.ended[mine], -1)):
-        place = key[mine].astype(np.int64) * width + np.searchsorted(rows, at)
         # weights are summed as doubles, which are exact below 2^53 bytes
-        change += sign * np.bincount(place, weights=blocks.bytes[mine], minlength=change.size).astype(np.int64)
-    levels: Ints = np.cumsum(change.reshape(keys, width), axis=1)[:, :-1]
+        place = first + np.searchsorted(rows, at)
+        change += sign * np.bincount(place, weights=blocks.bytes[mine], minlength=change.size)
+    levels = np.zeros((keys, rows.size), dtype=np.int64)
+    levels[used] = np.cumsum(change.astype(np.int64).reshape(used.size, width)[:, :-1], axis=1)
     return levels
 
 

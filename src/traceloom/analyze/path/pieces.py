@@ -102,7 +102,7 @@ def pieces(graph: Graph, window: Window) -> Pieces:
     is shortened, so that no time counts twice and none is negative.
     """
     times = graph.point_times()
-    points, bound = trail(graph, window.last, times=times, until=window.low)
+    points, bound = trail(graph, window.last, until=window.low)
     points, bound = points[::-1], bound[::-1]
     own, edge = bound[1:] == _OWN, np.where(bound[1:] >= 0, bound[1:], -1)
     node = points[1:] >> 1

@@ -59,7 +59,7 @@ JOB = pl.Schema(
     }
 )
 _NO_WORK = "no GPU work was recorded"
-_NO_FILL = "the profiler of this vendor does not record it, or the file is not at hand any more"
+_NO_FILL = "the profiler of this vendor does not record it"
 
 
 @dataclass(frozen=True)
