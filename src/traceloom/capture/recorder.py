@@ -32,6 +32,7 @@ from traceloom.capture.storage import Storage
 
 # Leaving the optimizer's annotation takes about ten events; whoever needs more is not leaving.
 EVENTS_TO_LEAVE = 1000
+_STARTS = (Action.START, Action.GRAPH_START)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -44,6 +45,7 @@ class Window:
     kind: str  # "early", "steps", "time" or "block"
     first_step: int
     start_ns: int
+    stacks: bool = False
     end_step: int = 0
     end_ns: int = 0
     collectives: dict[str, Any] | None = None
@@ -196,12 +198,29 @@ class Recorder:
         self._disturbed = self.storage.busy
         if not actions and not self.plan.recording:
             return
-        # PyTorch's stack recorder takes over the very hook by which the annotation's end is told: do not mix the two.
-        after_annotation(None if self.settings.stacks else frame, lambda: self._cross(number, actions))
+        self._between(number, actions, frame)
+
+    def _between(self, number: int, actions: list[Action], frame: Any) -> None:
+        """Cross from a step to the next, with no annotation open that one recording begins and the next one ends.
+
+        PyTorch would write its end into memory of the first recording, which is free by then.
+        """
+        stacks = self.settings.stacks and Action.START in actions
+        if self._window is None or not self._window.stacks:
+            after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
+            return
+        # PyTorch's stack recorder has the very hook by which the annotation's end is told: end it here, go on after it.
+        ending = [action for action in actions if action not in _STARTS]
+        starting = [action for action in actions if action in _STARTS]
+        self._cross(number, ending)
+        if starting:
+            after_annotation(frame, lambda: self._cross(number, starting), outside=stacks)
 
     @harmless
     def _cross(self, number: int, actions: list[Action]) -> None:
         """The work between two steps; the next step begins after it."""
+        if self._finished:  # it had been put off, and the program has ended in the meantime
+            return
         if self._window is not None or self.graph is not None:
             kineto.mark(number)
         self._turn(actions, between_steps=True)
@@ -276,6 +295,7 @@ class Recorder:
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
             start_ns=time.time_ns(),
+            stacks=wanted.stacks,
             census=census() if settings.memory else None,
         )
         self._collectives.start()
@@ -386,25 +406,40 @@ class Recorder:
         return inherits
 
 
-def after_annotation(frame: Any, call: Callable[[], None]) -> None:
+def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:
     """Run `call` when `frame` returns, or at once.
 
     Optimizer hooks run inside PyTorch's `Optimizer.step#...` annotation. A recorder stopped in there would leave it
     open, with an end that lies far behind the step. Python's profile hook tells when the frame is left; where
     somebody else uses that hook, the work is done at once.
+
+    Args:
+        frame: The one with the annotation; None for none.
+        call: The work.
+        outside: Not inside the profile hook, but soon after it, where this is the main thread: PyTorch's stack
+            recorder would take the frames of a hook it is started in for those of the program.
     """
     if frame is None or sys.getprofile() is not None:
         call()
         return
 
-    caller, events = frame.f_back, 0
+    caller, events, inside = frame.f_back, 0, True
+
+    def soon() -> bool:
+        return threading.current_thread() is threading.main_thread() and on_main_thread(when_outside)
+
+    def when_outside() -> None:
+        if not inside or not soon():  # Python may well begin within the hook what it was told to do soon
+            call()
 
     def watch(where: Any, event: str, _: Any) -> None:
-        nonlocal events
+        nonlocal events, inside
         events += 1
         left = (event == "return" and where is frame) or where is caller
         if left or events > EVENTS_TO_LEAVE:
             sys.setprofile(None)
-            call()
+            if not (outside and soon()):
+                call()
+            inside = False  # last, with nothing called after it
 
     sys.setprofile(never_traced(watch))

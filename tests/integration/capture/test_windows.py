@@ -207,3 +207,18 @@ def test_a_program_that_trains_in_a_thread_is_recorded_there(recorder: Any) -> N
     assert run.marks() == [3, 4, 5, 6, 7, 8]
     assert run.names().count("Optimizer.step#Plain.step") == 5
     assert len(run.ours) == 2
+
+
+def test_stacks_begin_after_the_optimizer_and_outside_of_any_hook_of_ours(recorder: Any) -> None:
+    """PyTorch writes the end of what is open when it stops into memory that the next recording may have."""
+    run = recorder.python("for _ in range(12): step()", "--stacks")
+    assert run.theirs == ""
+    assert run.rank()["window"]["first_step"] == 3
+    assert run.marks() == [3, 4, 5, 6, 7, 8]
+    (first, _), *_ = spans(run, "traceloom.step#")
+    optimizer = spans(run, "Optimizer.step#")
+    assert len(optimizer) == 5
+    assert all(start > first for start, _ in optimizer)
+    assert not [name for name in run.names() if name.endswith(": watch") and "recorder.py" in name]
+    host = run.json(run.rank()["graph_step"]["file"])["traceEvents"]
+    assert sum(str(event.get("name")).startswith("Optimizer.step#") for event in host) == 1
