@@ -42,6 +42,7 @@ demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal 
 	$(BIN)/traceloom report demo/run --force -o demo/report.html
 
 test: $(VENV)/.test ## Run the whole test suite
+	$(BIN)/python -m compileall -q src  # many tests start processes, which may not be allowed to keep bytecode
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.lint ## Check style and types
