@@ -200,6 +200,13 @@ def quiet() -> Iterator[None]:
         os.close(sink)
 
 
+def spent(step: Callable[[], None]) -> tuple[int, int]:
+    """Processor time of the whole process in one step, and its wall time, which other work on the machine lengthens."""
+    processor, wall = time.process_time_ns(), time.perf_counter_ns()
+    step()
+    return time.process_time_ns() - processor, time.perf_counter_ns() - wall
+
+
 def recording(rounds: int) -> bool:
     """One training step of the example, in turns: unrecorded, recorded, with memory, with module scopes."""
     import tempfile
@@ -207,7 +214,7 @@ def recording(rounds: int) -> bool:
     import traceloom
 
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from record import STEPS, timed, workload
+    from record import STEPS, workload
 
     step: Callable[[], None] = workload()
     ways: dict[str, dict[str, Any] | None] = {
@@ -216,27 +223,29 @@ def recording(rounds: int) -> bool:
         "with memory, no module scopes": {"memory": True, "module_names": "off"},
         "with memory": {"memory": True},
     }
-    times: dict[str, list[int]] = {name: [] for name in ways}
+    times: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
     with quiet():
         for number in range(rounds + 1):
             for name, options in ways.items():
                 if options is None:
-                    new = [timed(step) for _ in range(STEPS)]
+                    new = [spent(step) for _ in range(STEPS)]
                 else:
                     with (
                         tempfile.TemporaryDirectory() as place,
                         traceloom.record(f"{place}/run", quiet=True, **options),
                     ):
-                        new = [timed(step) for _ in range(STEPS)]
+                        new = [spent(step) for _ in range(STEPS)]
                 if number:  # the first round warms up
                     times[name] += new
-    bare = statistics.median(times["unrecorded"])
     print(f"one training step of the example, {rounds} rounds of {STEPS} steps, in turns")
-    for name, values in times.items():
-        middle = statistics.median(values)
-        print(
-            f"  {name:32}{middle / 1e6:8.1f} ms{min(values) / 1e6:8.1f} ms at least, {middle / bare:6.3f} x unrecorded"
-        )
+    for number, label in enumerate(("processor", "wall")):
+        bare = min(pair[number] for pair in times["unrecorded"])
+        for name, pairs in times.items():
+            values = [pair[number] for pair in pairs]
+            middle, least = statistics.median(values) / 1e6, min(values) / 1e6
+            print(
+                f"  {label:10}{name:32}{middle:8.1f} ms{least:8.1f} ms at least, {min(values) / bare:6.3f} x unrecorded"
+            )
     return empty_scope()
 
 

@@ -218,7 +218,7 @@ import warnings, torch, traceloom
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
+from torch.distributed.fsdp import FullyShardedDataParallel as Sharded, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -235,16 +235,17 @@ cpu = torch.device("cpu")
 shard = lambda module: Sharded(module, device_id=cpu)
 ways = {
     "plain": Net(), "parallel": DataParallel(Net()), "distributed": DistributedDataParallel(Net(checkpoint_wrapper)),
-    "sharded": shard(Net(shard)),
+    "sharded": shard(Net(shard)), "in_place": fully_shard(Net(), mesh=dist.init_device_mesh("cpu", (1,))),
 }
-optimizer = torch.optim.SGD([one for net in ways.values() for one in net.parameters()])
+optimizers = [torch.optim.SGD(net.parameters()) for net in ways.values()]
 for step in range(3):
     for name, net in ways.items():
         with traceloom.scope(name):
             loss = net(torch.randn(32, 64)).square().mean()
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
 """
 
 
@@ -270,7 +271,12 @@ def test_wrappers_of_modules_leave_no_trace_in_names(wrapped: Any, tmp_path: Pat
     assert {"Net.blocks.0.linear", "Net.blocks.1.AddmmBackward0", "Net.relu"} <= ops["plain"]
     assert ops["parallel"] == ops["plain"]
     forward = {name for name in ops["plain"] if "Backward" not in name}
-    for way, own in (("distributed", "Net.empty"), ("sharded", "Net.FullyShardedDataParallel._pre_forward.Split")):
+    own_of = {
+        "distributed": "Net.empty",
+        "sharded": "Net.FullyShardedDataParallel._pre_forward",
+        "in_place": "Net.FSDP::",
+    }
+    for way, own in own_of.items():
         assert forward <= ops[way]
         more = {name for name in ops[way] - ops["plain"] if not name.startswith("Net.blocks.")}
         assert all(name.startswith((own, "MeanBackward0")) for name in more)  # what the wrapper itself allocates
@@ -281,10 +287,13 @@ def test_wrappers_of_modules_leave_no_trace_in_names(wrapped: Any, tmp_path: Pat
 
 def test_the_census_names_modules_as_without_their_wrappers(wrapped: Any) -> None:
     held = wrapped.rank()["live_storages_at_end"]
-    names = {name for owner, name in zip(held["owner"], held["name"], strict=True) if owner != "other"}
-    assert {"Net.blocks.0.weight", "Net.blocks.1.bias.grad", "Net.blocks.0._flat_param"} <= names
+    names = [name for owner, name in zip(held["owner"], held["name"], strict=True) if owner != "other"]
+    # the shard in the parameter of `fully_shard` is one of these; that of FSDP is flat
+    assert names.count("Net.blocks.1.weight") == 4
+    assert names.count("Net._flat_param") == 1
+    assert {"Net.blocks.0.weight", "Net.blocks.1.bias.grad", "Net.blocks.0._flat_param"} <= set(names)
     assert {name.split(".")[0] for name in names} == {"Net"}
-    assert not {name for name in names if "module" in name}
+    assert not [name for name in names if "module" in name]
 
 
 BESIDE = """
