@@ -19,7 +19,6 @@ from traceloom.retime import calibrate
 
 Say = Callable[[str], None]
 
-_LARGE = 1 << 18  # nodes of a graph from which on giving memory back is worth its time
 _KEPT = 2  # graphs remembered: of one run, the whole and a step
 
 
@@ -88,12 +87,9 @@ def link_session(session: Session, *, step: int | None = None, progress: Say | N
     say("joining ranks and calibrating")
     merged = join(parts, session.name)
     parts.clear()  # calibrating needs as much again
-    large = merged.nodes.height >= _LARGE
-    if large:
-        give_back()
+    give_back()
     graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
-    if large:
-        give_back()
+    give_back()
     if len(remembered) >= _KEPT:
         del remembered[next(iter(remembered))]
     remembered[step] = graph
