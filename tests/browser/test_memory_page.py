@@ -184,5 +184,5 @@ def test_ranks_stand_apart(browser: Any, uris: dict[str, str]) -> None:
     shown.wait_for_selector("html[data-ready=yes]", state="attached")
     assert shown.locator(".owners:visible").count() == 1
     shown.locator("#rank").select_option("1")
-    assert shown.locator(".owners:visible svg path").first.is_visible()
+    shown.locator(".owners:visible svg path").first.wait_for(state="visible")  # it is drawn in the next frame
     context.close()
