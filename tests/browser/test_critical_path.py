@@ -13,11 +13,15 @@ Open = Callable[..., Any]
 
 
 def painted(tab: Any) -> int:
-    """How many pixels of the timeline have the colour of the path."""
-    tab.timeline("t.draw()")
+    """How many pixels of the timeline have the colour of the path.
+
+    Drawn and read in one go, after two frames: rows that were folded change the size of the canvas, which clears it.
+    """
     return tab.page.evaluate(
-        """() => {
+        """async () => {
+          for (let frame = 0; frame < 2; frame++) await new Promise(requestAnimationFrame);
           const t = document.getElementById("timeline-view").timeline;
+          t.draw();
           const wanted = [1, 3, 5].map((at) => parseInt(t.palette.path.slice(at, at + 2), 16));
           const copy = Object.assign(document.createElement("canvas"), { width: t.canvas.width, height: t.canvas.height });
           const context = copy.getContext("2d", { willReadFrequently: true });
