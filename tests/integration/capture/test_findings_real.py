@@ -18,8 +18,8 @@ JOB = str(Path(__file__).parents[3] / "benchmarks" / "findings_job.py")
 MS = 1_000_000
 
 
-def found(recorder: Any, command: list[str]) -> Ranked:
-    run = recorder.record(command, "--quiet")
+def found(recorder: Any, command: list[str], *options: str) -> Ranked:
+    run = recorder.record(command, "--quiet", *options)
     assert run.code == 0, run.err
     return findings(traceloom.load(run.directory))
 
@@ -40,10 +40,15 @@ def test_a_fault_of_a_run_without_a_gpu_is_found_first(recorder: Any, fault: str
 def test_a_rank_that_sleeps_makes_the_others_wait(recorder: Any) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks on one processor make each other wait")
-    ranked = found(recorder, [*recorder.torchrun(JOB), "straggler"])
-    first = ranked.time[0]
-    # the sleep itself, or the rank that it makes late: either is the fault
-    assert first.slug in ("straggler", "host-pause")
+    for _ in range(
+        2
+    ):  # two ranks and what else runs here share the processors: once, others may take longer than the sleep
+        ranked = found(recorder, [*recorder.torchrun(JOB), "straggler"], "--force")
+        first = ranked.time[0]
+        # the sleep itself, or the rank that it makes late: either is the fault
+        if first.slug in ("straggler", "host-pause"):
+            break
+    assert first.slug in ("straggler", "host-pause"), [(finding.slug, finding.title) for finding in ranked.time]
     assert first.slug == "host-pause" or first.title.startswith("rank 1 ")
     assert first.saving_ns > 0.5 * 40 * MS
 
