@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from string import Template
 from typing import Any
 
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
-from traceloom.report.html import page as frame
 from traceloom.report.html.absence import with_code
 from traceloom.report.html.cells import Column, text
+from traceloom.report.html.frame import asset, framed, one_after_the_other
 from traceloom.report.html.table import table
 from traceloom.report.whatif import trust
 
@@ -36,26 +35,16 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
         document: What `traceloom.report.whatif.build` made of a what-if.
         view: The timeline before and after; a page without one says so.
     """
-    script, theme = frame.page_script(), frame.page_asset("theme.js")
-    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
-    sections = list(_sections(document, view))
     name = str(document["name"])
-    page = Template(frame.page_asset("page.html")).substitute(
-        policy=frame.page_policy([theme, script], style),
-        title=text(f"What if: {document['sentence']} – {name}"),
-        theme=theme,
-        style=style,
-        name=text(f"What if: {name}"),
-        ranks="",
+    return framed(
+        title=f"What if: {document['sentence']} – {name}",
+        name=f"What if: {name}",
         headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
         numbers=_numbers(document),
-        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
-        sections="\n".join(frame.page_section(*section) for section in sections),
         footer=_footer(document),
         data=view.payload if view else "",
-        script=script,
+        **one_after_the_other(_sections(document, view)),
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
 def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
@@ -65,7 +54,7 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
         yield "timeline", "Timeline", "", missing
     else:
         said = f'<p class="quiet">{with_code(text(view.said))}</p>' if view.said else ""
-        yield "timeline", "Timeline", _ABOUT_TIMELINE, said + frame.page_asset("timeline.html")
+        yield "timeline", "Timeline", _ABOUT_TIMELINE, said + asset("timeline.html")
     if len(document["ranks"]) > 1:
         columns = (Column("rank", "Rank", "count"), *_TIMES, _SAVED)
         yield (

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from string import Template
 from typing import Any
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
-from traceloom.report.html import page as frame
 from traceloom.report.html.bars import bar, legend
 from traceloom.report.html.cells import Column, text
+from traceloom.report.html.frame import framed, one_after_the_other
 from traceloom.report.html.table import table
 from traceloom.report.sections.section import Col, Table
 
@@ -23,26 +22,15 @@ _REASONS = {"base_kernel": "the base does not launch it", "new_kernel": "the new
 
 def render(document: Row) -> str:
     """The comparison as one HTML page that needs nothing but itself."""
-    sections = list(_sections(document))
     name = f"{document['base']['name']} → {document['new']['name']}"
-    script, theme = frame.page_script(), frame.page_asset("theme.js")
-    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
-    page = Template(frame.page_asset("page.html")).substitute(
-        policy=frame.page_policy([theme, script], style),
-        title=text(f"{document['sentence']} – {name}"),
-        theme=theme,
-        style=style,
-        name=text(name),
-        ranks="",
+    return framed(
+        title=f"{document['sentence']} – {name}",
+        name=name,
         headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
         numbers=_numbers(document),
-        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
-        sections="\n".join(frame.page_section(*section) for section in sections),
         footer=_footer(document),
-        data="",
-        script=script,
+        **one_after_the_other(_sections(document)),
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
 def _bars(document: Row) -> str:

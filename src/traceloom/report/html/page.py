@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 import time
 from html import escape
-from importlib.resources import files
-from string import Template
 from typing import Any
 
 from traceloom.model import Session, units
@@ -28,20 +23,10 @@ from traceloom.report.html import (
 )
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import text
+from traceloom.report.html.frame import asset, framed, missing, standing
 from traceloom.report.html.navigation import Section
 
 Row = dict[str, Any]
-
-# In the order of their imports: a script only uses what stands before it.
-SCRIPTS = (
-    "state.js", "units.js", "element.js", "inflate.js", "unpack.js", "levels.js", "events.js", "palette.js", "scale.js",
-    "draw.js", "tracks.js", "rows.js", "overview.js", "pace.js", "path.js", "sides.js", "timeline.js", "gestures.js",
-    "details.js", "search.js", "links.js", "tables.js", "icicle.js", "curve.js", "owners.js", "page.js", "main.js",
-)  # fmt: skip
-STYLES = ("colours.css", "page.css", "views.css", "timeline.css", "print.css")
-_IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
-_MARGIN = re.compile(r"^(?: *//.*\n|[ \n]+)", re.MULTILINE)  # comments, indentation, empty lines
-_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
 
 _ABOUT_FINDINGS = (
     "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."
@@ -61,49 +46,19 @@ def render(document: dict[str, Any], session: Session) -> str:
     near = document if few is None else few.document(document)
     view = _timeline(document, session if few is None else few.session(session))
     told = "" if few is None else featured.told(few.sentence(document))
-    groups = navigation.grouped(_sections(document, near, reasons, _timeline_body(view, told)), _missing)
-    script, theme = page_script(), page_asset("theme.js")
-    style = "\n".join(page_asset(name) for name in STYLES)
+    groups = navigation.grouped(_sections(document, near, reasons, _timeline_body(view, told)), missing)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
     name = document.get("name") or session.name
-    page = Template(page_asset("page.html")).substitute(
-        policy=page_policy([theme, script], style),
-        title=text(f"{sentence} – {name}"),
-        theme=theme,
-        style=style,
-        name=text(name),
+    return framed(
+        title=f"{sentence} – {name}",
+        name=name,
         ranks=_rank_choice(near),
         headline=overview.headline(document),
         numbers=overview.key_numbers(document),
         links=navigation.links(groups),
-        sections=navigation.body(groups, page_section),
+        sections=navigation.body(groups, standing),
         footer=_footer(document, time.perf_counter() - began),
         data=view.payload if view else "",
-        script=script,
-    )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
-
-
-def page_asset(name: str) -> str:
-    """A file of the page's own: a style, a script, a piece of HTML."""
-    return files("traceloom.report.html").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def page_script() -> str:
-    """All modules in one script: their imports and exports resolve to names of one shared scope."""
-    parts = [_MARGIN.sub("", _EXPORT.sub("", _IMPORT.sub("", page_asset(name)))) for name in SCRIPTS]
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
-
-
-def page_policy(scripts: list[str], style: str) -> str:
-    """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
-
-    def allowed(body: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
-
-    return (
-        f"default-src 'none'; script-src {' '.join(allowed(s) for s in scripts)}; style-src {allowed(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -157,25 +112,10 @@ def _data(document: Row, reasons: Reasons) -> str:
     return "".join(parts)
 
 
-def page_section(identity: str, title: str, note: str, body: str) -> str:
-    """A section of the page; one line where its body only says why it is missing."""
-    missing = _missing(body)
-    look, beside = (' class="missing"', body) if missing else ("", f'<p class="quiet">{note}</p>')
-    return (
-        f'<section{look} id="{identity}" aria-labelledby="{identity}-title"><header><h2 id="{identity}-title">{title}'
-        f"</h2>{beside}</header>{'' if missing else body}</section>"
-    )
-
-
-def _missing(body: str) -> bool:
-    """Whether a section is only one line that says why it is missing."""
-    return body.startswith('<p class="quiet absent">') and body.count("<p") == 1
-
-
 def _timeline_body(view: timeline.Timeline | None, told: str) -> str:
     if view is None:
         return '<p class="quiet absent">Timeline: the trace has no events.</p>'
-    return told + page_asset("timeline.html") + _omitted(view)
+    return told + asset("timeline.html") + _omitted(view)
 
 
 def _omitted(view: timeline.Timeline) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from string import Template
 from typing import Any
 
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.model import units
 from traceloom.report.html import inputs
-from traceloom.report.html import page as frame
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
+from traceloom.report.html.frame import framed, one_after_the_other
 from traceloom.report.html.overview import allocator, rank_name
 from traceloom.report.html.table import table
 from traceloom.report.memory.chains import joined
@@ -30,26 +29,16 @@ def render(document: Row) -> str:
     """The document as one HTML page that needs nothing but itself."""
     reasons = Reasons(document)
     shown = _shown(document["ranks"])
-    sections = list(_sections(document, shown, reasons))
     name = str(document["name"])
-    script, theme = frame.page_script(), frame.page_asset("theme.js")
-    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
-    page = Template(frame.page_asset("page.html")).substitute(
-        policy=frame.page_policy([theme, script], style),
-        title=text(f"{document['sentence']} – {name}"),
-        theme=theme,
-        style=style,
-        name=text(name),
+    return framed(
+        title=f"{document['sentence']} – {name}",
+        name=name,
         ranks=_choice(shown),
         headline=f"<h1>{text(document['sentence'])}</h1>",
         numbers=_numbers(document),
-        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
-        sections="\n".join(frame.page_section(*section) for section in sections),
         footer=_footer(document),
-        data="",
-        script=script,
+        **one_after_the_other(_sections(document, shown, reasons)),
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
 def _shown(ranks: list[Row]) -> list[tuple[str, Row]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from string import Template
 from typing import Any
 
-from traceloom.report.html import page as frame
 from traceloom.report.html.cells import Column, text
+from traceloom.report.html.frame import framed, one_after_the_other
 from traceloom.report.html.table import table
 from traceloom.report.sections.section import Col, Table
 from traceloom.report.verdict.tables import headline, reasons, tables
@@ -19,27 +18,15 @@ _UNKNOWN = {"base_kernel": "the base does not launch it", "new_kernel": "the new
 
 def render(document: Row) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
-    sections = list(_sections(document))
     name = f"{document['base']['name']} → {document['new']['name']}"
-    script, theme = frame.page_script(), frame.page_asset("theme.js")
-    style = "\n".join(frame.page_asset(one) for one in frame.STYLES)
     told = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
-    page = Template(frame.page_asset("page.html")).substitute(
-        policy=frame.page_policy([theme, script], style),
-        title=text(f"{headline(document)} – {name}"),
-        theme=theme,
-        style=style,
-        name=text(name),
-        ranks="",
+    return framed(
+        title=f"{headline(document)} – {name}",
+        name=name,
         headline=f"<h1>{text(headline(document))}</h1>{told}",
-        numbers="",
-        links="".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in sections),
-        sections="\n".join(frame.page_section(*section) for section in sections),
         footer=f"<p>Traceloom {text(document['traceloom'])}</p>",
-        data="",
-        script=script,
+        **one_after_the_other(_sections(document)),
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
 def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
