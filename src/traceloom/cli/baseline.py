@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from traceloom.cli import checking
+from traceloom.cli import checking, closing
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError
 
@@ -178,7 +178,7 @@ def _compare(args: argparse.Namespace) -> int:
     checking.show(args, document)
     again = ["traceloom", "baseline", "compare", args.name, *args.runs, *_at(args)]
     asked = [part for text in args.conditions for part in ("--fail-if", text)]
-    checking.told(args, written, f"{shlex.join([*again, *asked])} -o check.md")
+    closing.tell(args, written, f"{shlex.join([*again, *asked])} -o check.md")
     checking.conclude(document)
     _refusals(refused)
     return 0

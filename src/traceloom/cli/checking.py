@@ -108,19 +108,6 @@ def write(args: argparse.Namespace, chosen: list[tuple[Path, Writer]], document:
     return [(path, files.write(path, partial(put, document), force=args.force)) for path, put in chosen]
 
 
-def told(args: argparse.Namespace, written: list[tuple[Path, int]], following: str) -> None:
-    """The closing lines: what was written, what to try next."""
-    from traceloom.model import units
-
-    if args.quiet:
-        return
-    stream = sys.stderr if args.json else sys.stdout
-    for path, size in written:
-        print(f"Wrote {path} ({units.size(size)}).", file=stream)
-    if not written and not args.json:
-        print(f"\nNext: {following}", file=stream)
-
-
 def show(args: argparse.Namespace, document: Document) -> None:
     """The verdict on standard output; a line of it where files were asked for."""
     from traceloom.report.verdict import terminal

@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from traceloom.cli import checking
+from traceloom.cli import checking, closing
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError, UsageError
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         document = _comparison(base, new)
         written = checking.write(args, chosen, document)
     _show(args, document)
-    checking.told(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
+    closing.tell(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
     _refusals(refused)
     return 0
 
@@ -120,7 +120,7 @@ def _check(args: argparse.Namespace) -> int:
         written = checking.write(args, chosen, document)
     checking.show(args, document)
     again = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
-    checking.told(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
+    closing.tell(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
     checking.conclude(document)
     _refusals(refused)
     return 0

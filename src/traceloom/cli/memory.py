@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli import closing
 from traceloom.cli.options import add_reading, ranks
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
@@ -140,8 +141,6 @@ def _json(document: dict[str, Any], handle: BinaryIO) -> None:
 def _show(
     args: argparse.Namespace, document: dict[str, Any], options: MemoryOptions, written: list[tuple[Path, int]]
 ) -> None:
-    from traceloom.model import units
-
     if args.json:
         from traceloom.report.jsonfile import encode
 
@@ -151,10 +150,5 @@ def _show(
         from traceloom.report.memory.terminal import render
 
         terminal.put(partial(render, document, options), sys.stdout)
-    if args.quiet:
-        return
-    stream = sys.stderr if args.json else sys.stdout
-    for path, size in written:
-        print(f"Wrote {path} ({units.size(size)}).", file=stream)
-    if not written and not args.json and document["ranks"]:
-        print(f"\nNext: traceloom memory {shlex.join(args.inputs)} -o memory.html", file=stream)
+    following = f"traceloom memory {shlex.join(args.inputs)} -o memory.html"
+    closing.tell(args, written, following if document["ranks"] else None)

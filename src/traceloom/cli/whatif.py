@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli import closing
 from traceloom.cli.options import add_reading
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
@@ -162,8 +163,6 @@ def _perfetto(asked: _Asked, handle: BinaryIO, *, packed: bool) -> None:
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tuple[Path, int]]) -> None:
-    from traceloom.model import units
-
     if args.json:
         from traceloom.report.jsonfile import encode
 
@@ -173,11 +172,5 @@ def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tupl
         from traceloom.report.whatif import render
 
         terminal.put(partial(render, document), sys.stdout)
-    if args.quiet:
-        return
-    stream = sys.stderr if args.json else sys.stdout
-    for path, size in written:
-        print(f"Wrote {path} ({units.size(size)}).", file=stream)
-    if not written and not args.json:
-        sets = " ".join(f"--set {shlex.quote(text)}" for text in args.changes)
-        print(f"\nNext: traceloom whatif {shlex.join(args.inputs)} {sets} -o whatif.html", file=stream)
+    sets = " ".join(f"--set {shlex.quote(text)}" for text in args.changes)
+    closing.tell(args, written, f"traceloom whatif {shlex.join(args.inputs)} {sets} -o whatif.html")
