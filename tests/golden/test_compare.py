@@ -114,6 +114,13 @@ def test_the_pair_of_different_conditions_is_told_before_any_verdict() -> None:
     assert found.new_ns == pytest.approx(sum(steps["new"]) / 6, rel=0.01)
 
 
+def test_the_same_files_give_the_same_rows_in_the_same_order() -> None:
+    sessions = [traceloom.load(DATA / f"diff/{name}.json.gz") for name in ("a100_control", "v100_test")]
+    first, second = compare(*sessions), compare(*sessions)
+    for name in ("breakdown", "kernels", "operators"):
+        assert getattr(first, name).equals(getattr(second, name)), name
+
+
 def test_the_other_way_round_is_the_opposite() -> None:
     one = compared("kineto/h100_qwen_0.5b.json.gz", "kineto/mi300_qwen_0.5b.json.gz")
     other = compared("kineto/mi300_qwen_0.5b.json.gz", "kineto/h100_qwen_0.5b.json.gz")

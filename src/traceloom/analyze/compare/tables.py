@@ -146,7 +146,8 @@ def _matched(base: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
         for frame in (same, replaced, *loose)
     ]
     counted = pl.col(*(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))).fill_null(0)
-    return pl.concat([frame.select(wanted) for frame in filled]).with_columns(counted)
+    # Joins keep no order, and shares are rounded and equal rows shown in the order in which they stand here.
+    return pl.concat([frame.select(wanted) for frame in filled]).with_columns(counted).sort(wanted)
 
 
 def breakdown(found: Device) -> pl.DataFrame:
@@ -216,7 +217,7 @@ def kernels(found: Device, places: Places, words: Words, base: Side, new: Side) 
     """GPU work by path and by the names it has on both sides; the largest differences first."""
     text = pl.Series(list(words.names), dtype=pl.String)
     rows = found.kernels.with_columns(pl.Series("group", places.group[found.kernels["place"].to_numpy()]))
-    summed = rows.group_by("group", "kind", "base_name", "new_name").agg(
+    summed = rows.group_by("group", "kind", "base_name", "new_name", maintain_order=True).agg(
         pl.col("base_count", "new_count", "base_ns", "new_ns", "base_sum", "new_sum").sum()
     )
     summed = summed.with_columns(
@@ -277,7 +278,7 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
         np.add.at(took, found.kernels["place"].to_numpy(), found.kernels[f"{name}_sum"].to_numpy())
         table[f"{name}_took"] = took // max(side.device_steps, 1)
     frame = pl.DataFrame(table)
-    summed = frame.group_by("group").agg(pl.all().sum())
+    summed = frame.group_by("group", maintain_order=True).agg(pl.all().sum())
     at = summed["group"]
     on_device = pl.col("new_device_ns") - pl.col("base_device_ns")
     on_host = pl.col("new_host_ns") - pl.col("base_host_ns")
