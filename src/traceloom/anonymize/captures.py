@@ -221,7 +221,9 @@ class Captures:
         return out | {"message": ""} if out else {}
 
 
-_NOTICES = frozenset(("no-early-stacks", "disk-full", "capture-moved", "no-memory-snapshot", "not-compressed"))
+_NOTICES = frozenset(
+    ("no-early-stacks", "disk-full", "capture-moved", "no-memory-snapshot", "no-memory-history", "not-compressed")
+)
 
 
 def _nothing(_: Any) -> None:

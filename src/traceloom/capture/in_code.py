@@ -64,7 +64,7 @@ class Recording:
         if recorder is None:
             return
         self.active = False
-        recorder.finish("block" if kind is None else f"exception: {kind.__name__}")
+        recorder.finish("block" if kind is None else f"exception: {kind.__name__}", error)
         recorder.attachment.detach()
         if recorder.storage.empty:
             say(f"nothing was recorded: {recorder.why_nothing()} [nothing-recorded]")

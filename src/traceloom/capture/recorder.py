@@ -97,6 +97,8 @@ class Recorder:
         self._turning = False
         self._after_turn: Callable[[], None] | None = None
         self._finished = False
+        if settings.memory:
+            self.storage.history.begin()
 
     # ---- what happens in the program
 
@@ -149,12 +151,12 @@ class Recorder:
         self._turn(self.plan.at_time(time.monotonic()), between_steps=False)
 
     @harmless
-    def finish(self, reason: str) -> None:
-        """The process or the recording ends: keep what there is. Runs once."""
+    def finish(self, reason: str, error: BaseException | None = None) -> None:
+        """The process or the recording ends, with `error` if it ends by one: keep what there is. Runs once."""
         if self._finished:
             return
         self._finished = True
-        error = out_of_memory.last_error()
+        error = error or out_of_memory.last_error()
         if self.settings.memory and error is not None and out_of_memory.is_out_of_memory(error):
             self.storage.keep_out_of_memory(error, self.log.number)
         self._turn(self.plan.finish(), between_steps=False)
@@ -163,6 +165,7 @@ class Recorder:
             self.storage.keep(self._held, used_torch=self.used_torch)
             self._held = None
         self.storage.finish(reason, used_torch=self.used_torch)
+        self.storage.history.end()
 
     def after_turn(self, call: Callable[[], None]) -> bool:
         """Let `call` run when the recorder is not in the middle of something. False: nothing is going on."""
@@ -382,6 +385,7 @@ class Recorder:
             if running is not None:
                 with contextlib.suppress(Exception):  # it may be what has failed
                     running.stop()
+        self.storage.history.end()
 
     # ---- forks
 

@@ -1,6 +1,5 @@
 """What one process leaves behind: its traces, its tables and its part of `capture.json`."""
 
-# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
 import contextlib
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.capture import distributed, environment, manifest, out_of_memory, writing
+from traceloom.capture.allocator_history import AllocatorHistory
 from traceloom.capture.census import live_bytes
 from traceloom.capture.messages import say_once
 from traceloom.capture.settings import WARM_UP_STEPS, Settings
@@ -47,6 +47,7 @@ class Storage:
         self._notices: list[dict[str, str]] = []
         self._place: tuple[int | None, int | None, int | None] = (None, None, None)
         self._groups: list[dict[str, Any]] = []
+        self.history = AllocatorHistory()
         self.directory = Path(settings.directory)
         self._places = writing.Places(self.directory)
 
@@ -110,7 +111,8 @@ class Storage:
             self._notices.append({"slug": "no-early-stacks", "message": message})
         self._collectives, self._census, self._last_census = window.collectives, window.census, window.last_census
         self._allocators = out_of_memory.devices() if self._settings.memory else None
-        self._memory_snapshot()
+        if self._out_of_memory is None:  # else it is written, as it was at that instant
+            self._memory_snapshot()
         table = self._window
         self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._publish("running"))
@@ -134,6 +136,7 @@ class Storage:
         path = self._places.choose(1_000_000) / f"{self.stem()}.oom.json"
         out_of_memory.write(path, error, steps)
         self._out_of_memory = {"file": path.name}
+        self._memory_snapshot()
         asked = out_of_memory.asked_bytes(error)
         what = "" if asked is None else f" when {asked / 1e6:.4g} MB were asked for"
         say_once("out-of-memory", f"memory ran out{what}; see: traceloom memory {self.directory}")
@@ -196,14 +199,16 @@ class Storage:
 
     def _memory_snapshot(self) -> None:
         """On GPUs the allocator's own history goes along with `--memory`."""
-        import torch
-
-        if self._settings.memory and torch.cuda.is_available() and torch.cuda.is_initialized():
-            path = self.directory / f"{self.stem()}.memory.pickle"
-            try:
-                torch.cuda.memory._dump_snapshot(str(path))
-            except (OSError, RuntimeError) as error:
-                say_once("no-memory-snapshot", f"the allocator's history could not be written: {error}")
+        if not self._settings.memory:
+            return
+        if self.history.problem:
+            self._notices.append({"slug": "no-memory-history", "message": self.history.problem})
+        try:
+            self.history.save(self.directory / f"{self.stem()}.memory.pickle")
+        except (OSError, RuntimeError) as error:
+            message = f"the allocator's snapshot could not be written: {error}"
+            say_once("no-memory-snapshot", message)
+            self._notices.append({"slug": "no-memory-snapshot", "message": message})
 
     def _publish(self, reason: str) -> None:
         """Write this process's part, and merge all parts."""

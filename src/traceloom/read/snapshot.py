@@ -46,6 +46,7 @@ BLOCKS = pl.Schema(
 )
 _MOST_FRAMES = 512
 _LARGEST = 1 << 62
+_BETWEEN = " < "
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -225,3 +226,18 @@ def frame_text(frame: Sequence[Any]) -> str:
     """`file(line): function`, as frames read in traces."""
     file, line, name = frame
     return f"{file}({line}): {name}" if file and file != "??" else str(name)
+
+
+def is_python(frame: Frame) -> bool:
+    """Whether a frame is one of Python, not of C++."""
+    return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
+
+
+def stack_texts(snapshot: Snapshot) -> pl.Series:
+    """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
+    return pl.Series([_text(one) for one in snapshot.stacks], dtype=pl.String)
+
+
+def _text(stack: tuple[Frame, ...]) -> str | None:
+    shown = [frame_text(frame) for frame in stack if is_python(frame)] or [frame_text(frame) for frame in stack]
+    return _BETWEEN.join(shown) or None

@@ -32,7 +32,7 @@ from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model.schema import SCHEMAS, empty
 from traceloom.model.trace import Meta
-from traceloom.read.snapshot import Frame, Snapshot, frame_text
+from traceloom.read.snapshot import Frame, Snapshot, frame_text, is_python, stack_texts
 
 KIND = "memory-snapshot"
 BACKWARD_PATH = "backward"
@@ -41,7 +41,6 @@ _OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:::|$)")
 _NODE = re.compile(r"\b(\w+Backward\d*)::apply")
 _PLUMBING = frozenset(("_call_impl", "_wrapped_call_impl"))
 _DEEPEST = 64
-_FRAME = " < "
 # Part of the path of a file -> what its allocations are for, if they outlive it; else temporary.
 _MAKERS = (("torch/optim/", STATE), ("torch/utils/data/", INPUT))
 
@@ -61,18 +60,8 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> Explained:
     found.check()
     numbers = np.append(stack, 0)[np.where(found.made >= 0, found.made, -1)]
     known = _named(snapshot, found, numbers)
-    texts = pl.Series([_text(one) for one in snapshot.stacks], dtype=pl.String)
-    whose = owners(trace, found)
-    return Explained(trace, known, _categories(snapshot, known, numbers), whose, texts.gather(numbers))
-
-
-def _text(stack: tuple[Frame, ...]) -> str | None:
-    shown = [frame_text(frame) for frame in stack if _is_python(frame)] or [frame_text(frame) for frame in stack]
-    return _FRAME.join(shown) or None
-
-
-def _is_python(frame: Frame) -> bool:
-    return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
+    kinds, whose = _categories(snapshot, known, numbers), owners(trace, found)
+    return Explained(trace, known, kinds, whose, stack_texts(snapshot).gather(numbers))
 
 
 def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
@@ -191,7 +180,7 @@ def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]
 
 def _innermost(stack: tuple[Frame, ...]) -> str:
     """The innermost Python frame that is none of PyTorch's own, else the innermost."""
-    python = [frame for frame in stack if _is_python(frame)]
+    python = [frame for frame in stack if is_python(frame)]
     users = [frame for frame in python if "/torch/" not in frame[0].replace("\\", "/")]
     chosen = (users or python or list(stack))[:1]
     return frame_text(chosen[0]) if chosen else "no stack recorded"
@@ -222,7 +211,7 @@ def _named(snapshot: Snapshot, found: Blocks, numbers: Ints) -> Named:
 def _place(stack: tuple[Frame, ...]) -> tuple[str, str, bool]:
     """Scope path, op, and whether the backward pass made it."""
     python = [
-        name for file, _, name in reversed(stack) if _is_python((file, 0, name)) and name not in _PLUMBING
+        name for file, _, name in reversed(stack) if is_python((file, 0, name)) and name not in _PLUMBING
     ]  # the outermost first
     ops = [found[1] for _, _, name in reversed(stack) if (found := _OPERATOR.match(name))]
     nodes = [found[1] for _, _, name in reversed(stack) if (found := _NODE.search(name))]

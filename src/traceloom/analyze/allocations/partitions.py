@@ -102,21 +102,23 @@ def _ops(named: Named) -> Partition:
 
 def stack_partition(named: Named, texts: pl.Series) -> Partition:
     """Divide the blocks by their Python stacks, given as texts."""
-    filled = texts.fill_null(NO_STACK)
-    names = filled.unique(maintain_order=True)
-    if not names.len():
-        return _early(named, [], named.label)
-    number = filled.replace_strict(names, pl.int_range(names.len(), eager=True))
-    return _stacks(named, names.to_list(), number.cast(pl.Int64).to_numpy())
+    names = texts.unique(maintain_order=True)
+    code = pl.int_range(names.len(), eager=True, dtype=pl.Int64)
+    number = texts.replace_strict(names, code) if names.len() else code
+    return _stacks(named, names.to_list(), number.to_numpy())
 
 
 def _stacks(named: Named, texts: Sequence[str | None], number: Ints) -> Partition:
-    """Stacks in the order in which they first allocate."""
+    """Stacks in the order in which they first allocate; of blocks from before the recording where one is known."""
     _, first = np.unique(number, return_index=True)
     turn = np.argsort(first, kind="stable")
     place = np.empty_like(turn)
     place[turn] = np.arange(turn.size)
-    return _early(named, [texts[k] or NO_STACK for k in turn.tolist()], place[number])
+    names = [texts[k] or NO_STACK for k in turn.tolist()]
+    unknown = np.array([not texts[k] for k in turn.tolist()], dtype=np.bool_)
+    number = place[number]
+    before = (named.blocks.made < 0) & np.append(unknown, True)[number]
+    return [*names, BEFORE], np.where(before, len(names), number)
 
 
 def _types(trace: Trace, named: Named) -> Partition:

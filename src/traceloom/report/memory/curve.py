@@ -13,7 +13,6 @@ from traceloom.analyze.allocations.holders import OWNED
 from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_keys, levels_by
 from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.analyze.intervals import Ints
-from traceloom.model import category as cat
 from traceloom.report.absent import Absent
 
 Row = dict[str, Any]
@@ -44,7 +43,7 @@ def curve(
     by_kind[OF_BEFORE] += unseen
     names, leaf = _leaves(known)
     stacks = None
-    if _has_stacks(known):
+    if known.has_stacks:
         stacks = _told(known, known.by("stack"), (pool, rows), unseen, STACKS)
     return {
         "time_ns": at.tolist(),
@@ -52,11 +51,6 @@ def curve(
         "scopes": _told(known, (names, leaf), (pool, rows), unseen, leaves),
         "stacks": absent.value(stacks, "memories[*].curve.stacks"),
     }
-
-
-def _has_stacks(known: Explained) -> bool:
-    kinds = known.trace.events["category"].to_physical()
-    return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
 
 
 def _leaves(known: Explained) -> tuple[list[str], Ints]:

@@ -61,9 +61,9 @@ class Sources:
     def explained(self, *, full_op_names: bool = False) -> Iterator[Explained]:
         """The blocks of each trace and each snapshot, one after the other."""
         for trace in self.session.traces if self.session is not None else ():
-            if trace.allocations.height:
-                yield explain(trace, full_op_names=full_op_names)
             snapshot = self.attached.get(trace.meta.path)
+            if trace.allocations.height:
+                yield explain(trace, full_op_names=full_op_names, snapshot=snapshot)
             if snapshot is not None and not (trace.allocations["device_type"] != "cpu").any():
                 yield explain_snapshot(snapshot, trace.rank)
         for rank, snapshot in self.snapshots:

@@ -1,0 +1,115 @@
+"""Which line made a block: the stacks of the allocator's own history, laid beside the blocks of a trace.
+
+A trace recorded without stacks knows who made a block by operator and module; the allocator's history knows the lines,
+also of blocks from before the recording. Both tell addresses, which are given out again and again, and times, which may
+be a little apart. Blocks whose address occurs once in both tell how far the clocks are apart; by that the others are
+matched, and what could be two blocks stays without a stack.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.allocations.blocks import EXISTED, Blocks
+from traceloom.analyze.intervals import Ints
+from traceloom.read.snapshot import Snapshot
+
+DEVICE = "cuda"
+CLOSEST_NS = 2_000
+"""The history has microseconds: nothing nearer can be told apart."""
+FARTHEST_NS = 10_000_000
+"""Clocks that are farther apart are not believed."""
+_PLACE = ["device", "address"]
+
+
+def stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
+    """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where that is not certain.
+
+    Args:
+        blocks: Of a trace; those of the GPU are looked for.
+        snapshot: Of the same process, taken later; its history may begin after the blocks do.
+        start_ns: When the recording began.
+
+    Returns:
+        Shape (blocks,).
+    """
+    told = _history(snapshot)
+    wanted = _blocks(blocks, start_ns)
+    out = np.zeros(blocks.made.size, dtype=np.int64)
+    apart = _apart(wanted.filter("inside"), told)
+    if apart is None:
+        return out
+    ahead, reach = apart
+    there = wanted.with_columns(pl.col("time") + ahead).sort("time")
+    inside = _matched(there.filter("inside"), told, reach)
+    before = _matched(there.filter(~pl.col("inside")), told, reach, earlier=True)
+    for found in (inside, before):
+        out[found["block"].to_numpy()] = found["stack"].to_numpy()
+    return out
+
+
+def _history(snapshot: Snapshot) -> pl.DataFrame:
+    """Allocations with a time, by time: device, address, time (ns), asked (bytes), stack."""
+    made = snapshot.entries.filter((pl.col("action") == "alloc") & pl.col("time_us").is_not_null())
+    twice = pl.len().over(*_PLACE, "time_us") > 1  # within one microsecond: nobody knows which is which
+    return made.select(
+        *_PLACE,
+        pl.col("bytes").alias("asked"),
+        pl.when(twice).then(0).otherwise("stack").alias("stack"),
+        (pl.col("time_us") * 1000).alias("time"),
+    ).sort("time")
+
+
+def _blocks(blocks: Blocks, start_ns: int) -> pl.DataFrame:
+    """The blocks of GPUs: block, device, address, bytes, time (ns), and whether they were made in the recording."""
+    mine = np.array([pool.device_type == DEVICE for pool in blocks.pools], dtype=np.bool_)
+    rows = np.flatnonzero(mine[blocks.pool] & (blocks.address < 1 << 63)) if mine.any() else np.zeros(0, dtype=np.int64)
+    inside = blocks.start_ns[rows] != EXISTED
+    device = np.array([max(pool.device, 0) for pool in blocks.pools], dtype=np.int32)
+    return pl.DataFrame(
+        {
+            "block": rows,
+            "device": device[blocks.pool[rows]],
+            "address": blocks.address[rows].astype(np.int64),
+            "bytes": blocks.bytes[rows],
+            "time": np.where(inside, blocks.start_ns[rows], start_ns),
+            "inside": inside,
+        }
+    )
+
+
+def _apart(inside: pl.DataFrame, told: pl.DataFrame) -> tuple[int, int] | None:
+    """How far the history is ahead of the trace, and how surely, in ns; None where the two do not belong together."""
+    alone = [frame.filter(pl.len().over(_PLACE) == 1) for frame in (inside, told)]
+    both = alone[0].join(alone[1], on=_PLACE, suffix="_told").filter(pl.col("asked") <= pl.col("bytes"))
+    difference = (both["time_told"] - both["time"]).to_numpy()
+    if not difference.size:
+        return 0, FARTHEST_NS
+    ahead = int(np.median(difference))
+    spread = int(np.median(np.abs(difference - ahead)))
+    return (ahead, CLOSEST_NS + 5 * spread) if abs(ahead) + 5 * spread < FARTHEST_NS else None
+
+
+def _matched(wanted: pl.DataFrame, told: pl.DataFrame, reach: int, *, earlier: bool = False) -> pl.DataFrame:
+    """Block and stack of those that one allocation alone can have made.
+
+    Those of the recording: the only one at their address within `reach` of their time. Those from before (`earlier`):
+    the last one at their address, unless one stands so near the beginning that it may have come after.
+    """
+    low, high = wanted["time"] - reach, wanted["time"] + reach
+    last = wanted.with_columns(at=low if earlier else high).sort("at")
+    columns = told.select(*_PLACE, "asked", "stack", pl.col("time").alias("told"), pl.col("time").alias("at"))
+    found = last.join_asof(columns, on="at", by=_PLACE, strategy="backward", check_sortedness=False)
+    if earlier:
+        near = wanted.with_columns(at=high).sort("at")
+        near = near.join_asof(columns, on="at", by=_PLACE, strategy="backward", check_sortedness=False)
+        unsure = near.filter(pl.col("told") > pl.col("time") - reach)
+    else:
+        found = found.filter(pl.col("told") >= pl.col("time") - reach)
+        found = found.filter(pl.len().over(*_PLACE, "told") == 1)
+        first = wanted.with_columns(at=low).sort("at")
+        first = first.join_asof(columns, on="at", by=_PLACE, strategy="forward", check_sortedness=False)
+        unsure = first.join(found.select("block", last="told"), on="block").filter(pl.col("told") != pl.col("last"))
+    sure = found.join(unsure.select("block"), on="block", how="anti")
+    return sure.filter(pl.col("asked") <= pl.col("bytes")).select("block", "stack")
