@@ -6,7 +6,7 @@ are written, read, linked, joined and calibrated; the graph is then asked what t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -17,7 +17,7 @@ from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.retime import ABSENT, Plan, calibrate, law
-from traceloom.testing.jobs import Change, Clock, Job, Recipe, changed, training_job
+from traceloom.testing.jobs import Change, Clock, Job, ParallelRecipe, Recipe, changed, parallel_job, training_job
 from traceloom.testing.jobs.training import DELAY, SYNC
 
 ALLOWED = 0.02  # of the window
@@ -36,7 +36,7 @@ LATE = {2: 1500.0}
 FAR = Clock("host1", 3_000_000)
 DRIFTING = Clock("host1", -3_000_000, 2e-5)
 
-RECIPES: dict[str, tuple[Recipe, tuple[Change, ...]]] = {
+RECIPES: dict[str, tuple[Recipe | ParallelRecipe, tuple[Change, ...]]] = {
     "launch-bound": (Recipe(kernel_us=6, op_us=14), ALONE),
     "GPU-bound": (Recipe(kernel_us=80), ALONE),
     "balanced": (Recipe(kernel_us=22), ALONE),
@@ -67,6 +67,16 @@ RECIPES: dict[str, tuple[Recipe, tuple[Change, ...]]] = {
     "sharded": (Recipe(ranks=3, kernel_us=50, transfer_us=60, sharded=True, item=True), (*ALONE, FAST_NETWORK)),
     "pipeline": (Recipe(ranks=3, kernel_us=40, pipeline=True, autograd=True, item=True), (*ALONE, FAST_NETWORK)),
 }
+PROGRAMMATIC = ParallelRecipe(programmatic=True)
+RECIPES |= {
+    "programmatic launches": (PROGRAMMATIC, ALONE),
+    "programmatic launches, launch-bound": (replace(PROGRAMMATIC, kernel_us=4, op_us=14), ALONE),
+    "programmatic launches, 2 x 2 ranks": (replace(PROGRAMMATIC, data=2, tensor=2), (*ALONE, FAST_NETWORK)),
+    "programmatic launches in pipelines": (
+        replace(PROGRAMMATIC, pipeline=2, microbatches=4, spread=0.3), (*ALONE, FAST_NETWORK)
+    ),
+    "programmatic launches and graphs": (replace(PROGRAMMATIC, layers=4, graphs=True), ALONE),
+}  # fmt: skip
 CASES = [
     pytest.param(name, change, id=f"{name}-{number}")
     for name, (_, changes) in RECIPES.items()
@@ -85,7 +95,8 @@ class Asked:
 
 @cache
 def asked(name: str, *, sync_records: bool = False) -> Asked:
-    job = training_job(RECIPES[name][0])
+    recipe = RECIPES[name][0]
+    job = parallel_job(recipe) if isinstance(recipe, ParallelRecipe) else training_job(recipe)
     traces = [builder.build() for builder in job.run().traces(sync_records=sync_records)]
     graph = calibrate(join([link_rank(trace) for trace in traces]))
     return Asked(job, graph, Plan(graph))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
+import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
@@ -12,7 +14,7 @@ from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import Scenario, parse, scenario_of, sweep, whatif, whatif_many
-from traceloom.testing.jobs import Change, Job, Recipe, training_job
+from traceloom.testing.jobs import Change, Job, ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.testing.jobs.training import DELAY
 
 ALLOWED = 0.02  # of the new time
@@ -22,6 +24,7 @@ RECIPES = {
     "copies that block": Recipe(kernel_us=30, pageable_input=True),
     "one late": Recipe(ranks=4, kernel_us=40, delay_us={2: 1500.0}, item=True),
     "sharded": Recipe(ranks=3, kernel_us=50, transfer_us=60, sharded=True, item=True),
+    "programmatic launches": ParallelRecipe(programmatic=True),
 }
 FASTER = ("gpu * 0.5", Change(kernels=0.5))
 HOST = ("host * 0.7", Change(host=0.7))
@@ -35,7 +38,8 @@ CASES = [
 
 @cache
 def made(name: str) -> tuple[Job, Graph, Plan]:
-    job = training_job(RECIPES[name])
+    recipe = RECIPES[name]
+    job = parallel_job(recipe) if isinstance(recipe, ParallelRecipe) else training_job(recipe)
     graph = calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
     return job, graph, Plan(graph)
 
@@ -48,6 +52,26 @@ def test_the_new_time_is_that_of_the_job_with_the_change(name: str, text: str, c
     assert found.saved_ns == found.before_ns - found.after_ns
     assert found.path["before_ns"].sum() == found.before_ns
     assert found.path["after_ns"].sum() == found.after_ns
+
+
+@pytest.mark.parametrize("text", ["idle remove", "kernels fuse", "kernels graph"])
+def test_without_pauses_kernels_overlap_no_more_than_they_did(text: str) -> None:
+    _, graph, plan = made("programmatic launches")
+    edges = graph.edges.filter(pl.col("kind") == "stream", ~pl.col("from_end"), ~pl.col("to_end"))
+    source, target = (2 * edges[end].to_numpy().astype(int) for end in ("source", "target"))
+    after, before = whatif(graph, [parse(text)], plan=plan).times, graph.point_times()
+    assert source.size > 10
+    assert (after[target] - after[source] >= (before[target] - before[source]) * 0.98).all()
+
+
+def test_a_programmatic_kernel_waits_for_the_kernel_before_however_short_it_is_itself() -> None:
+    _, graph, plan = made("programmatic launches")
+    edges = graph.edges.filter(pl.col("kind") == "stream", pl.col("to_end"))
+    small = graph.nodes["name"].gather(edges["target"]).unique()
+    assert set(small) & set(graph.nodes["name"].gather(edges["source"])) == set()
+    pattern = "|".join(re.escape(name) for name in small)
+    found = whatif(graph, [parse(f"kernels ~ ^({pattern})$ * 0.1")], plan=plan)
+    assert found.saved_fraction < 0.01  # what runs beside nothing; a tenth of the time if nothing were awaited
 
 
 def test_a_batch_says_the_same_as_each_alone_and_changes_add_up_to_at_least_the_larger() -> None:

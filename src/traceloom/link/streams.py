@@ -14,7 +14,8 @@ def stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     """Order the work of each stream.
 
     A work starts after the end of the one before it. Where works of one stream overlap, it starts after the start of
-    the one it overlaps, and after the end of the last one that had ended.
+    the one it overlaps, and after the end of the last one that had ended; and where it ended after that one, that is
+    an order, too: what a programmatic launch lets begin early waits for the end of the work before.
 
     Returns:
         How many pairs of neighbours overlap.
@@ -26,11 +27,17 @@ def stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     follows[follows] = work.lane[before[follows]] == work.lane[follows]
     rows = np.flatnonzero(follows)
     previous, reaching = before[rows], longest[rows]
-    pairs = np.concatenate([previous, reaching])
-    target = np.concatenate([rows, rows])
-    ended = work.end[pairs] <= work.start[target]
-    edges.add("stream", "measured", work_node[pairs], work_node[target], from_end=ended, to_end=False, firm=True)
-    return int((work.end[previous] > work.start[rows]).sum())
+    ended = work.end[reaching] <= work.start[rows]  # of one that has not, its neighbours' starts tell
+    pairs = np.concatenate([previous, reaching[ended]])
+    target = np.concatenate([rows, rows[ended]])
+    done = work.end[pairs] <= work.start[target]
+    edges.add("stream", "measured", work_node[pairs], work_node[target], from_end=done, to_end=False, firm=True)
+    overlaps = work.end[previous] > work.start[rows]
+    later = np.flatnonzero(overlaps & (work.end[previous] <= work.end[rows]))
+    edges.add(
+        "stream", "inferred", work_node[previous[later]], work_node[rows[later]], from_end=True, to_end=True, firm=True
+    )
+    return int(overlaps.sum())
 
 
 def _longest_before(work: DeviceWork) -> Ints:

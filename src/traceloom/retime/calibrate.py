@@ -13,6 +13,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, same_classes, spread, usual_ns
 from traceloom.retime.medians import medians
+from traceloom.retime.running import RUNNING
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -155,8 +156,10 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
     The median over calls of its name that waited for nothing, or for what was done when they began; where there are
     none, over all launches that did not wait. Communication and waiting for other threads cost nothing themselves.
     """
-    cost = np.zeros(measured.start.size, dtype=np.int64)
     kind = graph.nodes["kind"].to_physical().to_numpy()
+    alone = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
+    # How much of a kernel that ends after the one before it was waiting for that, nobody says.
+    cost = np.where(alone, measured.duration, 0)
     call = np.isin(kind, [gs.NODE_KINDS.index(name) for name in _CALLS])
     at = np.flatnonzero(call & measured.waits)
     if not at.size:
@@ -245,6 +248,8 @@ def _delays(found: Classes, median: Ints, count: Ints, own: Ints) -> pl.DataFram
     more = []
     if transfers.size:
         more.append(("rendezvous", TRANSFER, transfers.size, int(np.median(transfers))))
+    if found.running.size:
+        more.append(("stream", RUNNING, found.running.size, int(np.median(own[found.running]))))
     for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
         # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
         most = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime.of_last import OfLast
+from traceloom.retime.running import running, usual_parts
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -24,7 +25,7 @@ ANY = ""  # place of the row that stands for all of a kind
 TRANSFER = "transfer"  # place of what leads out of a meeting: takes what this one communication took
 # Where no edge of a kind shows how long it takes, in ns: medians of public traces of H100, A100 and V100.
 _USUAL = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
-_START = " start"  # of a work that overlaps the next
+_START = " start"  # of a source whose start is what counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ class Classes:
         table: `kind` and `place` of each class.
         transfer: Edges from a rendezvous to the end of a part.
         given: Edges whose time is given from outside: from the origin, and into an assumed arrival.
+        running: Rows of the edges to work that starts while the one before on its stream runs: a part of that work.
     """
 
     of: NDArray[np.int32]
     table: pl.DataFrame
     transfer: Bools
     given: Bools
+    running: Ints
 
 
 _KNOWN: OfLast[Classes] = OfLast()
@@ -70,6 +73,10 @@ def _classes(graph: Graph) -> Classes:
     transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
     given = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
     timed = np.isin(kind, _codes(TIMED)) & ~transfer & ~given
+    # What orders the ends of works that overlap takes no time.
+    timed &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))
+    meanwhile = running(graph)
+    timed[meanwhile] = False
     at = np.flatnonzero(timed)
     kind, source, target = kind[at], source[at], target[at]
     first, last = np.isin(kind, _codes(_CALL_FIRST)), np.isin(kind, _codes(_CALL_LAST))
@@ -86,7 +93,7 @@ def _classes(graph: Graph) -> Classes:
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
     of = np.full(edges.height, -1, dtype=np.int32)
     of[at] = number
-    return Classes(of, _table(graph, at[example]), transfer, given)
+    return Classes(of, _table(graph, at[example]), transfer, given, meanwhile)
 
 
 def _codes(kinds: tuple[str, ...]) -> list[int]:
@@ -116,9 +123,9 @@ def _table(graph: Graph, example: Ints) -> pl.DataFrame:
 def usual_ns(table: pl.DataFrame) -> Ints:
     """What edges of each class usually take on any machine; 0 where nothing is usual. Shape (classes,)."""
     kind = table["kind"].cast(pl.String)
-    usual = kind.replace_strict(list(_USUAL), list(_USUAL.values()), default=0, return_dtype=pl.Int64).to_numpy()
-    overlapping: Bools = table["place"].str.contains(f"{_START} > ", literal=True).to_numpy()
-    return np.where(overlapping, 0, usual)
+    usual: Ints = kind.replace_strict(list(_USUAL), list(_USUAL.values()), default=0, return_dtype=pl.Int64).to_numpy()
+    starts: Bools = table["place"].str.contains(f"{_START} > ", literal=True).to_numpy()
+    return np.where(starts, 0, usual)
 
 
 def class_delays(graph: Graph) -> Ints:
@@ -146,9 +153,11 @@ def own_times(graph: Graph, found: Classes) -> Ints:
 
     A transfer takes the median over the parts of its communication: it is work of that communication, as the duration
     of a kernel is work of that kernel. What is given from outside (when a lane that nothing else explains begins, how
-    long peers that were not recorded kept us waiting) stays as it was.
+    long peers that were not recorded kept us waiting) stays as it was. Work that starts while the one before runs does
+    so after a part of that, see `usual_parts`.
     """
     own = np.zeros(found.of.size, dtype=np.int64)
+    own[found.running] = usual_parts(graph)
     given, at = np.flatnonzero(found.given), np.flatnonzero(found.transfer)
     if not given.size and not at.size:
         return own

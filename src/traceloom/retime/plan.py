@@ -12,6 +12,7 @@ from traceloom.errors import UsageError
 from traceloom.model.graph import Graph
 from traceloom.retime.classes import class_delays
 from traceloom.retime.layout import Layout, Slice, Terms, layout
+from traceloom.retime.running import in_proportion
 
 Ints = NDArray[np.int64]
 
@@ -62,6 +63,9 @@ class Plan:
 
         Shapes: N nodes, E edges, S scenarios.
 
+        Where the next work of a stream starts while one still runs, that is after so much of its work, not after so
+        much time: with other works the delays of these edges are other ones in proportion.
+
         Args:
             work_ns: Work of each node, (N,) or (S, N); as in the graph where not given.
             delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge that shall not hold,
@@ -88,6 +92,14 @@ class Plan:
             delay = delay + edges["residual_ns"].to_numpy()
         alone = work.ndim == delay.ndim == 1
         work, delay = np.atleast_2d(work), np.atleast_2d(delay)
+        if work_ns is not None:
+            delay = in_proportion(self.graph, work, delay)
+        times = self._times(work, delay)
+        return times[0] if alone else times
+
+    def _times(self, work: Ints, delay: Ints) -> Ints:
+        """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and (S or 1, E)."""
+        nodes = self.graph.nodes
         scenarios = max(work.shape[0], delay.shape[0])
         times = np.empty((scenarios, 2 * nodes.height), dtype=np.int64)
         # Together they share what each slice costs; apart they stay within the caches.
@@ -99,7 +111,7 @@ class Plan:
         if delay.size and delay.min() < _GONE:
             for row in range(scenarios):
                 self._let_go(work[row % len(work)], delay[row % len(delay)], times[row])
-        return times[0] if alone else times
+        return times
 
     def _root_times(self) -> Ints:
         plan = self._layout
@@ -178,7 +190,7 @@ class Plan:
         if (left[target[absent & (target % 2 == 0)]] == 0).any():
             kept = np.flatnonzero(~absent)
             rest = Plan(replace(self.graph, edges=self.graph.edges[kept]))
-            times[:] = rest.evaluate(work, delay[kept], residuals=False)
+            times[:] = rest._times(work[np.newaxis], delay[np.newaxis, kept])[0]
 
     def _bound(self, work: Ints, delay: Ints) -> int:
         """No two times, and no sums along pieces, are further apart than this."""

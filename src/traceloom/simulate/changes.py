@@ -19,6 +19,7 @@ from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT
+from traceloom.retime.running import running
 from traceloom.simulate.selection import TARGETS, Chosen, Selection, among
 
 Ints = NDArray[np.int64]
@@ -269,7 +270,7 @@ def _start_in_time(out: Scenario, ranks: tuple[int, ...], others: list[int]) -> 
 
 def _idle(out: Scenario, _change: Change, chosen: Bools) -> None:
     out.work_ns[chosen] = 0
-    timed = _edges(out.graph, "launch", "synchronize", "stream", "queue")
+    timed = _edges(out.graph, "launch", "synchronize", "stream", "queue") & ~_overlapping(out.graph)
     out.delay_ns[timed & (out.delay_ns > 0)] = 0
 
 
@@ -277,7 +278,7 @@ def _fuse(out: Scenario, _change: Change, chosen: Bools) -> None:
     """Neighbours on a stream: no pause between them; only the first of a run is launched."""
     source, target = _ends(out.graph)
     between = _edges(out.graph, "stream") & chosen[source] & chosen[target]
-    out.delay_ns[between & (out.delay_ns > 0)] = 0
+    out.delay_ns[between & (out.delay_ns > 0) & ~_overlapping(out.graph)] = 0
     inner = np.zeros(chosen.size, dtype=np.bool_)
     inner[target[between]] = True
     launches = _edges(out.graph, "launch") & inner[target]
@@ -299,8 +300,15 @@ def _graph(out: Scenario, _change: Change, chosen: Bools) -> None:
     around = host & np.isin(key, np.unique(key[calls])) & (key % (2**33) != 2**33 - 1)
     out.work_ns[around] = 0
     out.work_ns[calls] = 0
-    between = _edges(out.graph, "stream") & chosen[source] & chosen[target]
-    out.delay_ns[between & (out.delay_ns > 0)] = np.minimum(out.delay_ns[between & (out.delay_ns > 0)], 1_000)
+    pauses = _edges(out.graph, "stream") & chosen[source] & chosen[target] & ~_overlapping(out.graph)
+    out.delay_ns[pauses & (out.delay_ns > 0)] = np.minimum(out.delay_ns[pauses & (out.delay_ns > 0)], 1_000)
+
+
+def _overlapping(graph: Graph) -> Bools:
+    """Edges whose delay is no pause: the work before them runs."""
+    found = np.zeros(graph.edges.height, dtype=np.bool_)
+    found[running(graph)] = True
+    return found
 
 
 def _balance(out: Scenario, _change: Change, chosen: Bools) -> None:

@@ -16,6 +16,7 @@ from traceloom.model.result import Result
 from traceloom.retime import ABSENT, Plan
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
+from traceloom.retime.running import in_proportion
 from traceloom.simulate.changes import Change, Scenario, parse
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import among
@@ -178,7 +179,8 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
         work_ns=pl.Series(np.maximum(work, 0)), residual_ns=pl.lit(0, pl.Int64),
     )  # fmt: skip
     kept = scenario.delay_ns > ABSENT // 2
-    edges = graph.edges.with_columns(delay_ns=pl.Series(scenario.delay_ns), residual_ns=pl.lit(0, pl.Int64))
+    delay = in_proportion(graph, scenario.work_ns, scenario.delay_ns)
+    edges = graph.edges.with_columns(delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64))
     return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
 
 
