@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
+import os
 import sys
 
 from traceloom.cli import main
@@ -23,11 +25,15 @@ def console() -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A letter that the terminal's encoding lacks, or a file name that is no text, is spelled, not a failure.
             stream.reconfigure(errors="backslashreplace")
+    code = main()
     try:
-        return main()
-    finally:
-        # The process ends: what it still holds need not be looked through for cycles again and again.
-        gc.freeze()
+        atexit._run_exitfuncs()  # noqa: SLF001  (what libraries have to do at the end)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (OSError, ValueError, AttributeError):
+        return code  # Python says what it has to say about a stream that is closed or full
+    # What the process holds goes back to the system at once; Python would free it piece by piece before.
+    os._exit(code)
 
 
 if __name__ == "__main__":

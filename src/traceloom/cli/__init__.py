@@ -153,6 +153,9 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(
             f"`{first}` is not a verb of traceloom", slug="unknown-verb", hint=f"it has {', '.join(VERBS)}"
         )
+    if first != "record":  # which hands its environment to the user's program
+        # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     theirs = arguments[len(_ours(arguments)) :]
     try:
         args = parser([first]).parse_args([a for a in _ours(arguments) if a != "--debug"] + theirs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -64,7 +63,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Anonymise; exit code 4 where an input was refused and the rest was done."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from traceloom.anonymize import anonymize, read_policy
 
     policy = read_policy(args.policy).with_structure(args.structure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import os
 import shlex
 import sys
 import time
@@ -56,7 +55,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _check_usage(args)
     return {"save": _save, "list": _list, "compare": _compare}[args.action](args)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -59,7 +58,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Read both, compare and show; returns the exit code."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as `traceloom report`: nobody here does linear algebra
     if args.conditions:
         return _check(args)
     if args.more_base or args.more_new or args.strict:

@@ -6,6 +6,9 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +66,22 @@ def run(args: argparse.Namespace) -> int:
     _check_place(args)
     from traceloom.link import link
 
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(shown=not args.quiet) as progress, ThreadPoolExecutor(1, "traceloom-write") as beside:
         linked = link(*args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say)
+        # A graph is encoded without Python's lock: what is said of it is found out meanwhile.
+        writing = None if args.output is None else beside.submit(_write, args, linked)
         law = None
         if not args.no_law:
             from traceloom.retime import law as find_law
 
             progress.say("re-timing")
             law = find_law(linked.graph)
+        show = _summary(args, linked, law)
         written: list[str] = []
-        if args.output is not None:
+        if writing is not None:
             progress.say(f"writing {args.output}")
-            written = _write(args, linked)
-    _show(args, linked, law)
+            written = writing.result()
+    show()
     if not args.quiet:
         for line in [*written, *_next(args)]:
             print(line, file=sys.stderr if args.json else sys.stdout)
@@ -134,18 +140,18 @@ def _write(args: argparse.Namespace, linked: Linked) -> list[str]:
     return [f"Wrote {path}/ ({len(names)} files, {units.size(size)})."]
 
 
-def _show(args: argparse.Namespace, linked: Linked, law: Any) -> None:
+def _summary(args: argparse.Namespace, linked: Linked, law: Any) -> Callable[[], object]:
+    """What prints the summary, made ready."""
     if args.quiet and not args.json:
-        return
+        return lambda: None
     from traceloom.report import graph_document
 
     document = graph_document.build(linked.graph, law)
     if args.json:
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    else:
-        from traceloom.report import terminal
+        return partial(sys.stdout.write, json.dumps(document, indent=2) + "\n")
+    from traceloom.report import terminal
 
-        terminal.show_graph(document, sys.stdout)
+    return partial(terminal.show_graph, document, sys.stdout)
 
 
 def _next(args: argparse.Namespace) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import os
 import re
 import shlex
 import sys
@@ -129,8 +128,6 @@ def _steps(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
-    # before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from traceloom import files
     from traceloom.report import formats
 

@@ -187,6 +187,23 @@ def test_only_the_process_of_the_command_tunes_the_garbage_collector(capsys: pyt
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
+def test_the_process_ends_with_all_that_was_printed_and_what_libraries_have_to_do_at_the_end() -> None:
+    code = "import atexit, sys; from traceloom.__main__ import console; atexit.register(print, 'the end'); "
+    for argument, printed, exit_code in (("--version", f"traceloom {__version__}\n", 0), ("nonsense", "", 2)):
+        command = [sys.executable, "-c", f"{code} sys.argv = ['traceloom', '{argument}']; console(); print('not here')"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (exit_code, f"{printed}the end\n")
+
+
+def test_only_the_users_program_may_start_threads_for_linear_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "")  # what is set here is undone after the test
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    main(["record", "--help"])
+    assert "OPENBLAS_NUM_THREADS" not in os.environ
+    main(["link", "--help"])
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
+
+
 def test_the_script_and_the_module_are_one_and_the_same() -> None:
     from traceloom.__main__ import console
 
