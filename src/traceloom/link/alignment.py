@@ -7,10 +7,10 @@ whole arrays with hashes of stretches, so that the cost grows as n log n however
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -33,8 +33,7 @@ def mixed(values: NDArray[Any], salt: int = 0) -> Tokens:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Hashes:
+class Hashes(Struct, frozen=True):
     """Hashes of all stretches of a sequence, in constant time each.
 
     Attributes:
@@ -78,8 +77,7 @@ def occurrences(pattern: Hashes, text: Hashes) -> Ints:
     return places
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(Struct, frozen=True):
     """Where something like a pattern stands in a text.
 
     Attributes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from traceloom.link.alignment import Places, align, hashes, occurrences, similar
@@ -18,8 +17,7 @@ _RACE_NS = 200_000
 _LANES = 64  # tried for each thread: those with most ops
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """Where the ops of one host thread stand.
 
     Attributes:
@@ -35,8 +33,7 @@ class Placed:
     slack: int
 
 
-@dataclass(slots=True)
-class Fit:
+class Fit(Struct):
     """A choice of lanes for threads.
 
     Attributes:

@@ -7,10 +7,10 @@ or kernel ended late by chance does not move it.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -23,8 +23,7 @@ _DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a dri
 _MOST_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadratic
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(Struct, frozen=True):
     """How a host's clock is corrected: `corrected = time + offset_ns + drift * (time - since_ns)`.
 
     Attributes:

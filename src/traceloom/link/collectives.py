@@ -7,11 +7,11 @@ kind and size agree. What does not agree is said, never guessed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model.notice import Notice
@@ -25,8 +25,7 @@ _SAME_SIZE = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 _MOST_SHIFTS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Struct, frozen=True):
     """The outcome.
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.device_work import DeviceWork
@@ -23,8 +22,7 @@ _PARTS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)
 _COMMUNICATES = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
 
 
-@dataclass(frozen=True, slots=True)
-class DataFlow:
+class DataFlow(Struct, frozen=True):
     """Who reads what whom wrote.
 
     Attributes:

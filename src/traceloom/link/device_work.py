@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.host_tree import HostTree
@@ -21,8 +20,7 @@ BEFORE = np.iinfo(np.int64).min // 4  # time of a launch that was not recorded: 
 _SKEW_NS = 1_000_000  # a work that starts earlier than this before its launch is not of that launch
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
+class DeviceWork(Struct, frozen=True):
     """Kernels, copies and fills by stream, and by start on each; arrays of shape (work,).
 
     Attributes:

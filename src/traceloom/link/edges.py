@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from traceloom.errors import InvariantError
@@ -19,8 +19,7 @@ Bools = NDArray[np.bool_]
 _ONE_KEY = 1 << 29  # points below which both ends and the kind of an edge fit into 64 bits
 
 
-@dataclass(slots=True)
-class Edges:
+class Edges(Struct):
     """Edges in columns; a node has the points 2 x node (start) and 2 x node + 1 (end).
 
     *Firm* edges are the order of calls on threads, launches and the order of streams: these lead from hosts to devices

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
@@ -25,8 +24,7 @@ _TRIED = 4  # places, where the ops fit only nearly
 _LEAST_BY_ID = 0.5  # where ids and names agree, one of the traces may be cut
 
 
-@dataclass(frozen=True, slots=True)
-class _Both:
+class _Both(Struct, frozen=True):
     """The two traces with what is compared.
 
     Attributes:

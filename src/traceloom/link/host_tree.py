@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.calls import POLLS, named
@@ -22,8 +22,7 @@ _KEPT = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
 _POLLING = 0.5  # share of a thread's calls; such a thread holds nothing else
 
 
-@dataclass(frozen=True, slots=True)
-class HostTree:
+class HostTree(Struct, frozen=True):
     """Host events in lane order, in which the descendants of an event follow it; arrays of shape (events kept,).
 
     Attributes:

@@ -6,9 +6,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from traceloom.errors import InputError, UsageError
 from traceloom.model.notice import Notice
@@ -29,8 +30,7 @@ _KIND_WORDS = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RankInput:
+class RankInput(Struct, frozen=True):
     """The files of one rank.
 
     Attributes:
@@ -47,8 +47,7 @@ class RankInput:
     graph_step: Input | None = None
 
 
-@dataclass(slots=True)
-class Inputs:
+class Inputs(Struct):
     """What there is to link.
 
     Attributes:

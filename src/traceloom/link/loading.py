@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from traceloom.errors import InputError
 from traceloom.link.carried import carry
@@ -17,8 +17,7 @@ from traceloom.read.kineto import read_kineto
 from traceloom.read.ranks import Report, read_all
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedRank:
+class LoadedRank(Struct, frozen=True):
     """One rank, read and matched.
 
     Attributes:
@@ -32,8 +31,7 @@ class LoadedRank:
     matching: Matching | None
 
 
-@dataclass(slots=True)
-class LoadedRanks:
+class LoadedRanks(Struct):
     """All ranks.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -72,27 +71,20 @@ class WorkByTime:
         return out
 
 
-@dataclass(frozen=True, slots=True)
 class _Stream:
     """One stream's work: what of it ends last among all that was launched, or had ended, before a time."""
-
-    asked: Ints
-    by_asked: Ints
-    lasting: Ints
-    ends: Ints
-    by_end: Ints
 
     def __init__(self, work: DeviceWork, low: int, high: int) -> None:
         asked, end = work.asked[low:high], work.end[low:high]
         order = np.argsort(asked, kind="stable")
         reach = np.maximum.accumulate(end[order])
         holder = np.maximum.accumulate(np.where(end[order] >= reach, np.arange(high - low), 0))
-        object.__setattr__(self, "asked", asked[order])
-        object.__setattr__(self, "by_asked", order + low)
-        object.__setattr__(self, "lasting", order[holder] + low)
+        self.asked = asked[order]
+        self.by_asked = order + low
+        self.lasting = order[holder] + low
         by_end = np.argsort(end, kind="stable")
-        object.__setattr__(self, "ends", end[by_end])
-        object.__setattr__(self, "by_end", by_end + low)
+        self.ends = end[by_end]
+        self.by_end = by_end + low
 
     def launched_before(self, time: Ints) -> Ints:
         count = np.searchsorted(self.asked, time, side="left")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.attached import Found, coverage_rows, late_notices
@@ -38,8 +37,7 @@ from traceloom.read.order import nullable
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Struct, frozen=True):
     """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then GPU work.
 
     Attributes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.host_tree import HostTree
@@ -13,8 +12,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(Struct, frozen=True):
     """Consecutive stretches of host threads, each with its innermost event; arrays of shape (segments,).
 
     Every thread is tiled from its first event to the end of its last one. Each event has one segment that begins where

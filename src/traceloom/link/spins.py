@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.host_tree import HostTree
@@ -22,8 +21,7 @@ _AFTER_NS = 20_000
 _PLAIN_OP = r"^(?:aten|c10d)::"  # does its own work
 
 
-@dataclass(frozen=True, slots=True)
-class Spins:
+class Spins(Struct, frozen=True):
     """Segments that wait for GPU work; arrays of shape (segments found,).
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.host_tree import HostTree
@@ -17,8 +16,7 @@ Ints = NDArray[np.int64]
 UNKNOWN = -1
 
 
-@dataclass(frozen=True, slots=True)
-class SyncRecords:
+class SyncRecords(Struct, frozen=True):
     """Recorded waits with their calls; arrays of shape (records,).
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link import calls
@@ -23,8 +22,7 @@ _AT_ONCE_NS = 25_000  # a call that waited returns within this time
 _LONG_NS = 20_000  # a call this long did wait
 
 
-@dataclass(frozen=True, slots=True)
-class Awaited:
+class Awaited(Struct, frozen=True):
     """What calls wait for.
 
     Attributes:
@@ -78,8 +76,7 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     return _Pairs(call[first], of[first], evidence[first]).awaited(tree, synchronising)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairs:
+class _Pairs(Struct, frozen=True):
     """Calls and work that they wait for."""
 
     call: Ints

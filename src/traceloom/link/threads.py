@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.calls import HOST_BACKENDS
@@ -27,8 +26,7 @@ _AUTOGRAD = r"^autograd::engine::evaluate_function"
 _PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 
 
-@dataclass(frozen=True, slots=True)
-class HandOffs:
+class HandOffs(Struct, frozen=True):
     """Segments after quiet times were cut, and what was handed over.
 
     Attributes:
@@ -46,8 +44,7 @@ class HandOffs:
     to_end: Bools
 
 
-@dataclass(frozen=True, slots=True)
-class _Spells:
+class _Spells(Struct, frozen=True):
     """Spells of work of one thread, disjoint and ascending.
 
     Attributes:

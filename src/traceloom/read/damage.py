@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from traceloom.model.notice import Notice, Severity
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(Struct, frozen=True):
     """One kind of damage, and the sentence that tells it."""
 
     slug: str
@@ -65,14 +64,12 @@ _BY_SLUG = {kind.slug: kind for kind in _KINDS}
 _PLURAL = {"event": "events", "node": "nodes", "entry": "entries", "place": "places"}
 
 
-@dataclass(slots=True)
-class _Case:
+class _Case(Struct):
     count: int = 0
     where: str = ""
 
 
-@dataclass(slots=True)
-class Damage:
+class Damage(Struct):
     """Counts by slug, each with the place of its first case.
 
     Attributes:

@@ -6,12 +6,12 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
@@ -33,8 +33,7 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SCANNER = json.JSONDecoder(strict=False)
 
 
-@dataclass(slots=True)
-class Slice:
+class Slice(Struct):
     """A run of decoded entries.
 
     Attributes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from traceloom.errors import InputError
 
@@ -15,8 +16,7 @@ _ENDINGS = (".json", ".json.gz")
 _CAPTURE = "capture.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(Struct, frozen=True):
     """One file to read.
 
     Attributes:
@@ -32,8 +32,7 @@ class Input:
     entry: dict[str, Any] | None = None
 
 
-@dataclass(slots=True)
-class Found:
+class Found(Struct):
     """The inputs and the documents of captures, by directory."""
 
     inputs: list[Input] = field(default_factory=list)

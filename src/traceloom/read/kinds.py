@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from traceloom.errors import InputError
 from traceloom.read.damage import Damage
@@ -13,8 +13,7 @@ from traceloom.read.runs import Peek, peek
 from traceloom.read.source import first_pieces, open_input
 
 
-@dataclass(frozen=True, slots=True)
-class HostPeek:
+class HostPeek(Struct, frozen=True):
     """What the first part of a host trace tells.
 
     Attributes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model import category as cat
@@ -35,8 +35,7 @@ _IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")
 _PLAIN = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
+class Lanes(Struct, frozen=True):
     """The lane of each event, and the lanes.
 
     Attributes:
@@ -50,8 +49,7 @@ class Lanes:
     rows: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(Struct, frozen=True):
     """The (pid, tid) pairs of a file, by number."""
 
     pairs: list[tuple[Any, Any]]

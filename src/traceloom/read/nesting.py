@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.read.ondisk import OnDisk
@@ -25,8 +25,7 @@ def stable_order(numbers: Ints) -> Ints:
     return np.argsort(numbers.astype(np.uint16), kind="stable")
 
 
-@dataclass(frozen=True, slots=True)
-class Nesting:
+class Nesting(Struct, frozen=True):
     """The forest of a trace's events; arrays of shape (events,).
 
     Attributes:

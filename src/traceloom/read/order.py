@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.read import mapped
@@ -19,8 +19,7 @@ Array = NDArray[Any]
 NO_ROW = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(Struct, frozen=True):
     """The permutation that sorts events by (start, longer first, place in the file).
 
     Attributes:

@@ -10,8 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from traceloom.errors import InputError, TraceloomError
 from traceloom.model import Trace
@@ -25,8 +26,7 @@ _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more 
 _EXPANSION = 16  # of gzip, roughly
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """How far the reading is.
 
     Attributes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import Struct, field
 
 from traceloom.read.damage import Damage
 from traceloom.read.fields import decode_loosely
@@ -58,8 +58,7 @@ def whole_events(text: bytes) -> int | None:
     return int(ends[-1]) + 1 if ends.size else None
 
 
-@dataclass(slots=True)
-class Recovered:
+class Recovered(Struct):
     """What could be kept of a stretch of text.
 
     Attributes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from traceloom.errors import InputError
 from traceloom.read import metadata as md
@@ -22,8 +23,7 @@ _FAR_NS = 3600 * 10**9
 _JOB = re.compile(r"^(PT_PROFILER_JOB_\w*ID\w*|group_trace_id|mast_job_name|tw_job|job_id)$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Peek:
+class Peek(Struct, frozen=True):
     """What the first part of a file tells.
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
@@ -18,8 +17,7 @@ _OWN = -1
 _NOTHING = -2
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(Struct, frozen=True):
     """A way through the graph on which each point waits for the one before, the last first.
 
     Attributes:

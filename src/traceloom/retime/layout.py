@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
@@ -17,8 +16,7 @@ _PIECES = 256  # pieces of chains in one slice at most: each is lifted above the
 _FEW = 24  # with fewer links than this a slice takes longer in array operations than link by link
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """What links ask for, as indices: a link's weight is the delay of an edge plus the work of a node.
 
     Attributes:
@@ -34,8 +32,7 @@ class Terms:
         return Terms(self.edge[index], self.node[index])
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Struct, frozen=True):
     """Entries that are evaluated together: those of some pieces of chains, which wait for earlier slices only.
 
     Attributes:
@@ -57,8 +54,7 @@ class Slice:
     few: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """The places of a graph (starts of nodes, and ends that wait for something) in the order of evaluation.
 
     An end that waits for nothing but its node's work is no place: it follows from the start. An entry is a place that
