@@ -50,7 +50,8 @@ WITHOUT = {
         "what they compute is not told by their inputs; register a model of your own"
     ),
     "FlashInfer's attention, `flash_attn_3::*`": "lengths are in tensors whose values are not recorded",
-    "kernels of CUDA and HIP graphs": "a replay records no operators",
+    "kernels of CUDA and HIP graphs": "a replay records no operators; give a [recording of their capture]"
+    "(../concepts/roofline.md#kernels-of-graphs)",
 }
 
 

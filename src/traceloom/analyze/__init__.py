@@ -42,6 +42,7 @@ _HOME = {
     "kernel_shapes": "kernel_shapes",
     "kernels": "kernels",
     "KindRule": "kind_rules",
+    "load_rules": "own_rules",
     "launches": "launches",
     "longest_gaps": "longest_gaps",
     "matrix": "collective.matrix",
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from traceloom.analyze.memory import memory as memory
     from traceloom.analyze.modules import modules as modules
     from traceloom.analyze.operators import operators as operators
+    from traceloom.analyze.own_rules import load_rules as load_rules
     from traceloom.analyze.patterns import patterns as patterns
     from traceloom.analyze.quality import quality as quality
     from traceloom.analyze.roofline import roofline as roofline

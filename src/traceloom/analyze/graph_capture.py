@@ -18,7 +18,7 @@ from traceloom.analyze.intervals import Ints
 from traceloom.analyze.op_siblings import host_of
 from traceloom.analyze.repeats import places_of
 from traceloom.analyze.submissions import plain
-from traceloom.model import Trace
+from traceloom.model import Session, Trace
 from traceloom.model.category import KERNEL, LAUNCHES
 from traceloom.read.again import readable, whole
 
@@ -52,13 +52,26 @@ class _Capture:
 
     name: pl.Series
     launch: Ints
+    kernel: Ints  # the event that tells its grid: the kernel, or the call that only captured it
     op: Ints
     begin: Ints  # bounds of the parts: every capture of a graph, and the whole
     end: Ints
 
 
-def mapped_nodes(found: GraphLaunches, capture: Trace) -> pl.DataFrame:
-    """The nodes of all graphs with the operators of the capture: `MAPPED`."""
+def of_rank(capture: Session | Trace | None, trace: Trace) -> Trace | None:
+    """Of a recorded session the trace of the same rank, else its first."""
+    if capture is None or isinstance(capture, Trace):
+        return capture
+    return next((one for one in capture.traces if one.rank == trace.rank), capture.traces[0])
+
+
+def mapped_nodes(found: GraphLaunches, capture: Trace, *, launches: bool = False) -> pl.DataFrame:
+    """The nodes of all graphs with the operators of the capture: `MAPPED`.
+
+    With `launches` also `kernel`: the capture's event of that kernel, or the call that captured it.
+    """
+    told_too = {"kernel": pl.UInt32()} if launches else {}
+    shape = pl.Schema({**MAPPED, **told_too})
     kernels = _kernels(capture)
     nodes = found.nodes.select("graph", "node", "name", "replay_count", "total_ns")
     words = pl.concat([nodes["name"], kernels.name]).unique(maintain_order=True)
@@ -70,20 +83,22 @@ def mapped_nodes(found: GraphLaunches, capture: Trace) -> pl.DataFrame:
         at, exact = _best(codes, theirs, kernels)
         parts.append(_rows(mine, codes, theirs, at, exact=exact))
     if not parts:
-        return pl.DataFrame(schema=MAPPED)
+        return pl.DataFrame(schema=shape)
     rows = pl.concat(parts)
     at = rows["at"].to_numpy()
     op = np.where(at >= 0, np.append(kernels.op, -1)[at], -1)
+    kernel = pl.Series("kernel", np.append(kernels.kernel, 0)[at]).set(pl.Series(at < 0), None).cast(pl.UInt32)
     none = pl.Series(op < 0)
     told = pl.Series(op).set(none, None).cast(pl.UInt32)
     return rows.with_columns(
+        kernel,
         told.alias("op"),
         capture.events["name"].gather(told).alias("op_name"),
         pl.Series("module", _modules(capture, op), dtype=pl.String),
         pl.when(pl.col("reason").is_null() & none).then(pl.lit("its launch stands in no operator of the capture"))
         .otherwise("reason").alias("reason"),
         pl.when(~none).then("evidence").alias("evidence"),
-    ).select(list(MAPPED)).cast(MAPPED)  # fmt: skip
+    ).select(list(shape)).cast(shape)  # fmt: skip
 
 
 def _kernels(capture: Trace) -> _Capture:
@@ -94,7 +109,7 @@ def _kernels(capture: Trace) -> _Capture:
     kernel = kernel.filter(~events["name"].gather(kernel["launch"]).str.contains(GRAPH_CALLS))
     by_call = events["start_ns"].gather(kernel["launch"])
     order = np.lexsort((kernel["start_ns"].to_numpy(), by_call.to_numpy()))
-    kernel = kernel[order].select("name", "launch", pl.col("op").cast(pl.Int64).fill_null(-1))
+    kernel = kernel[order].select("name", "launch", "event", pl.col("op").cast(pl.Int64).fill_null(-1))
     begin, end = _captures(capture)
     calls = events.filter(pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(_LAUNCH))
     silent = calls.filter(~pl.col("event").is_in(kernel["launch"].implode())).select("event", "start_ns", "op")
@@ -104,7 +119,7 @@ def _kernels(capture: Trace) -> _Capture:
             pl.Series("name", [one if isinstance(one, str) else None for one in said], dtype=pl.String)
         )
         named = named.drop_nulls("name").select(
-            "name", pl.col("event").alias("launch"), pl.col("op").cast(pl.Int64).fill_null(-1)
+            "name", pl.col("event").alias("launch"), "event", pl.col("op").cast(pl.Int64).fill_null(-1)
         )
         # a recording of the capture holds both: what ran, and what was only captured
         both = pl.concat([kernel, named.cast(kernel.schema)])
@@ -115,6 +130,7 @@ def _kernels(capture: Trace) -> _Capture:
     return _Capture(
         name=kernel["name"],
         launch=kernel["launch"].to_numpy().astype(np.int64),
+        kernel=kernel["event"].to_numpy().astype(np.int64),
         op=kernel["op"].to_numpy(),
         begin=np.append(low[filled][:_MOST_PARTS], 0),
         end=np.append(high[filled][:_MOST_PARTS], kernel.height),

@@ -126,8 +126,45 @@ class _Pieces:
     first: Ints  # where each replay begins
 
 
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Replays laid upon each other; `graph`, `graph_id` and `sequence` per replay."""
+
+    pieces: _Pieces
+    whole_ns: int
+    graph: Ints
+    graph_id: Ints
+    sequence: NDArray[np.uint64]
+    usual: NDArray[np.uint64]
+    placed: pl.DataFrame
+    nodes: pl.DataFrame
+
+
 def graph_launches(trace: Trace) -> GraphLaunches:
     """Find the graph launches and lay their replays upon each other."""
+    laid = _laid(trace)
+    pieces, graph, sequence, usual, nodes = laid.pieces, laid.graph, laid.sequence, laid.usual, laid.nodes
+    other = sequence != usual[graph]
+    replays = _replays(trace, pieces, graph, other, _usual_nodes(pieces, graph, sequence, usual))
+    replays = replays.join(_worst(laid.placed, nodes), on=["graph", "launch"], how="left", maintain_order="left")
+    replays = replays.select(list(REPLAYS)).cast(REPLAYS)
+    nodes = nodes.select(list(NODES)).cast(NODES)
+    graphs = _graphs(trace, pieces, graph, laid.graph_id, replays)
+    graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
+    work = int(pieces.length.sum())
+    return GraphLaunches(graphs, replays, nodes, pieces.row.size, work / laid.whole_ns if laid.whole_ns else None)
+
+
+def replayed_work(trace: Trace) -> pl.DataFrame:
+    """The GPU work of graph launches: event, launch (row of the call), graph and node as in `graph_launches`."""
+    laid = _laid(trace)
+    told = laid.nodes.select(pl.col("told").alias("node_id"), "graph", "place", "code", "node")
+    return laid.placed.join(told, on=_NODE, how="left", maintain_order="left").select(
+        pl.col("row").alias("event"), "launch", "graph", "node"
+    )
+
+
+def _laid(trace: Trace) -> _Laid:
     pieces, whole = _pieces(trace)
     graph_id, node_id = _ids(trace, pieces)
     order = np.lexsort((pieces.start, pieces.stream, pieces.replay))
@@ -140,17 +177,8 @@ def graph_launches(trace: Trace) -> GraphLaunches:
     _, first, graph = np.unique(key, return_index=True, return_inverse=True)
     graph = np.argsort(np.argsort(first, kind="stable"), kind="stable")[graph] if graph.size else graph
     usual = _most_frequent(graph, sequence)
-    other = sequence != usual[graph]
     placed = _placed(pieces, graph, np.where(known[pieces.replay], node_id, -1), place)
-    nodes = _nodes(trace, placed)
-    replays = _replays(trace, pieces, graph, other, _usual_nodes(pieces, graph, sequence, usual))
-    replays = replays.join(_worst(placed, nodes), on=["graph", "launch"], how="left", maintain_order="left")
-    replays = replays.select(list(REPLAYS)).cast(REPLAYS)
-    nodes = nodes.select(list(NODES)).cast(NODES)
-    graphs = _graphs(trace, pieces, graph, graph_id, replays)
-    graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
-    work = int(pieces.length.sum())
-    return GraphLaunches(graphs, replays, nodes, pieces.row.size, work / whole if whole else None)
+    return _Laid(pieces, whole, graph, graph_id, sequence, usual, placed, _nodes(trace, placed))
 
 
 def _pieces(trace: Trace) -> tuple[_Pieces, int]:

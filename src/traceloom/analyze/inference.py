@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.graph_capture import MAPPED, mapped_nodes
+from traceloom.analyze.graph_capture import MAPPED, mapped_nodes, of_rank
 from traceloom.analyze.graph_launches import GRAPH_CALLS, graph_launches
 from traceloom.analyze.intervals import Ints, union
 from traceloom.analyze.serving_steps import ANNOTATIONS, FACTS, KINDS, step_annotations, step_at
@@ -131,7 +131,7 @@ def inference(
     parts = []
     for trace in traces:
         steps = _steps(trace)
-        nodes = _nodes(trace, _of_rank(capture, trace))
+        nodes = _nodes(trace, of_rank(capture, trace))
         declared_rates = {"tokens": tokens_per_step, "samples": samples_per_step}
         frames = (steps, _mix(steps), _rates(trace, steps, declared_rates), nodes, _operators(nodes))
         parts.append([frame.select(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), pl.all()) for frame in frames])
@@ -142,12 +142,6 @@ def inference(
         steps.cast(STEPS), mix.cast(MIX), rates.cast(RATES), nodes.cast(NODES), operators.cast(OPERATORS),
         done / whole if whole else None,
     )  # fmt: skip
-
-
-def _of_rank(capture: Session | Trace | None, trace: Trace) -> Trace | None:
-    if capture is None or isinstance(capture, Trace):
-        return capture
-    return next((one for one in capture.traces if one.rank == trace.rank), capture.traces[0])
 
 
 def _steps(trace: Trace) -> pl.DataFrame:

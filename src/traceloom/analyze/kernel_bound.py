@@ -62,14 +62,15 @@ class KernelBounds(Result):
     known_fraction: float | None
 
 
-def kernel_bounds(trace: Trace, peak: Given = None) -> KernelBounds:
+def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> KernelBounds:
     """Account for the time of each GPU by what bounds it.
 
     Args:
         trace: The trace.
         peak: The device's peak where the trace does not name a known one, as for `roofline`.
+        capture: The recording of the capture of its graphs, as for `roofline`.
     """
-    work = bounds(trace, peak)
+    work = bounds(trace, peak, capture)
     found = shares(trace, work, "bound", BOUNDS)
     by_kind = (
         work.group_by("kind", "bound")
@@ -92,10 +93,10 @@ def kernel_bounds(trace: Trace, peak: Given = None) -> KernelBounds:
     )
 
 
-def bounds(trace: Trace, peak: Given = None) -> pl.DataFrame:
+def bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:
     """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns, bound."""
     work = gpu_work(trace).select("event", "device", "start_ns", "end_ns", ns=pl.col("end_ns") - pl.col("start_ns"))
-    model = modelled(trace, peak).select("event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
+    model = modelled(trace, peak, capture).select("event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
     ceiling = pl.col("roofline_ns")
     ns = pl.col("ns")
     latency = ((ns < SHORT_NS) & (ceiling < FAR * ns)) | (ceiling < VERY_FAR * ns)

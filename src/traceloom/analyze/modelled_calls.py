@@ -36,6 +36,7 @@ _TYPE_IN_NAME = (
 _TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
 _PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
 
+UNMAPPED = pl.Schema({"event": pl.UInt32, "reason": pl.String})
 GROUPS = pl.Schema(
     {
         "group": pl.UInt32,
@@ -65,6 +66,9 @@ class ModelledCalls:
         work_owner: For each piece of GPU work (rows of `trace.gpu_work()`) the modelled call it belongs to; -1 for
             none, and for copies that a link bounds.
         link: Which GPU work is such a copy.
+        above: For each host event itself; for calls that were read from another recording (see `replayed_calls`), which
+            come after these in `group` and `owner`, the position of the graph launch that made them.
+        unmapped: Work of graph replays (event) for which the other recording tells no call, with the reason.
     """
 
     groups: pl.DataFrame
@@ -72,6 +76,8 @@ class ModelledCalls:
     owner: Ints
     work_owner: Ints
     link: Bools
+    above: Ints
+    unmapped: pl.DataFrame
 
 
 _kept: dict[str, tuple[weakref.ref[Trace], int, ModelledCalls]] = {}
@@ -92,13 +98,20 @@ def _forget(gone: weakref.ref[Trace]) -> None:
         del _kept["last"]
 
 
-def _modelled_calls(trace: Trace) -> ModelledCalls:
+def modelled_below(trace: Trace, position: Ints) -> ModelledCalls:
+    """The modelled calls of a recording around some of its host events (positions in the forest), with work or not."""
+    return _modelled_calls(trace, position)
+
+
+def _modelled_calls(trace: Trace, asked: Ints | None = None) -> ModelledCalls:
     tree = forest(trace)
     work = launched_work(trace)
     link = _link_copies(trace)
     origin = np.where(link, -1, work.origin)
-    launches = np.bincount(origin[origin >= 0], minlength=tree.row.size).astype(np.int64)
-    relevant = tree.subtree_sums(launches) > 0 if work.origin.size else np.ones(tree.row.size, dtype=np.bool_)
+    counted = origin[origin >= 0] if asked is None else asked
+    launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
+    every = asked is None and not work.origin.size
+    relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
     calls = _distinct(_recorded(trace, tree, relevant))
     groups = _modelled(calls)
     group = np.full(tree.row.size, -1, dtype=np.int64)
@@ -106,7 +119,8 @@ def _modelled_calls(trace: Trace) -> ModelledCalls:
     group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
     known = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
     owner = tree.outermost_or_self(known[group])
-    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link)
+    above = np.arange(tree.row.size, dtype=np.int64)
+    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, pl.DataFrame(schema=UNMAPPED))
 
 
 def _link_copies(trace: Trace) -> Bools:

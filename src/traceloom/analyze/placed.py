@@ -12,6 +12,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls
 from traceloom.analyze.peaks import Peak, peaks
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.replayed_calls import with_replays
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -32,16 +33,23 @@ class Placed:
         work: One row per piece of GPU work that belongs to one: event, name, device, step, ns, position.
         devices: The peaks of each device, or why they are unknown.
         known: Whether there are peaks for any of the work.
+        modelled: The calls that were placed.
     """
 
     calls: pl.DataFrame
     work: pl.DataFrame
     devices: dict[int, Peak | str]
     known: bool
+    modelled: ModelledCalls
 
 
-def placed(trace: Trace, peak: Peak | None = None) -> Placed:
-    """Place every modelled call on the roofline; without a given peak remembered for the last trace."""
+def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None) -> Placed:
+    """Place every modelled call on the roofline; without a given peak or capture remembered for the last trace.
+
+    With the recording of the `capture` of its graphs also the calls that their replays make.
+    """
+    if capture is not None:
+        return _placed(trace, with_replays(trace, capture), peak)
     found = modelled_calls(trace)
     if peak is not None:
         return _placed(trace, found, peak)
@@ -62,7 +70,7 @@ def _placed(trace: Trace, found: ModelledCalls, peak: Peak | None) -> Placed:
     given = peaks(trace, peak)
     calls = _calls(trace, found, work)
     known = peak is not None or any(isinstance(one, Peak) for one in given.values())
-    return Placed(_on_roofline(calls, given, peak), work, given, known)
+    return Placed(_on_roofline(calls, given, peak), work, given, known, found)
 
 
 def _work(trace: Trace, found: ModelledCalls) -> pl.DataFrame:

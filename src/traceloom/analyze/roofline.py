@@ -11,7 +11,8 @@ import polars as pl
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.modelled_calls import modelled_calls
+from traceloom.analyze.graph_capture import of_rank
+from traceloom.analyze.modelled_calls import ModelledCalls
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, Placed, placed
 from traceloom.analyze.utilisation import utilisation
@@ -107,19 +108,22 @@ class Roofline(Result):
         return int(self.whole["flops"].sum())
 
 
-def roofline(run: Trace | Session, peak: Given = None) -> Roofline:
+def roofline(run: Trace | Session, peak: Given = None, capture: Session | Trace | None = None) -> Roofline:
     """Compare the modelled work of a trace, or of all ranks of a session, with the peaks of its devices.
 
     Args:
         run: A checked trace or a session.
         peak: Peaks to use instead of those of the devices' names: a device's name (`H100 SXM`), numbers
             (`bf16=989e12,memory=3.35e12`, or such a mapping), or a `Peak`.
+        capture: The recording of the capture of its CUDA or HIP graphs, or of the same model without graphs (of a
+            session the trace of the same rank, else the first): it tells which operators the replays run, and on what.
 
     Raises:
         UsageError: slugs `no-such-device`, `bad-peak`.
     """
     given = None if peak is None else peak_of(peak)
-    return joined([_of_trace(trace, given) for trace in (run.traces if isinstance(run, Session) else (run,))])
+    traces = run.traces if isinstance(run, Session) else (run,)
+    return joined([_of_trace(trace, given, of_rank(capture, trace)) for trace in traces])
 
 
 def joined(parts: Sequence[Roofline]) -> Roofline:
@@ -133,27 +137,25 @@ def joined(parts: Sequence[Roofline]) -> Roofline:
     return Roofline(**frames, timed_on=next(one for one in ("gpu", "host", "nothing") if one in timed))
 
 
-def _of_trace(trace: Trace, peak: Peak | None) -> Roofline:
-    found = placed(trace, peak)
+def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Roofline:
+    found = placed(trace, peak, capture)
     steps, whole = utilisation(trace, found)
     tables = {
         "operators": _operators(trace, found),
         "steps": steps,
         "whole": whole,
         "spread": _spread(steps.filter("complete")),
-        "unmodelled": _unmodelled(trace),
+        "unmodelled": _unmodelled(trace, found.modelled),
         "devices": _devices(trace, found),
     }
     rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-    timed = "gpu" if modelled_calls(trace).link.size else "host" if found.calls["time_ns"].count() else "nothing"
+    timed = "gpu" if found.modelled.link.size else "host" if found.calls["time_ns"].count() else "nothing"
     return Roofline(**{name: frame.select(rank, pl.all()) for name, frame in tables.items()}, timed_on=timed)
 
 
 def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
     keys = ["name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
-    named = found.calls.join(
-        modelled_calls(trace).groups.select("group", "name", "shapes", "types"), on="group", how="left"
-    )
+    named = found.calls.join(found.modelled.groups.select("group", "name", "shapes", "types"), on="group", how="left")
     sums = named.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
         pl.when(pl.col("time_ns").is_not_null().any()).then(pl.col("time_ns").sum()).alias("total_ns"),
@@ -202,9 +204,8 @@ def _devices(trace: Trace, found: Placed) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=DEVICES, orient="row").sort("device")
 
 
-def _unmodelled(trace: Trace) -> pl.DataFrame:
+def _unmodelled(trace: Trace, found: ModelledCalls) -> pl.DataFrame:
     """GPU work that no modelled call owns, with the first reason that holds."""
-    found = modelled_calls(trace)
     work = gpu_work(trace).select("event", "category").join(
         trace.gpu_work().select("event", "name", "launch", "op", gpu_ns=pl.col("duration_ns").clip(lower_bound=0)),
         on="event", how="right", maintain_order="right",
@@ -222,16 +223,21 @@ def _unmodelled(trace: Trace) -> pl.DataFrame:
     )
     called = trace.events["name"].gather(work["launch"].fill_null(0)).str.contains("GraphLaunch", literal=True)
     work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
+    work = work.join(found.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left")
+    in_graph = pl.col("op").is_null() & pl.col("graph")
     whys = (
         (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
         (pl.col("link"), "a copy between host and device: the link bounds it"),
         (pl.col("launch").is_null(), "its launch is not in the recording"),
-        (pl.col("op").is_null() & pl.col("graph"), "launched by a graph, whose operators are not recorded"),
+        (in_graph & pl.col("replay").is_null(), "launched by a graph, whose operators are not recorded"),
         (pl.col("op").is_null(), "launched outside every recorded operator"),
         (~pl.col("recorded"), "the shapes of the operator's inputs are not recorded"),
     )
     reason = pl.coalesce(
-        *(pl.when(holds).then(pl.lit(why)) for holds, why in whys), "failed", pl.lit("no model for this operator")
+        pl.when(in_graph).then("replay"),
+        *(pl.when(holds).then(pl.lit(why)) for holds, why in whys),
+        "failed",
+        pl.lit("no model for this operator"),
     )
     return (
         work.group_by(pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
@@ -241,7 +247,7 @@ def _unmodelled(trace: Trace) -> pl.DataFrame:
     )
 
 
-def modelled(trace: Trace, peak: Given = None) -> pl.DataFrame:
+def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:
     """The GPU work that a model of its operator covers, with its share of the operator's FLOPs and bytes.
 
     An operator that launches several kernels shares its FLOPs, bytes and roofline time over them by their durations;
@@ -251,13 +257,15 @@ def modelled(trace: Trace, peak: Given = None) -> pl.DataFrame:
         trace: A checked trace.
         peak: Peaks to use instead of those of the device's name: a device's name, `bf16=989e12,memory=3.35e12`, a
             mapping of such numbers, or a `Peak`.
+        capture: As for `roofline`.
 
     Returns:
-        Columns event (the GPU work), op (event of the outermost modelled operator around its launch), flops, bytes,
+        Columns event (the GPU work), op (event of the outermost modelled operator around its launch; of work that the
+        capture explains, the graph launch), flops, bytes,
         roofline_ns (null where the peaks are unknown), bound (compute or memory; null likewise). No row for work
         without a model, nor for copies between host and device, which the link bounds.
     """
-    found = placed(trace, None if peak is None else peak_of(peak))
+    found = placed(trace, None if peak is None else peak_of(peak), capture)
     work = found.work.select("event", "position", "ns")
     position = work["position"].to_numpy()
     turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
@@ -268,7 +276,7 @@ def modelled(trace: Trace, peak: Given = None) -> pl.DataFrame:
     rows = pl.DataFrame(
         {
             "event": work["event"].gather(turn),
-            "op": forest(trace).row[position],
+            "op": forest(trace).row[found.modelled.above[position]],
             "position": position,
             "until_ns": sums + ns - sums[of],
             "nth": np.arange(1, position.size + 1) - of,

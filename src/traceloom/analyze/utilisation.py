@@ -8,7 +8,6 @@ import polars as pl
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Bools
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.placed import Placed
 from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
@@ -52,7 +51,7 @@ def utilisation(trace: Trace, found: Placed) -> tuple[pl.DataFrame, pl.DataFrame
     FLOPs belong to the step that launched them; times are those of the GPU work that runs in the step. Columns as
     `STEPS`; see `Roofline` for what they mean.
     """
-    calls = found.calls.with_columns(again=pl.Series(repeated_calls(trace, found.calls), dtype=pl.Boolean))
+    calls = found.calls.with_columns(again=pl.Series(_repeated(trace, found), dtype=pl.Boolean))
     work = _all_work(trace, found)
     why = _recompute_unknown(trace)
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
@@ -66,15 +65,15 @@ def utilisation(trace: Trace, found: Placed) -> tuple[pl.DataFrame, pl.DataFrame
     return steps, whole
 
 
-def repeated_calls(trace: Trace, calls: pl.DataFrame) -> Bools:
+def _repeated(trace: Trace, placed: Placed) -> Bools:
     """Which modelled calls repeat forward work inside the backward pass (activation checkpointing)."""
-    again = recomputed(trace)
+    again, calls = recomputed(trace), placed.calls
     if again.evidence == "none":
         return np.zeros(calls.height, dtype=np.bool_)
     tree, root, words = forest(trace), again.root, vocabulary(trace)
     engine = lookup(words.matching(ENGINE), words.code[tree.row])
     near = tree.nearest_or_self(root | engine)
-    found: Bools = np.append(root, np.False_)[near[calls["position"].to_numpy()]]
+    found: Bools = np.append(root, np.False_)[near[placed.modelled.above[calls["position"].to_numpy()]]]
     return found
 
 
@@ -100,7 +99,7 @@ def _all_work(trace: Trace, found: Placed) -> pl.DataFrame:
         .select("event", "device", "step", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
         .collect()
     )
-    owner = modelled_calls(trace).work_owner
+    owner = found.modelled.work_owner
     dense = found.calls.filter(pl.col("gpu_ns") > 0).select(
         "position", density=pl.col("roofline_ns") / pl.col("gpu_ns")
     )

@@ -69,7 +69,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     what.add_argument(
         "--graph-capture", type=Path, metavar="FILE",
         help="recording of the capture of the graphs, or of the same model without graphs: tells the operators "
-        "of graph replays",
+        "of graph replays, and their FLOPs",
+    )  # fmt: skip
+    what.add_argument(
+        "--rules", type=Path, action="append", default=[], metavar="FILE",
+        help="your own rules: .py is run and registers models of operators, .json tells kinds of kernels "
+        "(may be repeated)",
     )  # fmt: skip
     what.add_argument("--tokens-per-step", type=_count, metavar="N", help="tokens of a step, to tell tokens per second")
     what.add_argument("--samples-per-step", type=_count, metavar="N", help="the same for samples")
@@ -158,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ReportOptions:
+    from traceloom.analyze import load_rules
     from traceloom.report import ReportOptions
 
     capture = args.graph_capture
@@ -176,6 +182,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         cache=not args.no_cache,
         tokens_per_step=args.tokens_per_step,
         samples_per_step=args.samples_per_step,
+        kind_rules=load_rules(args.rules) if args.rules else (),
     )
 
 

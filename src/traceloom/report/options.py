@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from traceloom.analyze.kind_rules import KindRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class ReportOptions:
         cache: Whether that file may come from the cache of read traces, and go there.
         tokens_per_step: Tokens that a step makes, where the user says so.
         samples_per_step: Samples that a step takes, where the user says so.
+        kind_rules: The user's rules for kinds of kernels; they come before ours.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -41,6 +45,7 @@ class ReportOptions:
     cache: bool = True
     tokens_per_step: int | None = None
     samples_per_step: int | None = None
+    kind_rules: tuple[KindRule, ...] = ()
 
 
 # Key of --sort -> the columns it means, the first one a table has.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from traceloom import analyze
 from traceloom.analyze.inference import MIX, NODES, OPERATORS, RATES, STEPS, Inference
-from traceloom.model import Session, Trace, units
-from traceloom.read import load
+from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
+from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import or_null, ranked, record
 
@@ -40,15 +39,10 @@ _NULLS = {
 _NO_CAPTURE = "no recording of the graphs' capture was given (--graph-capture), or there are no graphs"
 
 
-@lru_cache(maxsize=1)
-def _capture(path: str, cache: bool) -> Session:
-    return load(path, cache=cache)
-
-
 def _measure(trace: Trace, options: ReportOptions) -> Inference:
     found = analyze.inference(
         trace,
-        None if options.graph_capture is None else _capture(options.graph_capture, options.cache),
+        capture_of_graphs(options),
         tokens_per_step=options.tokens_per_step,
         samples_per_step=options.samples_per_step,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from traceloom import analyze
+from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.kernel_bound import BOUND_SCHEMA, BOUNDS
 from traceloom.analyze.kernel_efficiency import DEVICE_SCHEMA as FILL_SCHEMA
 from traceloom.analyze.kernel_efficiency import KERNEL_SCHEMA, MATRIX_SCHEMA
@@ -16,6 +17,7 @@ from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
+from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import ranked, record, rows
 from traceloom.report.sections.stacked import Part, stacked
@@ -76,7 +78,8 @@ class Measured:
 
 
 def _measure(trace: Trace, options: ReportOptions) -> Measured:
-    kinds, bounds = analyze.kernel_kinds(trace), analyze.kernel_bounds(trace, options.peak)
+    kinds = analyze.kernel_kinds(trace, options.kind_rules)
+    bounds = analyze.kernel_bounds(trace, options.peak, of_rank(capture_of_graphs(options), trace))
     fill = analyze.kernel_efficiency(trace)
     devices = kinds.devices.select("device", "window_ns", "busy_ns", "idle_ns").join(
         fill.devices.drop("window_ns"), on="device", how="left", nulls_equal=True, maintain_order="left"

@@ -12,6 +12,7 @@ from traceloom.analyze.utilisation import STEPS
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
+from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.roofline_picture import picture
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import ranked, record
@@ -49,7 +50,7 @@ _OF_STEPS = {
 
 
 def _measure(trace: Trace, options: ReportOptions) -> Roofline:
-    return analyze.roofline(trace, options.peak)
+    return analyze.roofline(trace, options.peak, capture_of_graphs(options))
 
 
 def _build(study: Study[Roofline], absent: Absent) -> Row:

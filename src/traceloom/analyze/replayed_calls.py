@@ -1,0 +1,99 @@
+"""Modelled calls behind the kernels of graph replays, from a second recording that knows their operators and shapes.
+
+Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count once per replay. Where
+both recordings tell the grid of a kernel they must agree: other grids mean other shapes, as in the capture of the same
+graph for another batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.graph_capture import mapped_nodes
+from traceloom.analyze.graph_launches import graph_launches, replayed_work
+from traceloom.analyze.intervals import Ints
+from traceloom.analyze.modelled_calls import ModelledCalls, modelled_below, modelled_calls
+from traceloom.model import Trace
+from traceloom.model.category import GPU_WORK
+from traceloom.read.again import readable, whole
+
+_OTHER_GRID = "the capture ran this kernel with another grid, so with other shapes"
+_NO_CALL = "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
+
+
+def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
+    """The modelled calls of a trace and those that its graph replays make, by the operators of the capture.
+
+    The calls of replays follow those of the forest: `above` is the graph launch that made them, `unmapped` says of the
+    rest of the replayed work why it has none.
+    """
+    base = modelled_calls(trace)
+    work = replayed_work(trace).with_columns(pl.col("graph", "node").cast(pl.UInt32))
+    if not work.height:
+        return base
+    nodes = _operators(trace, capture)
+    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy())
+    position = nodes["position"].fill_null(-1).to_numpy()
+    theirs = np.append(below.owner, -1)[position]
+    nodes = nodes.with_columns(
+        pl.Series("theirs", theirs),
+        pl.when(pl.col("reason").is_null() & pl.Series(theirs < 0)).then(pl.lit(_NO_CALL)).otherwise("reason")
+        .alias("reason"),
+    )  # fmt: skip
+    work = work.join(nodes, on=["graph", "node"], how="left", maintain_order="left")
+    events = trace.events.lazy().filter(pl.col("category").is_in(GPU_WORK)).select("event").collect()["event"]
+    at = np.searchsorted(events.to_numpy(), work["event"].to_numpy())
+    free = (base.work_owner[at] < 0) & ~base.link[at]
+    made = work.with_columns(pl.Series("at", at)).filter(pl.Series(free), pl.col("theirs") >= 0)
+    calls = made.select("launch", "theirs").unique(maintain_order=True).with_row_index("call")
+    made = made.join(calls, on=["launch", "theirs"], how="left", maintain_order="left")
+    first = base.group.size
+    work_owner = base.work_owner.copy()
+    work_owner[made["at"].to_numpy()] = first + made["call"].to_numpy().astype(np.int64)
+    numbers = np.arange(first, first + calls.height, dtype=np.int64)
+    offset = base.groups.height
+    return replace(
+        base,
+        groups=pl.concat([base.groups, below.groups.with_columns(pl.col("group") + offset)]),
+        group=np.append(base.group, below.group[calls["theirs"].to_numpy()] + offset),
+        owner=np.append(base.owner, numbers),
+        above=np.append(base.above, forest(trace).position[calls["launch"].to_numpy()]),
+        work_owner=work_owner,
+        unmapped=work.filter(pl.col("reason").is_not_null()).select("event", "reason"),
+    )
+
+
+def _operators(trace: Trace, capture: Trace) -> pl.DataFrame:
+    """graph, node, position (of the operator in the capture's forest; null for none), reason (why there is none)."""
+    found = graph_launches(trace)
+    mapped = mapped_nodes(found, capture, launches=True)
+    grids = _grids(capture, mapped["kernel"]), _grids(trace, found.nodes["example"])
+    known = grids[0].is_not_null() & grids[1].is_not_null()
+    other = known & (grids[0] != grids[1]).fill_null(value=False)
+    op = mapped["op"].fill_null(0).to_numpy()
+    places = forest(capture).position
+    position = pl.Series("position", places[op] if places.size else np.full(op.size, -1, dtype=np.int64))
+    there = mapped["op"].is_not_null() & ~other & (position >= 0)
+    return mapped.select(
+        "graph",
+        "node",
+        pl.when(there).then(position).alias("position"),
+        pl.when(other).then(pl.lit(_OTHER_GRID)).otherwise("reason").alias("reason"),
+    )
+
+
+def _grids(trace: Trace, rows: pl.Series) -> pl.Series:
+    """The grid of each of these events as text; null where nobody says."""
+    none = pl.Series("grid", [None], dtype=pl.String).new_from_index(0, rows.len())
+    wanted = rows.drop_nulls().unique().sort()
+    if not wanted.len() or not readable(trace):
+        return none
+    events: Ints = wanted.to_numpy().astype(np.int64)
+    said = [args.get("grid") for args in whole(trace, events)]
+    told = pl.DataFrame({"row": wanted, "grid": [None if grid is None else str(grid) for grid in said]})
+    told = told.with_columns(pl.col("grid").cast(pl.String))
+    return rows.alias("row").to_frame().join(told, on="row", how="left", maintain_order="left")["grid"]
