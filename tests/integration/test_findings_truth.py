@@ -24,8 +24,6 @@ from traceloom.testing.jobs.planted import Planted, clean_jobs, several_ranks, s
 ALLOWED = 0.10  # of what the fault costs
 UNREAL = 0.02  # of a step: what a finding of a clean job may not exceed
 CASES = {planted.fault: planted for planted in itertools.chain(single_rank(), several_ranks())}
-# The fix that the finding promises is another one than leaving out the fault; docs/findings/truth.md says which.
-OTHER_FIX = {"slow link"}
 CLEAN = clean_jobs()
 
 
@@ -48,8 +46,7 @@ def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: st
     sums_hold(found, Ground.of(session).whole_ns)
     first = found.time[0]
     assert first.slug == planted.slug, [finding.title for finding in found.time]
-    if fault not in OTHER_FIX:
-        assert first.saving_ns == pytest.approx(planted.cost_per_step_ns, rel=ALLOWED)
+    assert first.saving_ns == pytest.approx(planted.cost_per_step_ns, rel=ALLOWED)
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "kernel_us"), [(4, 8, 50), (2, 2, 100), (2, 4, 60)])

@@ -19,6 +19,9 @@ from traceloom.read.ondisk import lookup
 # The frame that repeats the forward (use_reentrant=False), and the backward of the older way, whose node says it.
 FRAME = r"(^|/)torch/utils/checkpoint\.py\(\d+\): recompute_fn$"
 REENTRANT = r"^CheckpointFunctionBackward$"
+# What the checkpoint does itself: our own marks around each checkpointed part, and its frames.
+MARK = r"^traceloom\.checkpoint$"
+OWN_FRAME = r"(^|/)torch/utils/checkpoint\.py\(\d+\): (_checkpoint_without_reentrant_generator|pack_hook|unpack_hook)$"
 ENGINE = r"^autograd::engine::evaluate_function: "
 _MOST_NODES = 0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
 
@@ -30,11 +33,14 @@ class Recompute:
     Attributes:
         root: For each host event whether a repetition begins with it; what lies below is part of it, except the
             backward pass that the older way of checkpointing runs inside. Shape (host events,).
+        own: For each host event whether it is what the checkpoint does itself, mostly in the forward pass: keeping the
+            state of chance, making contexts, hooks. Told by the marks of `traceloom record`, and by frames.
         evidence: `frames` where Python frames or autograd nodes name it, `operators` where it is inferred from ops that
             autograd recorded inside the backward pass, `none`.
     """
 
     root: Bools
+    own: Bools
     evidence: str
 
 
@@ -50,13 +56,16 @@ def recomputed(trace: Trace) -> Recompute:
     words = vocabulary(trace)
     code = words.code[tree.row]
     category = column(trace, "category")[tree.row]
-    frame = lookup(words.matching(FRAME), code) & (category == cat.CATEGORIES.index(cat.PYTHON))
+    python = category == cat.CATEGORIES.index(cat.PYTHON)
+    frame = lookup(words.matching(FRAME), code) & python
     node = lookup(words.matching(REENTRANT), code) & (category == cat.CATEGORIES.index(cat.OP))
     named = tree.topmost(frame | node)
     inferred = _inferred(trace, tree, lookup(words.matching(ENGINE), code))
     inferred &= tree.nearest_or_self(named) < 0
     evidence = "frames" if named.any() else "operators" if inferred.any() else "none"
-    return Recompute(named | inferred, evidence)
+    own = lookup(words.matching(MARK), code) & (category == cat.CATEGORIES.index(cat.ANNOTATION))
+    own |= lookup(words.matching(OWN_FRAME), code) & python
+    return Recompute(named | inferred, own, evidence)
 
 
 def _inferred(trace: Trace, tree: Forest, engine: Bools) -> Bools:

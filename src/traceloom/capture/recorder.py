@@ -21,6 +21,7 @@ import torch
 
 from traceloom.capture import distributed, kineto, out_of_memory
 from traceloom.capture.census import census
+from traceloom.capture.checkpoints import CheckpointMarks
 from traceloom.capture.compiler import never_traced
 from traceloom.capture.messages import say_once
 from traceloom.capture.module_scopes import ModuleScopes
@@ -92,6 +93,7 @@ class Recorder:
         self._held: Window | None = None
         self._collectives = distributed.CollectiveLog()
         self._modules = ModuleScopes(settings.module_names)
+        self._checkpoints = CheckpointMarks()
         self._graph_step = 0
         self._disturbed = True
         self._turning = False
@@ -304,6 +306,7 @@ class Recorder:
         self._collectives.start()
         if settings.memory and settings.module_names != "off":
             self._modules.start()
+        self._checkpoints.start()
         window.kineto.start()
         window.start_ns = time.time_ns()
         self._window = window
@@ -319,6 +322,7 @@ class Recorder:
         window.end_step, window.end_ns = max(self.log.number, window.first_step), time.time_ns()
         window.collectives = self._collectives.stop()
         self._modules.stop()
+        self._checkpoints.stop()
         if not self._stopped(window.kineto.stop):
             return None
         window.last_census = census() if self.settings.memory else None
@@ -364,12 +368,14 @@ class Recorder:
             say_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
             return
         self.graph = graph
+        self._checkpoints.start()
         if self.settings.memory and self.settings.module_names != "off":
             self._modules.start()  # the same names as in the timed steps, which are matched by them
 
     def _stop_graph(self, *, keep: bool) -> None:
         graph, self.graph = self.graph, None
         self._modules.stop()
+        self._checkpoints.stop()
         if graph is None or not self._stopped(graph.stop):
             return
         if keep:
@@ -381,6 +387,7 @@ class Recorder:
         """After a failure of ours: do not leave Kineto running in the user's program."""
         window, self._window = self._window, None
         graph, self.graph = self.graph, None
+        self._checkpoints.stop()
         for running in (window.kineto if window is not None else None, graph):
             if running is not None:
                 with contextlib.suppress(Exception):  # it may be what has failed
@@ -397,6 +404,7 @@ class Recorder:
             loader workers should not pay; but call stacks and allocations cannot be switched off in another way.
         """
         self._finished = True
+        self._checkpoints.stop()
         window, graph = self._window, self.graph
         self._window = self.graph = None
         inherits = window is not None

@@ -8,10 +8,12 @@ import numpy as np
 import polars as pl
 
 from traceloom.findings.ground import Ground
+from traceloom.findings.links import slow_links
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention
+from traceloom.simulate import Scenario, whatif_many
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
 
@@ -32,21 +34,22 @@ def exposed(ground: Ground) -> Iterator[Said]:
         yield Abstention("exposed-communication", "no GPU work was recorded that could hide it")
         return
     rows = ground.graph.communication
+    links = [change for slow in slow_links(ground) for change in slow.changes]
     # what a stage waits for is the schedule's: see pipeline-bubbles
-    piped = ground.across is not None and ground.across.pipeline.stages.height > 0
     for kind in rows["kind"].drop_nulls().unique().sort().to_list():
         mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
         mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
         mask &= ground.of_kind(*gs.COMMUNICATION)
         alone = ground.exposed_ns(mask)
-        if not alone or (kind in _MESSAGES and piped):
+        if not alone or (kind in _MESSAGES and ground.piped):
             continue
         time = int(ground.graph.nodes["duration_ns"].to_numpy()[mask].sum())
         movable = kind in _MOVABLE
+        change = Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives"))
         yield Candidate(
             title=f"nothing hides {ground.in_words(alone)} of the {ground.in_words(time)} in {kind} "
             f"({ground.many(int(mask.sum()))} calls{ground.over_ranks})",
-            changes=(Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives")),),
+            changes=(change,),
             confidence=0.5 if movable else 0.3,
             advice="Start it earlier and wait for it later: gradient buckets in DDP, prefetching in FSDP "
             "(forward_prefetch, backward_prefetch), asynchronous handles, a stream of its own."
@@ -54,7 +57,15 @@ def exposed(ground: Ground) -> Iterator[Said]:
             else "What comes next needs its result: split the batch in two and compute one half while the other "
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
             evidence=ground.evidence(mask & ~ground.of_kind(gs.KERNEL)),
+            at_most_ns=_beside(ground, links, change) if links else None,
         )
+
+
+def _beside(ground: Ground, links: list[Change], change: Change) -> int:
+    """What a change saves when slow links are as fast as they should be: what they cost is theirs."""
+    fixed = ground.changed(Scenario.of(ground.graph), links)
+    times = whatif_many(ground.graph, (fixed, ground.changed(fixed, [change])), ground.plan)
+    return max(int(times[0] - times[1]), 0)
 
 
 def small_messages(ground: Ground) -> Iterator[Said]:

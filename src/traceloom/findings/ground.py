@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
 from traceloom.retime import Plan
 from traceloom.retime.law import Law, law
+from traceloom.simulate import Scenario
+from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import among, of_events
 
 Bools = NDArray[np.bool_]
@@ -79,16 +81,30 @@ class Ground:
         """From the end of the device's work of earlier steps (or the step's beginning) to the end of its own.
 
         The graph spans more where the host runs ahead of the device: what the device still has to do of earlier steps.
+        Stages of a pipeline are in a step at different times: there it is the step of the rank where it takes longest.
         """
-        if self.elsewhere is None:
-            return self.whole_ns
+        return self._lengths[0]
+
+    @cached_property
+    def _lengths(self) -> tuple[int, int]:
+        """Of the step, and of all that the graph holds: of all ranks together, or of the longest stage's."""
+        if not self.piped:
+            return self._length_of(np.ones(self.graph.nodes.height, dtype=np.bool_))
+        rank = self.graph.nodes["rank"].fill_null(-1).to_numpy()
+        return max(self._length_of(rank == one) for one in np.unique(rank))
+
+    def _length_of(self, mine: Bools) -> tuple[int, int]:
         times = self.graph.point_times()
-        device = self.elsewhere & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
-        host = ~self.elsewhere & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+        begin, end = times[0::2][mine], times[1::2][mine]
+        whole = int(end.max() - begin.min()) if end.size else 0
+        if self.elsewhere is None:
+            return whole, whole
+        device = self.elsewhere[mine] & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[mine]
+        host = ~self.elsewhere[mine] & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)[mine]
         if not device.any() or not host.any():
-            return self.whole_ns
-        begins = max(int(times[1::2][device].max()), int(times[0::2][host].min()))
-        return min(max(int(times.max()) - begins, 0), self.whole_ns) or self.whole_ns
+            return whole, whole
+        begins = max(int(end[device].max()), int(begin[host].min()))
+        return max(int(end.max()) - begins, 0) or whole, whole
 
     @cached_property
     def elsewhere(self) -> Bools | None:
@@ -129,6 +145,11 @@ class Ground:
     def across(self) -> AcrossRanks | None:
         """The ranks compared; None where there is only one."""
         return across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
+
+    @cached_property
+    def piped(self) -> bool:
+        """Whether ranks are stages of a pipeline."""
+        return self.across is not None and self.across.pipeline.stages.height > 0
 
     @cached_property
     def rank_count(self) -> int:
@@ -179,13 +200,24 @@ class Ground:
         launched = trace.events.select("event", "launch").filter(pl.col("launch").is_in(host.implode()))["event"]
         return self.nodes_of(trace, pl.concat([host, launched.cast(pl.UInt32)]))
 
+    def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
+        """The scenario with changes in the step that is looked at, and in no other of which the graph has work."""
+        out = base
+        for change in changes:
+            out = out.apply(change)
+        if self.elsewhere is not None and out is not base:
+            out.work_ns[self.elsewhere] = base.work_ns[self.elsewhere]
+            edges = self.elsewhere[self.graph.edges["target"].to_numpy()]
+            out.delay_ns[edges] = base.delay_ns[edges]
+        return out
+
     def work_ns(self, nodes: Bools) -> int:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
 
     @cached_property
     def _per_step(self) -> float:
-        share = self.step_ns / max(self.whole_ns, 1)
+        share = self.step_ns / max(self._lengths[1], 1)
         return share if share < _RUNS_AHEAD else 1.0
 
     def in_words(self, time_ns: int) -> str:

@@ -67,7 +67,7 @@ def _greedy(ground: Ground, candidates: list[tuple[Rule, Candidate]]) -> tuple[F
     left = list(range(len(candidates)))
     found: list[Finding] = []
     while left:
-        scenarios = (_with(ground, base, candidates[k][1]) for k in left)  # one after the other: each is large
+        scenarios = (ground.changed(base, candidates[k][1].changes) for k in left)  # one after the other: each is large
         unchanged = [base] if now is None else []
         *first, rest = np.split(whatif_many(ground.graph, chain(unchanged, scenarios), ground.plan), [len(unchanged)])
         now = int(first[0][0]) if unchanged else now
@@ -83,23 +83,11 @@ def _greedy(ground: Ground, candidates: list[tuple[Rule, Candidate]]) -> tuple[F
         if saved[best] < least:
             break
         found.append(_finding(ground, *candidates[best], saved[best], alone[best]))
-        base, now = _with(ground, base, candidates[best][1]), after[best]
+        base, now = ground.changed(base, candidates[best][1].changes), after[best]
         left = [k for k in left if k != best and saved[k] >= least]
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
     kept = [one for one in found if (one.saving_fraction or 0) >= LEAST]
     return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0)))
-
-
-def _with(ground: Ground, base: Scenario, candidate: Candidate) -> Scenario:
-    """The scenario with a fix in the step that is looked at, and in no other of which the graph has work."""
-    out = base
-    for change in candidate.changes:
-        out = out.apply(change)
-    if ground.elsewhere is not None and out is not base:
-        out.work_ns[ground.elsewhere] = base.work_ns[ground.elsewhere]
-        edges = ground.elsewhere[ground.graph.edges["target"].to_numpy()]
-        out.delay_ns[edges] = base.delay_ns[edges]
-    return out
 
 
 def _bounded(candidate: Candidate, saved: int) -> int:

@@ -32,7 +32,7 @@ def recomputation(ground: Ground) -> Iterator[Said]:
     for trace in ground.traces:
         found = recomputed(trace)
         if found.root.any():
-            mask |= ground.inside(trace, found.root) | _around(ground, trace, found.root)
+            mask |= ground.inside(trace, found.root | found.own) | _around(ground, trace, found.root)
     if not mask.any():
         return
     on_device = mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)

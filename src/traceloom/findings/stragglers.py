@@ -120,6 +120,8 @@ def _behind_ns(ground: Ground, ranks: tuple[int, ...]) -> int:
         others = [work for rank, work in works.items() if rank not in ranks]
         most = max((works.get(rank, 0) for rank in ranks), default=0)
         behind += max(most - round(float(np.median(others or [most]))), 0)
+    if ground.piped:  # where a stage begins its step is the schedule's
+        return behind
     hosts = ground.graph.nodes.filter(pl.Series(ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)))
     begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
     usual = float(np.median([begin for rank, begin in begins.items() if rank not in ranks] or [0]))
@@ -158,7 +160,7 @@ def imbalance(ground: Ground) -> Iterator[Said]:
     if ground.rank_count < 2 or not mask.any():
         yield Abstention("compute-imbalance", "it takes at least two ranks with GPU work")
         return
-    if ground.across is not None and ground.across.pipeline.stages.height:
+    if ground.piped:
         yield Abstention("compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles")
         return
     found = _worst(ground, mask)

@@ -22,6 +22,7 @@ _POINTING = {"collectives": "event", "copies": "event", "syncs": "event", "pytho
 _NOT_LINKED = ("allocations", "kernels", "sources")
 _BY_TIME = ("counters", "marks")
 _REFERENCES = ("parent", "op", "launch")
+_MOMENT = 0.01  # of the step: GPU work from before that goes on for less needs no lead
 
 
 class Part(Struct, frozen=True):
@@ -48,7 +49,8 @@ def cut_to_step(trace: Trace, low: int, high: int) -> Part:
     Kept are: what the host does until `high`; GPU work that it launched, however late it runs, and GPU work launched
     before that still runs. The lead begins where the first GPU work that still runs in
     the step was launched, at most as long before the step as the step is long: waits between streams are told by calls
-    that come before the work. Host events that cross a bound are shortened to it.
+    that come before the work. Where such work goes on for a moment only there is no lead: it would hold what the host
+    did meanwhile, up to a whole step of one rank without its peers. Host events that cross a bound are shortened to it.
 
     Args:
         trace: The whole trace.
@@ -80,6 +82,10 @@ def cut_to_step(trace: Trace, low: int, high: int) -> Part:
 def _lead(start: Ints, end: Ints, device: Bools, launch: Ints, low: int, high: int) -> int:  # noqa: PLR0917
     """Where the part begins: at the launch of the first GPU work that still runs in the step, within limits."""
     running = device & (start < high) & (end > low) & (launch >= 0)
+    before = running.copy()
+    before[running] = start[launch[running]] < low
+    if int(end[before].max(initial=low)) - low < _MOMENT * (high - low):
+        return low
     earliest = int(start[launch[running]].min(initial=low)) if running.any() else low
     return max(min(earliest, low), low - (high - low))
 

@@ -265,6 +265,7 @@ ABSTAINS = {
     "data-starved": "no data loader",
     "exposed-communication": "no communication",
     "straggler": "only one rank",
+    "slow-link": "only one rank",
     "pipeline-bubbles": "only one rank",
     "compute-imbalance": "at least two ranks",
     "memory-growth": "allocations were not recorded",

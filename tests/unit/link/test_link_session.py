@@ -17,7 +17,7 @@ from traceloom.link.session import link_session
 from traceloom.model import Session, Trace
 from traceloom.retime import law
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import Recipe, training_job
+from traceloom.testing.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 
 US = 1_000
 
@@ -90,6 +90,16 @@ def test_a_step_of_a_job_comes_back_exactly_and_its_ranks_still_meet() -> None:
         traces
     )
     assert graph.nodes.height < link_session(session(*traces)).nodes.height
+
+
+def test_stages_that_go_on_for_a_moment_bring_no_step_of_theirs_into_the_graph_of_the_next() -> None:
+    # a message of the step before is still under way when the last stage begins the step: its launch is a step ago
+    piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4, schedule="gpipe")
+    graph = link_session(session(*(builder.build() for builder in parallel_job(piped).run().traces())), step=1)
+    earlier = graph.nodes.filter(pl.col("step") < 1)
+    assert earlier.height <= 8
+    assert not earlier.filter(pl.col("kind").cast(pl.String) == "launch").height
+    assert law(graph).holds
 
 
 def test_graphs_are_remembered_as_long_as_their_traces_live() -> None:

@@ -245,6 +245,9 @@ def single_rank() -> Iterator[Planted]:
     small = training_job(Recipe(steps=STEPS, layers=16, kernel_us=5, op_us=16, sync="device"))
     yield Planted("launches", "launch-bound", small, one_graph(small))
     yield Planted("recomputation", "recomputation", repeated_forward(clean), clean)
+    on_host = training_job(replace(BASE, kernel_us=5, op_us=16, sync="device"))
+    marked = after_each(on_host, "aten::linear", partial(busy, "traceloom.checkpoint", 25))
+    yield Planted("recomputation by a busy host", "recomputation", repeated_forward(marked), on_host)
 
 
 def _busy(name: str, python: bool, _step: int) -> Instructions:
@@ -260,7 +263,9 @@ def several_ranks() -> Iterator[Planted]:
     yield _declared("slow rank", "straggler", PARALLEL, SlowRank(2, 1.4))
     yield _declared("late host", "straggler", PARALLEL, LateHost(1, 3000, by="python"))
     yield _declared("late loader", "data-starved", PARALLEL, LateHost(1, 3000, by="data"))
-    yield _declared("slow link", "exposed-communication", replace(PARALLEL, tensor=2, data=2), SlowLink(4.0, "tensor"))
+    two = replace(PARALLEL, tensor=2, data=2)
+    yield _declared("slow link", "slow-link", two, SlowLink(4.0, "tensor"))
+    yield _declared("slow link of one group", "slow-link", two, SlowLink(4.0, "tensor", (0, 1)))
     passes = replace(PARALLEL, data=2, microbatches=4, kernel_us=25, layers=1, item=False)
     yield _declared("synchronisation per pass", "blocking-sync", passes, ExtraSync())
     yield _declared(
@@ -274,6 +279,8 @@ def several_ranks() -> Iterator[Planted]:
     piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4)
     more = replace(piped, microbatches=16, kernel_us=25)
     yield Planted("bubbles", "pipeline-bubbles", parallel_job(piped), parallel_job(more))
+    flushed, finer = (replace(recipe, schedule="gpipe") for recipe in (piped, more))
+    yield Planted("bubbles of GPipe", "pipeline-bubbles", parallel_job(flushed), parallel_job(finer))
 
 
 def clean_jobs() -> dict[str, Job]:

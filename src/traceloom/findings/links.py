@@ -1,0 +1,155 @@
+"""Links slower than they should be: by what other groups of the run reach, or by what the link is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.collective.bandwidth import Link, link_of, with_sizes
+from traceloom.findings.ground import Ground
+from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.model import graph_schema as gs
+from traceloom.model import units
+from traceloom.model.finding import Abstention
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import Chosen, among
+
+_SLOWER = 1.5  # times as long as in the other groups
+_FAR = 3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
+_LARGE = 4 * 2**20  # bytes, from which on the link decides and not what it takes to begin
+_KNOWN = 2  # transfers of a group that have to be seen
+# What NCCL's own model of a ring of large messages takes beside the bytes: at the beginning, and per step over NVLink
+# (src/graph/tuning.cc: baseLat and hwLat of ring/simple). Of the line rate its protocol leaves four fifths, as its
+# maintainers say (nccl-tests, issue 212).
+_BEGIN_NS, _STEP_NS, _OF_THE_RATE = 8_400, 3_400, 0.8
+_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (members - 1)
+_SWITCHED = ("NVLink 4", "NVLink 5")  # all of a device's links lead to every other: older ones may lead to a few only
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Transfers of one kind and size that take too long.
+
+    Attributes:
+        kind: Of the communication.
+        size_bytes: Of each message.
+        ranks: The groups that are slow, each by its members.
+        times: How much too long, the median over groups.
+        against: With what they are compared, in words.
+        certain: Whether that was seen in the run.
+        changes: As long as they should take, one change per group.
+        nodes: All of them, shape (nodes,).
+    """
+
+    kind: str
+    size_bytes: int
+    ranks: tuple[tuple[int, ...], ...]
+    times: float
+    against: str
+    certain: bool
+    changes: tuple[Change, ...]
+    nodes: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def slow_links(ground: Ground) -> list[Slow]:
+    """Transfers that take too long, by kind and size, those that lose the most time first."""
+    rows = _transfers(ground)
+    if not rows.height:
+        return []
+    keys = ["kind", "size_bytes", "group_size"]
+    groups = rows.group_by(*keys, "ranks", maintain_order=True).agg(
+        "node", pl.col("transfer_ns").median().alias("takes_ns"), pl.col("wire_bytes").first(), pl.len().alias("count")
+    )
+    found = []
+    for _, some in groups.filter(pl.col("count") >= _KNOWN).group_by(keys, maintain_order=True):
+        for certain in (True, False):
+            told = [one for row in some.to_dicts() if (one := _target(ground, row, some, certain=certain)) is not None]
+            if told:
+                found.append((_slow(ground, told, certain=certain), _lost(told)))
+                break
+    return [slow for slow, _ in sorted(found, key=lambda one: -one[1])]
+
+
+def _transfers(ground: Ground) -> pl.DataFrame:
+    """Communication whose transfer is known: node, kind, ranks, group_size, size_bytes, wire_bytes, transfer_ns."""
+    edges = ground.graph.edges
+    ends = pl.Series(among(edges["kind"], gs.EDGE_KINDS, ("rendezvous",))) & edges["to_end"]
+    transfers = edges.filter(ends).select(
+        node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns")
+    ).filter(pl.col("transfer_ns") > 0)  # fmt: skip
+    calls = ground.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))
+    sized = with_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
+    return sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _LARGE)
+
+
+def _target(ground: Ground, row: dict[str, Any], some: pl.DataFrame, *, certain: bool) -> dict[str, Any] | None:
+    """The group with `should_ns` and `against`, where it takes far longer; None where not."""
+    if certain:
+        others = [one["takes_ns"] for one in some.to_dicts() if one["ranks"] != row["ranks"]]
+        should, against = float(np.median(others or [row["takes_ns"]])), "in the other groups of this run"
+        return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOWER * should else None
+    link = _link(ground, row["ranks"])
+    if link is None:
+        return None
+    steps = _STEPS[row["kind"]] * (row["group_size"] - 1)
+    should = _BEGIN_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _OF_THE_RATE)
+    against = f"over {link.name} ({link.peak_gb_per_s:.0f} GB/s)"
+    return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _FAR * should else None
+
+
+def _link(ground: Ground, ranks: list[int]) -> Link | None:
+    """The link between ranks that are known to stand on one host; None where it is not known or not switched."""
+    members = [ground.trace_of(rank) for rank in ranks]
+    hosts = {trace.meta.host if trace is not None else None for trace in members}
+    if len(hosts) != 1 or None in hosts or len(ground.traces) < 2:
+        return None
+    used = [trace.devices.filter(pl.col("used"))["name"] for trace in members if trace is not None]
+    names = {name for one in used for name in one.to_list()}
+    links = {link_of(name) for name in names}
+    link = links.pop() if len(links) == 1 else None
+    return link if link is not None and link.name in _SWITCHED else None
+
+
+def _lost(told: list[dict[str, Any]]) -> float:
+    return float(sum((one["takes_ns"] - one["should_ns"]) * one["count"] for one in told))
+
+
+def _slow(ground: Ground, told: list[dict[str, Any]], *, certain: bool) -> Slow:
+    whole = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    changes = []
+    for one in told:
+        mask = np.zeros(whole.size, dtype=np.bool_)
+        mask[one["node"]] = True
+        whole |= mask
+        who = f"{one['kind']} of ranks {', '.join(map(str, one['ranks']))}"
+        changes.append(Change("scale", Chosen(who, mask, "collectives"), one["should_ns"] / one["takes_ns"]))
+    times = float(np.median([one["takes_ns"] / one["should_ns"] for one in told]))
+    ranks = tuple(tuple(one["ranks"]) for one in told)
+    first = told[0]
+    return Slow(first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), whole)
+
+
+def slow_link(ground: Ground) -> Iterator[Said]:
+    """Transfers that take longer than elsewhere in the run, or than the link between the devices takes."""
+    if ground.rank_count < 2:
+        yield Abstention("slow-link", "only one rank was recorded: what is transfer and what is waiting is not known")
+        return
+    for slow in slow_links(ground):
+        some = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
+        some += "; …" if len(slow.ranks) > 3 else ""
+        yield Candidate(
+            title=f"{slow.kind} of {units.size(slow.size_bytes)} between ranks {some} takes {slow.times:.1f} × as long "
+            f"as {slow.against}",
+            changes=slow.changes,
+            confidence=0.6 if slow.certain else 0.4,
+            advice="Look at the link between these devices (nvidia-smi topo -m, nvidia-smi nvlink -s, errors and "
+            "retries of the network), at which way NCCL takes (NCCL_DEBUG=INFO), and at what else uses it.",
+            evidence=ground.evidence(slow.nodes & ground.of_kind(*gs.COMMUNICATION)),
+        )
+
+
+RULES = (Rule("slow-link", "a link slower than it should be", slow_link),)
