@@ -64,6 +64,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Read, link and write; returns the exit code."""
     _check_place(args)
+    from traceloom.read.ahead import decoding
+    from traceloom.read.cache import Cache
+
+    with decoding(args.inputs, None if args.no_cache else Cache()):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from traceloom.link import link
 
     with Progress(shown=not args.quiet) as progress, ThreadPoolExecutor(1, "traceloom-write") as beside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import importlib
 import re
 import shlex
 import sys
@@ -133,6 +134,14 @@ def _steps(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
+    from traceloom.read.ahead import decoding
+    from traceloom.read.cache import Cache
+
+    with decoding(args.inputs, None if args.no_cache else Cache()):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from traceloom import files
     from traceloom.report import formats
 
@@ -144,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
     options = _options(args)
+    importlib.import_module("traceloom.report.document")  # before its turn, while a trace may be decoded elsewhere
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         loaded = _load(args, progress)

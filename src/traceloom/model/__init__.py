@@ -1,9 +1,35 @@
-"""The data model: what a trace, a session and a graph are, how notices and units look."""
+"""The data model: what a trace, a session and a graph are, how notices and units look.
 
-from traceloom.model.graph import Graph
-from traceloom.model.notice import Notice
-from traceloom.model.result import Result
-from traceloom.model.session import Session
-from traceloom.model.trace import Meta, Trace
+Names are loaded when they are first used: not everything that tells a notice needs the frames of a graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from traceloom.model.graph import Graph as Graph
+    from traceloom.model.notice import Notice as Notice
+    from traceloom.model.result import Result as Result
+    from traceloom.model.session import Session as Session
+    from traceloom.model.trace import Meta as Meta
+    from traceloom.model.trace import Trace as Trace
+
+_HOMES = {
+    "Graph": "graph",
+    "Meta": "trace",
+    "Notice": "notice",
+    "Result": "result",
+    "Session": "session",
+    "Trace": "trace",
+}
 
 __all__ = ["Graph", "Meta", "Notice", "Result", "Session", "Trace"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import polars as pl
-
 OP = "op"  # framework operator (cpu_op, hpu_op, glow_runtime, the 2021 name Operator)
 ANNOTATION = "annotation"  # user_annotation: ProfilerStep, Optimizer.step, record_function, nccl:*, gloo:*
 GPU_ANNOTATION = "gpu_annotation"  # the GPU twin of an annotation; never GPU work
@@ -78,5 +76,3 @@ FROM_KINETO = {
     "cuda_profiler_range": COUNTER_RANGE,
     "trace": PROFILER,
 }
-
-CategoryType = pl.Enum(list(CATEGORIES))

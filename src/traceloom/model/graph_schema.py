@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from traceloom.model.category import CategoryType
+from traceloom.model.schema import CategoryType
 
 Node = pl.UInt32
 

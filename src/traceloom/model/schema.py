@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from traceloom.model.category import CategoryType
+from traceloom.model.category import CATEGORIES
 
+CategoryType = pl.Enum(list(CATEGORIES))
 Event = pl.UInt32
 
 

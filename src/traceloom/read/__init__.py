@@ -1,8 +1,37 @@
-"""Reading: from files of strangers to traces and sessions."""
+"""Reading: from files of strangers to traces and sessions.
 
-from traceloom.read.arguments import arguments
-from traceloom.read.kineto import read_kineto
-from traceloom.read.loading import Loaded, load, load_inputs, load_runs
-from traceloom.read.ranks import Progress
+Names are loaded when they are first used: decoding a file needs no Polars (see `traceloom.read.ahead`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from traceloom.read.event_arguments import arguments as arguments
+    from traceloom.read.kineto import read_kineto as read_kineto
+    from traceloom.read.loading import Loaded as Loaded
+    from traceloom.read.loading import load as load
+    from traceloom.read.loading import load_inputs as load_inputs
+    from traceloom.read.loading import load_runs as load_runs
+    from traceloom.read.ranks import Progress as Progress
+
+_HOMES = {
+    "Loaded": "loading",
+    "Progress": "ranks",
+    "arguments": "event_arguments",
+    "load": "loading",
+    "load_inputs": "loading",
+    "load_runs": "loading",
+    "read_kineto": "kineto",
+}
 
 __all__ = ["Loaded", "Progress", "arguments", "load", "load_inputs", "load_runs", "read_kineto"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

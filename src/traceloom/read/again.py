@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from traceloom.errors import UsageError
 from traceloom.model import Trace
-from traceloom.read.arguments import parsed
 from traceloom.read.columns import finite
 from traceloom.read.damage import Damage
+from traceloom.read.event_arguments import parsed
 from traceloom.read.source import open_input, text_pieces
 
 Ints = NDArray[np.int64]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model import category as cat
 from traceloom.model.deferred import Deferred
-from traceloom.model.schema import SCHEMAS
+from traceloom.model.schema import SCHEMAS, CategoryType
 from traceloom.read import metadata as md
 from traceloom.read.captured import with_captured
 from traceloom.read.collectives import collective_frame
@@ -31,7 +31,7 @@ from traceloom.read.transfers import copy_frame, kernel_frame, sync_frame
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
 _CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
-_CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=cat.CategoryType)
+_CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
 _OP, _ANNOTATION = _CODES[cat.OP], _CODES[cat.ANNOTATION]
 
 

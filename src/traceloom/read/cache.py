@@ -16,12 +16,10 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache as once
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
-from traceloom.model import Trace
-from traceloom.read import store
+if TYPE_CHECKING:
+    from traceloom.model import Trace
 
 CAP_BYTES = 10 * 10**9
 _PIECE = 1 << 22
@@ -49,8 +47,17 @@ class Cache:
         self._folder = folder or root()
         self._cap_bytes = cap_bytes
 
+    def holds(self, path: Path) -> bool:
+        """Whether a file that is part of no capture was read before."""
+        entry = self._entry(path, None)
+        return entry is not None and entry.is_dir()
+
     def get(self, path: Path, capture: dict[str, Any] | None) -> Trace | None:
         """The trace of a file, if it was read before."""
+        import polars as pl
+
+        from traceloom.read import store
+
         entry = self._entry(path, capture)
         if entry is None or not entry.is_dir():
             return None
@@ -65,6 +72,10 @@ class Cache:
 
     def put(self, trace: Trace, path: Path, capture: dict[str, Any] | None) -> None:
         """Keep the trace of a file; a cache that cannot be written is left alone."""
+        import polars as pl
+
+        from traceloom.read import store
+
         entry = self._entry(path, capture)
         if entry is None:
             return

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
@@ -17,6 +16,7 @@ from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
 from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW, all_arguments
+from traceloom.read.ondisk import SCRATCH
 from traceloom.read.spill import Spill
 from traceloom.read.times import from_doubles, from_text
 
@@ -174,6 +174,19 @@ class Columns:
         if self.spill is not None and (parts or self.spill.holds(table, name)):
             return self.spill.column(table, name, parts, parts[0].dtype if parts else self._dtypes[table, name])
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+    def joined(self) -> None:
+        """Make each column one array, and forget what only another slice would need."""
+        for columns in self.tables.values():
+            for parts in columns.values():
+                parts[:] = [np.concatenate(parts)] if len(parts) > 1 else parts
+        self._lists.clear()
+
+    def close(self) -> None:
+        """Remove what lies on disk."""
+        if self.spill is not None:
+            self.spill.close()
+            SCRATCH.clear()
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -482,6 +495,8 @@ def finite(values: Sequence[Any]) -> Array:
     try:
         found = packed("d", values)
     except (struct.error, OverflowError):
+        import polars as pl  # for few traces only: a file may be decoded before it is loaded
+
         found = pl.Series(values, dtype=pl.Float64, strict=False).fill_null(np.nan).to_numpy()
     return np.where(np.isfinite(found), found, np.nan)
 

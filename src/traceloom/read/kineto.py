@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from traceloom.model import Trace
-from traceloom.read import spill
+from traceloom.read import ahead
 from traceloom.read.assemble import File, assemble
-from traceloom.read.columns import Columns
-from traceloom.read.damage import Damage
-from traceloom.read.document import Document
-from traceloom.read.ondisk import SCRATCH
-from traceloom.read.source import open_input, text_pieces
-
-_LARGE = 4 << 20
+from traceloom.read.decoding import decode
 
 
 def read_kineto(
@@ -37,33 +28,8 @@ def read_kineto(
     Raises:
         InputError: The file cannot be read or is no Kineto trace at all.
     """
-    damage = Damage()
-    columns = Columns(damage)
-    # Until glibc has seen a large block freed, it hands memory back at once, and every slice faults its pages in again.
-    bytes(_LARGE)
+    found = ahead.taken(path) or decode(path, step)
     try:
-        with open_input(path) as stream:
-            if _size(stream) >= spill.SPILL_BYTES:
-                columns.spill = spill.Spill()
-            document = Document(partial(text_pieces, stream, damage, step), damage, str(path))
-            part = None
-            for part in document.slices():
-                columns.add(part)
-                if columns.spill is None and document.size >= spill.SPILL_BYTES:
-                    columns.spill = spill.Spill()
-        file = File(str(path), document.metadata, document.size, tuple(damage.notices()), capture)
-        del document, part
-        return assemble(columns, file)
+        return assemble(found.columns, File(str(path), found.metadata, found.size, found.notices, capture))
     finally:
-        if columns.spill is not None:
-            columns.spill.close()
-            SCRATCH.clear()
-
-
-def _size(stream: BinaryIO) -> int:
-    """Bytes of a file as it is on disk; 0 of what is none."""
-    try:
-        status = os.fstat(stream.fileno())
-    except OSError:
-        return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        found.columns.close()

@@ -12,7 +12,6 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -74,6 +73,8 @@ def _rounded(millionths: Ints) -> Ints:
 
 def _split(texts: list[Any]) -> tuple[Ints, Ints, Bools]:
     """Whole microseconds, millionths of a microsecond (same sign), and which are numbers at all."""
+    import polars as pl  # for few traces only: a file may be decoded before it is loaded
+
     column = pl.Series([bytes(text).decode("ascii", "replace") for text in texts], dtype=pl.String).str.strip_chars(
         '" '
     )

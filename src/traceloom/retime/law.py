@@ -43,7 +43,7 @@ class Law(Result):
         residual_share: The same as a fraction of the window.
         assumed_ns: Delays of `assumed` edges on the critical path: what is taken as given without being recorded.
         assumed_share: The same as a fraction of the window.
-        pass_ns: Time of one evaluation.
+        pass_ns: Processor time of one evaluation.
         ranks: `rank`, `window_ns`, `exact_error_ns` (largest of its points), `honest_error_ns` (of its last point) and
             `honest_error` (fraction of its window) of each rank.
         path: What the critical path consists of: `what`, `kind`, `count`, `time_ns`; the times add up to the window.
@@ -84,9 +84,9 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
 def _law(graph: Graph, plan: Plan | None) -> Law:
     measured = graph.point_times()
     plan = plan or Plan(graph)
-    started = time.perf_counter_ns()
+    started = time.thread_time_ns()  # other threads may be writing the graph
     exact = plan.evaluate()
-    took = time.perf_counter_ns() - started
+    took = time.thread_time_ns() - started
     honest = plan.evaluate(residuals=False)
     path = critical_path(graph) if measured.size else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
     consists = parts(graph, path) if measured.size else _NO_PARTS
