@@ -2,7 +2,8 @@
 
     python benchmarks/planted_truth.py [JOBS] [FIRST]
 
-Prints the answers that are more than 2 % off, and how the others are spread.
+Every third job is a parallel one (tensor, pipeline, data; programmatic launches, graphs). Prints the answers that are
+more than 2 % off, and how the others are spread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.retime import ABSENT, Plan, calibrate
-from traceloom.testing.jobs import Change, Clock, Recipe, changed, training_job
+from traceloom.testing.jobs import Change, Clock, ParallelRecipe, Recipe, changed, parallel_job, training_job
 from traceloom.testing.jobs.training import DELAY, SYNC
 
 ALLOWED = 0.02
@@ -49,7 +50,36 @@ def recipe(seed: int) -> Recipe:
     )
 
 
-def changes(made: Recipe) -> dict[str, Change]:
+def parallel_recipe(seed: int) -> ParallelRecipe:
+    """A parallel job drawn at random."""
+    chance = random.Random(seed)
+    tensor, pipeline, data = chance.choice(
+        [(1, 1, 1), (1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 3)]
+    )
+    return ParallelRecipe(
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        steps=chance.choice([2, 3]),
+        layers=chance.choice([2, 3, 5]),
+        microbatches=chance.choice([1, 2, 4]) if pipeline > 1 else 1,
+        schedule=chance.choice(["1f1b", "gpipe"]),
+        sharded=data > 1 and chance.random() < 0.4,
+        kernel_us=chance.choice([4, 10, 25, 60, 150]),
+        op_us=chance.choice([4, 8, 14]),
+        think_us=chance.choice([10, 40, 200]),
+        transfer_us=chance.choice([20, 60, 200]),
+        item=chance.random() < 0.5,
+        autograd=chance.random() < 0.5,
+        programmatic=chance.random() < 0.7,
+        graphs=chance.random() < 0.3,
+        stacks=chance.random() < 0.2,
+        spread=chance.choice([0.05, 0.15, 0.3]),
+        seed=seed,
+    )
+
+
+def changes(made: Recipe | ParallelRecipe) -> dict[str, Change]:
     """What can be asked of it."""
     asked = {
         "kernels x 0.5": Change(kernels=0.5),
@@ -57,6 +87,8 @@ def changes(made: Recipe) -> dict[str, Change]:
         "host x 0.7": Change(host=0.7),
         "host x 1.5": Change(host=1.5),
     }
+    if isinstance(made, ParallelRecipe):
+        return asked | {"collectives x 0.5": Change(collectives=0.5)}
     asked |= {"collectives x 0.5": Change(collectives=0.5)} if made.ranks > 1 else {}
     asked |= {"without synchronisation": Change(without=frozenset({SYNC}))} if made.sync else {}
     return asked | ({"without delay": Change(without=frozenset({DELAY}))} if made.delay_us else {})
@@ -66,8 +98,9 @@ def main(jobs: int = 100, first: int = 0) -> None:
     """Ask every job everything."""
     errors = []
     for seed in range(first, first + jobs):
-        made = recipe(seed)
-        job = training_job(made)
+        parallel = seed % 3 == 2
+        made = parallel_recipe(seed) if parallel else recipe(seed)
+        job = parallel_job(made) if isinstance(made, ParallelRecipe) else training_job(made)
         traces = job.run().traces(sync_records=seed % 2 == 0)
         graph = calibrate(join([link_rank(builder.build()) for builder in traces]))
         plan = Plan(graph)
