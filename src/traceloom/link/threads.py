@@ -22,6 +22,8 @@ _SHARE = 0.5  # of a quiet time that another thread's work must fill to be what 
 _BUSY = 0.3  # of that work's span in which something is recorded
 _AWAKE_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
 _ALONE = 0.15  # or after this share of its quiet time
+_ONLY = 0.9  # of a thread's outermost events are of the backward pass
+_FAR_MORE = 10  # times as many calls and operators
 _AUTOGRAD = r"^autograd::engine::evaluate_function"
 _PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 
@@ -42,6 +44,16 @@ class HandOffs(Struct, frozen=True):
     source: Ints
     target: Ints
     to_end: Bools
+
+
+class _Waits(Struct, frozen=True):
+    """Quiet segments, and what filled each: columns of one length; see `_filled`."""
+
+    segment: Ints
+    begin: Ints
+    done: Ints
+    head: Ints
+    tail: Ints
 
 
 class _Spells(Struct, frozen=True):
@@ -65,7 +77,8 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
 
     A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
     three: until that work begins, which is when it was handed over; the waiting; and what the main thread did alone
-    after it. A worker's work after a gap waits for that, else for the last thing that ended before it.
+    after it. A worker's work after a gap waits for that, else for the last thing that ended before it. In its self time
+    any thread may wait for communication that another one does.
 
     Args:
         trace: The trace.
@@ -73,13 +86,13 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
         host: Their segments.
     """
     lanes = np.unique(host.lane)
-    main = _main_lane(trace, tree, lanes)
     nothing = np.zeros(0, dtype=np.int64)
     if lanes.size < 2:
         return HandOffs(host, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
     quiet = _quiet(trace, tree, host)
     gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
     autograd = np.unique(tree.lane[tree.named(_AUTOGRAD)])
+    main = _main_lane(trace, tree, lanes)
     spells = {
         lane: _roots(tree, host, lane) if lane in autograd else _runs(host, gap, lane)
         for lane in lanes.tolist()
@@ -89,9 +102,14 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     spells = {lane: spell for lane, spell in spells.items() if lane not in tree.lane[talk]}
     mine = np.flatnonzero(quiet & (host.lane == main))
     begin, done, head, tail = _filled(host, mine, spells, set(autograd.tolist()))
-    _communicated(tree, host, mine, talk, (begin, done, head, tail))
-    found = done >= 0
-    mine, begin, done, head, tail = (column[found] for column in (mine, begin, done, head, tail))
+    taken = _communicated(tree, host, mine, talk, (begin, done, head, tail))
+    waited = [_Waits(mine, begin, done, head, tail)]
+    inside = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[talk])
+    talk = np.setdiff1d(talk, taken)
+    waited += [
+        _elsewhere(tree, host, np.flatnonzero(inside & (host.lane == lane)), talk) for lane in lanes[lanes != main]
+    ]
+    mine, begin, done, head, tail = _in_order(waited)
     cut, number = host.cut(np.repeat(mine, 2), np.stack([begin, done], axis=1).ravel())
     waiting = number[mine] + 1
     given = head >= 0
@@ -114,12 +132,24 @@ def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
 
 
 def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
-    """The thread that bears the process's number; else the one with most events."""
-    named_main = (trace.lanes["name"] == "main thread").to_numpy()
-    for lane in lanes.tolist():
-        if named_main[lane]:
-            return int(lane)
-    return int(np.bincount(tree.lane).argmax()) if tree.lane.size else -1
+    """The thread that runs the program: the one that bears the process's number, or another that does far more.
+
+    Programs train in other threads, too, while the first one waits or serves. The threads of the backward pass do what
+    they are given, and nothing else.
+    """
+    if not lanes.size:
+        return -1
+    root = tree.parent < 0
+    size = int(lanes.max()) + 1
+    roots = np.bincount(tree.lane[root], minlength=size)
+    given = np.bincount(tree.lane[root & tree.named(_AUTOGRAD)], minlength=size)
+    own = lanes[given[lanes] < _ONLY * np.maximum(roots[lanes], 1)]
+    own = own if own.size else lanes
+    plain = tree.call | tree.named(_PLAIN_OP)
+    done = np.bincount(tree.lane[plain], minlength=size)
+    most = int(own[done[own].argmax()])
+    named = own[(trace.lanes["name"] == "main thread").to_numpy()[own]]
+    return int(named[0]) if named.size and done[named[0]] * _FAR_MORE >= done[most] else most
 
 
 def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
@@ -177,8 +207,28 @@ def _filled(
     return begin, done, head, tail
 
 
-def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Quiet times in which another thread communicates, in place.
+def _elsewhere(tree: HostTree, host: Segments, quiet: Ints, talk: Ints) -> _Waits:
+    """Quiet self times of one thread beside the main one that end about when communication of another one does."""
+    begin, done, head, tail = (np.full(quiet.size, -1, dtype=np.int64) for _ in range(4))
+    if quiet.size and talk.size:
+        _communicated(tree, host, quiet, talk, (begin, done, head, tail))
+        low, high = host.start[quiet], host.end[quiet]
+        done[high - done > np.maximum(_AWAKE_NS, _ALONE * (high - low))] = -1
+    return _Waits(quiet, begin, done, head, tail)
+
+
+def _in_order(waits: list[_Waits]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """The segments of all that something filled, ascending, with what filled them."""
+    segment, begin, done, head, tail = (
+        np.concatenate([getattr(one, name) for one in waits]) for name in ("segment", "begin", "done", "head", "tail")
+    )
+    order = np.argsort(segment, kind="stable")
+    order = order[done[order] >= 0]
+    return segment[order], begin[order], done[order], head[order], tail[order]
+
+
+def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found: tuple[Ints, Ints, Ints, Ints]) -> Ints:
+    """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
 
     Of all quiet times that a communication shares, the one that shares most of it waited for it. It may end before:
     the thread that communicates wakes the waiting one, and ends its own event when it is its turn again.
@@ -199,6 +249,8 @@ def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found:
     begin[quiet], done[quiet] = since[fits], until[fits]
     head[quiet] = np.where(tree.start[event] >= low[quiet], host.first[event], -1)
     tail[quiet] = host.last[event]
+    taken: Ints = event
+    return taken
 
 
 def _woken(host: Segments, tree: HostTree, heads: Ints, main: int) -> tuple[Ints, Ints]:

@@ -123,12 +123,12 @@ def test_launches_that_find_the_queue_full_wait_for_the_work_that_makes_room() -
     assert graph.coverage.filter(pl.col("outcome") == "held up by a full queue")["count"][0] >= 40
 
 
-def backward(*, inside: bool) -> TraceBuilder:
+def backward(*, inside: bool, thread: int = 1) -> TraceBuilder:
     """The main thread starts the backward pass on another thread and waits for it."""
-    built = TraceBuilder().annotation("## start ##", 0, 5)
+    built = TraceBuilder().annotation("## start ##", 0, 5, thread=thread)
     if inside:
-        built.annotation("## backward ##", 6, 2000)
-    built.op("aten::ones_like", 10, 20).op("aten::next", 2100, 50)
+        built.annotation("## backward ##", 6, 2000, thread=thread)
+    built.op("aten::ones_like", 10, 20, thread=thread).op("aten::next", 2100, 50, thread=thread)
     for number in range(10):
         name = "autograd::engine::evaluate_function: MmBackward0"
         built.op(name, 200 + 150 * number, 140, thread=2)
@@ -149,6 +149,35 @@ def test_the_main_thread_waits_for_the_backward_pass_inside_self_time_too(inside
     out = graph.edges.filter((pl.col("kind") == "cross-thread") & ~pl.col("to_end")).to_dicts()
     assert graph.nodes["start_ns"][out[0]["target"]] == 200 * 1000
     assert graph.nodes["lane"][out[0]["source"]] == wait[0]["lane"]
+
+
+@pytest.mark.parametrize("first_does", ["nothing", "one annotation"])
+def test_a_program_that_trains_in_another_thread_waits_there(first_does: str) -> None:
+    built = backward(inside=True, thread=9)
+    if first_does == "one annotation":
+        built.annotation("serve forever", 0, 3000)
+    graph = link_rank(built.build())
+    graph.check()
+    wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(200, 1490)]
+    assert graph.lanes["thread"].gather([row["lane"] for row in wait]).to_list() == ["9"]
+
+
+@pytest.mark.parametrize(("ends", "waits"), [(1995, 1), (1300, 0)])
+def test_a_thread_of_the_backward_pass_waits_in_self_time_for_communication(ends: int, waits: int) -> None:
+    built = TraceBuilder().op("aten::mm", 0, 90)
+    built.op("autograd::engine::evaluate_function: RingBackward", 100, 1900, thread=2)
+    built.op("c10d::allreduce_", 110, 50, thread=2)
+    built.annotation("gloo:all_reduce", 165, ends - 165, thread=5)
+    graph = link_rank(built.build())
+    graph.check()
+    lane = graph.lanes.filter(pl.col("thread") == "2")["lane"][0]
+    found = graph.nodes.filter(pl.col("kind") == "wait", pl.col("lane") == lane)
+    assert found.height == waits
+    if waits:
+        assert (found["start_ns"][0] // 1000, found["duration_ns"][0] // 1000) == (165, 1830)
+        into = graph.edges.filter(pl.col("target") == found["node"][0], pl.col("to_end"))
+        assert graph.nodes["name"].gather(into["source"]).to_list() == ["gloo:all_reduce"]
 
 
 def test_a_worker_that_was_idle_is_woken_by_what_ended_last() -> None:
