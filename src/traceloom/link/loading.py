@@ -10,6 +10,7 @@ from traceloom.link.host_device import match
 from traceloom.link.inputs import AnyPath, RankInput, Window, find_inputs
 from traceloom.link.matching import Matching
 from traceloom.model import Trace
+from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
 from traceloom.read.cache import Cache
 from traceloom.read.host_trace import read_host_trace
@@ -64,12 +65,14 @@ def load_ranks(
     """
     found = find_inputs(*paths, window=window)
     out = LoadedRanks(found.name, notices=list(found.notices), refused=list(found.refused))
+    # Host traces first: a device trace may be decoded beside until then (see `traceloom.read.ahead`).
+    hosts = [_host_trace(one) for one in found.ranks]
     devices = read_all([one.device for one in found.ranks], cache=_cache(cache), report=progress)
-    for one, trace in zip(found.ranks, devices, strict=True):
+    for one, host, trace in zip(found.ranks, hosts, devices, strict=True):
         if isinstance(trace, InputError):
             out.refused.append(trace)
             continue
-        matching = match_rank(one, trace, out.notices)
+        matching = _matched(one, host, trace, out.notices)
         out.ranks.append(LoadedRank(one.rank, trace, matching))
     if not out.ranks:
         raise out.refused[0]
@@ -80,21 +83,35 @@ def _cache(wanted: bool) -> Cache | None:
     return Cache() if wanted else None
 
 
-def match_rank(one: RankInput, trace: Trace, notices: list[Notice]) -> Matching | None:
+def _host_trace(one: RankInput) -> HostTrace | InputError | None:
+    """The host trace of a rank, or why it cannot be read; None where there is none."""
+    if one.host is None:
+        return None
+    try:
+        return read_host_trace(one.host.path, capture=one.host.entry)
+    except InputError as error:
+        return error
+
+
+def _matched(
+    one: RankInput, host: HostTrace | InputError | None, trace: Trace, notices: list[Notice]
+) -> Matching | None:
     """Join the host trace of a rank to its device trace; over the graph step where a capture has one.
 
     Args:
         one: The files.
+        host: The host trace, read.
         trace: The device trace, read.
         notices: Told why a capture's host trace is left out.
 
     Raises:
         InputError: A host trace that the user gave cannot be read, or is of another process.
     """
-    if one.host is None:
+    if one.host is None or host is None:
         return None
     try:
-        host = read_host_trace(one.host.path, capture=one.host.entry)
+        if isinstance(host, InputError):
+            raise host
         if one.graph_step is None:
             return match(trace, host)
         step = read_kineto(one.graph_step.path, capture=one.graph_step.entry)
