@@ -10,7 +10,7 @@ import sys
 
 from traceloom.cli import main
 
-_ALLOCATIONS = 100_000  # between two looks for cycles; after the usual 700, loading modules alone has dozens
+_ALLOCATIONS = 300_000  # between two looks for cycles; after the usual 700, loading modules alone has dozens
 _LARGE = 4 << 20  # until glibc has seen such a block freed, it hands memory back at once, and every column faults anew
 
 

@@ -241,7 +241,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     nodes = frame.with_columns(
         pl.int_range(event.size, dtype=gs.Node).alias("node"),
         labels.alias("kind"),
-        pl.col("name").fill_null(pl.when(labels == gs.THINK).then(pl.lit("think")).otherwise(labels.cast(pl.String))),
+        pl.col("name").fill_null(pl.Series(gs.NODE_KINDS).gather(kind)),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
         nullable(lane, pl.UInt32, absent=-1).alias("lane"),
         pl.Series("start_ns", start),

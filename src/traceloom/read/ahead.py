@@ -39,7 +39,8 @@ def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]
     if not _LEAST <= _size(path) <= _MOST or not _has_room() or (cache and cache.holds(path)):
         yield
         return
-    _running[path] = _Fork(path)
+    with contextlib.suppress(OSError):  # there may be no more processes, files or memory to be had
+        _running[path] = _Fork(path)
     try:
         yield
     finally:
@@ -58,10 +59,15 @@ class _Fork:
 
     def __init__(self, path: Path) -> None:
         self._answer, into = os.pipe()
-        self._process = os.fork()
-        if not self._process:
-            _decode_into(path, into)
-        os.close(into)
+        try:
+            self._process = os.fork()
+            if not self._process:
+                _decode_into(path, into)
+        except OSError:
+            os.close(self._answer)
+            raise
+        finally:
+            os.close(into)
 
     def answer(self) -> Decoded | None:
         """What it found, when it has; None where it failed."""
@@ -70,14 +76,19 @@ class _Fork:
                 found: Decoded = pickle.load(pipe)  # noqa: S301  (written by this very program)
             except (EOFError, pickle.UnpicklingError):
                 found = None  # type: ignore[assignment]
-        os.waitpid(self._process, 0)
+        self._gone()
         return found
 
     def stop(self) -> None:
         """Nobody wants to know any more."""
         os.close(self._answer)
-        os.kill(self._process, signal.SIGKILL)
-        os.waitpid(self._process, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+        self._gone()
+
+    def _gone(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # where somebody ignores SIGCHLD, the system has seen to it
+            os.waitpid(self._process, 0)
 
 
 def _decode_into(path: Path, into: int) -> NoReturn:
@@ -104,9 +115,9 @@ def _size(path: Path) -> int:
 
 def _has_room() -> bool:
     """Whether there is something to do meanwhile, a core for it, and no other thread that a fork would cut off."""
-    return (
-        sys.platform == "linux"
-        and "polars" not in sys.modules
-        and len(os.sched_getaffinity(0)) > 1
-        and len(list(Path("/proc/self/task").iterdir())) == 1
-    )
+    if sys.platform != "linux" or "polars" in sys.modules or len(os.sched_getaffinity(0)) < 2:
+        return False
+    try:
+        return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208  (of names alone)
+    except OSError:
+        return False

@@ -73,6 +73,15 @@ def test_a_process_that_is_killed_costs_nothing_but_time(trace: Path) -> None:
     assert run(f"with ahead.decoding([path], None):\n{kill}{COMPARE}", trace) == ["True"] * 5
 
 
+def test_a_system_that_allows_no_process_or_ends_it_unseen_is_no_obstacle(trace: Path) -> None:
+    begin = "with ahead.decoding([path], None):\n    print(bool(ahead._running))\n"
+    ignored = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    assert run(ignored + begin + COMPARE, trace) == ["True"] * 6
+    assert run(ignored + begin, trace) == ["True"]
+    refused = "def fork():\n    raise BlockingIOError(11, 'try again')\nos.fork = fork\n"
+    assert run(refused + begin + COMPARE, trace) == ["False", *["True"] * 5]
+
+
 def test_a_process_whose_answer_nobody_wants_is_ended(trace: Path) -> None:
     assert run("with ahead.decoding([path], None):\n    print(alone())\nprint(alone(), ahead._running)", trace) == [
         "False",
