@@ -20,6 +20,7 @@ from traceloom.anonymize.public import host_names, is_schema, is_type
 from traceloom.anonymize.structure import FUSED
 from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
 from traceloom.anonymize.writing import opened
+from traceloom.chakra.graph_metadata import is_ours
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata, IOInfo, Node, NodeType
 from traceloom.chakra.stream import EtReader, EtWriter
 from traceloom.model.host_trace import GROUP_LIST
@@ -311,12 +312,18 @@ def _bytes(value: Any) -> bytes:
 
 
 def first_start_us(path: Path) -> int | None:
-    """The earliest start time of a `.et` file; None where it has none."""
+    """The earliest start time of a `.et` file; None where it has none.
+
+    0 says elsewhere that a node has no time. In files that a graph was written to, `start_ns` tells which have: their
+    first node may well start at 0, and must not be moved against the others.
+    """
     earliest: int | None = None
     with EtReader(path) as reader:
+        ours = is_ours(reader.metadata)
         for node in reader:
             start = node.start_time_micros
-            if start and (earliest is None or start < earliest):
+            timed = start > 0 or (ours and any(attribute.name == "start_ns" for attribute in node.attr))
+            if timed and (earliest is None or start < earliest):
                 earliest = start
     return earliest
 

@@ -86,7 +86,7 @@ class Run:
         self.utility: list[dict[str, Any]] = []
         self.refused: list[InputError] = []
         self._seen: dict[Path, _Seen] = {}
-        self._origin_us = 0
+        self._origin_us: int | None = None
         self._collapsed = policy.structure == COLLAPSE
         self._rounded = policy.shapes == BUCKET
 
@@ -129,7 +129,7 @@ class Run:
                     self.refused.append(error)
                     continue
                 if first is not None:
-                    self._origin_us = min(first, self._origin_us or first)
+                    self._origin_us = first if self._origin_us is None else min(first, self._origin_us)
             kept.append(source)
         self._found.files[:] = kept
         if not kept:
@@ -173,7 +173,7 @@ class Run:
         elif source.kind == sources.GROUPS:
             write_groups(source.path, self.rules, account, target)
         else:
-            ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us).write(target)
+            ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us or 0).write(target)
             self._compare_chakra(source, target)
         self.account.add(account)
         self.files.append(

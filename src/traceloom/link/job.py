@@ -181,6 +181,8 @@ def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) 
 def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: Clock) -> pl.DataFrame:
     """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
     nodes, lanes = before
+    if key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift):
+        return frame
     lane = (pl.col("lane") + lanes).cast(pl.UInt32)
     if key == "nodes":
         return _on_job_clock(frame, shift, clock).with_columns((pl.col("node") + nodes).cast(pl.UInt32), lane)

@@ -16,10 +16,12 @@ from planting import Anonymise, write_json
 
 from traceloom.anonymize import Key, Policy, anonymize
 from traceloom.anonymize import run as run_module
+from traceloom.chakra.graph import write_rank
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, write
 from traceloom.cli import main
 from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.link.rank import link_rank
 from traceloom.model import Trace
 from traceloom.read import load, read_kineto
 from traceloom.testing import TraceBuilder
@@ -176,6 +178,27 @@ def test_collapsing_hides_the_tree_and_keeps_the_gpu_and_its_causes(run: Anonymi
     launches = trace.events.filter(category="runtime").select("start_ns", "nested_end_ns").rows()
     fused = trace.events.filter(name="host_work").select("start_ns", "nested_end_ns").rows()
     assert all(end <= start or begin >= stop for start, stop in launches for begin, end in fused)
+
+
+def test_a_linked_workload_keeps_the_distance_of_all_its_nodes(run: Anonymise, tmp_path: Path) -> None:
+    built = TraceBuilder().op("aten::mm", 0, 50).op("aten::add", 60, 20)
+    built.launch("cudaLaunchKernel", 10, 5, correlation=1).kernel("k", 30, 20, correlation=1)
+    write_rank(link_rank(built.build()), tmp_path / "workload.0.et")
+    outcome = run(tmp_path / "workload.0.et")
+
+    def starts(path: Path) -> list[tuple[int, int]]:
+        with EtReader(path) as reader:
+            return [
+                (node.start_time_micros, attribute.int64_val)
+                for node in reader
+                for attribute in node.attr
+                if attribute.name == "start_ns"
+            ]
+
+    before = starts(tmp_path / "workload.0.et")
+    assert (0, 0) in before
+    assert len(before) > 4
+    assert starts(outcome.output / "workload.0.et") == before
 
 
 def test_collapsing_joins_chains_of_a_chakra_file(run: Anonymise, tmp_path: Path) -> None:
