@@ -181,7 +181,7 @@ def fp32_matmul(host: Host) -> Found:
 
 def single_tensor_optimizer(host: Host) -> Found:
     """An optimizer goes through its parameters one by one."""
-    frames = np.flatnonzero(host.named(r"_single_tensor_\w+$"))
+    frames = np.flatnonzero(host.named(r"_single_tensor_[0-9A-Za-z_]+$"))
     if host.has_stacks:
         names = host.words.names.gather(host.code[frames]).to_list()
         return Found(frames, "correlated", tuple(name.rsplit(": ", 1)[-1] for name in names))

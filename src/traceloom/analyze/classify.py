@@ -23,6 +23,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
 from traceloom.model.category import CATEGORIES as _ALL
 from traceloom.model.category import COPY, FILL, GPU_WORK, KERNEL
+from traceloom.model.letter_case import contain
 from traceloom.read.large import column, on_disk
 from traceloom.read.order import Texts
 
@@ -58,14 +59,6 @@ class Rule:
                 hint=f"use one of {', '.join(CATEGORIES)}",
             )
         check_pattern(self.name, self.pattern)
-
-    @property
-    def _expression(self) -> str:
-        return f"(?i){self.pattern}"
-
-    def matches(self, column: str = "name") -> pl.Expr:
-        """True where the rule matches the names in `column`."""
-        return pl.col(column).str.contains(self._expression)
 
 
 @lru_cache(maxsize=1)
@@ -107,9 +100,9 @@ def classify(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
         `work` with the columns `category` and `rule`.
     """
     ordered = (*rules, *built_in_rules())
-    first = pl.coalesce(pl.when(rule.matches()).then(index) for index, rule in enumerate(ordered))
-    which = pl.when(pl.col("kind") == KERNEL).then(first.fill_null(len(ordered))).otherwise(len(ordered) + 1)
-    number = work.select(which).to_series()
+    matches = [hits.fill_null(value=False).to_numpy() for hits in contain(work["name"], [r.pattern for r in ordered])]
+    first = np.argmax([*matches, np.ones(work.height, dtype=np.bool_)], axis=0)
+    number = np.where((work["kind"] == KERNEL).to_numpy(), first, len(ordered) + 1)
     categories = [*(rule.category for rule in ordered), "compute", "memory"]
     return work.with_columns(
         pl.Series("category", categories, dtype=CategoryType).gather(number),

@@ -46,8 +46,8 @@ SPENT = pl.Schema({"step": pl.Int32(), "part": pl.Enum(PARTS), "ns": pl.Int64()}
 # What the training loop calls: PyTorch's own span around it, or the frame of the iterator where stacks are recorded.
 SPAN = r"^enumerate\(DataLoader\)#|^enumerate\(.*DataLoader.*\)#"
 FRAME = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): __next__$"
-_BY_WORKERS = r"_MultiProcessing\w*Iter|(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$"
-_IN_THE_LOOP = r"_SingleProcess\w*Iter|(^|/)torch/utils/data/_utils/fetch\.py\("
+_BY_WORKERS = r"_MultiProcessing[A-Za-z]*Iter|(^|/)torch/utils/data/dataloader\.py\(\d+\): (_try_get_data|_get_data)$"
+_IN_THE_LOOP = r"_SingleProcess[A-Za-z]*Iter|(^|/)torch/utils/data/_utils/fetch\.py\("
 _PLACES = (
     ("fetch", r"(^|/)torch/utils/data/_utils/fetch\.py\("),
     ("collate", r"(^|/)torch/utils/data/_utils/collate\.py\("),

@@ -43,7 +43,7 @@ LOCKS = (
     r"^<built-in method (acquire|__enter__|_acquire_restore) of _?(thread|multiprocessing|threading)\."
     r"|(^|/)threading\.py\(\d+\): (acquire|wait|wait_for|_wait_for_tstate_lock|_acquire_restore|join)$"
     r"|(^|/)(multiprocessing/(synchronize|queues)|queue)\.py\(\d+\): (acquire|__enter__|wait|get)$"
-    r"|\bLock\.acquire\b|(?i:\bfutex|pthread_(mutex|rwlock|cond)_\w*(lock|wait)|\bsem_(timed)?wait\b)"
+    r"|\bLock\.acquire\b|(?i:\bfutex|pthread_(mutex|rwlock|cond)_[a-z_]*(lock|wait)|\bsem_(timed)?wait\b)"
 )
 
 

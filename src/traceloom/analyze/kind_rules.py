@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from traceloom.analyze import rule_table
 from traceloom.analyze.rule_table import check_pattern
 from traceloom.errors import InputError, UsageError
+from traceloom.model.letter_case import contain
 
 KINDS: tuple[str, ...] = (
     "gemm",
@@ -157,6 +158,4 @@ class Matcher:
 
 def holding(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:
     """For each expression, which names hold it, upper and lower case alike."""
-    frame = names.alias("name").to_frame()
-    columns = [pl.col("name").str.contains(f"(?i){text}").alias(str(at)) for at, text in enumerate(expressions)]
-    return [column.to_numpy() for column in frame.select(columns)] if columns else []
+    return [column.to_numpy() for column in contain(names, expressions)]

@@ -47,7 +47,10 @@ _VLLM_OLD = re.compile(r"^execute_new_(\d+)_cached_(\d+)$")
 _SGLANG = re.compile(r"^step\[(\w+)((?: \w+=\d+)*)\]$")
 _ATOM = re.compile(r"^(prefill|decode|mixed)\[((?:\w+=\d+ ?)*)\]$")
 _SUMS = re.compile(r"^sq(\d+)sk(\d+)")
-_ANY = r"^execute(_\d+)?_(context|new)_\d|^step\[\w+[ \]]|^(prefill|decode|mixed)\[(\w+=\d+ ?)*\]$"
+_ANY = (  # ASCII ranges: \w and \d of all scripts cost three times as much
+    r"^execute(_[0-9]+)?_(context|new)_[0-9]|^step\[[0-9A-Za-z_]+[ \]]"
+    r"|^(prefill|decode|mixed)\[([0-9A-Za-z_]+=[0-9]+ ?)*\]$"
+)
 _SGLANG_KINDS = {
     "EXTEND": "prefill",
     "PREFILL": "prefill",

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
+from traceloom.model.letter_case import contains
 from traceloom.read import ondisk
 from traceloom.read.large import is_large
 from traceloom.read.ondisk import lookup
@@ -31,7 +32,7 @@ class Vocabulary:
     def matching(self, pattern: str) -> NDArray[np.bool_]:
         """Which names hold the regular expression; shape (names,). Remembered, so nobody may change it."""
         if pattern not in self._matched:
-            self._matched[pattern] = self.names.str.contains(pattern).to_numpy()
+            self._matched[pattern] = contains(self.names, pattern).to_numpy()
             self._matched[pattern].flags.writeable = False
         return self._matched[pattern]
 

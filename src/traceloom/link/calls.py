@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from traceloom.model.letter_case import contains
+
 # cuda, cu, hip, ze, ur, pi, sycl and mtia spellings; matched with upper and lower case alike.
 LAUNCHES = (
     r"(?i)launch|memcpy|memset|mem_?copy|mem_?fill|enqueue|append(memory|launch)|eventsbarrier|prefetchasync"
@@ -29,7 +31,7 @@ POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
 def named(names: pl.Series, pattern: str) -> pl.Series:
     """Which of the names match the pattern, looked at once per distinct name."""
     different = names.unique().drop_nulls()
-    hits = different.filter(different.str.contains(pattern))
+    hits = different.filter(contains(different, pattern))
     if not hits.len():
         return pl.Series(names.name, [False], dtype=pl.Boolean).new_from_index(0, names.len())
     return names.is_in(hits.implode()).fill_null(value=False)

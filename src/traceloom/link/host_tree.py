@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from traceloom.link.calls import POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.letter_case import contains
 from traceloom.read.nesting import nesting_depths
 from traceloom.read.order import innermost
 
@@ -64,7 +65,7 @@ class HostTree(Struct, frozen=True):
 
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
         """Which events, of all or of those at some positions, have a name that holds the regular expression."""
-        hits = self.words.str.contains(pattern).to_numpy()
+        hits = contains(self.words, pattern).to_numpy()
         found: Bools = hits[self.word if position is None else self.word[position]]
         return found
 
