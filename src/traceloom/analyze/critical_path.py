@@ -29,6 +29,7 @@ from traceloom.link import link_session
 from traceloom.model import Session, Trace, units
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
+from traceloom.retime.arrays import point_times
 from traceloom.retime.law import HONEST, Law, law
 from traceloom.retime.slack import slack_ns
 
@@ -146,7 +147,7 @@ def _with_data(graph: Graph, session: Session, window: Window, found: Pieces) ->
 def _result(graph: Graph, window: Window, found: Pieces) -> CriticalPath:
     length = window.high - window.low
     near = length // 100
-    slack = slack_ns(graph, int(graph.point_times()[window.last]))
+    slack = slack_ns(graph, int(point_times(graph)[window.last]))
     path = tables.path(graph, found)
     classes = tables.classes(path, length)
     names = tables.names(graph, window, path, slack, near)

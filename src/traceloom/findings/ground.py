@@ -24,6 +24,7 @@ from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
 from traceloom.retime import Plan
+from traceloom.retime.arrays import point_times
 from traceloom.retime.law import Law, law
 from traceloom.simulate import Scenario
 from traceloom.simulate.changes import Change
@@ -73,7 +74,7 @@ class Ground:
     @cached_property
     def whole_ns(self) -> int:
         """From the first to the last moment of the graph."""
-        times = self.graph.point_times()
+        times = point_times(self.graph)
         return int(np.ptp(times)) if times.size else 0
 
     @cached_property
@@ -94,7 +95,7 @@ class Ground:
         return max(self._length_of(rank == one) for one in np.unique(rank))
 
     def _length_of(self, mine: Bools) -> tuple[int, int]:
-        times = self.graph.point_times()
+        times = point_times(self.graph)
         begin, end = times[0::2][mine], times[1::2][mine]
         whole = int(end.max() - begin.min()) if end.size else 0
         if self.elsewhere is None:

@@ -9,14 +9,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.errors import InvariantError
 from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
 from traceloom.link.collectives import Joined, join_parts
 from traceloom.link.meeting import meet
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
-from traceloom.model.points import topological
+from traceloom.model.points import acyclic
+from traceloom.retime.arrays import points
 
 Ints = NDArray[np.int64]
 
@@ -81,7 +81,8 @@ def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
     for kept in (np.ones(len(by_number), dtype=np.bool_), by_number):
         instance = np.where(kept, joined.instance, -1)
         graph = _numbered(merged, instance, joined.evidence)
-        if not (instance >= 0).any() or _acyclic(graph):  # what does not meet is ordered as each rank is
+        # What does not meet is ordered as each rank is.
+        if not (instance >= 0).any() or acyclic(graph.nodes.height, *points(graph)):
             dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
             return graph, [_circle(dropped)] if dropped else []
     nothing = np.full(len(by_number), -1, dtype=np.int64)
@@ -91,14 +92,6 @@ def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
 def _numbered(merged: Graph, instance: Ints, evidence: list[str | None]) -> Graph:
     numbers = pl.Series("instance", instance).replace(-1, None).cast(pl.Int64)
     return meet(replace(merged, communication=merged.communication.with_columns(numbers)), evidence)
-
-
-def _acyclic(graph: Graph) -> bool:
-    try:
-        topological(graph.nodes.height, *graph.points())
-    except InvariantError:
-        return False
-    return True
 
 
 def _circle(count: int) -> Notice:
@@ -113,10 +106,12 @@ def _communication(parts: Sequence[Graph], epoch: int) -> pl.DataFrame:
     """The communication of all ranks in one frame, in the order of `parts`, on a common epoch."""
     frames = []
     for number, part in enumerate(parts):
-        nodes = part.nodes.select("node", "rank", "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end"))
+        nodes = part.nodes.select("rank", "start_ns", "duration_ns")[part.communication["node"]]
         shift = part.epoch_ns - epoch
         frames.append(
-            part.communication.join(nodes, on="node", how="left", maintain_order="left").with_columns(
+            part.communication.with_columns(
+                nodes["rank"], nodes["start_ns"], (nodes["start_ns"] + nodes["duration_ns"]).alias("end")
+            ).with_columns(
                 pl.lit(number).alias("part"),
                 (pl.col("start_ns") + shift).alias("start_ns"),
                 (pl.col("end") + shift).alias("end_ns"),

@@ -46,22 +46,20 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
         (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
     )
     arrivals = _arrival_times(arrivals, parts)
-    nodes = pl.concat([graph.nodes, _rendezvous_nodes(meetings, arrivals), _arrival_nodes(arrivals)])
-    edges = pl.concat([graph.edges, _into(parts), _out_of(parts, nodes), _arrival_edges(arrivals, parts)])
+    met = _rendezvous_nodes(meetings, arrivals)
+    nodes = pl.concat([graph.nodes, met, _arrival_nodes(arrivals)])
+    edges = pl.concat([graph.edges, _into(parts), _out_of(parts, met), _arrival_edges(arrivals, parts)])
     return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
 
 
 def _parts(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
     """One row per communication node: times, which operation, whom it waits for, whether others wait for it."""
-    nodes = graph.nodes.select(
-        "node",
-        "rank",
-        "name",
-        pl.col("start_ns").alias("from"),
-        (pl.col("start_ns") + pl.col("duration_ns")).alias("to"),
-    )
-    parts = graph.communication.with_columns(pl.Series("evidence", evidence, dtype=pl.String)).join(
-        nodes, on="node", how="left", maintain_order="left"
+    nodes = graph.nodes.select("rank", "name", "start_ns", "duration_ns")[graph.communication["node"]]
+    parts = graph.communication.with_columns(
+        pl.Series("evidence", evidence, dtype=pl.String),
+        *nodes.select(
+            "rank", "name", pl.col("start_ns").alias("from"), (pl.col("start_ns") + pl.col("duration_ns")).alias("to")
+        ),
     )
     alone = pl.col("instance").is_null()
     own = pl.int_range(pl.len(), dtype=pl.Int64)
@@ -180,10 +178,8 @@ def _into(parts: pl.DataFrame) -> pl.DataFrame:
     return _edges(ends, "rendezvous", from_end=False, to_end=False)
 
 
-def _out_of(parts: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
-    when = nodes.filter(pl.col("kind") == gs.RENDEZVOUS).select(
-        pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns"
-    )
+def _out_of(parts: pl.DataFrame, meetings: pl.DataFrame) -> pl.DataFrame:
+    when = meetings.select(pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns")
     met = parts.filter(pl.col("meeting").is_not_null() & pl.col("takes")).join(
         when, on="meeting", how="left", maintain_order="left"
     )

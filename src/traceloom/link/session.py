@@ -15,6 +15,7 @@ from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session, Trace
 from traceloom.model.notice import Notice
 from traceloom.read.freeing import give_back
+from traceloom.read.parked import Lot, many
 from traceloom.retime import calibrate
 
 Say = Callable[[str], None]
@@ -79,14 +80,17 @@ def link_session(session: Session, *, step: int | None = None, progress: Say | N
         return remembered[step]
     say = progress or _silent
     chosen, notices = _chosen(session, step)
-    parts = []
+    several = many(chosen)
+    parts, lot = [], Lot()
     for number, trace in enumerate(chosen, 1):
         who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
         say(f"linking {who}")
-        parts.append(link_rank(trace) if step is None else _step_of(trace, step))
+        part = link_rank(trace) if step is None else _step_of(trace, step)
+        parts.append(lot.graph(part) if several else part)
     say("joining ranks and calibrating")
     merged = join(parts, session.name)
     parts.clear()  # calibrating needs as much again
+    merged = Lot().graph(merged) if several else merged
     give_back()
     graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
     give_back()

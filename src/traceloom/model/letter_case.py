@@ -15,7 +15,9 @@ import polars as pl
 _ANY_CASE = "(?i)"
 # What means the same when its letters are put to lower case: no escape that a capital or a code point follows, no group
 # with flags or a name, no range but the usual ones (and no `[:upper:]`).
-_PLAIN = re.compile(r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*")
+_PLAIN = re.compile(
+    r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
+)
 
 
 @lru_cache(maxsize=256)

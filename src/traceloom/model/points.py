@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from traceloom.errors import InvariantError
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+_MOST_LISTED = 200_000  # runs; a list takes four times the room of an array
 
 
 class Layers(Struct, frozen=True):
@@ -47,14 +50,16 @@ def layers(chained: Bools, source: Ints, target: Ints) -> Layers | None:
     count = first.size
     from_run, to_run = run[source], run[target]
     follows = chained[first]
-    waits: list[int] = (np.bincount(to_run, minlength=count) + follows).tolist()
+    many = count > _MOST_LISTED
+    waits = _by_number(np.bincount(to_run, minlength=count) + follows, many)
     by_source = np.argsort(from_run, kind="stable")
-    reached: list[int] = to_run[by_source].tolist()
-    bounds: list[int] = np.searchsorted(from_run[by_source], np.arange(count + 1)).tolist()
-    next_follows: list[bool] = [*follows[1:].tolist(), False]
-    layer = [0] * count
+    reached = _by_number(to_run[by_source], many)
+    bounds = _by_number(np.searchsorted(from_run[by_source], np.arange(count + 1)), many)
+    next_follows = _by_number(np.append(follows[1:], False), many)
+    found = np.zeros(count, dtype=np.int64, like=chained)
+    layer = _by_number(found, many)
     ready = [at for at, left in enumerate(waits) if not left]
-    order: list[int] = []
+    order = array("q")
     while ready:
         at = ready.pop()
         while True:
@@ -80,9 +85,16 @@ def layers(chained: Bools, source: Ints, target: Ints) -> Layers | None:
                 break
     if len(order) < count:
         return None
-    rank = np.empty(count, dtype=np.int64)
-    rank[order] = np.arange(count)
-    return Layers(run, rank, np.array(layer, dtype=np.int64))
+    rank = np.empty(count, dtype=np.int64, like=chained)
+    rank[np.frombuffer(order, dtype=np.int64)] = np.arange(count)
+    if not many:
+        found[:] = layer
+    return Layers(run, rank, found)
+
+
+def _by_number(values: NDArray[Any], many: bool) -> Any:
+    """The values as a list, or as a view of the array, which is slower but takes no object for each."""
+    return values.data if many else values.tolist()
 
 
 def topological(nodes: int, source: Ints, target: Ints) -> Ints:
@@ -96,14 +108,23 @@ def topological(nodes: int, source: Ints, target: Ints) -> Ints:
     Raises:
         InvariantError: `broken-cycle`: there is none.
     """
-    chained = np.zeros(2 * nodes, dtype=np.bool_)
-    chained[1::2] = True
-    neighbours = (target == source + 1) & (source % 2 == 1)
-    chained[target[neighbours]] = True
-    found = layers(chained, source[~neighbours], target[~neighbours])
+    found = _of_points(nodes, source, target)
     if found is None:
         raise cycle(nodes, source, target)
     return np.argsort(found.rank[found.run], kind="stable")
+
+
+def acyclic(nodes: int, source: Ints, target: Ints) -> bool:
+    """Whether there is such an order; arguments as of `topological`."""
+    return _of_points(nodes, source, target) is not None
+
+
+def _of_points(nodes: int, source: Ints, target: Ints) -> Layers | None:
+    chained = np.zeros(2 * nodes, dtype=np.bool_, like=source)
+    chained[1::2] = True
+    neighbours = (target == source + 1) & (source % 2 == 1)
+    chained[target[neighbours]] = True
+    return layers(chained, source[~neighbours], target[~neighbours])
 
 
 def cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:

@@ -288,8 +288,10 @@ def _nonzero(values: Any) -> tuple[Array]:
     return (result,)
 
 
-def _concatenate(arrays: Any, *_: Any, dtype: Any = None, **__: Any) -> Array:
+def _concatenate(arrays: Any, axis: int = 0, *_: Any, dtype: Any = None, **__: Any) -> Array:
     parts = [np.atleast_1d(_plain(part)) for part in arrays]
+    if any(part.ndim > 1 for part in parts):  # tables stay in memory
+        return np.concatenate(parts, axis=axis, dtype=dtype)
     result = empty(sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype)
     at = 0
     for part in parts:

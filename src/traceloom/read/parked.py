@@ -1,4 +1,4 @@
-"""Sessions too large for memory: the columns of their traces lie in files that are mapped, one file for many columns.
+"""Sessions too large for memory: columns of their traces and graphs lie in files that are mapped, many in one file.
 
 The files have no name any more, so they vanish with the process, however that ends; the system takes the pages back
 whenever it needs room. See `ondisk` for single traces that are too large.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.model import Trace
+from traceloom.model import Graph, Trace
 from traceloom.read import large, mapped, ondisk
 
 SESSION_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
@@ -24,6 +25,11 @@ _ALIGNED = 64
 _LEAST_ROWS = 1024  # of a frame; smaller ones stay in memory
 
 Array = NDArray[Any]
+
+
+def many(traces: Iterable[Trace]) -> bool:
+    """Whether traces together are so large that what is made of each is kept in files."""
+    return sum(trace.meta.file_bytes for trace in traces) > SESSION_BYTES
 
 
 class Lot:
@@ -53,12 +59,27 @@ class Lot:
         Raises:
             InputError: `no-space`: the disk is full.
         """
-        frames: dict[str, Any] = {
-            name: pl.DataFrame([self._column(frame[column]) for column in frame.columns])
-            for name, frame in trace.frames().items()
-            if frame.height >= _LEAST_ROWS
-        }
+        frames: dict[str, Any] = {name: self.frame(frame) for name, frame in trace.frames().items()}
         return replace(trace, **frames)
+
+    def graph(self, graph: Graph) -> Graph:
+        """The same graph with its columns in files.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        frames: dict[str, Any] = {name: self.frame(frame) for name, frame in graph.frames().items()}
+        return replace(graph, **frames)
+
+    def frame(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """The same frame with its columns of numbers and texts in files; a small one as it is.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        if frame.height < _LEAST_ROWS:
+            return frame
+        return pl.DataFrame([self._column(frame[column]) for column in frame.columns])
 
     def _column(self, series: pl.Series) -> pl.Series:
         if series.dtype == pl.String:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.retime.arrays import array, point_times, points
 from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, same_classes, spread, usual_ns
 from traceloom.retime.medians import medians
 from traceloom.retime.running import RUNNING
@@ -61,7 +62,7 @@ class _Measured:
 
     def latest(self, values: Ints) -> Ints:
         """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
-        highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64)
+        highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64, like=self.source)
         if self.point.size:
             highest[self.held] = np.maximum.reduceat(self._ordered(values), self.first)
         return highest
@@ -124,10 +125,10 @@ def calibrate(graph: Graph) -> Graph:
 
 
 def _measured(graph: Graph) -> _Measured:
-    source, target = graph.points()
-    times = graph.point_times()
+    source, target = points(graph)
+    times = point_times(graph)
     order, first, held = _by_point(target)
-    waits = np.zeros(graph.nodes.height, dtype=np.bool_)
+    waits = np.zeros(graph.nodes.height, dtype=np.bool_, like=target)
     waits[target[target % 2 == 1] // 2] = True
     return _Measured(
         source=times[source],
@@ -156,7 +157,7 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
     The median over calls of its name that waited for nothing, or for what was done when they began; where there are
     none, over all launches that did not wait. Communication and waiting for other threads cost nothing themselves.
     """
-    kind = graph.nodes["kind"].to_physical().to_numpy()
+    kind = array(graph, graph.nodes["kind"])
     alone = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
     # How much of a kernel that ends after the one before it was waiting for that, nobody says.
     cost = np.where(alone, measured.duration, 0)
@@ -166,7 +167,7 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
         return cost
     free = call & (measured.latest(measured.source)[1::2] <= measured.start)
     code = graph.nodes["name"].gather(np.flatnonzero(call)).rank("dense").to_numpy().astype(np.int64)
-    of = np.full(kind.size, -1, dtype=np.int64)
+    of = np.full(kind.size, -1, dtype=np.int64, like=kind)
     of[call] = code
     median, count = medians(of[free], measured.duration[free], int(code.max()) + 1)
     launches = free & (kind == gs.NODE_KINDS.index(gs.LAUNCH))
@@ -191,12 +192,12 @@ def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints,
     least = np.full(size, np.iinfo(np.int64).max)
     np.minimum.at(least, found.of[known], slack[known])
     usable = known & _behind_work(graph, measured)
-    own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64)
+    own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
     # Most edges only order; what they hold back is looked at where an edge of a class leads to it, too.
-    points = np.zeros(own_end.size, dtype=np.bool_)
-    points[measured.point[usable]] = True
-    measured, at = measured.of_points(points)
+    asked = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
+    asked[measured.point[usable]] = True
+    measured, at = measured.of_points(asked)
     found, own, usable, slack = replace(found, of=found.of[at]), own[at], usable[at], slack[at]
     median = np.zeros(size, dtype=np.int64)
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
@@ -218,8 +219,8 @@ def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints,
 
 def _behind_work(graph: Graph, measured: _Measured) -> Bools:
     """Edges other than launches, and launches of work that came after other work of its stream."""
-    kind = graph.edges["kind"].to_physical().to_numpy()
-    follows = np.zeros(2 * measured.start.size, dtype=np.bool_)
+    kind = array(graph, graph.edges["kind"])
+    follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)
     follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
     usable: Bools = (kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point]
     return usable
@@ -229,8 +230,8 @@ def _residuals(measured: _Measured, delay: Ints, work: Ints) -> tuple[Ints, Ints
     """What is left over, on the last satisfied edge into each point or on the node whose work ends last."""
     arrival = measured.source + delay
     latest = measured.latest(arrival)
-    edge_residual = np.zeros(delay.size, dtype=np.int64)
-    node_residual = np.zeros(work.size, dtype=np.int64)
+    edge_residual = np.zeros(delay.size, dtype=np.int64, like=delay)
+    node_residual = np.zeros(work.size, dtype=np.int64, like=work)
     own_end = measured.start + work
     node_last = own_end >= latest[1::2]
     node_residual[node_last] = (measured.start + measured.duration - own_end)[node_last]

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.read.ondisk import lookup
+from traceloom.retime.arrays import array, point_times, points
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.running import running, usual_parts
 
@@ -66,9 +68,8 @@ def classes(graph: Graph) -> Classes:
 
 def _classes(graph: Graph) -> Classes:
     nodes, edges = graph.nodes, graph.edges
-    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
-    kind = edges["kind"].to_physical().to_numpy()
-    node_kind = nodes["kind"].to_physical().to_numpy()
+    source, target, kind = (array(graph, edges[column]) for column in ("source", "target", "kind"))
+    node_kind = array(graph, nodes["kind"])
     from_kind, to_kind = node_kind[source], node_kind[target]
     transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
     given = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
@@ -84,14 +85,14 @@ def _classes(graph: Graph) -> Classes:
     names, name_of = np.unique(called, return_inverse=True)
     calls = nodes["name"].gather(names)
     code = calls.rank("dense").to_numpy() if calls.len() else np.zeros(0, dtype=np.int64)
-    name = np.zeros(at.size, dtype=np.int64)
+    name = np.zeros(at.size, dtype=np.int64, like=kind)
     name[first | last] = code[name_of]
     overlapping = ~edges["from_end"].to_numpy()[at] & ~first & ~last
     kinds = len(gs.NODE_KINDS)
     ends = np.where(first, 0, from_kind[at]) * kinds + np.where(last, 0, to_kind[at])
     key = ((kind.astype(np.int64) * kinds * kinds + ends) * 2 + overlapping) * (calls.len() + 1) + name
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
-    of = np.full(edges.height, -1, dtype=np.int32)
+    of = np.full(edges.height, -1, dtype=np.int32, like=kind)
     of[at] = number
     return Classes(of, _table(graph, at[example]), transfer, given, meanwhile)
 
@@ -144,7 +145,7 @@ def class_delays(graph: Graph) -> Ints:
 
 def spread(found: Classes, median: Ints, own: Ints) -> Ints:
     """The constant of each edge from that of its class; `own` where it has no class."""
-    constant: Ints = np.where(found.of >= 0, np.append(median, 0)[found.of], own)
+    constant: Ints = np.where(found.of >= 0, lookup(np.append(median, 0), found.of), own)
     return constant
 
 
@@ -156,13 +157,13 @@ def own_times(graph: Graph, found: Classes) -> Ints:
     long peers that were not recorded kept us waiting) stays as it was. Work that starts while the one before runs does
     so after a part of that, see `usual_parts`.
     """
-    own = np.zeros(found.of.size, dtype=np.int64)
+    own = np.zeros(found.of.size, dtype=np.int64, like=found.of)
     own[found.running] = usual_parts(graph)
     given, at = np.flatnonzero(found.given), np.flatnonzero(found.transfer)
     if not given.size and not at.size:
         return own
-    source, target = graph.points()
-    times = graph.point_times()
+    source, target = points(graph)
+    times = point_times(graph)
     own[given] = times[target[given]] - times[source[given]]
     meeting = source[at]
     slack = times[target[at]] - times[meeting]

@@ -8,6 +8,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
+from traceloom.read.ondisk import lookup
+from traceloom.retime.arrays import array, plain, point_times, points
 from traceloom.retime.of_last import OfLast
 
 Ints = NDArray[np.int64]
@@ -44,15 +46,16 @@ def binding_edges(
         work_ns: Work of each node, with residuals; the graph's where None.
         delay_ns: Delay of each edge, with residuals; the graph's where None.
     """
-    times = graph.point_times() if times is None else times
+    source, target = points(graph)
+    times = point_times(graph) if times is None else times
     nodes, edges = graph.nodes, graph.edges
-    work = (nodes["work_ns"] + nodes["residual_ns"]).to_numpy() if work_ns is None else work_ns
-    delay = (edges["delay_ns"] + edges["residual_ns"]).to_numpy() if delay_ns is None else delay_ns
-    source, target = graph.points()
-    reached = times[source] + delay
-    own = np.full(len(times), np.iinfo(np.int64).min)
+    work = array(graph, nodes["work_ns"]) + array(graph, nodes["residual_ns"]) if work_ns is None else work_ns
+    delay = array(graph, edges["delay_ns"]) + array(graph, edges["residual_ns"]) if delay_ns is None else delay_ns
+    reached = lookup(times, source) + delay
+    own = np.full(len(times), np.iinfo(np.int64).min, like=source)
     own[1::2] = times[0::2] + work
-    bound = np.where(np.arange(len(times)) & 1 == 1, _OWN, _NOTHING)
+    bound = np.full(len(times), _NOTHING, like=source)
+    bound[1::2] = _OWN
     last = _last_into(target, reached)
     wins = reached[last] > own[target[last]]
     bound[target[last[wins]]] = last[wins]
@@ -97,22 +100,22 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
         the node's own work (the next point is the node's start), -2 for nothing.
     """
     bound = _measured_bounds(graph) if times is None else binding_edges(graph, times)
-    times = graph.point_times() if times is None else times
+    times = point_times(graph) if times is None else times
     # Of a point the one before it on the path, and itself where there is none.
-    before = np.arange(len(times))
+    before = np.arange(len(times), like=bound)
     before -= bound == _OWN
     by_edge = bound >= 0
-    before[by_edge] = graph.points()[0][bound[by_edge]]
-    ends = before == np.arange(len(times))
+    before[by_edge] = points(graph)[0][bound[by_edge]]
+    ends = before == np.arange(len(times), like=bound)
     if until is not None:
         ends |= times <= until
     walked = _walked(before, ends, last)
-    return walked, bound[walked]
+    return walked, plain(bound[walked])
 
 
 def _walked(before: Ints, ends: Bools, last: int) -> Ints:
     """The points from `last` back to the first that ends; where each comes after its neighbour, a whole run at once."""
-    run = np.arange(len(before))
+    run = np.arange(len(before), like=before)
     run[(before == run - 1) & ~ends] = 0
     np.maximum.accumulate(run, out=run)
     first, earlier, stops = run.data, before.data, ends.data
@@ -137,7 +140,7 @@ def critical_path(graph: Graph, times: Ints | None = None) -> Path:
         graph: A calibrated graph with at least one node.
         times: Times of its points; the measured ones where None.
     """
-    at = graph.point_times() if times is None else times
+    at = point_times(graph) if times is None else times
     last = int(np.flatnonzero(at == at.max())[-1])
     points, bound = trail(graph, last, times=times)
     return Path(bound[bound >= 0], points[bound == _OWN] >> 1, int(points[-1]), last)
@@ -149,7 +152,7 @@ def parts(graph: Graph, path: Path) -> pl.DataFrame:
     Returns:
         `what` (work, delay, residual, before the path begins), `kind` (of the node or edge), `count`, `time_ns`.
     """
-    times = graph.point_times()
+    times = point_times(graph)
     nodes = graph.nodes.select("kind", "work_ns", "residual_ns")[path.nodes]
     edges = graph.edges.select("kind", "delay_ns", "residual_ns")[path.edges]
     before = int(times[path.first] - times.min())

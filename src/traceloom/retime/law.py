@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from traceloom.model import units
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
+from traceloom.retime.arrays import point_times
 from traceloom.retime.critical_path import Path, critical_path, parts, unexplained
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.plan import Plan
@@ -82,7 +83,7 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
 
 
 def _law(graph: Graph, plan: Plan | None) -> Law:
-    measured = graph.point_times()
+    measured = point_times(graph)
     plan = plan or Plan(graph)
     started = time.thread_time_ns()  # other threads may be writing the graph
     exact = plan.evaluate()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
 from traceloom.model.points import cycle, layers
+from traceloom.retime.arrays import array, plain, points
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -29,7 +30,7 @@ class Terms(Struct, frozen=True):
 
     def at(self, index: Ints) -> Terms:
         """The terms of some links."""
-        return Terms(self.edge[index], self.node[index])
+        return Terms(plain(self.edge[index]), plain(self.node[index]))
 
 
 class Slice(Struct, frozen=True):
@@ -106,8 +107,8 @@ def layout(graph: Graph) -> Layout:
         InvariantError: `broken-cycle`: nodes wait for each other.
     """
     nodes, edges = graph.nodes.height, graph.edges.height
-    source, target = graph.points()
-    waits = np.zeros(nodes, dtype=np.bool_)
+    source, target = points(graph)
+    waits = np.zeros(nodes, dtype=np.bool_, like=source)
     waits[target[target % 2 == 1] // 2] = True
     start, end = _items(graph, waits)
     count = nodes + int(waits.sum())
@@ -118,21 +119,23 @@ def layout(graph: Graph) -> Layout:
     link_source = np.concatenate([np.where(from_end & waits[of], end[of], start[of]), start[waiting]])
     link_target = np.concatenate([np.where(to_end, end[to], start[to]), end[waiting]])
     terms = Terms(
-        np.concatenate([np.arange(edges), np.full(waiting.size, edges)]),
+        np.concatenate([np.arange(edges, like=source), np.full(waiting.size, edges, like=source)]),
         np.concatenate([np.where(from_end & ~waits[of], of, nodes), waiting]),
     )
-    chain = np.full(count, -1, dtype=np.int64)
+    chain = np.full(count, -1, dtype=np.int64, like=source)
     neighbours = np.flatnonzero(link_target == link_source + 1)
     chain[link_target[neighbours]] = neighbours
     inner = chain[chain >= 0]
-    crossing = np.delete(np.arange(link_source.size), inner)
+    crosses = np.ones(link_source.size, dtype=np.bool_, like=source)
+    crosses[inner] = False
+    crossing = np.flatnonzero(crosses)
     found = layers(chain >= 0, link_source[crossing], link_target[crossing])
     if found is None:
         raise cycle(nodes, source, target)
     layer: Ints = found.layer[found.run]
     order = np.argsort(layer, kind="stable")
-    place = np.empty(count, dtype=np.int64)
-    place[order] = np.arange(count)
+    place = np.empty(count, dtype=np.int64, like=source)
+    place[order] = np.arange(count, like=source)
     # A chain that goes on in a later layer is cut there: its link becomes one from outside.
     inner = np.flatnonzero(chain >= 0)  # items now
     cut = inner[layer[inner] != layer[inner - 1]]
@@ -143,28 +146,29 @@ def layout(graph: Graph) -> Layout:
     is_entry = chain < 0
     is_entry[place[link_target[outside]]] = True
     entry, entry_of = np.flatnonzero(is_entry), np.cumsum(is_entry) - 1
-    source_entry = entry_of[place[link_source[outside]]]
+    from_place = place[link_source[outside]]
+    source_entry = plain(entry_of[from_place])
     target_entry = entry_of[place[link_target[outside]]]
     begins = chain[entry] < 0
     # What waits for nothing is all that layer 0 has of entries.
     roots = int((layer[order][entry] == 0).sum())
-    offset = np.searchsorted(target_entry, np.arange(entry.size + 1))
+    offset = plain(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
     piece, slices = _slices(layer[order][entry], begins, roots, source_entry, offset)
     none = np.append(terms.edge, edges), np.append(terms.node, nodes)
     return Layout(
         nodes=nodes,
-        start=place[start],
-        end=place[end],
-        derived=~waits,
-        chain=Terms(none[0][chain], none[1][chain]),
-        entry=entry,
-        entry_of=entry_of,
+        start=plain(place[start]),
+        end=plain(place[end]),
+        derived=plain(~waits),
+        chain=Terms(plain(none[0][chain]), plain(none[1][chain])),
+        entry=plain(entry),
+        entry_of=plain(entry_of),
         roots=roots,
-        piece=piece,
-        begins=begins,
-        source=place[link_source[outside]],
+        piece=plain(piece),
+        begins=plain(begins),
+        source=plain(from_place),
         source_entry=source_entry,
-        target_entry=target_entry,
+        target_entry=plain(target_entry),
         link=terms.at(outside),
         offset=offset,
         slices=slices,
@@ -174,21 +178,21 @@ def layout(graph: Graph) -> Layout:
 
 def _items(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
     """Number of each start, and of each end that waits (else of its start): by lane, then in the order of time."""
-    lane = graph.nodes["lane"].cast(int).fill_null(-1).to_numpy()
-    start = graph.nodes["start_ns"].to_numpy()
+    lane = array(graph, graph.nodes["lane"].cast(int).fill_null(-1))
+    start = array(graph, graph.nodes["start_ns"])
     step = np.diff(lane)
     if (step < 0).any() or ((step == 0) & (np.diff(start) < 0)).any():
         order = np.lexsort((start, lane))
     else:
-        order = np.arange(lane.size)
-    items = np.empty(lane.size, dtype=np.int64)
+        order = np.arange(lane.size, like=lane)
+    items = np.empty(lane.size, dtype=np.int64, like=lane)
     items[order] = np.cumsum(1 + waits[order]) - 1 - waits[order]
     return items, items + waits
 
 
 def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) -> tuple[Ints, list[Slice]]:
     """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece in its slice."""
-    piece = np.zeros(layer.size, dtype=np.int64)
+    piece = np.zeros(layer.size, dtype=np.int64, like=layer)
     if roots == layer.size:
         return piece, []
     opens = np.append(True, layer[1:] != layer[:-1])

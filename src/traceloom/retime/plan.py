@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.errors import UsageError
 from traceloom.model.graph import Graph
+from traceloom.retime.arrays import is_large, points, room
 from traceloom.retime.classes import class_delays
 from traceloom.retime.layout import Layout, Slice, Terms, layout
 from traceloom.retime.running import in_proportion
@@ -41,6 +42,7 @@ class Plan:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._layout: Layout = layout(graph)
+        self._large = is_large(graph)
         self._roots = self._root_times()
         self._constants: Ints | None = None
 
@@ -101,7 +103,7 @@ class Plan:
         """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and (S or 1, E)."""
         nodes = self.graph.nodes
         scenarios = max(work.shape[0], delay.shape[0])
-        times = np.empty((scenarios, 2 * nodes.height), dtype=np.int64)
+        times = room(scenarios, 2 * nodes.height, large=self._large)
         # Together they share what each slice costs; apart they stay within the caches.
         together = _TOGETHER if nodes.height < max(_SMALL, _OFTEN * self.slices) else 1
         for low in range(0, scenarios, together):
@@ -122,7 +124,7 @@ class Plan:
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
         """Fill in the times of all points; all arguments have a row per scenario, or one for all."""
         plan = self._layout
-        work, delay = _padded(work), _padded(delay)
+        work, delay = self._padded(work), self._padded(delay)
         absent = delay < _GONE
         delay[absent] = 0
         far = self._bound(work, delay)
@@ -135,24 +137,45 @@ class Plan:
         lift = 2 * far + 1
         if lift > _LIMIT:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
-        sums = _weights(plan.chain, work, delay)
+        sums = self._weights(plan.chain, work, delay)
         np.cumsum(sums, axis=1, out=sums)
-        lifted = plan.piece * lift
-        before = sums.take(plan.entry, axis=1)
+        lifted = np.multiply(plan.piece, lift, out=self._room(1, plan.piece.size))
+        before = self._take(sums, plan.entry)
         before -= lifted
-        ahead = _weights(plan.link, work, delay)
-        ahead += sums.take(plan.source, axis=1)
-        ahead -= before.take(plan.target_entry, axis=1)
-        ahead -= lifted[plan.source_entry]
-        level = np.empty((points.shape[0], plan.entry.size), dtype=np.int64)
+        ahead = self._weights(plan.link, work, delay)
+        ahead += self._take(sums, plan.source)
+        ahead -= self._take(before, plan.target_entry)
+        ahead -= self._take(lifted, plan.source_entry)
+        level = self._room(points.shape[0], plan.entry.size)
         level[:, : plan.roots] = self._roots - before[:, : plan.roots]
         self._climb(level, np.broadcast_to(ahead, (points.shape[0], ahead.shape[1])))
         level -= lifted
-        times = level.take(plan.entry_of, axis=1)
+        times = self._take(level, plan.entry_of)
         times += sums
-        points[:, 0::2] = times.take(plan.start, axis=1)
-        points[:, 1::2] = times.take(plan.end, axis=1)
-        points[:, 1::2] += work[:, :-1] * plan.derived
+        points[:, 0::2] = self._take(times, plan.start)
+        points[:, 1::2] = self._take(times, plan.end)
+        derived = self._room(*work[:, :-1].shape)
+        points[:, 1::2] += np.multiply(work[:, :-1], plan.derived, out=derived)
+
+    def _room(self, rows: int, columns: int) -> Ints:
+        return room(rows, columns, large=self._large)
+
+    def _take(self, values: Ints, index: Ints) -> Ints:
+        """Some columns of the values; shape (scenarios, columns)."""
+        return values.take(index, axis=1, out=self._room(len(values), index.size), mode="clip")
+
+    def _weights(self, terms: Terms, work: Ints, delay: Ints) -> Ints:
+        of_edge, of_node = self._take(delay, terms.edge), self._take(work, terms.node)
+        if len(of_edge) < len(of_node):
+            of_edge, of_node = of_node, of_edge
+        of_edge += of_node
+        return of_edge
+
+    def _padded(self, values: Ints) -> Ints:
+        """With a last column of zeros, for links that have no such term."""
+        padded = self._room(values.shape[0], values.shape[1] + 1)
+        padded[:, :-1], padded[:, -1] = values, 0
+        return padded
 
     def _climb(self, level: Ints, ahead: Ints) -> None:
         """The levels of all entries, slice by slice."""
@@ -185,7 +208,7 @@ class Plan:
     def _let_go(self, work: Ints, delay: Ints, times: Ints) -> None:
         """Evaluate anew where an absent edge was all that held a point: that waits for nothing now."""
         absent = delay < _GONE
-        _, target = self.graph.points()
+        _, target = points(self.graph)
         left = np.bincount(target[~absent], minlength=times.size)
         if (left[target[absent & (target % 2 == 0)]] == 0).any():
             kept = np.flatnonzero(~absent)
@@ -196,18 +219,6 @@ class Plan:
         """No two times, and no sums along pieces, are further apart than this."""
         far = int(np.abs(work).sum(axis=1).max() + np.abs(delay).sum(axis=1).max())
         return far + (int(np.ptp(self._roots)) if self._roots.size else 0)
-
-
-def _weights(terms: Terms, work: Ints, delay: Ints) -> Ints:
-    of_edge, of_node = delay.take(terms.edge, axis=1), work.take(terms.node, axis=1)
-    return of_edge + of_node
-
-
-def _padded(values: Ints) -> Ints:
-    """With a last column of zeros, for links that have no such term."""
-    padded = np.zeros((values.shape[0], values.shape[1] + 1), dtype=np.int64)
-    padded[:, :-1] = values
-    return padded
 
 
 def _whole(values: ArrayLike, count: int, name: str) -> NDArray[Any]:

@@ -7,6 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
+from traceloom.retime.arrays import array, point_times, points
 from traceloom.retime.plan import Plan
 
 Ints = NDArray[np.int64]
@@ -26,14 +27,14 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     Returns:
         Times of points 2i (start of node i) and 2i + 1 (its end), ns; never earlier than the measured ones.
     """
-    times = graph.point_times()
+    times = point_times(graph)
     if not times.size:
         return times
     last = int(times.max())
     until = last if end_ns is None else end_ns
     backwards = _reversed(graph, times, last, until)
     found = Plan(backwards).evaluate()[:-2]
-    latest = np.empty_like(times)
+    latest = np.empty(times.size, dtype=np.int64, like=times)
     latest[0::2], latest[1::2] = last - found[1::2], last - found[0::2]
     return latest
 
@@ -47,7 +48,7 @@ def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
         graph: A calibrated graph.
         end_ns: As for `latest_times`.
     """
-    return (latest_times(graph, end_ns) - graph.point_times())[1::2]
+    return (latest_times(graph, end_ns) - point_times(graph))[1::2]
 
 
 def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
@@ -56,9 +57,9 @@ def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
     One node more than the graph has: the end, from which all that nothing waits for is given its time.
     """
     nodes, edges = graph.nodes, graph.edges
-    source, _ = graph.points()
+    source, _ = points(graph)
     count = nodes.height
-    awaited = np.zeros(times.size, dtype=np.bool_)
+    awaited = np.zeros(times.size, dtype=np.bool_, like=times)
     awaited[source] = True
     free = np.flatnonzero(~awaited[1::2])
     given = last - np.maximum(times[1::2][free], until)
@@ -74,12 +75,12 @@ def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
     end = pl.DataFrame([[None], [0], [0], [0], [0]], schema=turned.schema)
     links = pl.DataFrame(
         {
-            "source": np.concatenate([edges["target"].to_numpy(), np.full(free.size, count)]),
-            "target": np.concatenate([edges["source"].to_numpy(), free]),
+            "source": np.concatenate([array(graph, edges["target"]), np.full(free.size, count)]),
+            "target": np.concatenate([array(graph, edges["source"]), free]),
             "from_end": np.concatenate([~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]),
             "to_end": np.concatenate([~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]),
-            "delay_ns": np.concatenate([edges["delay_ns"].to_numpy(), given]),
-            "residual_ns": np.concatenate([edges["residual_ns"].to_numpy(), np.zeros(free.size, dtype=np.int64)]),
+            "delay_ns": np.concatenate([array(graph, edges["delay_ns"]), given]),
+            "residual_ns": np.concatenate([array(graph, edges["residual_ns"]), np.zeros(free.size, dtype=np.int64)]),
         }
     )
     return Graph(nodes=pl.concat([turned, end]), edges=links)

@@ -19,6 +19,7 @@ from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT
+from traceloom.retime.arrays import array
 from traceloom.retime.running import running
 from traceloom.simulate.selection import TARGETS, Chosen, Selection, among
 
@@ -138,8 +139,8 @@ class Scenario:
     def of(cls, graph: Graph) -> Scenario:
         """The graph as it was measured."""
         nodes, edges = graph.nodes, graph.edges
-        work = nodes["work_ns"].to_numpy() + nodes["residual_ns"].to_numpy()
-        return cls(graph, work, edges["delay_ns"].to_numpy() + edges["residual_ns"].to_numpy())
+        work = array(graph, nodes["work_ns"]) + array(graph, nodes["residual_ns"])
+        return cls(graph, work, array(graph, edges["delay_ns"]) + array(graph, edges["residual_ns"]))
 
     def copy(self) -> Scenario:
         """One to change further."""
@@ -164,7 +165,8 @@ def _edges(graph: Graph, *kinds: str) -> Bools:
 
 
 def _ends(graph: Graph) -> tuple[Ints, Ints]:
-    return graph.edges["source"].to_numpy().astype(np.int64), graph.edges["target"].to_numpy().astype(np.int64)
+    source, target = (array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
+    return source, target
 
 
 def _kind(graph: Graph, *kinds: str) -> Bools:
@@ -313,18 +315,19 @@ def _overlapping(graph: Graph) -> Bools:
 
 def _balance(out: Scenario, _change: Change, chosen: Bools) -> None:
     """Kernels of each name take as long on every rank that has them: what is spread unevenly is often one kernel."""
-    frame = out.graph.nodes.select("rank", pl.col("step").fill_null(-1), "name").with_columns(
-        pl.Series("work", np.where(chosen, out.work_ns, 0)), pl.Series("chosen", chosen)
+    at = np.flatnonzero(chosen)
+    work = out.work_ns[at]
+    frame = out.graph.nodes.select("rank", "step", "name")[at].with_columns(
+        pl.col("step").fill_null(-1), pl.Series("work", work)
     )
     keys = ["step", "name"]
-    sums = frame.filter("chosen").group_by("rank", *keys).agg(pl.col("work").sum())
+    sums = frame.group_by("rank", *keys).agg(pl.col("work").sum())
     mean = sums.group_by(keys).agg(pl.col("work").mean().alias("mean"))
     factors = sums.join(mean, on=keys, nulls_equal=True).select(
         "rank", *keys, factor=pl.col("mean") / pl.max_horizontal("work", 1)
     )
     told = frame.join(factors, on=["rank", *keys], how="left", maintain_order="left", nulls_equal=True)["factor"]
-    factor = told.fill_null(1.0).to_numpy()
-    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * factor[chosen]).astype(np.int64)
+    out.work_ns[at] = np.rint(work * told.fill_null(1.0).to_numpy()).astype(np.int64)
 
 
 def _workers(out: Scenario, change: Change, chosen: Bools) -> None:

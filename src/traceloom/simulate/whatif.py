@@ -14,6 +14,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
 from traceloom.retime import ABSENT, Plan
+from traceloom.retime.arrays import plain, point_times
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.retime.running import in_proportion
@@ -91,7 +92,7 @@ def whatif(
     kept = kept or law(graph, plan)
     scenario = scenario_of(graph, changes)
     times = plan.evaluate(scenario.work_ns, scenario.delay_ns, residuals=False)
-    measured = graph.point_times()
+    measured = point_times(graph)
     before, after = _span(measured), _span(times)
     saved = before - after
     return WhatIf(
@@ -119,11 +120,16 @@ def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None =
     together = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
     waiting, out = iter(scenarios), [np.zeros(0, dtype=np.int64)]
     while some := list(islice(waiting, together)):
-        works, delays = np.stack([s.work_ns for s in some]), np.stack([s.delay_ns for s in some])
+        works, delays = _together([s.work_ns for s in some]), _together([s.delay_ns for s in some])
         some.clear()
-        times = plan.evaluate(works, delays, residuals=False)
+        times = np.atleast_2d(plan.evaluate(works, delays, residuals=False))
         out.append(times.max(axis=1) - times.min(axis=1))
     return np.concatenate(out)
+
+
+def _together(arrays: list[Ints]) -> Ints:
+    """Arrays as rows of one; one alone as it is, wherever it lies."""
+    return arrays[0] if len(arrays) == 1 else np.stack([plain(one) for one in arrays])
 
 
 _TOGETHER = 8

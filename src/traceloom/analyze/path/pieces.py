@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.path.window import Window
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.retime.arrays import point_times
 from traceloom.retime.critical_path import trail
 
 Ints = NDArray[np.int64]
@@ -101,7 +102,7 @@ def pieces(graph: Graph, window: Window) -> Pieces:
     Where an edge goes back in time (a call returned, by the clocks, before what it awaited was over), the earlier piece
     is shortened, so that no time counts twice and none is negative.
     """
-    times = graph.point_times()
+    times = point_times(graph)
     points, bound = trail(graph, window.last, until=window.low)
     points, bound = points[::-1], bound[::-1]
     own, edge = bound[1:] == _OWN, np.where(bound[1:] >= 0, bound[1:], -1)

@@ -15,6 +15,7 @@ from traceloom.model import Session, Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.category import GPU_WORK
 from traceloom.model.graph import Graph
+from traceloom.retime.arrays import point_times
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -82,7 +83,7 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
     Raises:
         UsageError: `no-such-step`.
     """
-    times = graph.point_times()
+    times = point_times(graph)
     if step is None:
         return Window(None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1]))
     spans = _spans(graph).filter(pl.col("step") == step)
