@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame
+# Older versions can skip a frame, but not what it calls; there tracing is switched off and on around our work.
+pause: Callable[[None], Any] | None = None if hasattr(_frames, "set_code_exec_strategy") else _frames.set_eval_frame
 
 
 def never_compiled(function: _F) -> _F:
@@ -19,10 +22,9 @@ def never_compiled(function: _F) -> _F:
 
 def never_traced(function: _F) -> _F:
     """Let the frame of this function, and what it calls, run in plain Python."""
-    frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    elif hasattr(frames, "skip_code"):
-        frames.skip_code(function.__code__)
+    if pause is None:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    else:
+        _frames.skip_code(function.__code__)
     return function

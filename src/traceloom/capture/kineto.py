@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
+from torch._C._profiler import _ExperimentalConfig, _remove_execution_trace_observer
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, supported_activities
 from torch.profiler.profiler import _KinetoProfile
 
@@ -66,6 +66,21 @@ class _Profile(_KinetoProfile):  # type: ignore[misc]
             experimental_config=self.experimental_config,
         )
         self.profiler._prepare_trace()
+
+    def start_trace(self) -> None:
+        if "has_cudagraphs" in _KinetoProfile.start_trace.__code__.co_names:
+            super().start_trace()
+            return
+        # Older versions ask for the compiler's settings here, and import it for that, within the recording.
+        self.profiler._start_trace()
+        for option in ("profile_memory", "with_stack", "record_shapes"):
+            if getattr(self, option):
+                self.add_metadata_json(option, "1")
+        if info := self._get_distributed_info():
+            self.add_metadata_json("distributedInfo", json.dumps(info, default=str))
+        if self.has_cudagraphs:  # CUPTI must not be torn down beside CUDA graphs
+            os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
+            os.environ["TEARDOWN_CUPTI"] = "0"
 
 
 class Kineto:
@@ -170,13 +185,25 @@ def _knows(option: str) -> bool:
     return f"{option}:" in (_ExperimentalConfig.__init__.__doc__ or "")
 
 
+class _Observer(ExecutionTraceObserver):  # type: ignore[misc]
+    """PyTorch's observer without its copies of Triton's kernels, for which older versions import the compiler."""
+
+    _registered: bool
+
+    def unregister_callback(self) -> None:
+        if self._registered:
+            self.stop()
+            _remove_execution_trace_observer()
+            self._registered = False
+
+
 class Graph:
     """The graph step: the host trace, and Kineto at the same time, joined by `Record function id`."""
 
     def __init__(self, settings: Settings, host_path: Path) -> None:
         self.host_path = host_path
         self._kineto = Kineto(settings, with_observer=True)
-        self._observer = ExecutionTraceObserver()
+        self._observer = _Observer()
 
     def start(self) -> None:
         """Record from now on.

@@ -168,6 +168,8 @@ class Launch:
             return "never-reached", "the run was over before the window began"
         if steps:
             first, _ = self._settings.window
+            if max(steps) > first:
+                return "recording-lost", "see above"
             made = f"it made {max(steps)} steps" if max(steps) else "it never made a step"
             return "never-reached", f"the run did not reach step {first}: {made}"
         if "torch" in self._reached:

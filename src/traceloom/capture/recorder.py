@@ -22,7 +22,7 @@ import torch
 from traceloom.capture import distributed, kineto, out_of_memory
 from traceloom.capture.census import census
 from traceloom.capture.checkpoints import CheckpointMarks
-from traceloom.capture.compiler import never_traced
+from traceloom.capture.compiler import never_traced, pause
 from traceloom.capture.messages import say_once
 from traceloom.capture.module_scopes import ModuleScopes
 from traceloom.capture.moments import on_main_thread
@@ -61,6 +61,7 @@ def harmless(method: _F) -> _F:
     def guarded(self: Recorder, *args: Any, **kwargs: Any) -> Any:
         if self.broken:
             return None
+        tracing = pause(None) if pause is not None else None
         try:
             return method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
@@ -68,8 +69,11 @@ def harmless(method: _F) -> _F:
             say_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
             self.give_up()
             return None
+        finally:
+            if pause is not None:
+                pause(tracing)
 
-    return guarded  # type: ignore[return-value]
+    return never_traced(guarded)  # type: ignore[return-value]
 
 
 class Recorder:
@@ -99,6 +103,7 @@ class Recorder:
         self._turning = False
         self._after_turn: Callable[[], None] | None = None
         self._finished = False
+        self._lost = False  # Kineto runs on a thread where nobody can end it
         if settings.memory:
             self.storage.history.begin()
 
@@ -252,7 +257,8 @@ class Recorder:
         self._turning = True
         try:
             for action in actions:
-                self._do(action, between_steps=between_steps)
+                if not self._lost:
+                    self._do(action, between_steps=between_steps)
         finally:
             self._turning = False
         if not between_steps:
@@ -340,7 +346,13 @@ class Recorder:
                 done.set()
 
             if not (on_main_thread(stop_there) and done.wait(2.0)):
-                say_once("other-thread", "recording was begun on a thread that cannot be reached; that part is lost")
+                say_once(
+                    "other-thread",
+                    "recording was begun on a thread that cannot be reached, and this PyTorch ends it there only: "
+                    "nothing more is recorded; give the steps (`--steps 3..8`), to begin on the thread that trains",
+                )
+                self._lost = True
+                self.plan.finish()
                 return False
         return True
 

@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Iterator
 
 _THEIRS = re.compile(
-    rb"^(USDT:|STAGE:|INFO:|WARNING:|\w* ?\[?[\w-]*.{0,80})"
+    rb"^(USDT:|STAGE:|INFO:|WARNING:|ERROR:|\w* ?\[?[\w-]*.{0,80})"
     rb".*(ActivityProfiler|SyncActivityProfilerHandler|execution_trace_observer|Execution ?Trace ?Observer|"
-    rb"Kineto|kineto|CuptiActivity|profiler_start|profiler_stop|Memory block of unknown size was allocated before)"
+    rb"Kineto|kineto|CuptiActivity|profiler_start|profiler_stop|Memory block of unknown size was allocated before|"
+    rb"External init callback must run in same thread|DeviceProperties\.cpp)"
 )
 
 

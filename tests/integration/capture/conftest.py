@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib.util
 import json
@@ -40,6 +41,13 @@ def step():
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+@functools.cache
+def torch_has(expression: str) -> bool:
+    """Whether the installed PyTorch has something that older versions lack; an expression over `torch`."""
+    probe = f"import torch, torch.distributed, torch.profiler; print(bool({expression}))"
+    return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout == "True\n"
 
 
 @dataclass
@@ -114,6 +122,9 @@ class Recorder:
         process = self.popen(command, *options)
         out, err = process.communicate(timeout=300)
         return Run(process.returncode, out, err, self.directory)
+
+    def has(self, expression: str) -> bool:
+        return torch_has(expression)
 
     def python(self, text: str, *options: str, train: bool = True) -> Run:
         return self.record([sys.executable, self.script(text, train=train)], *options)

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from traceloom.link.loading import load_ranks
-from traceloom.link.matching import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUPS, OUTSIDE, ROOT
+from traceloom.link.matching import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUPS, NO_ID, OUTSIDE, ROOT
 
 pytestmark = pytest.mark.torch
 
@@ -47,10 +47,13 @@ def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(recorder: 
         assert found.exact
         outcomes = collections.Counter(found.outcome.to_list())
         # The observer begins before the profiler, whose own ops it sees; and lists the groups.
+        # Of older versions the observer alone sees what gloo's threads do.
+        alone = outcomes.pop(NO_ID, 0)
+        new = found.host.schema == "1.1.1-chakra.0.0.4"
+        assert alone == 0 if new else alone < 0.03 * found.ops
         assert set(outcomes) <= {BY_RECORD_ID, BY_RECORD_ID_RENAMED, OUTSIDE, ROOT, GROUPS}
         assert outcomes[OUTSIDE] <= 2
-        assert found.matched + outcomes[OUTSIDE] == found.ops
-        assert found.host.schema == "1.1.1-chakra.0.0.4"
+        assert found.matched + outcomes[OUTSIDE] + alone == found.ops
         assert found.host.groups["ranks"].to_list() == [[0, 1], [0, 1]]
         events = one.trace.events.with_columns(pl.Series("host_op", found.host_op))
         named = pl.col("name").str.starts_with("Optimizer.step") | pl.col("name").str.starts_with("traceloom.")

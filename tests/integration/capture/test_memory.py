@@ -251,6 +251,8 @@ for step in range(3):
 
 @pytest.fixture(scope="module")
 def wrapped(shared_recorder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if not shared_recorder.has("hasattr(__import__('torch.distributed.fsdp').distributed.fsdp, 'fully_shard')"):
+        pytest.skip("this PyTorch has no `fully_shard` yet")
     beside = type(shared_recorder)(tmp_path_factory.mktemp("wrapped"))  # that of `plain` has its capture already
     return beside.python(WRAPPED, "--memory", train=False)
 
@@ -325,7 +327,9 @@ def test_what_other_threads_allocate_is_counted_in_a_notice(beside: dict[str, An
     assert "(200 kB)" in said["unrecorded-allocations"]["message"]
 
 
-def test_activations_of_a_graph_from_before_the_window_are_known(beside: dict[str, Any]) -> None:
+def test_activations_of_a_graph_from_before_the_window_are_known(beside: dict[str, Any], shared_recorder: Any) -> None:
+    if not shared_recorder.has("hasattr(torch._C._autograd.SavedTensor, 'data')"):
+        pytest.skip("this PyTorch shows saved tensors only to those who unpack them, which may compute")
     held = {(row["category"], row["evidence"]): row["bytes"] for row in _cpu(beside)["categories"]}
     # the input of the linear layer and the result of the relu
     assert held["activation", "census"] == 4 * 32 * 64 + 4 * 32 * 256

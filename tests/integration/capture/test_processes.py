@@ -55,11 +55,12 @@ def test_each_rank_under_torchrun_writes_its_part_with_its_groups_and_collective
         world, pair = (group["name"] for group in part["groups"])
         calls = rows(part["collectives"])
         # 5 steps: gradients by DDP from C++ (16*32 + 32 + 32*4 + 4 floats), and the script's own calls.
-        assert calls.count((world, "all_reduce", "Float", 4 * 676, None)) == 5
+        from_cxx = 5 if recorder.has("hasattr(torch._C._distributed_c10d, '_dump_fr_trace_json')") else 0
+        assert calls.count((world, "all_reduce", "Float", 4 * 676, None)) == from_cxx
         assert calls.count((pair, "all_reduce", "Double", 800, None)) == 5
         assert calls.count((world, "broadcast", "Float", 28, 1)) == 5
         assert calls.count((world, "send" if rank == 0 else "recv", "Float", 20, 1 - rank)) == 5
-        assert len(calls) == 20
+        assert len(calls) == 15 + from_cxx
         window = part["window"]
         assert all(window["start_ns"] <= start <= window["end_ns"] for start in part["collectives"]["start_ns"])
     sequences = [

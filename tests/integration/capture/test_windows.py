@@ -204,6 +204,11 @@ def test_a_program_that_trains_in_a_thread_is_recorded_there(recorder: Any) -> N
         thread.join()
         """
     )
+    if not recorder.has("'profile_all_threads:' in torch._C._profiler._ExperimentalConfig.__init__.__doc__"):
+        # the recording is on the main thread, which is blocked: that is said, with what helps
+        assert [line.rpartition("[")[2] for line in run.ours] == ["other-thread]", "recording-lost]"]
+        assert run.out == run.theirs == ""
+        return
     assert run.marks() == [3, 4, 5, 6, 7, 8]
     assert run.names().count("Optimizer.step#Plain.step") == 5
     assert len(run.ours) == 2
