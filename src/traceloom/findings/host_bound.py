@@ -13,9 +13,9 @@ from traceloom.analyze.host_wait import COLLECTIONS
 from traceloom.findings.ground import NAMELESS, Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
+from traceloom.model import Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
-from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import LOADING, Chosen, Selection, named
@@ -25,6 +25,10 @@ _LEAST_GAP = 0.02  # of the window
 _LONG = 0.02  # of the window: one stretch of host time this long is a pause,
 _LONG_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
 _LEFT = 0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
+_LOOP = 64  # calls in a row, from which on somebody loops over the elements of a tensor
+# What Python calls for one element; runs of others may be a loop in C++ over many tensors.
+_OF_ELEMENTS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero", "aten::equal")
+_MOST_LOOPS = 16  # of a trace that are looked at, those of the most calls
 _LATE = ("host_op", "host_launch", "host_python", "host_unobserved")
 _ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of everything shortens as well
 _STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
@@ -109,13 +113,86 @@ def pauses(ground: Ground) -> Iterator[Said]:
     )
 
 
+def _loops(trace: Trace) -> pl.DataFrame:
+    """Loops over the elements of a tensor, as runs of one operator: name, calls, step, first and last (events).
+
+    `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's. What a data loader
+    does is its own matter.
+    """
+    columns = ("event", "lane", "parent", "step", "start_ns")
+    events = trace.events.select(*columns, pl.col("name", "category").cast(pl.String))
+    above = events["parent"].fill_null(0)
+    is_op = events["category"] == cat.OP
+    loading = events["name"].str.contains(LOADING).gather(above)
+    inner = events["parent"].is_not_null() & (is_op.gather(above) | loading)
+    runs = (
+        events.filter(is_op & ~inner)
+        .sort("lane", "start_ns")
+        .with_columns(run=pl.struct("lane", "step", "parent", "name").rle_id())
+        .group_by("run", maintain_order=True)
+        .agg(
+            pl.col("name", "lane", "step").first(),
+            first=pl.col("event").first(),
+            last=pl.col("event").last(),
+            calls=pl.len(),
+        )
+    )
+    parts = (pl.col("name").shift(1) == "aten::unbind") & (pl.col("lane").shift(1) == pl.col("lane"))
+    return (
+        runs.with_columns(parts=parts.fill_null(value=False), before=pl.col("first").shift(1))
+        .filter(pl.col("calls") >= _LOOP, pl.col("parts") | pl.col("name").is_in(_OF_ELEMENTS))
+        .with_columns(first=pl.when("parts").then("before").otherwise("first"))
+    )
+
+
+def _looped(ground: Ground) -> tuple[Bools, dict[str, int]]:
+    """All between the beginning and the end of such loops, with what they launch, and how often they call which."""
+    nodes, edges = ground.graph.nodes, ground.graph.edges
+    found = np.zeros(nodes.height, dtype=np.bool_)
+    calls: dict[str, int] = {}
+    host = ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
+    for trace in ground.traces:
+        loops = ground.in_step(ground.ask(trace, _loops)).sort("calls", descending=True).head(_MOST_LOOPS)
+        for row in loops.to_dicts():
+            ends = [np.flatnonzero(host & ground.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
+            if ends[0].size and ends[1].size:
+                found |= (
+                    host & (lane == lane[ends[0][0]]) & (start >= start[ends[0][0]]) & (start <= start[ends[1]].max())
+                )
+                calls[row["name"]] = calls.get(row["name"], 0) + row["calls"]
+    launched = edges["target"].filter(
+        (edges["kind"].cast(pl.String) == "launch") & pl.Series(found).gather(edges["source"])
+    )
+    found[launched.to_numpy()] = True
+    return found & ~ground.of_kind(*gs.COMMUNICATION), calls
+
+
+def _loop(ground: Ground, mask: Bools, calls: dict[str, int]) -> Candidate:
+    """Loops over the elements of tensors."""
+    host = mask & ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    many = ", ".join(f"{brief(name)} {units.count(count)} times" for name, count in sorted(calls.items())[:3])
+    return Candidate(
+        title=f"a loop over the elements of a tensor calls {many}: {units.duration(ground.work_ns(host))} of "
+        f"{ground.where}{ground.over_ranks}",
+        changes=(Change("remove", Chosen("loops over elements", mask)),),
+        confidence=0.5,
+        advice="One call for the whole tensor takes hardly longer than one of these; where Python needs the values, "
+        "`tensor.tolist()` reads them at once.",
+        evidence=ground.evidence(host),
+    )
+
+
 def python_bound(ground: Ground) -> Iterator[Said]:
     """Python between operators holds up the step."""
     if not ground.of_kind(gs.HOST).any() or not (ground.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
         return
+    looped, calls = _looped(ground)
+    if ground.work_ns(looped & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
+        yield _loop(ground, looped, calls)
     work = ground.graph.nodes["work_ns"].to_numpy()
-    short = _python(ground) & (work < max(_LONG * ground.whole_ns, _LONG_NS))
+    short = _python(ground) & ~looped & (work < max(_LONG * ground.whole_ns, _LONG_NS))
     if not short.any():
         return
     time = ground.work_ns(short)

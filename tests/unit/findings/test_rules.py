@@ -257,6 +257,36 @@ def test_what_the_host_does_is_not_known_from_the_device_alone(slug: str) -> Non
     assert "nothing was recorded of the host" in one.reason
 
 
+def _over_elements(calls: int, name: str = "aten::item", before: str = "aten::unbind") -> Made:
+    made = Made()
+    made.inside(before, 100) if not before.startswith("aten") else made.around(before, lambda inner: inner.pause(100))
+    for _ in range(calls):
+        made.around(name, lambda inner: inner.pause(3))
+    for _ in range(20):
+        made.op("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 20)
+    return made
+
+
+@pytest.mark.parametrize(("name", "before"), [("aten::item", "aten::add"), ("aten::mul", "aten::unbind")])
+def test_a_loop_over_elements_goes_as_a_whole(name: str, before: str) -> None:
+    (found, *_) = rank(grounded(_over_elements(100, name, before).done()), [BY_SLUG["python-bound"]]).time
+    assert f"a loop over the elements of a tensor calls {name} 100 times" in found.title
+    # each call takes 4 us and the next begins 1 us later, and dividing the tensor is part of the loop
+    assert found.saving_ns == pytest.approx((500 + (102 if before == "aten::unbind" else 0)) * 1000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("calls", "name", "before"),
+    [
+        (40, "aten::item", "aten::unbind"),  # a value for each parameter
+        (100, "aten::copy_", "aten::add"),  # a loop in C++ over many tensors
+    ],
+)
+def test_what_is_no_loop_over_elements_is_not_called_one(calls: int, name: str, before: str) -> None:
+    found = said("python-bound", _over_elements(calls, name, before).done())
+    assert not [one for one in found if isinstance(one, Candidate) and "elements" in one.title]
+
+
 ABSTAINS = {
     "launch-bound": "no GPU work",
     "blocking-sync": "no GPU work",
