@@ -11,6 +11,7 @@ from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Bools, Ints, Spans, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -86,7 +87,7 @@ class DataLoading(Result):
 def data_loading(trace: Trace) -> DataLoading:
     """Find the waits of the training loop for its DataLoader, per step."""
     tree = forest(trace)
-    evidence, called = _calls(trace, tree)
+    evidence, called = _calls(trace)
     rows = np.flatnonzero(called)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     work = trace.gpu_work()
@@ -196,11 +197,13 @@ def _part(trace: Trace, tree: Forest) -> Ints:
 def loader_calls(trace: Trace) -> Ints:
     """Rows of `trace.events` in which the training loop waits for its DataLoader, ascending."""
     tree = forest(trace)
-    return np.sort(tree.row[_calls(trace, tree)[1]])
+    return np.sort(tree.row[_calls(trace)[1]])
 
 
-def _calls(trace: Trace, tree: Forest) -> tuple[str, Bools]:
+@per_trace
+def _calls(trace: Trace) -> tuple[str, Bools]:
     """Which host events are calls of a DataLoader, the outermost where several enclose each other."""
+    tree = forest(trace)
     words, category_of = vocabulary(trace), trace.events["category"]
     for evidence, category, pattern in (
         ("annotations", (cat.ANNOTATION, cat.OP), SPAN),

@@ -47,7 +47,9 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
         pl.col("lane").alias("trace_lane"),
         (pl.col("nested_end_ns") - pl.col("start_ns")).alias("duration_ns"),
     )
-    nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("event").is_not_null() & pl.col("lane").is_not_null())
+    nodes = graph.nodes.select("rank", "event", "lane")
+    mine = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
+    nodes = nodes.filter(mine.fill_null(value=False))
     lane_of = nodes.select("lane", trace_lane=trace.events["lane"].gather(nodes["event"])).unique()
     placed = waits.join(lane_of, on="trace_lane")
     for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):

@@ -100,11 +100,14 @@ class Study(Generic[Measured]):
     def concat(self, frame: Callable[[Measured], pl.DataFrame]) -> pl.DataFrame:
         """One frame of all ranks, rank after rank, with the column `rank` (Int32, null where a file does not say)."""
         return pl.concat(
-            [
-                frame(result).select(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), pl.all())
-                for trace, result in zip(self.part.traces, self.results, strict=True)
-            ]
+            [_of_rank(frame(result), trace.rank) for trace, result in zip(self.part.traces, self.results, strict=True)]
         )
+
+
+def _of_rank(frame: pl.DataFrame, rank: int | None) -> pl.DataFrame:
+    """The frame with the rank as its first column."""
+    ranks = pl.Series("rank", [rank], dtype=pl.Int32).new_from_index(0, frame.height)
+    return frame.clone().insert_column(0, ranks)
 
 
 def _nothing(_trace: Trace, _options: ReportOptions) -> None:
