@@ -12,6 +12,7 @@ import polars as pl
 
 from traceloom.analyze.anti_pattern_rules import RULES, Found
 from traceloom.analyze.op_siblings import Host, host_of
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
@@ -63,6 +64,11 @@ class AntiPatterns(Result):
 
 def anti_patterns(trace: Trace) -> AntiPatterns:
     """Look for each of the known anti-patterns, or say why it cannot be looked for."""
+    return _found(trace)
+
+
+@per_trace
+def _found(trace: Trace) -> AntiPatterns:
     host = host_of(trace)
     rows, matches = [], []
     for name, (rule, advice) in RULES.items():

@@ -15,6 +15,7 @@ from traceloom.analyze.call_tree import CallTree, call_tree
 from traceloom.analyze.intervals import Ints, Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import BLOCKING_CALL, meaning
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -116,6 +117,11 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main thread waits for
     autograd's threads (`run_backward`) is no such call.
     """
+    return _found(trace)
+
+
+@per_trace
+def _found(trace: Trace) -> BlockingCalls:
     tree = forest(trace)
     waits = meaning(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)

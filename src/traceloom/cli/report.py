@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
     options = _options(args)
-    importlib.import_module("traceloom.report.document")  # before its turn, while a trace may be decoded elsewhere
+    _load_code(options)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         loaded = _load(args, progress)
@@ -170,6 +170,14 @@ def _run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr if args.json else sys.stdout)
     _check_refused(loaded.refused)
     return 0
+
+
+def _load_code(options: ReportOptions) -> None:
+    """Load what the report is made by before its turn: a trace may be decoded elsewhere meanwhile."""
+    from traceloom.report.sections import chosen
+
+    importlib.import_module("traceloom.report.document")
+    chosen(options.only)
 
 
 def _options(args: argparse.Namespace) -> ReportOptions:

@@ -13,8 +13,11 @@ from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.naming import Places, places
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
 
+MOST_REMEMBERED = 200_000
+"""Names of so many allocations are kept for whoever asks again: the section and the findings of one report."""
 _SHORT: Any = np.int32  # of what is kept for every block: half of the memory
 
 __all__ = ["ALIVE", "EXISTED", "Blocks", "Named", "named"]
@@ -76,6 +79,17 @@ def named(trace: Trace, *, full_op_names: bool = False) -> Named:
     The counter counts invocations of an op in a scope path over the whole recording, also those that allocate
     nothing; what is allocated outside of any op counts one by one.
     """
+    if full_op_names or trace.allocations.height > MOST_REMEMBERED:
+        return _named(trace, full_op_names=full_op_names)
+    return _remembered(trace)
+
+
+@per_trace
+def _remembered(trace: Trace) -> Named:
+    return _named(trace, full_op_names=False)
+
+
+def _named(trace: Trace, *, full_op_names: bool) -> Named:
     tree = forest(trace)
     found = blocks(trace)
     known = places(trace, tree, full_op_names=full_op_names)
