@@ -5,8 +5,9 @@
 
 The first prints the processor time of each analysis for h100_owlv2, of the first set (the core of the report), of all
 of them, and their ratio; the least of several runs, each on a trace that nobody has looked at. An analysis that shares
-something with those before it in the list pays only for the rest. The ratio is told twice: of the analyses alone (the
-strict one: reading is in neither), and of what a user waits for (reading, which both need, is in both).
+something with those before it in the list pays only for the rest. The ratio is told three times: of the analyses alone
+(the strict one: reading is in neither), with reading, which both need, in both, and of what a user waits for: the whole
+command, in turns.
 
 The second makes a job (benchmarks/make_job.py) in FOLDER where there is none yet, reports so many of its ranks without
 and with our cache, and prints time, the peak of anonymous memory (without mapped files, of the process and its readers)
@@ -19,6 +20,7 @@ import argparse
 import dataclasses
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,7 @@ from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions
 from traceloom.report.absent import Absent
 from traceloom.report.measure import measure
-from traceloom.report.sections import every, reasons
+from traceloom.report.sections import CORE, KEYS, every, reasons
 from traceloom.report.sections.section import Study
 
 HERE = Path(__file__).resolve().parent
@@ -76,6 +78,29 @@ def one_trace(path: Path, runs: int) -> None:
     print(f"first set {core:.0f} ms, all {whole:.0f} ms: {whole / core:.2f} times")
     both = (reading + whole) / (reading + core)
     print(f"with {reading:.0f} ms of reading: {reading + core:.0f} ms, {reading + whole:.0f} ms: {both:.2f} times")
+    first, everything = by_turns(path, runs)
+    print(
+        f"whole command: {first:.2f} s with the first set, {everything:.2f} s with all: {everything / first:.2f} times"
+    )
+
+
+def by_turns(path: Path, runs: int) -> tuple[float, float]:
+    """Seconds that a user waits for `traceloom report` with the first set, and with all analyses (no findings).
+
+    Without the cache; medians of runs that take turns.
+    """
+    took: dict[str, list[float]] = {CORE: [], ",".join((CORE, *KEYS)): []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(runs):
+            for only, times in took.items():
+                out = ["-o", f"{folder}/report.json", "--force", "--quiet", "--no-cache"]
+                began = time.perf_counter()
+                subprocess.run(
+                    [sys.executable, "-m", "traceloom", "report", str(path), "--only", only, *out], check=True
+                )
+                times.append(time.perf_counter() - began)
+    first, everything = (statistics.median(times) for times in took.values())
+    return first, everything
 
 
 def _read(path: Path) -> Trace:

@@ -66,7 +66,14 @@ def test_a_trace_says_the_same_and_nothing_of_its_owner(path: Path, tmp_path: Pa
     assert all(not one["unknown"] or one["name"] for one in outcome.report["dropped"])
 
 
-@pytest.mark.parametrize("path", [p for p in TRACES if p.stat().st_size < SMALL and ".host." not in p.name], ids=_name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=THOROUGH if number % 3 else [])
+        for number, p in enumerate(p for p in TRACES if p.stat().st_size < SMALL and ".host." not in p.name)
+    ],
+    ids=_name,
+)
 def test_collapsed_it_keeps_the_gpu_its_steps_and_its_answers(path: Path, tmp_path: Path) -> None:
     outcome = _shared(path, tmp_path, Policy(structure="collapse", shapes="drop"))
     found = _verdicts(outcome)
@@ -86,7 +93,7 @@ def test_a_host_trace_keeps_its_nodes(path: Path, tmp_path: Path) -> None:
     assert after.notices == ()
 
 
-@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize("rank", [pytest.param(rank, marks=THOROUGH if rank % 4 else []) for rank in range(8)])
 def test_host_and_device_trace_of_a_rank_still_match(rank: int, tmp_path: Path) -> None:
     pair = [DATA / "multirank" / f"dlrm_rank{rank}.{kind}.json.gz" for kind in ("host", "kineto")]
     outcome = anonymize(pair, tmp_path / "out", Policy(), Key(b"a key that only tests have"))
