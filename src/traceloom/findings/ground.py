@@ -267,9 +267,9 @@ class Ground:
         return dict(rows)
 
     def trace_of(self, rank: int | None) -> Trace | None:
-        """The trace of a rank."""
-        alone = len(self.traces) == 1
-        return next((trace for trace in self.traces if alone or trace.rank == rank), None)
+        """The trace of a rank; None where several claim it: nobody knows whose events are meant."""
+        mine = [trace for trace in self.traces if len(self.traces) == 1 or trace.rank == rank]
+        return mine[0] if len(mine) == 1 else None
 
     def doing(self, trace: Trace, start: int, end: int) -> str | None:
         """The innermost Python frame that covers most of a stretch of host time; None where none is recorded."""
