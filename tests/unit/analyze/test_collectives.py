@@ -231,6 +231,11 @@ def test_same_stream_is_order_enough() -> None:
     assert one(builder) == (40_000, 40_000)
 
 
+def test_compute_of_no_time_hides_nothing() -> None:
+    builder = _reduce(TraceBuilder(), 0, 10, 40)
+    assert one(_compute(builder, 3, 4, 20, 0)) == (40_000, 0)
+
+
 # -- groups and matrix ----------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from traceloom.findings import RULES, Ground, rank
 from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule, Said
 from traceloom.model import Session
+from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Abstention
 from traceloom.simulate import parse, whatif
 from traceloom.simulate.changes import Change
@@ -137,3 +138,14 @@ def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
     some = Chosen("one kernel", np.arange(here.graph.nodes.height) == 5)
     found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))])
     assert found.time == ()
+
+
+def test_evidence_is_never_of_another_trace_that_claims_the_same_rank() -> None:
+    built = [builder.build() for builder in training_job(RECIPES["ranks"]).run().traces()]
+    twice = Session((*built, built[1]), "made")
+    found = Ground.of(twice)
+    assert found.trace_of(built[1].rank) is None
+    assert found.trace_of(built[2].rank) is built[2]
+    kernels = found.evidence(found.of_kind(gs.KERNEL), most=found.graph.nodes.height)
+    assert {(one.rank, one.lane is None) for one in kernels} == {(0, False), (1, True), (2, False)}
+    assert rank(found, RULES).time  # and no rule trips over it

@@ -72,8 +72,8 @@ def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans:
     after = np.searchsorted(begins, end, side="left")
     exists = after < begins.size
     following = order[np.minimum(after, begins.size - 1)]
-    last = np.searchsorted(spans.start, end, side="left") - 1  # the last compute that began before the end
-    quiet = np.where(last >= 0, np.maximum(spans.end[np.maximum(last, 0)], start), start)
+    ends = np.append(np.iinfo(np.int64).min, spans.end)  # of the compute that began before, if any did (or took time)
+    quiet = np.maximum(ends[np.searchsorted(spans.start, end, side="left")], start)
     open_end = quiet < end  # no compute runs when the kernel ends
     prompt = exists & open_end & (begins[np.minimum(after, begins.size - 1)] - end <= PROMPT_NS)
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
