@@ -62,13 +62,9 @@ class AntiPatterns(Result):
     matches: pl.DataFrame
 
 
+@per_trace
 def anti_patterns(trace: Trace) -> AntiPatterns:
     """Look for each of the known anti-patterns, or say why it cannot be looked for."""
-    return _found(trace)
-
-
-@per_trace
-def _found(trace: Trace) -> AntiPatterns:
     host = host_of(trace)
     rows, matches = [], []
     for name, (rule, advice) in RULES.items():

@@ -111,17 +111,13 @@ class BlockingCalls(Result):
     idle_after_ns: int | None
 
 
+@per_trace
 def blocking_calls(trace: Trace) -> BlockingCalls:
     """Find every call that waits and say who asked for it.
 
     Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main thread waits for
     autograd's threads (`run_backward`) is no such call.
     """
-    return _found(trace)
-
-
-@per_trace
-def _found(trace: Trace) -> BlockingCalls:
     tree = forest(trace)
     waits = meaning(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)

@@ -84,13 +84,9 @@ class DataLoading(Result):
     evidence: str
 
 
+@per_trace
 def data_loading(trace: Trace) -> DataLoading:
     """Find the waits of the training loop for its DataLoader, per step."""
-    return _found(trace)
-
-
-@per_trace
-def _found(trace: Trace) -> DataLoading:
     tree = forest(trace)
     evidence, called = _calls(trace)
     rows = np.flatnonzero(called)

@@ -39,4 +39,10 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
     One entry only, so that a run of many ranks does not hold all their intermediate arrays at once. The result is
     shared: nobody may change it.
     """
-    return wraps(function)(_Last(function))
+    last = _Last(function)
+
+    @wraps(function)
+    def remembering(trace: Trace) -> T:
+        return last(trace)
+
+    return remembering

@@ -8,6 +8,8 @@ matched, and what could be two blocks stays without a stack.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import polars as pl
 
@@ -42,10 +44,9 @@ def stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
         return out
     ahead, reach = apart
     there = wanted.with_columns(pl.col("time") + ahead).sort("time")
-    inside = _matched(there.filter("inside"), told, reach)
-    before = _matched(there.filter(~pl.col("inside")), told, reach, earlier=True)
-    for found in (inside, before):
-        out[found["block"].to_numpy()] = found["stack"].to_numpy()
+    for found in (_inside(there.filter("inside"), told, reach), _before(there.filter(~pl.col("inside")), told, reach)):
+        fitting = found.filter(pl.col("asked") <= pl.col("bytes"))
+        out[fitting["block"].to_numpy()] = fitting["stack"].to_numpy()
     return out
 
 
@@ -91,25 +92,25 @@ def _apart(inside: pl.DataFrame, told: pl.DataFrame) -> tuple[int, int] | None:
     return (ahead, CLOSEST_NS + 5 * spread) if abs(ahead) + 5 * spread < FARTHEST_NS else None
 
 
-def _matched(wanted: pl.DataFrame, told: pl.DataFrame, reach: int, *, earlier: bool = False) -> pl.DataFrame:
-    """Block and stack of those that one allocation alone can have made.
+def _inside(wanted: pl.DataFrame, told: pl.DataFrame, reach: int) -> pl.DataFrame:
+    """Blocks of the recording, each with the only allocation at its address within `reach` of its time."""
+    last = _nearest(wanted, told, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
+    first = _nearest(wanted, told, -reach, "forward").select("block", first="told")
+    alone = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
+    return alone.filter(pl.len().over(*_PLACE, "told") == 1)
 
-    Those of the recording: the only one at their address within `reach` of their time. Those from before (`earlier`):
-    the last one at their address, unless one stands so near the beginning that it may have come after.
-    """
-    low, high = wanted["time"] - reach, wanted["time"] + reach
-    last = wanted.with_columns(at=low if earlier else high).sort("at")
-    columns = told.select(*_PLACE, "asked", "stack", pl.col("time").alias("told"), pl.col("time").alias("at"))
-    found = last.join_asof(columns, on="at", by=_PLACE, strategy="backward", check_sortedness=False)
-    if earlier:
-        near = wanted.with_columns(at=high).sort("at")
-        near = near.join_asof(columns, on="at", by=_PLACE, strategy="backward", check_sortedness=False)
-        unsure = near.filter(pl.col("told") > pl.col("time") - reach)
-    else:
-        found = found.filter(pl.col("told") >= pl.col("time") - reach)
-        found = found.filter(pl.len().over(*_PLACE, "told") == 1)
-        first = wanted.with_columns(at=low).sort("at")
-        first = first.join_asof(columns, on="at", by=_PLACE, strategy="forward", check_sortedness=False)
-        unsure = first.join(found.select("block", last="told"), on="block").filter(pl.col("told") != pl.col("last"))
-    sure = found.join(unsure.select("block"), on="block", how="anti")
-    return sure.filter(pl.col("asked") <= pl.col("bytes")).select("block", "stack")
+
+def _before(wanted: pl.DataFrame, told: pl.DataFrame, reach: int) -> pl.DataFrame:
+    """Blocks from before, each with the last allocation at its address, if that did not come after the beginning."""
+    return _nearest(wanted, told, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
+
+
+def _nearest(
+    wanted: pl.DataFrame, told: pl.DataFrame, shift: int, strategy: Literal["backward", "forward"]
+) -> pl.DataFrame:
+    """Each block with the next allocation at its address, seen from `shift` behind its time; `told` is its time."""
+    columns = told.select(*_PLACE, "asked", "stack", "time", told="time")
+    shifted = wanted.with_columns(at=pl.col("time") + shift).sort("at")
+    return shifted.join_asof(
+        columns.rename({"time": "at"}), on="at", by=_PLACE, strategy=strategy, check_sortedness=False
+    ).drop_nulls("told")

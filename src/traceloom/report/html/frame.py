@@ -40,7 +40,7 @@ def framed(
     script, theme = _script(), asset("theme.js")
     style = "\n".join(asset(one) for one in STYLES)
     page = Template(asset("page.html")).substitute(
-        policy=_policy([theme, script], style),
+        policy=policy([theme, script], style),
         title=text(title),
         theme=theme,
         style=style,
@@ -77,7 +77,7 @@ def _script() -> str:
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
 
 
-def _policy(scripts: list[str], style: str) -> str:
+def policy(scripts: list[str], style: str) -> str:
     """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
 
     def allowed(body: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from traceloom import __version__
 from traceloom.model import units
 from traceloom.report.html.cells import text
+from traceloom.report.html.frame import asset, policy
 from traceloom.report.names import short
 from traceloom.report.workload.picture import Box, Link, Picture
 from traceloom.report.workload.places import HEIGHT, WIDTH, Places, arrange
@@ -32,13 +31,11 @@ def render(picture: Picture, summary: dict[str, Any]) -> str:
         picture: What is drawn.
         summary: Of the whole workload, for the head.
     """
-    style = "\n".join(
-        [*(_report_asset(name) for name in ("colours.css", "page.css", "views.css")), _asset("drawing.css")]
-    )
-    theme, script = _report_asset("theme.js"), _asset("drawing.js")
+    style = "\n".join([*(asset(name) for name in ("colours.css", "page.css", "views.css")), _asset("drawing.css")])
+    theme, script = asset("theme.js"), _asset("drawing.js")
     shown = Picture(picture.title, picture.boxes, picture.links[:_MOST_LINKS], picture.left_out)
     page = Template(_asset("drawing.html")).substitute(
-        policy=_policy([theme, script], style),
+        policy=policy([theme, script], style),
         title=text(f"{picture.title} – {summary['name']}"),
         style=style,
         theme=theme,
@@ -55,24 +52,8 @@ def render(picture: Picture, summary: dict[str, Any]) -> str:
     return page.encode("utf-8", "replace").decode("utf-8")  # names from files may hold halves of surrogate pairs
 
 
-def _report_asset(name: str) -> str:
-    return files("traceloom.report.html").joinpath("assets", name).read_text(encoding="utf-8")
-
-
 def _asset(name: str) -> str:
     return files("traceloom.report.workload").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _policy(scripts: list[str], style: str) -> str:
-    """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
-
-    def allowed(body: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
-
-    return (
-        f"default-src 'none'; script-src {' '.join(allowed(s) for s in scripts)}; style-src {allowed(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _facts(summary: dict[str, Any]) -> str:
