@@ -4,8 +4,10 @@
 
 Makes a virtual environment for HolisticTraceAnalysis and big files under benchmarks/out. Prints medians of interleaved
 runs. `whole process` is a process from start to end (`traceloom report X --only core -o out.json` against load and
-seven analyses), `load in process` the load inside a process that has imported everything, memory the peak of the whole
-process. Where other programs are running, processor time says more than time.
+seven analyses), `load in process` the load inside a process that has imported everything; processor time is that of all
+processes and threads. Memory is the peak over a process and its children together, sampled in runs of their own:
+`resident` counts the pages of libraries that are mapped, too (what several processes share is counted once), `own` is
+what only this process has (anonymous memory). Where other programs are running, processor time says more than time.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ FILES = ("kineto/h100_owlv2", "kineto/h100_qwen_0.5b", "kineto/a100_ddp_nccl", "
 # An installed package has its bytecode; without this an editable one would be compiled again in every run.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 OURS_LOAD = """
-import json, sys, time
+import json, os, sys, time
 from traceloom.read import load
-started, cpu = time.perf_counter(), time.process_time()
+started, cpu = time.perf_counter(), sum(os.times()[:4])
 load(sys.argv[1], cache=False)
-print(json.dumps({"load_s": time.perf_counter() - started, "load_cpu_s": time.process_time() - cpu}))
+print(json.dumps({"load_s": time.perf_counter() - started, "load_cpu_s": sum(os.times()[:4]) - cpu}))
 """
 
 
@@ -66,6 +68,35 @@ def measured(command: list[str]) -> Run:
     )
 
 
+def peaks(command: list[str]) -> tuple[float, float]:
+    """Most memory of a process and its children together: resident and own, in MB."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    resident = own = 0.0
+    while process.poll() is None:
+        family = [_memory(pid) for pid in _family(process.pid)]
+        resident = max(resident, sum(one for one, _ in family))
+        own = max(own, sum(one for _, one in family))
+        time.sleep(0.002)
+    return resident, own
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = [Path(task, "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # gone meanwhile
+        return []
+    return [pid, *(one for some in children for child in some for one in _family(int(child)))]
+
+
+def _memory(pid: int) -> tuple[float, float]:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0.0, 0.0
+    told = {line.split(":")[0]: float(line.split()[1]) / 1024 for line in lines}
+    return told.get("Pss", 0.0), told.get("Pss_Anon", 0.0)
+
+
 def install_peer() -> None:
     """HolisticTraceAnalysis in a virtual environment of its own."""
     if PEER.exists():
@@ -97,7 +128,8 @@ def compare(path: Path, runs: int) -> None:
                 found[name].append(run)
     wall = {name: statistics.median(run.wall_s for run in some) for name, some in found.items()}
     cpu = {name: statistics.median(run.cpu_s for run in some) for name, some in found.items()}
-    peak = {name: statistics.median(run.peak_mb for run in some) for name, some in found.items()}
+    memory = {name: [peaks(command) for _ in range(3)] for name, command in commands(path).items() if "whole" in name}
+    (resident, own) = ({name: max(one[at] for one in some) for name, some in memory.items()} for at in (0, 1))
     load, load_cpu = (
         {name: statistics.median(run.answer[key] for run in some) for name, some in found.items() if "load" in name}
         for key in ("load_s", "load_cpu_s")
@@ -109,7 +141,9 @@ def compare(path: Path, runs: int) -> None:
         f" {load['ours load']:7.2f} {load['peer load']:7.2f} {load['peer load'] / load['ours load']:6.1f}x"
         f" {load_cpu['ours load']:7.2f} {load_cpu['peer load']:7.2f}"
         f" {load_cpu['peer load'] / load_cpu['ours load']:6.1f}x"
-        f" {peak['ours whole']:6.0f} {peak['peer whole']:6.0f} {peak['ours whole'] / peak['peer whole']:6.2f}",
+        f" {resident['ours whole']:6.0f} {resident['peer whole']:6.0f}"
+        f" {resident['ours whole'] / resident['peer whole']:6.2f} "
+        f" {own['ours whole']:6.0f} {own['peer whole']:6.0f} {own['ours whole'] / own['peer whole']:6.2f}",
         flush=True,
     )
 
@@ -137,9 +171,10 @@ def main() -> None:
     install_peer()
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, medians of {args.runs} interleaved runs")
     groups = ("whole process, s", "its processor time, s", "load in process, s", "its processor time, s")
-    print(f"{'':16} {' '.join(f'{group:^23}' for group in groups)} {'peak memory, MB':^20}")
+    print(f"{'':16} {' '.join(f'{group:^23}' for group in groups)} {'peak resident, MB':^20}  {'peak own, MB':^20}")
     heads = f"{'ours':>7} {'HTA':>7} {'ratio':>7}"
-    print(f"{'':16} {heads} {heads} {heads} {heads} {'ours':>6} {'HTA':>6} {'ratio':>6}")
+    small = f"{'ours':>6} {'HTA':>6} {'ratio':>6}"
+    print(f"{'':16} {heads} {heads} {heads} {heads} {small}  {small}")
     for name in FILES:
         if not args.only or args.only in name:
             compare(DATA / f"{name}.json.gz", args.runs)

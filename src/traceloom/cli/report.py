@@ -137,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.read.ahead import decoding
     from traceloom.read.cache import Cache
 
-    with decoding(args.inputs, None if args.no_cache else Cache()):
+    alone = args.inputs if len(args.inputs) == 1 else []  # several are read by a process each
+    with decoding(alone, None if args.no_cache else Cache()):
         return _run(args)
 
 

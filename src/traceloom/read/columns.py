@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
 from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW, all_arguments
-from traceloom.read.ondisk import SCRATCH
+from traceloom.read.ondisk import SCRATCH, pieces
 from traceloom.read.spill import Spill
 from traceloom.read.times import from_doubles, from_text
 
@@ -61,6 +61,8 @@ COLLECTIVE_NUMBERS = (
 )
 FILLING = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
 _COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
+_LISTS = ("shapes", "types", "strides", "concrete")
+_TEXTS = frozenset(("name", "kind", "key", *_LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS))
 _ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
 
 
@@ -126,6 +128,18 @@ class _Arguments(Struct, frozen=True):
         return found
 
 
+class Known(Struct, frozen=True):
+    """What is known of a file beside its columns; see `Columns`."""
+
+    texts: list[Any]
+    places: list[tuple[Any, Any]]
+    thread_names: dict[tuple[Any, Any], str]
+    process_names: dict[Any, str]
+    unknown_categories: dict[str, int]
+    entries: int
+    rows: int
+
+
 class Columns:
     """The arrays of a whole file, gathered slice by slice.
 
@@ -175,12 +189,47 @@ class Columns:
             return self.spill.column(table, name, parts, parts[0].dtype if parts else self._dtypes[table, name])
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
-    def joined(self) -> None:
-        """Make each column one array, and forget what only another slice would need."""
-        for columns in self.tables.values():
-            for parts in columns.values():
-                parts[:] = [np.concatenate(parts)] if len(parts) > 1 else parts
-        self._lists.clear()
+    def known(self) -> Known:
+        """All but the columns."""
+        return Known(
+            list(self.texts),
+            list(self.places),
+            self.thread_names,
+            self.process_names,
+            self.unknown_categories,
+            self.entries,
+            self.rows,
+        )
+
+    def pieces(self) -> Iterator[tuple[str, str, Array]]:
+        """Table, column and values, a piece of a column at a time; what was given is forgotten here."""
+        for table, columns in self.tables.items():
+            for name in list(columns):
+                values = self.take(table, name, None)
+                for piece in pieces(len(values)):
+                    yield table, name, values[piece].view(np.ndarray)
+
+    def extend(self, known: Known, some: Iterable[tuple[str, str, Array]]) -> None:
+        """Take what another process found in the part of the text that follows: its `known()` and `pieces()`."""
+        texts = np.array([*map(self.texts.__getitem__, known.texts), -1], dtype=np.int32)  # -1 stays -1
+        places = np.array([self.places[place] for place in known.places], dtype=np.int32)
+        for table, name, theirs in some:
+            values = theirs
+            if name == "row":
+                values = self._row(theirs)
+            elif name == "place":
+                values = places[theirs]
+            elif name in _TEXTS:
+                values = texts[theirs]
+            self._put(table, **{name: values})
+            if self.spill is not None:
+                self._merge(table, name, self.tables[table][name])
+        self.thread_names |= known.thread_names
+        self.process_names |= known.process_names
+        for category, count in known.unknown_categories.items():
+            self.unknown_categories[category] = self.unknown_categories.get(category, 0) + count
+        self.entries += known.entries
+        self.rows += known.rows
 
     def close(self) -> None:
         """Remove what lies on disk."""
@@ -228,7 +277,7 @@ class Columns:
         ]
         rows = np.fromiter(map(known.__getitem__, keys), dtype=np.int32, count=len(keys))
         codes = known.parts(rows)
-        return {name: codes[at] for at, name in enumerate(("shapes", "types", "strides", "concrete"))}
+        return {name: codes[at] for at, name in enumerate(_LISTS)}
 
     def _text_codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
@@ -495,10 +544,15 @@ def finite(values: Sequence[Any]) -> Array:
     try:
         found = packed("d", values)
     except (struct.error, OverflowError):
-        import polars as pl  # for few traces only: a file may be decoded before it is loaded
-
-        found = pl.Series(values, dtype=pl.Float64, strict=False).fill_null(np.nan).to_numpy()
+        found = packed("d", [_real(value) for value in values])
     return np.where(np.isfinite(found), found, np.nan)
+
+
+def _real(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan
 
 
 def number(value: Any) -> int:

@@ -88,6 +88,11 @@ class Damage(Struct):
         case.count += count
         case.where = case.where or where
 
+    def add(self, later: Damage) -> None:
+        """Count what was found in a later part of the file, too."""
+        for slug, case in later.cases.items():
+            self.note(slug, case.where, case.count)
+
     def notices(self) -> list[Notice]:
         """One notice per kind of damage."""
         out = []

@@ -11,38 +11,46 @@ from typing import Any, BinaryIO
 
 from msgspec import Struct
 
-from traceloom.model.notice import Notice
 from traceloom.read import spill
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
-from traceloom.read.document import Document
+from traceloom.read.document import WHOLE, Document, Part
 from traceloom.read.source import open_input, text_pieces
 
 _LARGE = 4 << 20
+Step = Callable[[int, int], None]
 
 
-class Decoded(Struct, frozen=True):
-    """What a file holds.
+class Decoded(Struct):
+    """What a file holds, or a part of it.
 
     Attributes:
         columns: All entries of `traceEvents`; to be closed.
         metadata: Top-level entries other than that.
+        damage: What was repaired or lost.
         size: Bytes of text.
-        notices: What was repaired or lost.
+        began: Byte of the text at which the part begins; None where it has no beginning.
+        left_at: Byte of the text at which it ends; None where it goes to the end.
     """
 
     columns: Columns
     metadata: dict[str, Any]
+    damage: Damage
     size: int
-    notices: tuple[Notice, ...]
+    began: int | None
+    left_at: int | None
 
 
-def decode(path: str | Path, step: Callable[[int, int], None] | None = None) -> Decoded:
-    """Decode a file; gzip or not, whole or damaged.
+def decode(
+    path: str | Path, step: Step | None = None, part: Part = WHOLE, taken_over: Callable[[int], bool] = lambda _: True
+) -> Decoded:
+    """Decode a file in this process; gzip or not, whole or damaged.
 
     Args:
         path: The file; `-` is standard input.
         step: Called now and then with (bytes read from the file, bytes of text).
+        part: Which part of it.
+        taken_over: See `Document`.
 
     Raises:
         InputError: The file cannot be read or is no Kineto trace at all.
@@ -55,15 +63,15 @@ def decode(path: str | Path, step: Callable[[int, int], None] | None = None) -> 
         with open_input(path) as stream:
             if _size(stream) >= spill.SPILL_BYTES:
                 columns.spill = spill.Spill()
-            document = Document(partial(text_pieces, stream, damage, step), damage, str(path))
-            for part in document.slices():
-                columns.add(part)
+            document = Document(partial(text_pieces, stream, damage, step), damage, str(path), part, taken_over)
+            for some in document.slices():
+                columns.add(some)
                 if columns.spill is None and document.size >= spill.SPILL_BYTES:
                     columns.spill = spill.Spill()
     except BaseException:
         columns.close()
         raise
-    return Decoded(columns, document.metadata, document.size, tuple(damage.notices()))
+    return Decoded(columns, document.metadata, damage, document.size, document.began, document.left_at)
 
 
 def _size(stream: BinaryIO) -> int:

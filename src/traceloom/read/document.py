@@ -24,9 +24,13 @@ from traceloom.read.text_window import TextWindow
 from traceloom.read.times import needs_text
 
 SLICE = 1 << 19
+_NEAR = 1 << 16  # bytes in which a boundary is looked for
 _MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
 _BRACE = ord("}")
+_WHITE = np.isin(np.arange(256), list(b" \t\r\n"))
+_MOST_BLANKS = 64  # between two entries; with more, the decoder is asked
 _BLANK = re.compile(rb"[\s,]*")
+_BOUNDARY = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 _SALVAGE = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*(?=[\[{"\d-])')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -53,16 +57,33 @@ class Slice(Struct):
     base: int
 
 
-class Braces:
-    """Where closing braces stand in a text, found as it is read."""
+class Part(Struct, frozen=True):
+    """What one process decodes of a file; who decodes another part finds the same boundaries.
 
-    def __init__(self) -> None:
+    Attributes:
+        begin: Byte of the text after which it begins, at the next boundary of two entries; 0 is the file's beginning.
+        until: The same of the part that follows; None where the part goes to the end.
+    """
+
+    begin: int = 0
+    until: int | None = None
+
+
+WHOLE = Part()
+
+
+class Braces:
+    """Where closing braces stand in a text, found as it is read; before `begin` nobody asks."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self._begin = begin
         self._seen = 0
         self._found: deque[NDArray[np.int64]] = deque()
 
     def look(self, text: bytes) -> None:
         """The next part of the text."""
-        self._found.append(np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen)
+        if self._seen + len(text) > self._begin:
+            self._found.append(np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen)
         self._seen += len(text)
 
     def between(self, low: int, high: int) -> NDArray[np.int64]:
@@ -78,27 +99,42 @@ class Braces:
 
 
 class Document(TextWindow):
-    """One pass over the text of a Kineto file.
+    """One pass over the text of a Kineto file, or over a part of its events and what follows.
 
     Args:
         pieces: Gives the text; shows all of it to the function it is given.
         damage: Told what was repaired or lost.
         path: The file.
+        part: Which part of the text is wanted.
+        taken_over: Asked where the part ends, with the byte, whether somebody else has what follows; if not, this pass
+            goes on.
 
     Attributes:
         metadata: Top-level entries other than `traceEvents`, complete after the pass.
         found_events: `traceEvents` was there.
+        began: Byte at which the part begins; None where it has none.
+        left_at: Byte from which on somebody else has it; None where the pass went to the end.
     """
 
-    def __init__(self, pieces: Callable[[Look], Iterator[bytes]], damage: Damage, path: str) -> None:
-        self._braces = Braces()
+    def __init__(
+        self,
+        pieces: Callable[[Look], Iterator[bytes]],
+        damage: Damage,
+        path: str,
+        part: Part = WHOLE,
+        taken_over: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        self._braces = Braces(part.begin)
         super().__init__(pieces(self._braces.look))
         self.metadata: dict[str, Any] = {}
         self.found_events = False
+        self.began: int | None = None if part.begin else 0
+        self.left_at: int | None = None
+        self._begin, self._until = part.begin, part.until
+        self._taken_over = taken_over
         self._damage = damage
         self._path = path
         self._exact: bool | None = None
-        self._separator = b""
 
     def slices(self) -> Generator[Slice, None, None]:
         """All entries of `traceEvents`, a slice at a time.
@@ -109,6 +145,9 @@ class Document(TextWindow):
         self._fill(1)
         refuse_start(self._text, self._path)
         start = self._text.lstrip()[:1]
+        if self._begin:
+            yield from self._rest(alone=start == b"[")
+            return
         self._skip(len(self._text) - len(self._text.lstrip()) + 1)
         if start == b"[":
             self._fill(4096)
@@ -120,10 +159,54 @@ class Document(TextWindow):
         if not self.found_events:
             refuse_by_keys(self.metadata, self._path, done=True)
 
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def _rest(self, *, alone: bool) -> Iterator[Slice]:
+        """The events behind the first boundary, and what follows them unless the list stands alone."""
+        self._leap(self._begin)
+        cut = self._boundary(self._begin)
+        if cut is None:
+            return
+        self._skip(cut)
+        self.began = self._base
+        self.found_events = True
+        yield from self._entries()
+        if not alone:
+            yield from self._top()
+
+    def _boundary(self, byte: int) -> int | None:
+        """Where the first entry ends that ends behind a byte, counted from the text at hand; None if none is near.
+
+        What looks like a boundary may stand in a text or a list of an entry.
+        """
+        start = byte - self._base
+        self._fill(start + _NEAR)
+        found = _BOUNDARY.search(self._text, start, start + _NEAR)
+        return None if found is None else found.end()
+
+    def _handing_over(self) -> Iterator[Slice]:
+        """The entries up to where the next part begins, if they prove that it can begin there; nothing if not."""
+        until, self._until = self._until, None
+        cut = None if until is None or until < self._base else self._boundary(until)
+        if cut is None:
+            return
+        text = self._text[:cut]
+        try:
+            entries = self._decoder(text).decode(b"".join((b"[", text, b"]")))
+        except MALFORMED:
+            return
+        exact = bool(self._exact)
+        if not exact and _inexact(entries):
+            return
+        yield self._slice(entries, text, exact)
+        self._skip(cut)
+        if self._taken_over(self._base):
+            self.left_at = self._base
+
     # -- the top level ----------------------------------------------------------------------------------------
 
     def _top(self) -> Iterator[Slice]:
-        while True:
+        while self.left_at is None:
             self._fill(SLICE)
             match = _KEY.match(self._text)
             if match is None:
@@ -186,18 +269,9 @@ class Document(TextWindow):
                 )
             self._fill(len(self._text) * 2)
         value = json.loads(self._text[start:end].decode("utf-8", "replace"), strict=False)
-        self._keep(key, value)
+        keep(self.metadata, key, value, self._damage)
         self._skip(end)
         return True
-
-    def _keep(self, key: str, value: Any) -> None:
-        known = self.metadata.get(key)
-        if isinstance(known, dict) and isinstance(value, dict):
-            # distributedInfo stands again after the events in some writers' files, often with more.
-            value = {**known, **{name: item for name, item in value.items() if item not in (None, [], "")}}
-        elif known is not None and known != value:
-            self._damage.note("duplicate-key", f"$.{key}")
-        self.metadata[key] = value
 
     def _salvage(self) -> bool:
         """Jump over malformed metadata to `traceEvents`; keep entries on the way that can be read."""
@@ -243,6 +317,11 @@ class Document(TextWindow):
                 wanted = self._more(len(self._text))
                 continue
             wanted = SLICE
+            if self._until is not None and self._base + len(self._text) > self._until:
+                yield from self._handing_over()
+                if self.left_at is not None:
+                    return
+                continue
             decoded, used, closed = self._decode(self._text[:cut], last=not whole)
             if not used:
                 wanted = self._more(len(self._text))
@@ -282,11 +361,8 @@ class Document(TextWindow):
 
     def _decode(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
         """Decode a stretch: (slice, bytes used up, whether the list ended in it)."""
-        if self._exact is None:
-            self._exact = needs_text(text)
-        decoder = EXACT if self._exact else FAST
         try:
-            entries = decoder.decode(b"".join((b"[", text, b"]")))  # one copy, where adding makes two
+            entries = self._decoder(text).decode(b"".join((b"[", text, b"]")))  # one copy, where adding makes two
         except msgspec.ValidationError:
             return self._decode_oddly(text, last=last)
         except MALFORMED as error:
@@ -296,7 +372,13 @@ class Document(TextWindow):
             return self._decode(text, last=last)
         if last:
             self._damage.note("cut-file", f"byte {self.size} of the text", 0)
-        return self._slice(entries, text, self._exact), len(text), last
+        return self._slice(entries, text, bool(self._exact)), len(text), last
+
+    def _decoder(self, text: bytes) -> msgspec.json.Decoder[list[Any]]:
+        """For the entries of this text; the first one decides how times are read."""
+        if self._exact is None:
+            self._exact = needs_text(text)
+        return EXACT if self._exact else FAST
 
     def _decode_oddly(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
         try:
@@ -357,21 +439,25 @@ class Document(TextWindow):
 
         All boundaries are among the places that look like one, so an equal number of them are the boundaries.
         """
-        if not self._separator and count > 1 and (match := re.search(rb"\}\s*,\s*\{", text)):
-            self._separator = match.group()
-        if count > 1 and self._separator:
-            starts = _occurrences(text, self._separator, self._braces.between(self._base, self._base + len(text)))
-            if len(starts) == count - 1:
-                begins = np.concatenate([[0], starts + len(self._separator) - 1])
-                ends = np.concatenate([starts + 1, [len(text.rstrip())]])
-                return begins, ends - begins
-        spans = np.array([match.span() for match in re.finditer(rb"\}\s*,\s*(?=\{)", text)], dtype=np.int64)
-        if count and len(spans) == count - 1:
-            spans = spans.reshape(-1, 2)
-            begins = np.concatenate([[0], spans[:, 1]])
-            ends = np.concatenate([spans[:, 0] + 1, [len(text.rstrip())]])
+        if not count:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        found = _boundaries(text, self._braces.between(self._base, self._base + len(text)))
+        if found is not None and len(found[0]) == count - 1:
+            begins = np.concatenate([[0], found[1]])
+            ends = np.concatenate([found[0] + 1, [len(text.rstrip())]])
             return begins, ends - begins
         return _places_by_decoding(text)
+
+
+def keep(metadata: dict[str, Any], key: str, value: Any, damage: Damage) -> None:
+    """Take one top-level entry, which may stand there already."""
+    known = metadata.get(key)
+    if isinstance(known, dict) and isinstance(value, dict):
+        # distributedInfo stands again after the events in some writers' files, often with more.
+        value = {**known, **{name: item for name, item in value.items() if item not in (None, [], "")}}
+    elif known is not None and known != value:
+        damage.note("duplicate-key", f"$.{key}")
+    metadata[key] = value
 
 
 def _inexact(entries: list[Any]) -> bool:
@@ -394,13 +480,28 @@ def _end_of_list(text: bytes) -> int | None:
     return last.start(1)
 
 
-def _occurrences(text: bytes, separator: bytes, braces: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where a separator `},...{` stands, from where its first bracket does."""
+def _boundaries(text: bytes, braces: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """Where a bracket closes and, behind a comma, the next one opens; None where too much stands between."""
     signs = np.frombuffer(text, dtype=np.uint8)
-    places = braces[braces <= len(signs) - len(separator)]
-    for shift in (len(separator) - 1, *range(1, len(separator) - 1)):
-        places = places[signs[places + shift] == separator[shift]]
-    return places.astype(np.int64, copy=False)
+    ends = braces[braces < len(text.rstrip()) - 1]
+    places = ends
+    for sign in b",{":
+        behind = _behind_blanks(signs, places + 1)
+        if behind is None:
+            return None
+        fits = signs[behind] == sign
+        ends, places = ends[fits], behind[fits]
+    return ends, places
+
+
+def _behind_blanks(signs: NDArray[np.uint8], places: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The first place from each on that is not white; there is one."""
+    for _ in range(_MOST_BLANKS):
+        white = _WHITE[signs[places]]
+        if not white.any():
+            return places
+        places = places + white
+    return None
 
 
 def _places_by_decoding(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

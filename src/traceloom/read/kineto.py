@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 from traceloom.model import Trace
 from traceloom.read import ahead
 from traceloom.read.assemble import File, assemble
-from traceloom.read.decoding import decode
+from traceloom.read.decoding import Decoded, decode
+from traceloom.read.together import decode_with, helpers
 
 
 def read_kineto(
-    path: str | Path, *, capture: dict[str, Any] | None = None, step: Callable[[int, int], None] | None = None
+    path: str | Path,
+    *,
+    capture: dict[str, Any] | None = None,
+    step: Callable[[int, int], None] | None = None,
+    processes: int | None = None,
 ) -> Trace:
     """Read one Kineto trace; gzip or not, whole or damaged.
 
@@ -21,6 +27,7 @@ def read_kineto(
         path: The file; `-` is standard input.
         capture: This rank's part of capture.json, where there is one.
         step: Called now and then with (bytes read from the file, bytes of text).
+        processes: How many may decode it at once; all cores if None, where it is worth that.
 
     Returns:
         The trace; what was repaired or lost stands in its notices.
@@ -28,8 +35,17 @@ def read_kineto(
     Raises:
         InputError: The file cannot be read or is no Kineto trace at all.
     """
-    found = ahead.taken(path) or decode(path, step)
+    found = _decoded(path, step, processes)
     try:
-        return assemble(found.columns, File(str(path), found.metadata, found.size, found.notices, capture))
+        notices = tuple(found.damage.notices())
+        return assemble(found.columns, File(str(path), found.metadata, found.size, notices, capture))
     finally:
         found.columns.close()
+
+
+def _decoded(path: str | Path, step: Callable[[int, int], None] | None, processes: int | None) -> Decoded:
+    helping = ahead.taken(path)
+    if helping is None and processes != 1 and Path(path).is_file():
+        with contextlib.suppress(OSError):  # `decode` says why it cannot be read
+            helping = helpers(Path(path), processes)
+    return decode(path, step) if helping is None else decode_with(helping, path, step)

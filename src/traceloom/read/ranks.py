@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -59,7 +60,7 @@ class _Meter:
 
     def moved(self, number: int, read: int) -> None:
         """A file has been read up to here."""
-        self._read[number] = read
+        self._read[number] = min(read, self._sizes[number] or read)
         self._tell(number)
 
     def finished(self, number: int) -> None:
@@ -135,16 +136,19 @@ def _beside(
     try:
         with ThreadPoolExecutor(_cores(missing), thread_name_prefix="traceloom-rank") as pool:
             largest = sorted(missing, key=lambda at: -_size(inputs[at]))
-            jobs = {at: pool.submit(_in_process, inputs[at], at, folder / str(at), meter, lot) for at in largest}
+            each = partial(_in_process, meter=meter, lot=lot, processes=(os.cpu_count() or 1) // _cores(missing))
+            jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
             for number, job in jobs.items():
                 out[number] = job.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_process(one: Input, number: int, folder: Path, meter: _Meter, lot: Lot) -> Trace | InputError:
+def _in_process(
+    one: Input, number: int, folder: Path, *, meter: _Meter, lot: Lot, processes: int
+) -> Trace | InputError:
     folder.mkdir()
-    job = {"path": str(one.path), "capture": one.entry, "folder": str(folder)}
+    job = {"path": str(one.path), "capture": one.entry, "folder": str(folder), "processes": processes}
     process = subprocess.Popen(
         [sys.executable, "-m", "traceloom.read.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

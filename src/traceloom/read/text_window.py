@@ -21,7 +21,7 @@ class TextWindow:
 
     def _fill(self, wanted: int) -> bool:
         """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
-        parts, have = [self._text], len(self._text)
+        parts, have = [self._text] if self._text else [], len(self._text)
         while have < wanted and not self._ended:
             piece = next(self._pieces, None)
             if piece is None:
@@ -30,10 +30,17 @@ class TextWindow:
             parts.append(piece)
             have += len(piece)
             self.size += len(piece)
-        if len(parts) > 1:
-            self._text = b"".join(parts)
+        self._text = parts[0] if len(parts) == 1 else b"".join(parts)
         return have >= wanted
 
     def _skip(self, count: int) -> None:
         self._text = self._text[count:]
         self._base += count
+
+    def _leap(self, byte: int) -> None:
+        """Go to a byte further on, or to the end, without having all that is before it at hand."""
+        while self._base + len(self._text) < byte:
+            self._skip(len(self._text))
+            if not self._fill(1):
+                return
+        self._skip(byte - self._base)

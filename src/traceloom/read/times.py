@@ -20,6 +20,9 @@ Bools = NDArray[np.bool_]
 
 _TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?(-?\d+)(?:\.(\d+))?([eE]?)')
 _MOST_NS = 2**62  # times beyond (146 years) are no times
+_MOST_US = _MOST_NS // 1000
+_DIGITS = len(str(_MOST_US))
+_NO_TIME = (_MOST_US, 0)
 
 
 def needs_text(sample: bytes) -> bool:
@@ -73,40 +76,31 @@ def _rounded(millionths: Ints) -> Ints:
 
 def _split(texts: list[Any]) -> tuple[Ints, Ints, Bools]:
     """Whole microseconds, millionths of a microsecond (same sign), and which are numbers at all."""
-    import polars as pl  # for few traces only: a file may be decoded before it is loaded
-
-    column = pl.Series([bytes(text).decode("ascii", "replace") for text in texts], dtype=pl.String).str.strip_chars(
-        '" '
-    )
-    parts = column.str.splitn(".", 2).struct.unnest()
-    whole = parts["field_0"].cast(pl.Int64, strict=False)
-    padded = parts["field_1"].fill_null("").str.pad_end(6, "0").str.slice(0, 6)
-    digits = parts["field_1"].fill_null("0").str.contains(r"^\d*$")
-    fraction = padded.cast(pl.Int64, strict=False).fill_null(0)
-    good = (whole.is_not_null() & digits).to_numpy()
-    us = whole.fill_null(0).to_numpy().copy()
-    millionths = fraction.to_numpy().copy()
-    negative = column.str.starts_with("-").to_numpy()
-    millionths[negative] *= -1
-    for row in np.flatnonzero(~good):
-        value = _decimal(str(column[int(row)]))
-        if value is not None:
-            good[row] = True
-            us[row], millionths[row] = value
-    far = np.abs(us) >= _MOST_NS // 1000
-    good &= ~far
-    us[~good] = 0
-    millionths[~good] = 0
-    return us, millionths, good
+    whole, millionths = [], []
+    for text in texts:
+        digits, _, fraction = bytes(text).partition(b".")
+        if digits.isdigit() and len(digits) <= _DIGITS and (fraction.isdigit() or not fraction):
+            whole.append(int(digits))
+            millionths.append(int(fraction.ljust(6, b"0")[:6]))
+        else:
+            other = _decimal(bytes(text).strip(b'" ').decode("ascii", "replace")) or _NO_TIME
+            whole.append(other[0])
+            millionths.append(other[1])
+    us, parts = np.array(whole, dtype=np.int64), np.array(millionths, dtype=np.int64)
+    good = us < _MOST_US
+    us[~good] = parts[~good] = 0
+    return us, parts, good
 
 
 def _decimal(text: str) -> tuple[int, int] | None:
-    """Exponents and other spellings, one by one."""
+    """Exponents and other spellings, one by one; None for what is no number or no such time."""
+    if not text:
+        return None
     try:
         value = Decimal(text)
     except InvalidOperation:
         return None
-    if not value.is_finite() or abs(value) >= _MOST_NS // 1000:
+    if not value.is_finite() or abs(value) >= _MOST_US:
         return None
     whole = int(value)
     return whole, int((value - whole) * 1_000_000)

@@ -27,7 +27,7 @@ def main() -> None:
             _say({"read": read})
 
     try:
-        trace = read_kineto(job["path"], capture=job["capture"], step=step)
+        trace = read_kineto(job["path"], capture=job["capture"], step=step, processes=job["processes"])
     except InputError as error:
         _say({"refused": error.to_dict()})
         return

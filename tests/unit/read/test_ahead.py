@@ -69,7 +69,7 @@ def test_the_trace_is_the_same_and_the_process_is_gone(trace: Path) -> None:
 
 
 def test_a_process_that_is_killed_costs_nothing_but_time(trace: Path) -> None:
-    kill = "    os.kill(ahead._running[path]._process, signal.SIGKILL)\n"
+    kill = "    os.kill(ahead._running[path]._forks[0]._process, signal.SIGKILL)\n"
     assert run(f"with ahead.decoding([path], None):\n{kill}{COMPARE}", trace) == ["True"] * 5
 
 

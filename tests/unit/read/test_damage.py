@@ -262,3 +262,12 @@ def test_an_event_without_usable_arguments_is_kept(tmp_path, category, arguments
 def test_an_odd_value_among_the_rare_arguments_is_counted_too(tmp_path, category, key):
     event = f'{{"ph": "X", "cat": "{category}", "name": "x", "pid": 0, "tid": 7, "ts": 1, "dur": 2, "args": {{"{key}": {{}}}}}}'
     assert slugs(read(tmp_path, f'{{"traceEvents": [{event}]}}'))["odd-values"] == 1
+
+
+def test_a_name_that_looks_like_the_end_of_an_event_moves_no_event(tmp_path):
+    made = TraceBuilder().op("}, {", 0, 5, shapes=[[1, 3]]).op("aten::mm", 10, 5, shapes=[[2, 3]])
+    trace = read(tmp_path, made.text())
+    assert [arguments(trace, row)["Input Dims"] for row in range(2)] == [[[1, 3]], [[2, 3]]]
+    spread = made.text().replace("},\n", "}" + "\n" * 200 + ",")
+    trace = read(tmp_path, spread)
+    assert [arguments(trace, row)["Input Dims"] for row in range(2)] == [[[1, 3]], [[2, 3]]]
