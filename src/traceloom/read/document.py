@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -18,6 +16,7 @@ from traceloom.errors import InputError
 from traceloom.read.damage import Damage
 from traceloom.read.detect import refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
+from traceloom.read.places import Braces, places
 from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover, whole_events
 from traceloom.read.source import Look
 from traceloom.read.text_window import TextWindow
@@ -26,9 +25,6 @@ from traceloom.read.times import needs_text
 SLICE = 1 << 19
 _NEAR = 1 << 16  # bytes in which a boundary is looked for
 _MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
-_BRACE = ord("}")
-_WHITE = np.isin(np.arange(256), list(b" \t\r\n"))
-_MOST_BLANKS = 64  # between two entries; with more, the decoder is asked
 _BLANK = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
@@ -70,32 +66,6 @@ class Part(Struct, frozen=True):
 
 
 WHOLE = Part()
-
-
-class Braces:
-    """Where closing braces stand in a text, found as it is read; before `begin` nobody asks."""
-
-    def __init__(self, begin: int = 0) -> None:
-        self._begin = begin
-        self._seen = 0
-        self._found: deque[NDArray[np.int64]] = deque()
-
-    def look(self, text: bytes) -> None:
-        """The next part of the text."""
-        if self._seen + len(text) > self._begin:
-            self._found.append(np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen)
-        self._seen += len(text)
-
-    def between(self, low: int, high: int) -> NDArray[np.int64]:
-        """The places from `low` up to `high`, counted from `low`; those before are forgotten."""
-        while self._found and (not self._found[0].size or self._found[0][-1] < low):
-            self._found.popleft()
-        parts = list(takewhile(lambda places: not places.size or places[0] < high, tuple(self._found)))
-        if not parts:
-            return np.zeros(0, dtype=np.int64)
-        places = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        first, end = np.searchsorted(places, (low, high))
-        return places[first:end] - low
 
 
 class Document(TextWindow):
@@ -431,22 +401,9 @@ class Document(TextWindow):
         return decoded, len(text) + 1, True
 
     def _slice(self, entries: list[Any], text: bytes, exact: bool) -> Slice:
-        offsets, lengths = self._places(text, len(entries))
+        braces = self._braces.between(self._base, self._base + len(text))
+        offsets, lengths = places(text, len(entries), braces)
         return Slice(entries, exact, offsets + self._base, lengths, text, self._base)
-
-    def _places(self, text: bytes, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where each of the `count` entries begins in the text, and their lengths.
-
-        All boundaries are among the places that look like one, so an equal number of them are the boundaries.
-        """
-        if not count:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        found = _boundaries(text, self._braces.between(self._base, self._base + len(text)))
-        if found is not None and len(found[0]) == count - 1:
-            begins = np.concatenate([[0], found[1]])
-            ends = np.concatenate([found[0] + 1, [len(text.rstrip())]])
-            return begins, ends - begins
-        return _places_by_decoding(text)
 
 
 def keep(metadata: dict[str, Any], key: str, value: Any, damage: Damage) -> None:
@@ -478,40 +435,3 @@ def _end_of_list(text: bytes) -> int | None:
         stripped = text.rstrip()
         return len(stripped) - 1 if stripped.endswith(b"]") else None
     return last.start(1)
-
-
-def _boundaries(text: bytes, braces: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Where a bracket closes and, behind a comma, the next one opens; None where too much stands between."""
-    signs = np.frombuffer(text, dtype=np.uint8)
-    ends = braces[braces < len(text.rstrip()) - 1]
-    places = ends
-    for sign in b",{":
-        behind = _behind_blanks(signs, places + 1)
-        if behind is None:
-            return None
-        fits = signs[behind] == sign
-        ends, places = ends[fits], behind[fits]
-    return ends, places
-
-
-def _behind_blanks(signs: NDArray[np.uint8], places: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The first place from each on that is not white; there is one."""
-    for _ in range(_MOST_BLANKS):
-        white = _WHITE[signs[places]]
-        if not white.any():
-            return places
-        places = places + white
-    return None
-
-
-def _places_by_decoding(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the entries."""
-    raws = msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw])
-    begins, lengths, at = [], [], 0
-    for raw in raws:
-        piece = bytes(raw)
-        at = text.index(piece, at)
-        begins.append(at)
-        lengths.append(len(piece))
-        at += len(piece)
-    return np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int64)
