@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 2
 
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test lowest lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -45,6 +45,13 @@ test: $(VENV)/.test ## Run the whole test suite
 	$(BIN)/python -m compileall -q src  # many tests start processes, which may not be allowed to keep bytecode
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+lowest: ## Run the tests that need no PyTorch with the oldest dependencies that are allowed
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip --quiet install --upgrade "pip>=25.1"
+	$(PYTHON) scripts/lowest_versions.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip --quiet install --constraint .venv-lowest/constraints.txt --editable . --group test
+	.venv-lowest/bin/python -m pytest -n $(JOBS) --dist worksteal tests/unit tests/golden tests/property
+
 lint: $(VENV)/.lint ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,4 +76,4 @@ docs: $(VENV)/.docs ## Build the documentation into site/
 	@echo "Wrote site/index.html"
 
 clean: ## Remove what was made
-	rm -rf $(VENV) demo site build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest demo site build dist .pytest_cache .mypy_cache .ruff_cache
