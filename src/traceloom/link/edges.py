@@ -52,7 +52,7 @@ class Edges(Struct):
     def frame(self, times: Ints) -> tuple[pl.DataFrame, pl.DataFrame]:
         """The `edges` frame, sorted by target, and how many edges of each kind did not fit (kind, count).
 
-        What was added is given up.
+        What was added is given up. Whose start nothing holds back is held by the origin, which is node 0.
 
         Args:
             times: Measured time of each point, ns; shape (2 x nodes,).
@@ -62,7 +62,12 @@ class Edges(Struct):
         firm = _joined(self.firm, np.bool_)
         kept = np.flatnonzero(fitting(source, target, firm, times))
         refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
-        order = kept[_sorted_once(target[kept], source[kept], kind[kept], times.size)]
+        free = _free(target[kept], times.size)
+        source = _joined([source[kept], np.ones_like(free)], np.int64)
+        target = _joined([target[kept], 2 * free], np.int64)
+        kind = _joined([kind[kept], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)], np.uint8)
+        evidence = _joined([evidence[kept], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)], np.uint8)
+        order = _sorted_once(target, source, kind, times.size)
         source, target, kind, evidence = source[order], target[order], kind[order], evidence[order]
         frame = pl.DataFrame(
             {
@@ -79,6 +84,13 @@ class Edges(Struct):
         )
         rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
         return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
+
+
+def _free(targets: Ints, points: int) -> Ints:
+    """Nodes, but for the origin, whose start is the target of no edge."""
+    held = np.zeros(points, dtype=np.bool_)
+    held[targets] = True
+    return np.flatnonzero(~held[2::2]) + 1
 
 
 def _sorted_once(target: Ints, source: Ints, kind: NDArray[np.uint8], points: int) -> Ints:

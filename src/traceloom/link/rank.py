@@ -162,7 +162,6 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
     times = _point_times(nodes)
     on_engines = (nodes["category"].gather(parts.work_node) == COPY).to_numpy()
     found = found._replace(late=occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times))
-    _origin_edges(edges, nodes.height)
     frame, refused = edges.frame(times)
     meta = trace.meta
     ranks = pl.DataFrame(
@@ -210,15 +209,6 @@ def _point_times(nodes: pl.DataFrame) -> Ints:
     times[0::2] = nodes["start_ns"].to_numpy()
     times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
     return times
-
-
-def _origin_edges(edges: Edges, nodes: int) -> None:
-    """From the origin to the start of everything that nothing else holds back."""
-    held = np.zeros(2 * nodes, dtype=np.bool_)
-    for target in edges.target:
-        held[target] = True
-    free = np.flatnonzero(~held[2::2]) + 1
-    edges.add("origin", "assumed", np.zeros(free.size, dtype=np.int64), free, from_end=True, to_end=False, firm=True)
 
 
 def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -29,7 +29,21 @@ def test_edges_stand_by_target_and_source_and_none_of_a_kind_twice(keys: str, mo
     assert not refused.height
 
 
-def test_no_edges_are_an_empty_frame() -> None:
+def test_what_nothing_holds_back_is_held_by_the_origin() -> None:
     frame, refused = Edges().frame(np.arange(4))
+    assert frame.select("source", "target", "kind", "evidence", "from_end", "to_end").rows() == [
+        (0, 1, "origin", "assumed", True, False)
+    ]
+    assert not refused.height
+    frame, refused = Edges().frame(np.zeros(0, dtype=np.int64))
     assert not frame.height
     assert not refused.height
+
+
+def test_what_only_a_refused_edge_holds_back_is_held_by_the_origin() -> None:
+    edges = Edges()
+    edges.add("thread", "measured", np.array([1]), np.array([2]), from_end=True, to_end=False, firm=True)
+    edges.add("cross-thread", "inferred", np.array([2]), np.array([1]), from_end=True, to_end=False)
+    frame, refused = edges.frame(np.array([0, 0, 5, 9, 9, 5]))  # by its clock, 2 ends when 1 begins
+    assert refused.rows() == [("cross-thread", 1)]
+    assert frame.select("source", "target", "kind").rows() == [(0, 1, "origin"), (1, 2, "thread")]
