@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from traceloom.read.cache import Cache
 
 _LEAST = 1 << 17  # bytes of a file: less is decoded at once
-_LEAD = 26_000_000  # bytes of text that are decoded until the libraries are loaded
+_LEAD = 29_000_000  # bytes of text that are decoded until the libraries are loaded
 
 _running: dict[Path, Helpers] = {}
 

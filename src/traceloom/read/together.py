@@ -20,7 +20,7 @@ from traceloom.read.document import Part, keep
 from traceloom.read.forks import Fork, Found, cores
 
 LEAST_TEXT = 1 << 23  # bytes of text that are worth a process
-_HANDING = 1 << 22  # bytes of text that are decoded in the time that handing a part over takes
+_HANDING = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes
 _MOST_PACKED = 4  # processes for one compressed file, since each has to unpack what is before its part
 _MOST = 8
 _MOST_EXPANSION = 250

@@ -213,7 +213,7 @@ def test_decoding_needs_no_polars(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace.json")], check=True)
 
 
-@given(size=st.integers(0, 2**33), processes=st.integers(1, 9), lead=st.sampled_from([0, 26_000_000]))
+@given(size=st.integers(0, 2**33), processes=st.integers(1, 9), lead=st.sampled_from([0, 29_000_000]))
 def test_parts_follow_each_other(size: int, processes: int, lead: int) -> None:
     begins = together.parts(size, processes, lead)
     assert len(begins) < processes
