@@ -45,25 +45,29 @@ def saved(folder: Path) -> Trace:
     if head.get("version") != _FORMAT:
         raise ValueError(f"format {head.get('version')} is not {_FORMAT}")
     meta = _meta(head["meta"])
-    read = _frame_on_disk if meta.file_bytes >= spill.SPILL_BYTES else _frame
-    frames = {name: read(folder, name, head["rows"][name]) for name in SCHEMAS}
+    read = _frames_on_disk if meta.file_bytes >= spill.SPILL_BYTES else _frames
+    empty = {name: pl.DataFrame(schema=SCHEMAS[name]) for name in SCHEMAS}
+    frames = empty | read(folder, {name: rows for name, rows in head["rows"].items() if rows and name in SCHEMAS})
     notices = tuple(Notice(**notice) for notice in head["notices"])
     return Trace(meta=meta, notices=notices, **frames)
 
 
-def _frame(folder: Path, name: str, rows: int) -> pl.DataFrame:
-    if not rows:
-        return pl.DataFrame(schema=SCHEMAS[name])
-    frame = pl.read_ipc(folder / f"{name}.arrow")
-    if frame.height != rows or frame.schema != SCHEMAS[name]:
-        raise ValueError(f"frame {name} is not as its head says")
-    return frame
+def _frames(folder: Path, rows: dict[str, int]) -> dict[str, pl.DataFrame]:
+    """All frames at once, which takes half as long as one after the other."""
+    read = pl.collect_all([pl.scan_ipc(folder / f"{name}.arrow") for name in rows])
+    frames = dict(zip(rows, read, strict=True))
+    for name, frame in frames.items():
+        if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
+            raise ValueError(f"frame {name} is not as its head says")
+    return frames
+
+
+def _frames_on_disk(folder: Path, rows: dict[str, int]) -> dict[str, pl.DataFrame]:
+    return {name: _frame_on_disk(folder, name, count) for name, count in rows.items()}
 
 
 def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:
-    """The same, column by column and part by part into files of this process."""
-    if not rows:
-        return pl.DataFrame(schema=SCHEMAS[name])
+    """One frame, column by column and part by part into files of this process."""
     stored = pl.scan_ipc(folder / f"{name}.arrow")
     schema = stored.collect_schema()
     if schema != SCHEMAS[name] or stored.select(pl.len()).collect().item() != rows:
