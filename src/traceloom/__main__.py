@@ -8,7 +8,7 @@ import io
 import os
 import sys
 
-from traceloom.cli import main
+from traceloom import leaving
 
 _ALLOCATIONS = 300_000  # between two looks for cycles; after the usual 700, loading modules alone has dozens
 _LARGE = 4 << 20  # until glibc has seen such a block freed, it hands memory back at once, and every column faults anew
@@ -19,6 +19,10 @@ def console() -> int:
 
     Garbage collector and allocator are tuned here, and not in `main`, which others call from processes of their own.
     """
+    leaving.begin()
+    _leave_current_directory()
+    from traceloom.cli import main
+
     gc.set_threshold(_ALLOCATIONS)
     bytes(_LARGE)
     for stream in (sys.stdout, sys.stderr):
@@ -34,6 +38,19 @@ def console() -> int:
         return code  # Python says what it has to say about a stream that is closed or full
     # What the process holds goes back to the system at once; Python would free it piece by piece before.
     os._exit(code)
+
+
+def _leave_current_directory() -> None:
+    """Import nothing from the current directory, which may be an archive of a stranger.
+
+    `python -m` puts it first by itself, and so does an empty entry of PYTHONPATH.
+    """
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  (pathlib is not loaded)
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except OSError:
+        here = ""  # it is gone
+    sys.path[:] = [entry for entry in sys.path if entry == home or entry not in {"", here}]
 
 
 if __name__ == "__main__":

@@ -1,56 +1,200 @@
-"""Output files: never half-written, never overwritten unasked."""
+"""Output files: never half-written, never overwritten unasked. And files of ours that somebody may have changed."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-from traceloom.errors import OutputError
+from traceloom import leaving
+from traceloom.errors import OutputError, UsageError
+
+
+class _Inputs(NamedTuple):
+    """What is read, by where it lies on the disk and by its whole path."""
+
+    files: set[tuple[int, int]]
+    paths: set[str]
+
+
+_inputs: _Inputs | None = None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading that is a file: no pipe that would wait for a writer, no link, no device.
+
+    Raises:
+        OSError: It is none, or cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(handle, "rb")
+
+
+@contextmanager
+def inputs_kept(named: Iterable[str | Path] = ()) -> Iterator[None]:
+    """Write over nothing that is read, for what is done inside.
+
+    Args:
+        named: What the user gave, files and directories. Readers add the files that they find there (`note_input`).
+    """
+    global _inputs
+    outer = _inputs
+    _inputs = outer or _Inputs(set(), set())
+    try:
+        for path in named:
+            note_input(path)
+        yield
+    finally:
+        _inputs = outer
+
+
+def note_input(path: str | Path) -> None:
+    """Remember that a file is read, so that nothing is written over it."""
+    if _inputs is not None:
+        with suppress(OSError, ValueError):  # what is not there is not read
+            _inputs.files.add(_identity(Path(path).stat()))
+            _inputs.paths.add(os.path.realpath(path))
+
+
+def check_no_input(path: Path) -> None:
+    """Refuse to write over what is read: over a file, or over a directory with all that it holds.
+
+    Raises:
+        UsageError: slug `wrong-usage`.
+    """
+    if _inputs is None or not path.exists():
+        return
+    real = os.path.realpath(path)
+    said = ""
+    if real in _inputs.paths or _identity(path.stat()) in _inputs.files:
+        said = f"`{path}` is an input too"
+    elif any(one.startswith(os.path.join(real, "")) for one in _inputs.paths if path.is_dir()):  # noqa: PTH118
+        said = f"`{path}` is where the inputs are"
+    if said:
+        raise UsageError(said, slug="wrong-usage", hint="write to another place")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def check_free(path: Path, *, force: bool) -> None:
     """Refuse a place that cannot be written to before any work is done.
 
     Raises:
-        OutputError: slug `file-exists` without `force`, slug `cannot-write` for a directory.
+        UsageError: slug `wrong-usage`: it is an input.
+        OutputError: slug `file-exists` without `force`; slug `cannot-write` for what is no ordinary file.
     """
-    if path.is_dir():
+    kind = _kind(path)
+    if kind == "directory":
         raise OutputError(f"`{path}` is a directory", slug="cannot-write", hint="give the name of a file in it")
-    if path.exists() and not force:
+    if kind not in {"", "file"}:
+        raise OutputError(
+            f"`{path}` is a {kind}, which is not replaced", slug="cannot-write", hint="give the name of a file"
+        )
+    check_no_input(path)
+    if kind and not force:
         raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
 
 
-def write(path: Path, produce: Callable[[BinaryIO], None], *, force: bool) -> int:
+def _kind(path: Path) -> str:
+    """What lies there itself, not what it leads to; empty where there is nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except (OSError, ValueError):
+        return ""  # where it cannot be looked at, it cannot be written either
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "symbolic link" if stat.S_ISLNK(mode) else "device, pipe or socket"
+
+
+def write(path: Path, produce: Callable[[BinaryIO], object], *, force: bool, private: bool = False) -> int:
     """Let `produce` write a file: beside its place first, then renamed, so that it is whole or not there.
+
+    A file that is replaced hands on who may read and write it.
+
+    Args:
+        path: The file.
+        produce: Writes it.
+        force: Replace a file that is there.
+        private: Only the owner may read it.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
+        UsageError: slug `wrong-usage`: it is an input.
         OutputError: slug `file-exists`; slug `cannot-write`, where the disk is full or the place is forbidden.
     """
     check_free(path, force=force)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with reported(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with beside.open("wb") as handle:
-                produce(handle)
+        beside = beside_of(path)
+        with _removed(beside):
+            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+            with os.fdopen(handle, "wb") as file:
+                if not private:
+                    keep_mode(path, beside)
+                produce(file)
             size = beside.stat().st_size
             beside.replace(path)
-        except BaseException:
-            with suppress(OSError):  # what went wrong first is what counts
-                beside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        said = f"`{path}` cannot be written: {_reason(error)}"
-        raise OutputError(said, slug="cannot-write", hint=_hint(error)) from error
     return size
+
+
+def beside_of(path: Path) -> Path:
+    """A name in the same folder that nobody can foresee, for what becomes `path` when it is whole."""
+    return path.with_name(f".{os.urandom(8).hex()}.partial")
+
+
+def keep_mode(path: Path, beside: Path) -> None:
+    """Who may read and write what is replaced may do so with what replaces it.
+
+    Raises:
+        OSError: It cannot be changed.
+    """
+    if _kind(path):
+        beside.chmod(stat.S_IMODE(path.stat().st_mode))
+
+
+@contextmanager
+def _removed(beside: Path) -> Iterator[None]:
+    """Remove what was made beside, when it could not be put into its place."""
+
+    def remove() -> None:
+        with suppress(OSError):  # what went wrong first is what counts
+            if beside.is_dir():
+                shutil.rmtree(beside)
+            else:
+                beside.unlink()
+
+    with leaving.undone_on_leaving(remove):
+        try:
+            yield
+        except BaseException:
+            remove()
+            raise
+
+
+@contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Say in a sentence why something cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        hint = "make room there, or write somewhere else with -o" if full else "choose another place with -o"
+        raise OutputError(f"`{path}` cannot be written: {reason}", slug="cannot-write", hint=hint) from error
 
 
 def check_directory(path: Path, ours: Sequence[str], *, force: bool) -> None:
@@ -62,12 +206,15 @@ def check_directory(path: Path, ours: Sequence[str], *, force: bool) -> None:
         force: Replace.
 
     Raises:
+        UsageError: slug `wrong-usage`: it is an input, or holds one.
         OutputError: slug `file-exists` without `force`; slug `cannot-write`: no directory, or it holds other files.
     """
-    if not path.exists():
+    kind = _kind(path)
+    if not kind:
         return
-    if not path.is_dir():
-        raise OutputError(f"`{path}` is a file, not a directory", slug="cannot-write", hint="choose another name")
+    if kind != "directory":
+        raise OutputError(f"`{path}` is a {kind}, not a directory", slug="cannot-write", hint="choose another name")
+    check_no_input(path)
     there = sorted(path.iterdir())
     if there and not force:
         raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
@@ -92,14 +239,29 @@ def write_directory(path: Path, produce: Callable[[Path], None], ours: Sequence[
         The files, sorted by name.
 
     Raises:
+        UsageError: slug `wrong-usage`.
         OutputError: slug `file-exists`; slug `cannot-write`.
     """
     check_directory(path, ours, force=force)
-    beside, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
-    try:
-        beside.mkdir(parents=True)
-        try:
+    with reported(path):
+        beside = beside_of(path)
+        with _removed(beside):
+            beside.mkdir(parents=True)
+            keep_mode(path, beside)
             produce(beside)
+            replace_directory(beside, path)
+    return sorted(path.iterdir())
+
+
+def replace_directory(beside: Path, path: Path) -> None:
+    """Put a whole directory into its place; what was there before is gone then, or still there.
+
+    Raises:
+        OSError: It cannot be put there.
+    """
+    old = beside_of(path)
+    with leaving.put_off():
+        try:
             if path.exists():
                 path.rename(old)
             beside.rename(path)
@@ -109,19 +271,4 @@ def write_directory(path: Path, produce: Callable[[Path], None], ours: Sequence[
                     old.rename(path)
             raise
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        said = f"`{path}` cannot be written: {_reason(error)}"
-        raise OutputError(said, slug="cannot-write", hint=_hint(error)) from error
-    return sorted(path.iterdir())
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
-
-
-def _hint(error: OSError) -> str:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return "make room there, or write somewhere else with -o"
-    return "choose another place with -o"

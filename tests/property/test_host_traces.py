@@ -13,9 +13,9 @@ import pytest
 from hypothesis import strategies as st
 
 from traceloom.errors import InputError
-from traceloom.link.alignment import align, hashes, mixed, occurrences
 from traceloom.link.host_device import match
 from traceloom.model.host_trace import HOST_OPS
+from traceloom.read.alignment import align, hashes, mixed, occurrences
 from traceloom.read.host_trace import read_host_trace
 from traceloom.testing import HostTraceBuilder
 from traceloom.testing.host_trace import HOST_SCHEMAS, Call, pair

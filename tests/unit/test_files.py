@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 from traceloom.errors import OutputError, UsageError
-from traceloom.files import check_free, write
+from traceloom.files import check_free, inputs_kept, note_input, write, write_directory
 from traceloom.report.formats import format_of
 
 
@@ -84,3 +85,112 @@ def test_other_endings_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         format_of(Path(name))
     assert ".perfetto.json.gz" in caught.value.hint
+
+
+def test_a_file_that_is_replaced_hands_on_who_may_use_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    write(path, _hello, force=True)
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"hello", 0o640)
+    folder = tmp_path / "out"
+    write_directory(folder, lambda folder: None, (), force=False)
+    folder.chmod(0o700)
+    write_directory(folder, lambda folder: (folder / "a.et").touch(), ("*.et",), force=True)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_new_file_is_as_the_system_makes_files_and_a_private_one_is_the_owners(tmp_path: Path) -> None:
+    (tmp_path / "made").touch()
+    write(tmp_path / "new", _hello, force=False)
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "made").stat().st_mode
+    for path in (tmp_path / "private", tmp_path / "made"):
+        write(path, _hello, force=True, private=True)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "link to a directory", "pipe", "device"])
+def test_only_ordinary_files_are_replaced(kind: str, force: bool, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    path = tmp_path / "out.json"
+    if kind == "link":
+        target.write_text("old")
+    elif kind == "link to a directory":
+        target.mkdir()
+    if "link" in kind:
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path = Path(os.devnull)
+    before = path.lstat()
+    with pytest.raises(OutputError, match="symbolic link" if "link" in kind else "device, pipe") as caught:
+        write(path, _hello, force=force)
+    assert caught.value.slug == "cannot-write"
+    with pytest.raises(OutputError) as caught:
+        write_directory(path, lambda folder: None, ("*",), force=force)
+    assert caught.value.slug == "cannot-write"
+    assert path.lstat() == before
+    assert kind != "link" or target.read_text() == "old"
+
+
+def test_what_is_not_whole_yet_has_a_name_that_nobody_can_foresee_and_takes_no_others_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+
+    def look(handle: BinaryIO) -> None:
+        names.extend(path.name for path in tmp_path.iterdir())
+
+    for number in range(2):
+        write(tmp_path / f"{number}.json", look, force=False)
+    first, second = (name for name in names if name.endswith(".partial"))
+    assert first != second
+    # Who had foreseen it all the same would not be written to.
+    monkeypatch.setattr(os, "urandom", lambda size: b"a" * size)
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / f".{b'a'.hex() * 8}.partial").symlink_to(tmp_path / "victim")
+    with pytest.raises(OutputError, match="exists"):
+        write(tmp_path / "2.json", _hello, force=False)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit])
+def test_whatever_ends_the_writing_of_a_directory_leaves_what_was_there(error: type, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "a.et").write_text("old")
+
+    def fails(folder: Path) -> None:
+        (folder / "a.et").write_text("half")
+        raise error
+
+    with pytest.raises(error):
+        write_directory(path, fails, ("*.et",), force=True)
+    assert [(file.name, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [("a.et", "old")]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    source = folder / "a.json"
+    source.write_text("trace")
+    (tmp_path / "link").symlink_to(folder)
+    os.link(source, tmp_path / "same.json")
+    with inputs_kept([source]):
+        for path in (source, folder / ".." / "in" / "a.json", tmp_path / "link" / "a.json", tmp_path / "same.json"):
+            with pytest.raises(UsageError, match="is an input too"):
+                write(path, _hello, force=True)
+        for path in (folder, tmp_path / "in" / "."):
+            with pytest.raises(UsageError, match="is where the inputs are"):
+                write_directory(path, lambda folder: None, ("*",), force=True)
+        with inputs_kept():  # what is done inside knows it too
+            note_input(tmp_path / "no such file")
+            with pytest.raises(UsageError):
+                check_free(source, force=True)
+        write(folder / "b.json", _hello, force=False)
+        write(folder / "b.json", _hello, force=True)
+    write(source, _hello, force=True)
+    assert source.read_bytes() == b"hello"

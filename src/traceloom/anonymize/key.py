@@ -9,6 +9,7 @@ import secrets
 from pathlib import Path
 
 from traceloom.errors import InputError, OutputError
+from traceloom.files import note_input
 
 # Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks by which names are told.
 ALPHABET = "bfghjkmnpqrstvxz"
@@ -65,7 +66,9 @@ def read_key(path: Path) -> tuple[Key, bool]:
         with path.open("rb") as file:
             secret = file.read(_MOST_KEY + 1)
     except FileNotFoundError:
-        return _new_key(path), True
+        key = _new_key(path)
+        note_input(path)
+        return key, True
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"the key cannot be read: {reason}", slug="bad-key", where=str(path)) from error

@@ -25,8 +25,8 @@ from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.sources import Source, Sources
 from traceloom.anonymize.structure import fused
 from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra, measure_job
-from traceloom.anonymize.writing import Staging, private
-from traceloom.errors import InputError, UsageError
+from traceloom.anonymize.writing import Staging
+from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import read_kineto
 
@@ -300,10 +300,17 @@ def anonymize(
         InputError: Nothing can be used.
         OutputError: Something cannot be written; then nothing is.
     """
+    with files.inputs_kept(inputs):
+        return _anonymize(inputs, output, policy, key, mapping, force=force, say=say)
+
+
+def _anonymize(
+    inputs: list[Path], output: Path, policy: Policy, key: Key, mapping: Path | None, *, force: bool, say: Say
+) -> Outcome:
     found = sources.find(inputs)
+    for one in found.files:
+        files.note_input(one.path)
     single = len(found.files) == 1 and not found.captures and output.name.lower().endswith(_ENDINGS)
-    if any(output.resolve() in (one.path.resolve(), one.path.resolve().parent) for one in found.files):
-        raise UsageError(f"`{output}` is where the inputs are", slug="wrong-usage", hint="write to another place")
     if single:
         found.files[0].name = _same_packing(output.name, found.files[0])
     run = Run(found, policy, key, say)
@@ -316,10 +323,15 @@ def anonymize(
         run.write(stage)
         report = run.report()
         if mapping is not None:
-            private(mapping, json.dumps(run.map(), indent=1, ensure_ascii=False).encode() + b"\n")
-        private(beside, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+            _private(mapping, run.map(), force=force)
+        _private(beside, report, force=force)
         stage.commit(found.files[0].name if single else None)
     return Outcome(output, report, beside, [str(error) for error in run.refused])
+
+
+def _private(path: Path, document: dict[str, Any], *, force: bool) -> None:
+    text = json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+    files.write(path, lambda handle: handle.write(text), force=force, private=True)
 
 
 def _same_packing(name: str, source: Source) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, cast
 
 from isal import igzip
 
+from traceloom import files
 from traceloom.errors import OutputError
+from traceloom.leaving import undone_on_leaving
 
 _OURS = re.compile(r"(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|json\.gz|et|et\.gz)")
 _LEVEL = 1
@@ -47,21 +49,23 @@ class Staging:
         self.target = target
         self._single = single
         check_free(target, single=single, force=force)
-        self.folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        self.folder = files.beside_of(target)
+        self._until_done = contextlib.ExitStack()
 
     def __enter__(self) -> Staging:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
-        try:
+        self._until_done.enter_context(undone_on_leaving(partial(shutil.rmtree, self.folder, ignore_errors=True)))
+        with files.reported(self.target):
             self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise _failed(self.target, error) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._until_done.close()
         if isinstance(error, OSError):
-            raise _failed(self.target, error) from error
+            with files.reported(self.target):
+                raise error
 
     def path(self, name: str) -> Path:
         """Where a file is made."""
@@ -72,32 +76,24 @@ class Staging:
     def commit(self, name: str | None = None) -> None:
         """Put everything in its place."""
         if self._single and name is not None:
+            files.keep_mode(self.target, self.folder / name)
             (self.folder / name).replace(self.target)
             return
-        aside = self.target.with_name(f".{self.target.name}.{os.getpid()}.old")
-        if self.target.exists():
-            self.target.rename(aside)
-        try:
-            self.folder.rename(self.target)
-        except OSError:
-            if aside.exists():
-                aside.rename(self.target)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        files.keep_mode(self.target, self.folder)
+        files.replace_directory(self.folder, self.target)
 
 
 def check_free(target: Path, *, single: bool, force: bool) -> None:
     """Refuse a place that is taken, before any work is done."""
-    if not target.exists():
-        return
     if single:
-        if target.is_dir():
-            raise OutputError(f"`{target}` is a directory", slug="cannot-write", hint="give the name of a file in it")
-        if not force:
-            raise OutputError(f"`{target}` exists already", slug="file-exists", hint="use --force to overwrite it")
+        files.check_free(target, force=force)
         return
-    if not target.is_dir():
-        raise OutputError(f"`{target}` is a file", slug="cannot-write", hint="several files need a directory")
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        kind = "symbolic link" if target.is_symlink() else "file"
+        raise OutputError(f"`{target}` is a {kind}", slug="cannot-write", hint="several files need a directory")
+    files.check_no_input(target)
     there = [path for path in target.rglob("*") if not path.is_dir()]
     if there and not force:
         raise OutputError(f"`{target}` is not empty", slug="file-exists", hint="use --force to replace what is in it")
@@ -110,23 +106,6 @@ def check_free(target: Path, *, single: bool, force: bool) -> None:
         )
 
 
-def private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise _failed(path, error) from error
-
-
 def joined(parts: list[Path], target: Path) -> None:
     """One file of several, which are removed; members of gzip may stand one behind the other."""
     with target.open("wb") as out:
@@ -134,10 +113,3 @@ def joined(parts: list[Path], target: Path) -> None:
             with part.open("rb") as piece:
                 shutil.copyfileobj(piece, out, _PIECE)
             part.unlink()
-
-
-def _failed(path: Path, error: OSError) -> OutputError:
-    reason = (error.strerror or str(error)).lower()
-    return OutputError(
-        f"`{path}` cannot be written: {reason}", slug="cannot-write", hint="choose another place with -o"
-    )

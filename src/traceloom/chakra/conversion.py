@@ -69,6 +69,8 @@ class Source:
         self._readers: list[EtReader | JsonReader] = []
         if self.path.is_dir():
             self._files = rank_files(self.path)
+            for name in (*(path for _, path in self._files), *(self.path / name for name in _GROUP_FILES)):
+                files.note_input(name)
         elif self.path.name.endswith(graph_store.ENDING) or graph_store.is_graph(self.path):
             self._graph = self._loaded()
         else:
@@ -200,13 +202,3 @@ class Source:
         for node in nodes:
             self.nodes += 1
             yield node
-
-
-def refuse_same(source: Path, target: Path) -> None:
-    """Refuse to write over what is read.
-
-    Raises:
-        UsageError: `wrong-usage`.
-    """
-    if source.resolve() == target.resolve():
-        raise UsageError(f"`{target}` is the input", slug="wrong-usage", hint="write to another place")

@@ -10,6 +10,7 @@ from pathlib import Path
 from traceloom.chakra.group_file import GROUP_FILES, Groups, read_groups
 from traceloom.chakra.node_table import NodeTable, read_table
 from traceloom.errors import InputError, UsageError
+from traceloom.files import note_input
 
 _NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d+)\.et(?:\.gz)?$", re.IGNORECASE)
 _ENDINGS = (".et", ".et.gz")
@@ -93,6 +94,9 @@ def read_workload(place: Place, step: Callable[[Path], None] | None = None) -> W
     for _, path in place.files:
         if step:
             step(path)
+        note_input(path)
         tables.append(read_table(path))
     ranks = tuple(rank for rank, _ in place.files)
+    if place.groups:
+        note_input(place.groups)
     return Workload(place, ranks, tuple(tables), read_groups(place.groups) if place.groups else Groups())

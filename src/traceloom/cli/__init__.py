@@ -11,13 +11,14 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
 from traceloom.errors import MESSAGES, TraceloomError, UsageError
+from traceloom.leaving import INTERRUPTED
 
-INTERRUPTED = 130
 NOBODY_READS = 141
 
 # Verb -> what it does. Its module is `traceloom.cli.VERB`.
@@ -36,6 +37,8 @@ VERBS = {
     "anonymize": "make traces that can be shared, and say what they still tell",
 }
 
+# Arguments that name what is written. A store of baselines is both; it takes care of itself.
+_OUTPUTS = ("output", "map")
 SPELLINGS = {"anonymise": "anonymize"}
 
 OVERVIEW = f"""\
@@ -161,7 +164,26 @@ def _dispatch(arguments: list[str]) -> int:
         args = parser([first]).parse_args([a for a in _ours(arguments) if a != "--debug"] + theirs)
     except SystemExit as stop:  # argparse leaves this way after --help
         return int(stop.code or 0)
-    return verb(first).run(args)
+    if first == "record":  # its arguments are the user's program
+        return verb(first).run(args)
+    from traceloom import files
+
+    with files.inputs_kept(_named(args, outputs=False)):
+        written = [Path(path) for path in _named(args, outputs=True)]
+        for number, path in enumerate(written):
+            files.check_no_input(path)
+            if os.path.realpath(path) in map(os.path.realpath, written[:number]):
+                raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
+        return verb(first).run(args)
+
+
+def _named(args: argparse.Namespace, *, outputs: bool) -> Iterator[str | Path]:
+    """The files and directories that the user names: those to write, or all others; some are but words."""
+    for name, value in vars(args).items():
+        if name != "store" and (name in _OUTPUTS) == outputs:
+            for word in value if isinstance(value, list) else [value]:
+                if isinstance(word, (str, Path)):
+                    yield word
 
 
 def _defect(error: Exception) -> TraceloomError:

@@ -94,8 +94,6 @@ def targets(args: argparse.Namespace, formats: dict[str, Writer]) -> list[tuple[
                 hint=f"use one of the endings {', '.join(formats)}",
             )
         found.append((path, write))
-    if len({path.absolute() for path, _ in found}) < len(found):
-        raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
     for path, _ in found:
         files.check_free(path, force=args.force)
     return found

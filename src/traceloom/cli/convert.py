@@ -95,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.output)
     kind = _kind(args.output, target)
     _check(args, kind)
-    conversion.refuse_same(args.input, target)
     if kind == "directory":
         files.check_directory(target, conversion.DIRECTORY_FILES, force=args.force)
     else:

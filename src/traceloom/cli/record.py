@@ -7,17 +7,18 @@ import datetime as dt
 import os
 import re
 import sys
+from itertools import chain, count
 from pathlib import Path
 
 from traceloom.capture.launch import Launch
 from traceloom.capture.messages import say
 from traceloom.capture.settings import Settings, check_times, parse_steps
-from traceloom.errors import UsageError
+from traceloom.errors import CheckError, UsageError
 
 _DESCRIPTION = """\
 Run a command and record what PyTorch does in it, on every rank. The program needs no change.
 
-Without --steps everything from the first torch call is recorded; when the 4th step starts that is thrown away (with
+Without --steps everything from the import of torch on is recorded; when the 4th step starts that is thrown away (with
 --memory and no --stacks it is kept) and 5 steps are recorded. One more step, the graph step, is recorded with PyTorch's
 host trace, which is slow; it is never used for durations."""
 
@@ -47,15 +48,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add(
         "--memory",
         action="store_true",
-        help="record allocations, with the modules that make them: from the first torch call on, "
+        help="record allocations, with the modules that make them: from the import of torch on, "
         "with --steps or --stacks in the window",
     )
     add(
         "--module-names", choices=("path", "class", "off"), default="path", help="how modules are named (default: path)"
     )
-    add("--no-shapes", dest="shapes", action="store_false", help="leave out the shapes of inputs")
+    add(
+        "--shapes",
+        action=argparse.BooleanOptionalAction,
+        help="record the shapes of inputs in the timed steps, too, which is slow on the processor; otherwise they are "
+        "those of the graph step",
+    )
     add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
-    add("--force", action="store_true", help="replace an earlier capture in DIR")
+    add("--force", action="store_true", help="replace an earlier capture in DIR, when the new one is whole")
     add("-q", "--quiet", action="store_true", help="say nothing but what went wrong")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
     parser.set_defaults(run=run)
@@ -65,11 +71,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and record it.
 
     Returns:
-        The command's own exit code; where a signal ended it, this process ends by the same one.
+        The command's own exit code; 5 where that is 0 and nothing was recorded; where a signal ended the command, this
+        process ends by the same one.
 
     Raises:
         UsageError: slugs `no-command`, `bad-steps`, `bad-time`, `command-not-found`.
-        OutputError: slugs `capture-exists`, `not-writable`.
+        OutputError: slugs `capture-exists`, `being-recorded`, `not-writable`.
     """
     command = list(args.command)
     if command[:1] == ["--"]:
@@ -103,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if status < 0:
         launch.die_alike(-status)
         return 128 - status
-    return status
+    return status or (0 if launch.recorded else CheckError.exit_code)
 
 
 def default_name(command: list[str]) -> str:
@@ -112,7 +119,9 @@ def default_name(command: list[str]) -> str:
     script = Path(scripts[0]).stem if scripts else Path(command[0]).stem
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", script)[:60] or "run"
     now = dt.datetime.now().astimezone()
-    return f"traceloom-{name}-{now:%Y%m%d-%H%M%S}"
+    first = f"traceloom-{name}-{now:%Y%m%d-%H%M%S}"
+    names = chain([first], (f"{first}-{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())  # two may begin within a second
 
 
 def _shown(directory: Path) -> str:

@@ -147,11 +147,7 @@ def _run(args: argparse.Namespace) -> int:
     from traceloom.report import formats
 
     targets = [(path, formats.format_of(path)) for path in args.output]
-    if len({path.absolute() for path, _ in targets}) < len(targets):
-        raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
     for path, _ in targets:
-        if any(path.resolve() == Path(given).resolve() for given in args.inputs):
-            raise UsageError(f"`{path}` is an input too", slug="wrong-usage", hint="write to another file")
         files.check_free(path, force=args.force)
     options = _options(args)
     _load_code(options)

@@ -6,17 +6,14 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from traceloom.read.cache import Cache, Seen
 from traceloom.read.together import Helpers, helpers
-
-if TYPE_CHECKING:
-    from traceloom.read.cache import Cache
 
 _LEAST = 1 << 17  # bytes of a file: less is decoded at once
 _LEAD = 29_000_000  # bytes of text that are decoded until the libraries are loaded
 
-_running: dict[Path, Helpers] = {}
+_running: dict[Path, tuple[Helpers, Seen]] = {}
 
 
 @contextlib.contextmanager
@@ -28,22 +25,36 @@ def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]
         cache: What it holds is not decoded.
     """
     path = max(map(Path, paths), key=_size, default=Path())
-    if _size(path) < _LEAST or "polars" in sys.modules or (cache and cache.holds(path)):
+    if _size(path) < _LEAST or "polars" in sys.modules or (cache and not _worth(path, cache)):
         yield
         return
     with contextlib.suppress(OSError):  # the reader will say why it cannot be read
+        seen = Seen.now(path)
         if helping := helpers(path, lead=_LEAD):
-            _running[path] = helping
+            _running[path] = helping, seen
     try:
         yield
     finally:
         if unwanted := _running.pop(path, None):
-            unwanted.stop()
+            unwanted[0].stop()
+
+
+def _worth(path: Path, cache: Cache) -> bool:
+    """Whether the cache does not hold the file, and would see it change from now on."""
+    entry = cache.entry(path, None)
+    return entry is not None and entry.settled and not entry.exists()
 
 
 def taken(path: str | Path) -> Helpers | None:
-    """Who decodes a file, if that began ahead and nobody took it yet."""
-    return _running.pop(Path(path), None)
+    """Who decodes a file, if that began ahead, nobody took it yet and the file is still the same."""
+    helping, seen = _running.pop(Path(path), (None, None))
+    if helping is None or seen is None:
+        return None
+    with contextlib.suppress(OSError):
+        if Seen.now(Path(path)).stamp == seen.stamp:
+            return helping
+    helping.stop()
+    return None
 
 
 def _size(path: Path) -> int:

@@ -1,28 +1,38 @@
 """The cache of read traces: by content and reader version, bounded, safe among processes.
 
 An entry is a folder named by the digest of the file's content, of the reader's own code and of this rank's part of
-capture.json. An index by path, size and change time saves reading the content again. Entries are made beside and
-renamed; one that cannot be read is thrown away and made again.
+capture.json. An index by path, size and times saves reading the content again. Entries are made beside and renamed; one
+that cannot be read is thrown away and made again. A trace is kept under the content that was there before it was
+decoded, and only where the file is still the same afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
-import tempfile
+import stat
+import time
 from collections.abc import Iterator
 from functools import cache as once
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from traceloom.files import open_regular
+from traceloom.leaving import undone_on_leaving
 
 if TYPE_CHECKING:
     from traceloom.model import Trace
 
 CAP_BYTES = 10 * 10**9
 _PIECE = 1 << 22
+# A file that is written twice within one tick of its file system's clock has the same times after both. Ticks are up to
+# two seconds long; younger files are known by their content alone.
+_TICK_NS = 2 * 10**9
 
 
 def root() -> Path:
@@ -33,6 +43,31 @@ def root() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("traceloom", appauthor=False))
+
+
+class Seen(NamedTuple):
+    """A file as it was at a moment.
+
+    Attributes:
+        stamp: Where it lies, its size and its times.
+        settled: Whether every change after that moment changes its stamp.
+    """
+
+    stamp: tuple[int, ...]
+    settled: bool
+
+    @classmethod
+    def now(cls, path: Path) -> Seen:
+        """The file as it is now.
+
+        Raises:
+            OSError: It is not there, or it is a pipe or a device, which can be read but once.
+        """
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        about = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return cls(about, max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _TICK_NS)
 
 
 class Cache:
@@ -47,96 +82,138 @@ class Cache:
         self._folder = folder or root()
         self._cap_bytes = cap_bytes
 
-    def holds(self, path: Path) -> bool:
-        """Whether a file that is part of no capture was read before."""
-        entry = self._entry(path, None)
-        return entry is not None and entry.is_dir()
+    def entry(self, path: Path, capture: dict[str, Any] | None) -> Entry | None:
+        """The place of a file's trace; None of a file that cannot be read, or that changes while it is.
 
-    def get(self, path: Path, capture: dict[str, Any] | None) -> Trace | None:
-        """The trace of a file, if it was read before."""
-        import polars as pl
-
-        from traceloom.read import store
-
-        entry = self._entry(path, capture)
-        if entry is None or not entry.is_dir():
-            return None
+        Args:
+            path: The file.
+            capture: This rank's part of capture.json, which is read with it.
+        """
         try:
-            trace = store.saved(entry)
-        except (ValueError, KeyError, TypeError, OSError, pl.exceptions.PolarsError):
-            shutil.rmtree(entry, ignore_errors=True)
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(entry)
-        return _renamed(trace, path)
-
-    def put(self, trace: Trace, path: Path, capture: dict[str, Any] | None) -> None:
-        """Keep the trace of a file; a cache that cannot be written is left alone."""
-        import polars as pl
-
-        from traceloom.read import store
-
-        entry = self._entry(path, capture)
-        if entry is None:
-            return
-        with contextlib.suppress(OSError, pl.exceptions.PolarsError), self._beside(entry) as folder:
-            store.save(trace, folder)
-        self._prune()
-
-    @contextlib.contextmanager
-    def _beside(self, entry: Path) -> Iterator[Path]:
-        """A new folder that takes the entry's name when it is whole."""
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".making-", dir=entry.parent))
-        try:
-            yield made
-            made.rename(entry)  # fails where another process was faster, whose entry is as good
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-
-    def _entry(self, path: Path, capture: dict[str, Any] | None) -> Path | None:
-        try:
-            content = self._content(path)
+            seen = Seen.now(path)
+            content = self._content(path, seen)
         except OSError:
+            return None
+        if content is None:
             return None
         about = hashlib.blake2b(digest_size=20)
         about.update(content.encode())
         about.update(reader_version().encode())
         about.update(json.dumps(capture, sort_keys=True).encode())
-        return self._folder / "traces" / about.hexdigest()
+        return Entry(self._folder / "traces" / about.hexdigest(), path, seen, content)
 
-    def _content(self, path: Path) -> str:
-        """Digest of the content, from the index where size and change time are as they were."""
-        status = path.stat()
-        stamp = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
-        name = hashlib.blake2b(json.dumps(stamp).encode(), digest_size=20).hexdigest()
-        noted = self._folder / "index" / name
-        with contextlib.suppress(OSError):
-            known = noted.read_text(encoding="ascii")
-            if len(known) == 40:
-                return known
-        found = digest(path)
-        with contextlib.suppress(OSError):
-            noted.parent.mkdir(parents=True, exist_ok=True)
-            written = noted.with_name(f".{name}-{os.getpid()}")
-            written.write_text(found, encoding="ascii")
-            written.replace(noted)
-        return found
+    def _content(self, path: Path, seen: Seen) -> str | None:
+        """Digest of the content, from the index where the file is noted there; None where it changes meanwhile."""
+        about = json.dumps([str(path.resolve()), *seen.stamp]).encode()
+        noted = self._folder / "index" / hashlib.blake2b(about, digest_size=20).hexdigest()
+        if seen.settled:
+            with contextlib.suppress(OSError, ValueError):
+                with open_regular(noted) as file:
+                    known = file.read(41).decode("ascii")
+                if len(known) == 40:
+                    return known
+        content = digest(path)
+        if Seen.now(path).stamp != seen.stamp:
+            return None
+        if seen.settled:
+            with contextlib.suppress(OSError):
+                noted.parent.mkdir(parents=True, exist_ok=True)
+                written = noted.with_name(f".{noted.name}-{os.getpid()}")
+                written.write_text(content, encoding="ascii")
+                written.replace(noted)
+        return content
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Drop the entries unused for longest until the rest fits; and what a killed process left half made."""
         entries = []
         with contextlib.suppress(OSError):
             for entry in (self._folder / "traces").iterdir():
                 with contextlib.suppress(OSError):
-                    size = sum(file.stat().st_size for file in entry.iterdir())
+                    size = sum(file.lstat().st_size for file in entry.iterdir())
                     entries.append((entry.stat().st_mtime, size, entry))
         total = sum(size for _, size, _ in entries)
         for _, size, entry in sorted(entries):
             if total <= self._cap_bytes:
                 return
-            shutil.rmtree(entry, ignore_errors=True)
+            _remove(entry)
             total -= size
+
+
+class Entry:
+    """The place of one file's trace.
+
+    Attributes:
+        damaged: What was there could not be used, and has been thrown away.
+    """
+
+    def __init__(self, folder: Path, path: Path, seen: Seen, content: str) -> None:
+        self._folder = folder
+        self._path = path
+        self._seen = seen
+        self._content = content
+        self.damaged = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether every change of the file will be seen from its times and its size."""
+        return self._seen.settled
+
+    def exists(self) -> bool:
+        """Whether the file was read before."""
+        return self._folder.is_dir()
+
+    def get(self) -> Trace | None:
+        """The trace, if the file was read before."""
+        import polars as pl
+
+        from traceloom.read import store
+
+        if not os.path.lexists(self._folder):
+            return None
+        try:
+            trace = store.saved(self._folder)
+        # Whatever is wrong with it, it can be made again; on damaged columns Polars panics, which is no `Exception`.
+        except (Exception, pl.exceptions.PanicException):  # noqa: BLE001
+            self.damaged = True
+            _remove(self._folder)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._folder)
+        return _renamed(trace, self._path)
+
+    def put(self, trace: Trace) -> None:
+        """Keep the trace, if the file is still what it was; a cache that cannot be written is left alone."""
+        import polars as pl
+
+        from traceloom.read import store
+
+        with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
+            if self.unchanged():
+                with self._beside() as folder:
+                    store.save(trace, folder)
+
+    def unchanged(self) -> bool:
+        """Whether the file is what it was when the entry was asked for.
+
+        Raises:
+            OSError: It cannot be read any more.
+        """
+        if Seen.now(self._path).stamp != self._seen.stamp:
+            return False
+        return self._seen.settled or digest(self._path) == self._content
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[Path]:
+        """A new folder that takes the entry's name when it is whole."""
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        made = self._folder.with_name(f".making-{os.urandom(8).hex()}")
+        with undone_on_leaving(partial(_remove, made)):
+            try:
+                made.mkdir(mode=0o700)
+                yield made
+                made.rename(self._folder)  # fails where another process was faster, whose entry is as good
+            finally:
+                _remove(made)
 
 
 def digest(path: Path) -> str:
@@ -153,10 +230,19 @@ def reader_version() -> str:
     """Changes with the reader's code, so that no entry of another version is ever used."""
     about = hashlib.blake2b(digest_size=20)
     package = Path(__file__).parents[1]
-    for file in sorted([*(package / "read").glob("*.py"), *(package / "model").glob("*.py")]):
-        about.update(file.name.encode())
+    for file in sorted([*(package / "read").rglob("*.py"), *(package / "model").rglob("*.py")]):
+        about.update(str(file.relative_to(package)).encode())
         about.update(file.read_bytes())
     return about.hexdigest()
+
+
+def _remove(entry: Path) -> None:
+    """Throw away whatever lies there."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            entry.unlink()
 
 
 def _renamed(trace: Trace, path: Path) -> Trace:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
+from traceloom import leaving
 from traceloom.read.columns import Columns, Known
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import decode
@@ -54,11 +55,15 @@ class Fork:
 
     def __init__(self, path: Path, part: Part) -> None:
         self._since = time.monotonic()
+        self._until_stopped = contextlib.ExitStack()
+        parent = os.getpid()
         answer, into = os.pipe()
         try:
-            self._process = _fork()
-            if not self._process:
-                _decode_into(path, part, into)
+            with leaving.put_off():
+                self._process = _fork()
+                if not self._process:
+                    _decode_into(path, part, into, parent)
+                self._until_stopped.enter_context(leaving.undone_on_leaving(self._kill))
         except OSError:
             os.close(answer)
             raise
@@ -91,10 +96,14 @@ class Fork:
     def stop(self) -> None:
         """End it, if it has not ended."""
         self._answer.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process, signal.SIGKILL)
+        self._until_stopped.close()
+        self._kill()
         with contextlib.suppress(ChildProcessError):  # where somebody ignores SIGCHLD, the system has seen to it
             os.waitpid(self._process, 0)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
 
 
 def cores() -> int:
@@ -111,9 +120,10 @@ def _fork() -> int:
         return os.fork()
 
 
-def _decode_into(path: Path, part: Part, into: int) -> NoReturn:
+def _decode_into(path: Path, part: Part, into: int, parent: int) -> NoReturn:
     """What the fork does, and nothing else of what this process had in mind."""
     try:
+        leaving.forget()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):  # who waits for the end of our output shall not wait for this process
             os.dup2(nowhere, stream)
@@ -122,7 +132,12 @@ def _decode_into(path: Path, part: Part, into: int) -> NoReturn:
                 os.close(other)
         SCRATCH.forget()
         gc.disable()
-        found = decode(path, part=part)
+
+        def step(_read: int, _text: int) -> None:
+            if os.getppid() != parent:
+                os._exit(0)  # nobody waits for it any more
+
+        found = decode(path, step, part=part)
         with open(into, "wb") as pipe:
             _hand_over(
                 found.columns,

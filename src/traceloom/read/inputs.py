@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 from msgspec import Struct, field
 
 from traceloom.errors import InputError
+from traceloom.files import note_input
 
 _DEPTH = 4  # levels below a directory
 _ENDINGS = (".json", ".json.gz")
 _CAPTURE = "capture.json"
+_OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
 
 
 class Input(Struct, frozen=True):
@@ -89,8 +92,6 @@ def _directory(folder: Path, found: Found, seen: set[Path], depth: int) -> None:
 
 
 def _natural(path: Path) -> list[Any]:
-    import re
-
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
@@ -102,13 +103,25 @@ def read_capture(folder: Path) -> dict[str, Any] | None:
     """
     whole = folder / _CAPTURE
     if whole.is_file():
+        note_input(whole)
         document = _json(whole)
         if document is None or document.get("format") != "traceloom-capture":
             raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
+        _note_all(folder)
         return document
     parts = [_json(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
     ranks = [part for part in parts if part is not None and "rank" in part]
-    return {"format": "traceloom-capture", "version": 1, "ranks": ranks} if ranks else None
+    if not ranks:
+        return None
+    _note_all(folder)
+    return {"format": "traceloom-capture", "version": 1, "ranks": ranks}
+
+
+def _note_all(folder: Path) -> None:
+    """All that belongs to the capture is an input, whatever of it is read today."""
+    for path in folder.iterdir():
+        if _OF_CAPTURE.match(path.name):
+            note_input(path)
 
 
 def _json(path: Path) -> dict[str, Any] | None:

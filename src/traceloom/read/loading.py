@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from traceloom.errors import InputError, UsageError
+from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
 from traceloom.read.cache import Cache
 from traceloom.read.inputs import Found, Input, find
@@ -92,6 +93,7 @@ def _plan(
     given = tuple(os.fspath(path) for path in paths)
     found = find(given)
     if len(found.inputs) == 1:
+        note_input(found.inputs[0].path)
         return found, [found.inputs], [given[0]], []
     if any(str(one.path) == "-" for one in found.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
@@ -102,6 +104,9 @@ def _plan(
             peeks.append(result)
         elif one.given or one.capture is not None or result.slug not in _BESIDE:
             refused.append(result)
+        else:
+            continue
+        note_input(one.path)
     if not peeks:
         raise (
             refused[0]

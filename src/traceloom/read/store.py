@@ -4,52 +4,101 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import polars as pl
+from isal.isal_zlib import crc32
+from msgspec import Struct
 
+from traceloom.files import open_regular
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model.schema import SCHEMAS
 from traceloom.read import mapped, spill
 
 _HEAD = "trace.json"
-_FORMAT = 1
+_FORMAT = 2
+_PIECE = 1 << 20
 PART = 1 << 20  # rows of a very large frame that are read at once
 
 
-def save(trace: Trace, folder: Path, *, compressed: bool = True) -> None:
-    """Write a trace into an existing folder; the head comes last, so that a folder with a head is whole."""
+class _Head(Struct):
+    """What `trace.json` holds; `files` are bytes and checksum of each frame's file."""
+
+    version: int
+    meta: Meta
+    notices: list[Notice]
+    rows: dict[str, int]
+    files: dict[str, tuple[int, int]]
+
+
+def save(trace: Trace, folder: Path, *, kept: bool = True) -> None:
+    """Write a trace into an existing folder; the head comes last, so that a folder with a head is whole.
+
+    Args:
+        trace: The trace.
+        folder: Where to.
+        kept: It is compressed, and has checksums; else it is read back at once, and gone.
+    """
+    rows = {name: frame.height for name, frame in trace.frames().items()}
+    files = {}
     for name, frame in trace.frames().items():
         if frame.height:
-            frame.write_ipc(folder / f"{name}.arrow", compression="lz4" if compressed else "uncompressed")
+            file = folder / f"{name}.arrow"
+            frame.write_ipc(file, compression="lz4" if kept else "uncompressed")
+            if kept:
+                files[name] = _checksum(file)
     head = {
-        "format": "traceloom-trace",
         "version": _FORMAT,
         "meta": asdict(trace.meta),
         "notices": [asdict(notice) for notice in trace.notices],
-        "rows": {name: frame.height for name, frame in trace.frames().items()},
+        "rows": rows,
+        "files": files,
     }
-    (folder / _HEAD).write_text(json.dumps(head), encoding="utf-8")
+    text = json.dumps(head).encode()
+    (folder / _HEAD).write_bytes(text + b"\n%08x" % crc32(text))
 
 
-def saved(folder: Path) -> Trace:
+def saved(folder: Path, *, kept: bool = True) -> Trace:
     """Read a trace back.
 
+    Args:
+        folder: Where it is.
+        kept: Anything may have happened to it since it was written: look at all checksums.
+
     Raises:
-        ValueError, OSError, polars.exceptions.PolarsError: The folder is not whole, or damaged.
+        Exception: The folder is not whole, or damaged.
     """
-    head = json.loads((folder / _HEAD).read_text(encoding="utf-8"))
-    if head.get("version") != _FORMAT:
-        raise ValueError(f"format {head.get('version')} is not {_FORMAT}")
-    meta = _meta(head["meta"])
-    read = _frames_on_disk if meta.file_bytes >= spill.SPILL_BYTES else _frames
+    with open_regular(folder / _HEAD) as file:
+        text, _, checksum = file.read().rpartition(b"\n")
+    if checksum != b"%08x" % crc32(text):
+        raise ValueError("the head is not as it was written")
+    values = json.loads(text)
+    if kept:
+        head = msgspec.convert(values, _Head)
+        for name in head.rows.keys() & SCHEMAS.keys():
+            if head.rows[name] and _checksum(folder / f"{name}.arrow") != head.files[name]:
+                raise ValueError(f"frame {name} is not as it was written")
+    else:
+        notices = [Notice(**notice) for notice in values["notices"]]
+        head = _Head(values["version"], Meta(**values["meta"]), notices, values["rows"], {})
+    if head.version != _FORMAT:
+        raise ValueError(f"format {head.version} is not {_FORMAT}")
+    read = _frames_on_disk if head.meta.file_bytes >= spill.SPILL_BYTES else _frames
     empty = {name: pl.DataFrame(schema=SCHEMAS[name]) for name in SCHEMAS}
-    frames = empty | read(folder, {name: rows for name, rows in head["rows"].items() if rows and name in SCHEMAS})
-    notices = tuple(Notice(**notice) for notice in head["notices"])
-    return Trace(meta=meta, notices=notices, **frames)
+    frames = empty | read(folder, {name: rows for name, rows in head.rows.items() if rows and name in SCHEMAS})
+    return Trace(meta=head.meta, notices=tuple(head.notices), **frames)
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Bytes of a file, and a checksum of them."""
+    size = checksum = 0
+    with open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            size, checksum = size + len(piece), crc32(piece, checksum)
+    return size, checksum
 
 
 def _frames(folder: Path, rows: dict[str, int]) -> dict[str, pl.DataFrame]:
@@ -79,8 +128,3 @@ def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:
 
     columns = [mapped.gathered(schema[column], rows, partial(parts, column)).alias(column) for column in schema]
     return pl.DataFrame(columns)
-
-
-def _meta(values: dict[str, Any]) -> Meta:
-    known = {field.name for field in fields(Meta)}
-    return Meta(**{key: value for key, value in values.items() if key in known})

@@ -1,4 +1,7 @@
-"""The process that reads one file: a job on standard input, lines of JSON on standard output, the trace in a folder."""
+"""The process that reads one file: a job on standard input, lines of JSON on standard output, the trace in a folder.
+
+It is started by `traceloom.read.ranks`, with nothing on its import path that the current directory could decide.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ from traceloom.read.kineto import read_kineto
 _EVERY_BYTES = 1 << 21  # how often to say how far it is
 
 
-def main() -> None:
-    """Read the file that standard input names."""
-    job = json.load(sys.stdin)
+def main(job: dict[str, Any]) -> None:
+    """Read the file that the job names."""
     told = 0
 
     def step(read: int, _text: int) -> None:
@@ -31,16 +33,13 @@ def main() -> None:
     except InputError as error:
         _say({"refused": error.to_dict()})
         return
-    store.save(trace, Path(job["folder"]), compressed=False)
+    store.save(trace, Path(job["folder"]), kept=False)
     _say({"done": True})
 
 
 def _say(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    # Each core has a process of its own, so its libraries need no threads of theirs.
-    os.environ.setdefault("POLARS_MAX_THREADS", "1")
-    main()
+    try:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # who has started it is gone
+        os._exit(1)

@@ -270,10 +270,10 @@ def test_nothing_is_left_behind_when_writing_fails(
 ) -> None:
     source = job(0).write(tmp_path / "rank0.json")
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_module, "private", full)
+    monkeypatch.setattr(run_module, "_private", full)
     with pytest.raises(OutputError, match="no space left"):
         run(source)
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json"}
@@ -285,15 +285,17 @@ def test_an_output_is_replaced_only_by_force_and_only_where_it_is_ours(run: Anon
     with pytest.raises(OutputError, match="is not empty"):
         run(source)
     run(source, force=True)
-    with pytest.raises(OutputError, match="exists already"):
-        run(source, output="new", mapping=source)
+    with pytest.raises(UsageError, match="is an input too"):
+        run(source, output="new", mapping=source, force=True)
     assert not (tmp_path / "new").exists()
     (tmp_path / "out" / "diary.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"diary\.txt"):
         run(source, force=True)
     assert (tmp_path / "out" / "diary.txt").read_text() == "mine"
-    with pytest.raises(UsageError, match="where the inputs are"):
+    with pytest.raises(UsageError, match="is an input too"):
         run(source, output="rank0.json", force=True)
+    with pytest.raises(UsageError, match="where the inputs are"):
+        run(source, output=".", force=True)
 
 
 def test_a_recorded_run_stays_a_recorded_run(run: Anonymise, tmp_path: Path) -> None:

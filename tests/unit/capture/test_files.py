@@ -16,7 +16,7 @@ from traceloom.capture import manifest, writing
 from traceloom.capture.launch import describe
 from traceloom.capture.scope import scope
 from traceloom.capture.silence import _THEIRS
-from traceloom.capture.steps import Mark, StepLog
+from traceloom.capture.steps import Instant, Mark, StepLog
 from traceloom.errors import UsageError
 
 
@@ -61,7 +61,9 @@ def test_parts_that_are_written_at_once_are_all_in_the_merged_file(tmp_path: Pat
     assert [part["rank"] for part in ranks] == list(range(6))
 
 
-def test_force_removes_an_earlier_capture_and_nothing_else(tmp_path: Path) -> None:
+def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp_path: Path) -> None:
+    directory, made = tmp_path, tmp_path / writing.NOTES / "new"
+    made.mkdir(parents=True)
     ours = [
         "capture.json",
         "rank0.capture.json",
@@ -71,11 +73,19 @@ def test_force_removes_an_earlier_capture_and_nothing_else(tmp_path: Path) -> No
     ]
     mine = ["rank0.txt", "notes.json", "rank0.kineto.json.gz.bak"]
     for name in ours + mine:
-        (tmp_path / name).write_text("x")
-    (tmp_path / writing.NOTES).mkdir()
-    (tmp_path / writing.NOTES / "rank0").write_text("")
-    manifest.remove(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(mine)
+        (directory / name).write_text("old")
+    old = manifest.files(directory)
+    writing.write_json(made / "rank0.capture.json", {"rank": 0})
+    (made / "rank0.kineto.json.gz").write_text("new")
+    (made / "rank1.kineto.json").write_text("of a rank that still records")
+    manifest.adopt(made, directory, old, {"command": ["new"]}, "rank0")
+    files = {path.name: path.read_text() for path in directory.iterdir() if path.is_file()}
+    assert set(files) == {*mine, "capture.json", "rank0.capture.json", "rank0.kineto.json.gz"}
+    assert files["rank0.kineto.json.gz"] == "new"
+    assert json.loads(files["capture.json"])["run"] == {"command": ["new"]}
+    assert [path.name for path in made.iterdir()] == ["rank1.kineto.json"]
+    manifest.clear_notes(directory)
+    assert list((directory / writing.NOTES).iterdir()) == []
 
 
 def test_a_file_is_compressed_whole_and_the_plain_one_goes(tmp_path: Path) -> None:
@@ -103,33 +113,52 @@ def test_a_directory_that_is_gone_sends_files_to_a_refuge(
     assert place.exists(), "a refuge that holds something stays"
 
 
-def test_the_overhead_compares_medians_and_does_not_invent_any() -> None:
-    log = StepLog(0, 0)
-    clock = 0
-    for duration, mark in [
-        (900, Mark.PLAIN), (100, Mark.PLAIN), (500, Mark.DISTURBED), (120, Mark.RECORDED), (110, Mark.RECORDED),
-        (130, Mark.RECORDED), (300, Mark.GRAPH), (100, Mark.PLAIN), (90, Mark.PLAIN), (110, Mark.PLAIN),
-    ]:  # fmt: skip
-        clock += duration
-        log.end(clock, mark)
-        log.begin(clock, clock)
-    figures = manifest.overhead(log, 300, warm_up=1)
-    assert figures["unrecorded_median_ns"] == 100
-    assert figures["recorded_median_ns"] == 120
-    assert (figures["ratio"], figures["graph_step_ratio"]) == (1.2, 3.0)
-    empty = manifest.overhead(StepLog(0, 0), None, warm_up=1)
+def log_of(steps: list[tuple[int, int, Mark]]) -> StepLog:
+    """A log of steps: how long each took, how long its thread ran, and what became of it."""
+    now = Instant(0, 0, thread=1, ran_ns=0)
+    log = StepLog(now)
+    for took, ran, mark in steps:
+        now = Instant(
+            now.unix_ns + took, now.steady_ns + took, thread=1 if ran >= 0 else now.thread + 1, ran_ns=now.ran_ns + ran
+        )
+        log.end(now, mark)
+        log.begin(now)
+    return log
+
+
+def test_the_overhead_compares_medians_of_processor_time_and_does_not_invent_any() -> None:
+    before = [(900, 800, Mark.PLAIN), (100, 50, Mark.PLAIN), (500, 400, Mark.DISTURBED)]
+    recorded = [(120, 54, Mark.RECORDED), (990, 55, Mark.RECORDED), (130, 56, Mark.RECORDED), (300, 150, Mark.GRAPH)]
+    after = [(100, 48, Mark.PLAIN), (90, 50, Mark.PLAIN), (110, 52, Mark.PLAIN)]
+    log = log_of([*before, *recorded, *after])
+    figures = manifest.overhead(log, warm_up=1)
+    assert (figures["unrecorded_median_ns"], figures["recorded_median_ns"]) == (100, 130)
+    assert (figures["ratio_of"], figures["ratio"], figures["graph_step_ratio"]) == ("cpu", 1.1, 3.0)
+    assert figures["ratio_low"] < figures["ratio"] < figures["ratio_high"]
+    assert figures["graph_step_ns"] == 300
+    empty = manifest.overhead(log_of([]), warm_up=1)
     assert (empty["ratio"], empty["graph_step_ratio"], empty["unrecorded_median_ns"]) == (None, None, None)
+
+
+def test_the_overhead_of_two_unrecorded_steps_is_unknown_and_without_processor_time_it_is_that_of_the_clock() -> None:
+    recorded = [(120, 60, Mark.RECORDED)] * 5
+    assert manifest.overhead(log_of([*recorded, *[(100, 50, Mark.PLAIN)] * 2]), warm_up=0)["ratio"] is None
+    known = manifest.overhead(log_of([*recorded, *[(100, -1, Mark.PLAIN)] * 3]), warm_up=0)
+    assert (known["ratio_of"], known["ratio"]) == ("wall", 1.2)
 
 
 def test_the_closing_line_tells_what_was_recorded() -> None:
     rank = {
         "window": {"first_step": 3, "step_count": 5, "start_ns": 0, "end_ns": 1},
         "steps": {"start_ns": [0] * 12},
-        "overhead": {"ratio": 1.034, "graph_step_ratio": 1.9},
+        "overhead": {
+            "ratio": 1.034, "ratio_low": 1.01, "ratio_high": 1.08, "ratio_of": "cpu", "graph_step_ratio": 1.9,
+        },
         "graph_step": {"step": 8},
-    }
+    }  # fmt: skip
     assert describe([rank, rank]) == (
-        "recorded steps 3 to 7 of 12 on 2 ranks; a recorded step took 1.03 x an unrecorded one; graph step 8 took 1.90 x"
+        "recorded steps 3 to 7 of 12 on 2 ranks; a recorded step took 1.03 x (1.01 to 1.08) the CPU time of an "
+        "unrecorded one; graph step 8 took 1.90 x"
     )
 
 

@@ -7,7 +7,7 @@ import gc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.capture.steps import SILENCE, Mark, StepClock, StepLog, Tick
+from traceloom.capture.steps import SILENCE, Instant, Mark, StepClock, StepLog, Tick
 
 
 class Optimizer:
@@ -76,29 +76,45 @@ def test_the_users_profiler_overrules_the_optimizer() -> None:
     assert clock.source == "profiler"
 
 
+def test_without_an_optimizer_backward_passes_are_the_steps_until_there_is_one() -> None:
+    clock, both = StepClock(), pair()
+    assert [clock.backward_ended() for _ in range(3)] == [Tick.STEP] * 3
+    assert clock.source == "backward"
+    assert ticks(clock, both, "aa") == "RS"
+    assert clock.backward_ended() is Tick.NOTHING
+
+
 @given(st.lists(st.integers(1, 10**12), max_size=30), st.integers(0, 29))
 def test_a_restart_makes_the_steps_so_far_part_of_the_running_one(durations: list[int], at: int) -> None:
-    log, clock_ns, start = StepLog(1000, 5000), 5000, 1000
+    def now() -> Instant:
+        return Instant(clock_ns - 4000, clock_ns, thread=1, ran_ns=clock_ns // 2)
+
+    clock_ns = 5000
+    log = StepLog(now())
     for number, duration in enumerate(durations):
         clock_ns += duration
-        log.end(clock_ns, Mark.PLAIN)
-        log.begin(start + clock_ns - 5000, clock_ns)
+        log.end(now(), Mark.PLAIN)
+        log.begin(now())
         if number == at:
             log.restart()
             assert log.number == 0
     total = sum(log.durations(Mark.PLAIN))
-    log.end(clock_ns + 7, Mark.GRAPH)
+    clock_ns += 7
+    log.end(now(), Mark.GRAPH)
     assert total + 7 <= sum(durations) + 7
     assert sum(log.to_dict()["duration_ns"]) == sum(durations) + 7
     assert log.to_dict()["start_ns"][0] == 1000
 
 
 def test_the_table_of_steps_has_start_duration_and_state() -> None:
-    log = StepLog(100, 0)
-    log.end(10, Mark.EARLY)
-    log.begin(120, 20)
-    log.end(50, Mark.RECORDED)
-    assert log.to_dict() == {"start_ns": [100, 120], "duration_ns": [10, 30], "state": ["early", "recorded"]}
+    log = StepLog(Instant(100, 0, thread=1, ran_ns=0))
+    log.end(Instant(110, 10, thread=1, ran_ns=4), Mark.EARLY)
+    log.begin(Instant(120, 20, thread=1, ran_ns=5))
+    log.end(Instant(150, 50, thread=2, ran_ns=900), Mark.RECORDED)
+    assert log.to_dict() == {
+        "start_ns": [100, 120], "duration_ns": [10, 30], "cpu_ns": [4, None], "state": ["early", "recorded"],
+    }  # fmt: skip
+    assert log.processor_times(Mark.RECORDED) == [], "a step that ends on another thread has no processor time"
     log.relabel(0, 2, Mark.EARLY, Mark.RECORDED)
     assert log.durations(Mark.RECORDED) == [10, 30]
     assert log.durations(Mark.RECORDED, skip=1) == [30]

@@ -43,9 +43,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def run(code: str, path: Path) -> list[str]:
+def run(code: str, path: Path, *more: str) -> list[str]:
     """What a fresh process prints."""
-    command = [sys.executable, "-c", BEGIN + code, str(path)]
+    command = [sys.executable, "-c", BEGIN + code, str(path), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     return done.stdout.split()
 
@@ -69,7 +69,7 @@ def test_the_trace_is_the_same_and_the_process_is_gone(trace: Path) -> None:
 
 
 def test_a_process_that_is_killed_costs_nothing_but_time(trace: Path) -> None:
-    kill = "    os.kill(ahead._running[path]._forks[0]._process, signal.SIGKILL)\n"
+    kill = "    os.kill(ahead._running[path][0]._forks[0]._process, signal.SIGKILL)\n"
     assert run(f"with ahead.decoding([path], None):\n{kill}{COMPARE}", trace) == ["True"] * 5
 
 
@@ -107,15 +107,37 @@ with ahead.decoding([path], None):
 def test_nothing_is_decoded_ahead_that_is_small_or_cached_or_too_late(trace: Path) -> None:
     code = """
 from traceloom.read.cache import Cache
+if sys.argv[2:] == ["long ago"]:
+    cache._TICK_NS = 0
 kept = Cache(path.parent / "cache")
 (path.parent / "small").write_bytes(path.read_bytes()[:10_000])
 for given in ([path.parent / "small"], [], [path]):
     with ahead.decoding(given, kept):
         print(bool(ahead._running))
 from traceloom.read import read_kineto
-kept.put(read_kineto(path), path, None)
+kept.entry(path, None).put(read_kineto(path))
 with ahead.decoding([path], None):
     print(bool(ahead._running))
 """
-    assert run(code, trace) == ["False", "False", "True", "False"]
-    assert run(code, trace) == ["False", "False", "False", "False"]
+    assert run(code, trace, "long ago") == ["False", "False", "True", "False"]
+    assert run(code, trace, "long ago") == ["False", "False", "False", "False"]
+
+
+def test_nothing_is_decoded_ahead_for_the_cache_that_may_change_unseen(trace: Path) -> None:
+    code = """
+with ahead.decoding([path], cache.Cache(path.parent / "cache")):
+    print(bool(ahead._running))
+"""
+    assert run(code, trace) == ["False"]
+
+
+def test_a_file_that_changes_before_it_is_read_is_decoded_anew(trace: Path) -> None:
+    code = """
+with ahead.decoding([path], None):
+    print(bool(ahead._running))
+    path.write_bytes(path.read_bytes()[:-1000])
+    from traceloom.read import read_kineto
+    changed = read_kineto(path)
+print(alone(), changed.events.height == read_kineto(path).events.height)
+"""
+    assert run(code, trace) == ["True"] * 3

@@ -220,43 +220,14 @@ def test_the_cache_gives_the_same_trace_under_any_name(tmp_path):
     path = rank(0).kernel("gemm", 3, 4, correlation=1).write(tmp_path / "a.json.gz")
     first = load(path).traces[0]
     moved = shutil.copy(path, tmp_path / "b.json.gz")
-    again = Cache().get(Path(moved), None)
+    entry = Cache().entry(Path(moved), None)
+    assert entry is not None
+    again = entry.get()
     assert again is not None
     assert again.meta.path == str(moved)
     for name, frame in first.frames().items():
         assert again.frames()[name].equals(frame), name
     assert again.notices == first.notices
-
-
-def test_a_changed_file_is_read_anew(tmp_path):
-    path = rank(0).write(tmp_path / "a.json")
-    assert load(path).traces[0].events.height == 2
-    rank(0).op("aten::mul", 11, 1).write(path)
-    assert load(path).traces[0].events.height == 3
-
-
-def test_a_damaged_cache_entry_is_made_again(tmp_path):
-    path = rank(0).write(tmp_path / "a.json")
-    load(path)
-    cache = Cache()
-    entry = next(iter((cache._folder / "traces").iterdir()))
-    (entry / "events.arrow").write_bytes(b"garbage")
-    assert cache.get(path, None) is None
-    assert load(path).traces[0].events.height == 2
-    assert cache.get(path, None) is not None
-
-
-def test_the_cache_stays_below_its_cap(tmp_path):
-    paths = [rank(0).op("x", number, 1).write(tmp_path / f"{number}.json") for number in range(4)]
-    roomy = Cache(tmp_path / "cache")
-    traces = [load(path, cache=False).traces[0] for path in paths]
-    roomy.put(traces[0], paths[0], None)
-    size = sum(file.stat().st_size for file in (tmp_path / "cache" / "traces").rglob("*") if file.is_file())
-    small = Cache(tmp_path / "cache", cap_bytes=int(size * 2.5))
-    for trace, path in zip(traces, paths, strict=True):
-        small.put(trace, path, None)
-    assert len(list((tmp_path / "cache" / "traces").iterdir())) == 2
-    assert small.get(paths[3], None) is not None
 
 
 def test_no_cache_leaves_nothing_behind(tmp_path):

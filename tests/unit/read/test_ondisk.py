@@ -231,8 +231,10 @@ def test_a_damaged_saved_trace_is_refused_on_disk_too(tmp_path, monkeypatch):
     store.save(_builder().build(), tmp_path)
     pl.DataFrame({"event": [1]}).write_ipc(tmp_path / "events.arrow")
     monkeypatch.setattr(spill, "SPILL_BYTES", 0)
-    with pytest.raises(ValueError, match="events is not as its head says"):
+    with pytest.raises(ValueError, match="events is not as it was written"):
         store.saved(tmp_path)
+    with pytest.raises(ValueError, match="events is not as its head says"):
+        store.saved(tmp_path, kept=False)
 
 
 def _builder():

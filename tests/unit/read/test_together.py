@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import ahead, forks, read_kineto, spill, together
+from traceloom.read.cache import Seen
 from traceloom.read.decoding import decode
 from traceloom.read.document import Part
 from traceloom.read.forks import Found
@@ -56,7 +57,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_parts(path: Path, *begins: int) -> tuple[Trace, bool]:
     """The trace, and whether the parts were put together."""
     helping = Helpers(path, list(begins), path.stat().st_size)
-    ahead._running[path] = helping
+    ahead._running[path] = helping, Seen.now(path)
     trace = read_kineto(path)
     return trace, bool(helping._found) and helping._found[-1].left_at is None
 
@@ -198,7 +199,7 @@ def test_a_fork_that_dies_or_hangs_costs_nothing_but_time(
         monkeypatch.setattr(last, "pieces", gone)
     else:
         monkeypatch.setattr(forks, "_PATIENCE_S", -1000)
-    ahead._running[path] = helping
+    ahead._running[path] = helping, Seen.now(path)
     assert_equal(read_kineto(path), whole)
     for fork in helping._forks:
         with pytest.raises((ChildProcessError, ProcessLookupError)):

@@ -10,6 +10,7 @@ from typing import Any
 from traceloom.analyze.allocations import Explained, explain
 from traceloom.analyze.allocations.from_snapshot import explain_snapshot
 from traceloom.errors import InputError
+from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
 from traceloom.read import load
 from traceloom.read.memory_files import (
@@ -160,9 +161,11 @@ def _without_traces(paths: list[str], out: Sources) -> bool:
         if not folder.is_dir():
             continue
         for path in sorted(folder.glob(f"*{REPORT_ENDING}")):
+            note_input(path)
             out.reports.append(Report(rank_of(path), str(path), read_out_of_memory(path)))
             found = True
         for path in sorted(folder.glob(f"*{SNAPSHOT_ENDING}")):
+            note_input(path)
             out.snapshots.append((rank_of(path), read_snapshot(path)))
             found = True
     return found

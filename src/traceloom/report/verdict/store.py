@@ -117,6 +117,7 @@ class _Folder:
 
     def read(self, name: str) -> bytes | None:
         path = self._folder / name
+        files.note_input(path)
         try:
             return path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
         except (FileNotFoundError, NotADirectoryError):
