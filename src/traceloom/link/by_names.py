@@ -6,8 +6,8 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from traceloom.link.alignment import Places, align, hashes, occurrences, similar
-from traceloom.link.sequences import Line
+from traceloom.read.alignment import Places, align, hashes, occurrences, similar
+from traceloom.read.sequences import Line
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

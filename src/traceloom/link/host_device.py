@@ -11,10 +11,10 @@ from traceloom.errors import InputError
 from traceloom.link import by_names
 from traceloom.link import matching as ms
 from traceloom.link.matching import Matching
-from traceloom.link.sequences import device_lines, host_lines, is_op, name_codes
 from traceloom.model import Trace
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
+from traceloom.read.sequences import device_lines, host_lines, is_op, name_codes
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from traceloom.errors import InputError, UsageError
+from traceloom.files import note_input
 from traceloom.model.notice import Notice
 from traceloom.read.inputs import Found, Input, find
 from traceloom.read.kinds import HostPeek, told
@@ -115,7 +116,9 @@ def _kinds(inputs: list[Input]) -> tuple[list[Peek], list[HostPeek], list[InputE
         except InputError as error:
             if one.given or error.slug not in _BESIDE:
                 refused.append(error)
+                note_input(one.path)
             continue
+        note_input(one.path)
         if isinstance(seen, HostPeek):
             hosts.append(seen)
         else:

@@ -85,6 +85,14 @@ class Trace:
             waiting.pop(name, None)
             return frame
 
+    def with_deferred(self, name: str, frame: Deferred) -> Trace:
+        """The same trace with another frame, which is made when it is first asked for."""
+        other = object.__new__(Trace)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.pop(name, None)
+        other.__dict__["_waiting"] = {**self.__dict__["_waiting"], name: frame}
+        return other
+
     def __getstate__(self) -> dict[str, Any]:
         """All frames made, since what makes them cannot leave the process."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

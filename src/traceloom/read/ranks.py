@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
+import traceloom
 from traceloom.errors import InputError, TraceloomError
-from traceloom.model import Trace
+from traceloom.leaving import block, undone_on_leaving
+from traceloom.model import Notice, Trace
 from traceloom.read import store
-from traceloom.read.cache import Cache
+from traceloom.read.cache import Cache, Entry, Seen
+from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
 from traceloom.read.kineto import read_kineto
 from traceloom.read.parked import Lot
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
+# `-I`: the current directory, which may be an archive of a stranger, has no say in what is imported. Where this process
+# imports from comes with the job.
+_START = (
+    "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); job = json.loads(line); "
+    "sys.path[:] = job['imports']; from traceloom.read.worker import main; main(job)"
+)
 
 
 class Progress(Struct, frozen=True):
@@ -93,26 +106,60 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
     """
     meter, lot = _Meter(inputs, report), Lot()
     out: list[Trace | InputError | None] = [None] * len(inputs)
+    entries = [cache.entry(one.path, one.entry) if cache and str(one.path) != "-" else None for one in inputs]
     missing = []
-    for number, one in enumerate(inputs):
-        known = cache.get(one.path, one.entry) if cache and str(one.path) != "-" else None
+    for number, entry in enumerate(entries):
+        known = entry.get() if entry else None
         if known is None:
             missing.append(number)
         else:
             out[number] = lot.kept(known)
             meter.finished(number)
+    seen = [_seen(inputs[number]) for number in missing]
     text = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
     if _cores(missing) > 1 and text > _WORTH_BYTES:
         _beside(inputs, missing, out, meter, lot)
     else:
         for number in missing:
             out[number] = _here(inputs[number], number, meter, lot)
-    if cache:
-        for number in missing:
-            trace = out[number]
-            if isinstance(trace, Trace) and str(inputs[number].path) != "-":
-                cache.put(trace, inputs[number].path, inputs[number].entry)
-    return [trace for trace in out if trace is not None]
+    for number, before in zip(missing, seen, strict=True):
+        trace, entry = out[number], entries[number]
+        if isinstance(trace, Trace):
+            if entry:
+                entry.put(trace)
+            out[number] = _with_notices(trace, entry, changed=_seen(inputs[number]) != before)
+    if cache and missing:
+        cache.prune()
+
+    def read(path: Path, entry: dict[str, Any]) -> Trace | InputError:
+        return read_all([Input(path, given=False, entry=entry)], cache=cache)[0]
+
+    return [
+        with_shapes(trace, one.capture, read) if isinstance(trace, Trace) else trace
+        for one, trace in zip(inputs, out, strict=True)
+        if trace is not None
+    ]
+
+
+def _seen(one: Input) -> tuple[int, ...] | None:
+    """What changes with a file; None of what is none."""
+    try:
+        return Seen.now(one.path).stamp
+    except OSError:
+        return None
+
+
+def _with_notices(trace: Trace, entry: Entry | None, *, changed: bool) -> Trace:
+    """The trace, with what is to be said of how it was read this time."""
+    notices = list(trace.notices)
+    path = trace.meta.path
+    if changed:
+        said = "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
+        notices.append(Notice("changed-while-read", "warning", said, where=path))
+    if entry and entry.damaged:
+        said = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
+        notices.append(Notice("damaged-cache", "info", said, where=path))
+    return replace(trace, notices=tuple(notices)) if len(notices) > len(trace.notices) else trace
 
 
 def _cores(missing: list[int]) -> int:
@@ -132,36 +179,100 @@ def _beside(
     inputs: list[Input], missing: list[int], out: list[Trace | InputError | None], meter: _Meter, lot: Lot
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
-    folder = Path(tempfile.mkdtemp(prefix="traceloom-"))
-    try:
-        with ThreadPoolExecutor(_cores(missing), thread_name_prefix="traceloom-rank") as pool:
+    folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
+    readers = _Readers()
+    with (
+        undone_on_leaving(partial(shutil.rmtree, folder, ignore_errors=True)),
+        undone_on_leaving(readers.stop),
+        # Ctrl-C in a terminal reaches all processes. Those that read do not hear of it: this one ends them.
+        ThreadPoolExecutor(_cores(missing), thread_name_prefix="traceloom-rank", initializer=block) as pool,
+    ):
+        try:
+            folder.mkdir(mode=0o700)
             largest = sorted(missing, key=lambda at: -_size(inputs[at]))
-            each = partial(_in_process, meter=meter, lot=lot, processes=(os.cpu_count() or 1) // _cores(missing))
+            each = partial(
+                _in_process,
+                readers=readers,
+                meter=meter,
+                lot=lot,
+                processes=(os.cpu_count() or 1) // _cores(missing),
+            )
             jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
             for number, job in jobs.items():
                 out[number] = job.result()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:
+            readers.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Readers:
+    """The processes that read, to end them all."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+        self._lock = threading.RLock()  # a handler of signals may need it while this thread has it
+
+    def start(self) -> subprocess.Popen[str]:
+        """One more process.
+
+        Raises:
+            OSError: There are no more to be had, or all are to end.
+        """
+        with self._lock:
+            if self._stopped:
+                raise InterruptedError
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                # Each core has a process of its own, so its libraries need no threads of theirs.
+                env={"POLARS_MAX_THREADS": "1", **os.environ},
+            )
+            self._running.add(process)
+        return process
+
+    def ended(self, process: subprocess.Popen[str]) -> None:
+        """A process has ended by itself."""
+        with self._lock:
+            self._running.discard(process)
+
+    def stop(self) -> None:
+        """End all that run, and let none begin."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.kill()
 
 
 def _in_process(
-    one: Input, number: int, folder: Path, *, meter: _Meter, lot: Lot, processes: int
+    one: Input, number: int, folder: Path, *, readers: _Readers, meter: _Meter, lot: Lot, processes: int
 ) -> Trace | InputError:
     folder.mkdir()
-    job = {"path": str(one.path), "capture": one.entry, "folder": str(folder), "processes": processes}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "traceloom.read.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    job = {
+        "imports": [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])],
+        "path": str(one.path),
+        "capture": one.entry,
+        "folder": str(folder),
+        "processes": processes,
+    }
+    process = readers.start()
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
-        process.stdin.write(json.dumps(job))
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.close()
         answer = {}
         for line in process.stdout:
             answer = json.loads(line)
             if "read" in answer:
                 meter.moved(number, answer["read"])
+    readers.ended(process)
     if "refused" in answer:
         return InputError(**answer["refused"])
     if process.returncode or "done" not in answer:
@@ -172,7 +283,7 @@ def _in_process(
             where=str(one.path),
             hint="it may have run out of memory; read fewer ranks at a time" if killed else "please report it",
         )
-    trace = lot.kept(store.saved(folder))
+    trace = lot.kept(store.saved(folder, kept=False))
     shutil.rmtree(folder, ignore_errors=True)
     meter.finished(number)
     return trace

@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.link.alignment import Hashes, hashes, mixed
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.host_trace import HostTrace
+from traceloom.read.alignment import Hashes, hashes, mixed
 from traceloom.read.order import nearest
 
 Ints = NDArray[np.int64]
