@@ -32,6 +32,10 @@ what each understands.
 `traceloom record` ends with the exit code of the command it records. An error is one sentence with a remedy and the
 name of its entry in [Messages](messages.md); `--debug` shows a traceback as well. Colours are shown on a terminal only,
 and never where `NO_COLOR` is set.
+
+What a verb writes is made beside its place under a name of chance (`.*.partial`) and renamed, so that it is whole or
+not there; Ctrl-C takes it away. `--force` replaces ordinary files, which hand on who may read and write them: never a
+symbolic link, a device or a pipe, and never anything that the command reads, named by you or found in a directory.
 """
 
 

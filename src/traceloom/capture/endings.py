@@ -27,6 +27,7 @@ class Endings:
         self._watching = False
         self._answered = threading.Event()
         self._pipe: tuple[int, int] | None = None
+        self._listener: threading.Thread | None = None
         atexit.register(self._at_exit)
         self._os_exit = os._exit
         os._exit = self._exit_at_once
@@ -53,7 +54,7 @@ class Endings:
             return  # a handler in C, or nobody wants to hear of it
         self._previous, self._watching = previous, True
         signal.signal(signal.SIGTERM, self._terminated)
-        if previous is signal.SIG_DFL and sys.platform != "win32":
+        if previous is signal.SIG_DFL:
             self._watch_for_deafness()
 
     def _watch_for_deafness(self) -> None:
@@ -61,6 +62,8 @@ class Endings:
 
         It would have died of SIGTERM without us, so a thread that C tells of each signal sees to it that it does.
         """
+        if sys.platform == "win32":
+            return
         read, write = os.pipe()
         os.set_blocking(write, False)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -70,7 +73,23 @@ class Endings:
             os.close(write)
             return
         self._pipe = (read, write)
-        threading.Thread(target=self._listen, args=(read,), name="traceloom-signals", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(read,), name="traceloom-signals", daemon=True)
+        self._listener.start()
+
+    def suspend(self) -> None:
+        """Have no thread of ours for a while: then a program that hangs in C is deaf to SIGTERM."""
+        self._close_pipe()
+        if self._listener is not None:
+            self._listener.join(1.0)
+
+    def resume(self) -> None:
+        """Listen again."""
+        if (
+            self._watching
+            and self._previous is signal.SIG_DFL
+            and threading.current_thread() is threading.main_thread()
+        ):
+            self._watch_for_deafness()
 
     def _listen(self, read: int) -> None:
         while True:
@@ -113,7 +132,7 @@ class Endings:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._answered.set()
-        if self._here() and self._recorder.after_turn(lambda: self._terminated(number, frame)):
+        if self._here() and self._recorder.after_work(lambda: self._terminated(number, frame)):
             return
         if self._here():
             self._recorder.finish("SIGTERM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from dataclasses import replace
@@ -9,8 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from traceloom.capture import manifest
+from traceloom.capture import lock, manifest, writing
 from traceloom.capture.inject import attach, current, torch_is_new_enough
+from traceloom.capture.lock import Lock
 from traceloom.capture.messages import say, say_once
 from traceloom.capture.settings import Settings, check_times, parse_steps
 from traceloom.errors import CaptureError, OutputError
@@ -37,6 +39,9 @@ class Recording:
         self._settings = settings
         self._force = force
         self._recorder: Any = None
+        self._made = not self.path.exists()
+        self._old: dict[str, int] = {}
+        self._lock = Lock(self.path / writing.NOTES / lock.NAME)
 
     def __enter__(self) -> Recording:  # noqa: PYI034  (never subclassed)
         if importlib.util.find_spec("torch") is None:
@@ -45,12 +50,12 @@ class Recording:
             )
         running = current()
         if running is not None:
-            self.path = running.storage.directory
+            self.path = Path(running.settings.shown)
             say_once("already-recording", f"this process is being recorded into `{self.path}` already; that goes on")
             return self
-        self._prepare()
         if not torch_is_new_enough():
             return self
+        self._prepare()
         self._recorder = attach(self._settings)
         self.active = True
         self._recorder.used_torch = True
@@ -66,30 +71,71 @@ class Recording:
         self.active = False
         recorder.finish("block" if kind is None else f"exception: {kind.__name__}", error)
         recorder.attachment.detach()
-        if recorder.storage.empty:
+        if not self._lock.held:
+            return  # a fork of the process that records
+        storage = recorder.storage
+        if storage.empty:
             say(f"nothing was recorded: {recorder.why_nothing()} [nothing-recorded]")
-        elif not self._settings.quiet:
+        elif self._adopted(storage) and not self._settings.quiet:
             say(f"wrote `{self.path}`; next: traceloom report {self.path}")
+        self._release()
 
     def _prepare(self) -> None:
+        """Claim the directory for this rank. An earlier capture in it stays until the new one is whole."""
         from traceloom.capture.distributed import place
 
         rank, _, _ = place()
-        mine = self.path / f"rank{rank or 0}.{manifest.NAME}"
+        notes = self.path / writing.NOTES
+        if not self._force and (self.path / f"rank{rank or 0}.{manifest.NAME}").exists():
+            raise OutputError(
+                f"`{self.path}` holds a capture already",
+                slug="capture-exists",
+                hint="choose another name, or pass force=True",
+            )
+        self._lock = Lock(notes / f"{lock.NAME}.rank{rank or 0}")
         try:
-            if self.path.is_dir() and self._force and not rank:
-                manifest.remove(self.path)
-            elif mine.exists() and not self._force:
-                raise OutputError(
-                    f"`{self.path}` holds a capture already",
-                    slug="capture-exists",
-                    hint="choose another name, or pass force=True",
-                )
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.take()
+            lock.check_free(notes, lock.NAME)
+            old = manifest.files(self.path) if self._force else {}
+            if old:
+                self._old = {} if rank else old
+                self._settings = replace(self._settings, directory=str(notes / "new"), replaces=str(self.path))
         except OSError as error:
+            self._release()
             raise OutputError(
                 f"`{self.path}` cannot be written: {error.strerror or error}", slug="not-writable"
             ) from error
+        except OutputError:
+            self._release()
+            raise
+
+    def _adopted(self, storage: Any) -> bool:
+        """Put what this process recorded where it belongs; whether it is there."""
+        made = Path(self._settings.directory)
+        if made == self.path:
+            return True
+        try:
+            if not storage.moved:
+                manifest.adopt(made, self.path, self._old, {}, storage.stem())
+                return True
+        except (OSError, ValueError) as error:
+            say(f"the parts of the capture could not be put together: {error} [not-merged]")
+        return False
+
+    def _release(self) -> None:
+        """Leave nothing behind but what was recorded, and what other ranks still need."""
+        with contextlib.suppress(OSError):
+            notes = self.path / writing.NOTES
+            self._lock.release()
+            if not any(notes.glob(f"{lock.NAME}*")):
+                made = notes / "new"
+                if made.is_dir() and manifest.parts(made):
+                    kept = manifest.set_apart(made, self.path)
+                    say(f"the capture in `{self.path}` stays; the unfinished one is in `{kept}` [kept-beside]")
+                manifest.clear_notes(self.path)
+                notes.rmdir()
+            if self._made:
+                self.path.rmdir()
 
 
 def record(
@@ -109,7 +155,7 @@ def record(
             None records the whole block. Steps are numbered from 0 at the start of the block.
         stacks: Record Python call stacks and modules.
         memory: Record allocations.
-        force: Replace an earlier capture in that directory.
+        force: Replace an earlier capture in that directory, when the new one is whole.
         **options: `after` and `duration` in seconds instead of steps; `shapes`, `graph_step` and `quiet` as in
             `traceloom record --help`.
 
@@ -118,7 +164,7 @@ def record(
 
     Raises:
         UsageError: slugs `bad-steps`, `bad-time`.
-        OutputError: slugs `capture-exists`, `not-writable`, when the block is entered.
+        OutputError: slugs `capture-exists`, `being-recorded`, `not-writable`, when the block is entered.
         CaptureError: slug `no-torch`, when the block is entered.
     """
     check_times(options.get("after"), options.get("duration"), steps)

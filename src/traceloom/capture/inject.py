@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def begin() -> None:
         return
     if moments.is_launcher():
         return
-    note("torch")
+    note(f"{os.getpid()}.torch")
     attach(from_json(text))
 
 
@@ -86,7 +87,7 @@ def forked(parent: Any) -> None:
 
 @dataclass
 class _Restored:
-    """A method of a stranger's class that we have replaced; `remove` puts the original back."""
+    """A function of a stranger's class or module that we have replaced; `remove` puts the original back."""
 
     kind: Any
     name: str
@@ -98,6 +99,27 @@ class _Restored:
             setattr(self.kind, self.name, self.original)
 
 
+class _LoaderWorkers:
+    """Sees to it that a process which serves a DataLoader is not recorded: nobody can tell until it begins to serve."""
+
+    def __init__(self, recorder: Any) -> None:
+        import torch.utils.data._utils.worker as module
+
+        self._recorder, self._module, self._serve = recorder, module, module._worker_loop  # noqa: SLF001
+
+        @functools.wraps(self._serve)
+        def serve(*args: Any, **kwargs: Any) -> Any:
+            if recorder.pid == os.getpid():  # a spawned one; a fork has been detached already
+                recorder.abandon()
+            return self._serve(*args, **kwargs)
+
+        self._ours = module._worker_loop = serve  # noqa: SLF001
+
+    def remove(self) -> None:
+        if self._module._worker_loop is self._ours:  # noqa: SLF001
+            self._module._worker_loop = self._serve  # noqa: SLF001
+
+
 class Attachment:
     """Everything that ties a recorder to its process."""
 
@@ -105,20 +127,49 @@ class Attachment:
         from traceloom.capture.endings import Endings
 
         self.recorder = recorder
-        self._handles: list[Any] = []
+        self._handles: list[Any] = []  # what stands for as long as this process is recorded
+        self._hooks: list[Any] = []  # what is called in every step
         self._waiting = True
+        self._suspended = False
+        self._optimizer_steps = 0
+        self._has_optimizer: bool | None = None
         self.inherits_kineto = False  # a fork of a process that was being recorded
         self._watch_steps()
+        self._watch_modules()
         self._watch_profilers()
-        self._watch_first_call(in_child=in_child)
+        self._watch_compiler()
+        self._handles.append(_LoaderWorkers(recorder))
         self.endings = Endings(recorder)
         recorder.on_start = self.endings.watch_signals
         recorder.attachment = self
+        self._set_alarm()
+        self._watch_beginning(in_child=in_child)
+        if not in_child:
+            self._alarm.changed()
+
+    def suspend(self) -> None:
+        """Nothing of ours is called any more, and no thread of ours runs, until `resume`."""
+        self._suspended = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._alarm.stop(wait=True)
+        self.endings.suspend()
+
+    def resume(self) -> None:
+        """Everything is as it was before `suspend`."""
+        if not self._suspended:
+            return
+        self._suspended = False
+        self._watch_steps()
+        self._watch_modules()
+        self._set_alarm()
+        self.endings.resume()
 
     def detach(self, *, in_child: bool = False) -> None:
         """Take every hook away again."""
         global _recorder
-        for handle in self._handles:
+        for handle in (*self._hooks, *self._handles):
             handle.remove()
         self._yielding.remove()
         if not in_child:  # its thread does not exist there, and its lock may be held for ever
@@ -128,13 +179,13 @@ class Attachment:
             _recorder = None
 
     def _watch_steps(self) -> None:
+        import torch
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         from traceloom.capture.compiler import never_compiled
 
         recorder = self.recorder
-        self._optimizer_steps = 0
 
         def before(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
             if self._waiting:
@@ -160,11 +211,24 @@ class Attachment:
                 recorder.optimizer_stepped(optimizer)
             return result
 
-        GradScaler.step = scaled_step
-        self._handles += [
+        passes = torch.autograd.backward
+
+        @functools.wraps(passes)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            result = passes(*args, **kwargs)
+            if self._has_optimizer is None:  # asked once, with the first pass: optimizers are made before
+                self._has_optimizer = any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
+            if not self._has_optimizer:
+                recorder.backward_ended()
+            return result
+
+        never_compiled(backward)
+        GradScaler.step, torch.autograd.backward = scaled_step, backward
+        self._hooks += [
             register_optimizer_step_pre_hook(before),
             register_optimizer_step_post_hook(after),
             _Restored(GradScaler, "step", scale_and_step, scaled_step),
+            _Restored(torch.autograd, "backward", passes, backward),
         ]
 
     def _watch_profilers(self) -> None:
@@ -179,41 +243,80 @@ class Attachment:
         )
         self._yielding.install()
 
-    def _watch_first_call(self, *, in_child: bool) -> None:
-        """The first module call or optimizer step; in a plain script also a moment after torch was imported.
-
-        A child of multiprocessing may be a loader worker, which nobody can tell when it imports torch; there only the
-        first call decides.
-        """
-        import torch
+    def _watch_modules(self) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        from traceloom.capture import moments
         from traceloom.capture.compiler import never_compiled
 
+        if self.recorder.settings.names_modules:
+            self._hooks += self.recorder.modules.install()
+        if self._waiting:
+
+            def called(_module: Any, _args: Any) -> None:
+                self._called()
+
+            never_compiled(called)
+            self._module_hook = register_module_forward_pre_hook(called)
+            self._hooks.append(self._module_hook)
+
+    def _set_alarm(self) -> None:
+        from traceloom.capture import kineto, moments
+
         recorder = self.recorder
-        stacks_at_once = recorder.settings.stacks and not recorder.settings.early  # imports would be in them
-        guess = not (in_child or stacks_at_once or moments.is_child_of_multiprocessing())
-
-        def called(_module: Any, _args: Any) -> None:
-            self._called()
-
-        never_compiled(called)
-        self._module_hook = register_module_forward_pre_hook(called)
-        self._handles.append(self._module_hook)
-
-        def tick() -> None:
-            if self._waiting and guess and moments.device_is_ready(torch):
-                self._stop_waiting()
-                recorder.first_call()
-            recorder.tick()
-
-        self._alarm = moments.Alarm(tick, poll=lambda: self._waiting and guess, deadline=lambda: recorder.plan.deadline)
+        anywhere = True in kineto.kinds(recorder.settings)
+        self._alarm = moments.Alarm(recorder.tick, deadline=lambda: recorder.plan.deadline, anywhere=anywhere)
         recorder.deadline_changed = self._alarm.changed
-        if not in_child:
+
+    def _watch_beginning(self, *, in_child: bool) -> None:
+        """From when on there is something to record: at once, or with the first device, module or optimizer call.
+
+        With stacks the imports to come would be recorded, millions of calls; in a fork, what the parent was doing.
+        """
+        import torch
+
+        from traceloom.capture import moments
+
+        settings = self.recorder.settings
+        if in_child or (settings.stacks and not settings.early):
+            return
+        if moments.device_is_ready(torch):
+            self.recorder.torch_imported()
+        else:
+            moments.when_device_is_used(torch, self._device_is_used)
+
+    def _watch_compiler(self) -> None:
+        """Code is compiled with the hooks that stand then, so that ours of the first call must be gone before."""
+        import torch
+        import torch.nn.modules.module as modules
+
+        compile_, has_hooks = torch.compile, modules._has_any_global_hook  # noqa: SLF001
+
+        @functools.wraps(compile_)
+        def compiling(*args: Any, **kwargs: Any) -> Any:
+            if self._waiting:
+                self._called(by="compile")
+            return compile_(*args, **kwargs)
+
+        @functools.wraps(has_hooks)
+        def has_hooks_of_the_program() -> bool:
+            """PyTorch warns of global hooks where a module is compiled; ours are no concern of the user."""
+            ours = {hook.id for hook in self._hooks if hasattr(hook, "hooks_dict_ref")}
+            hooks = ("backward_pre", "backward", "forward", "forward_pre")
+            return any(set(getattr(modules, f"_global_{name}_hooks")) - ours for name in hooks)
+
+        torch.compile, modules._has_any_global_hook = compiling, has_hooks_of_the_program  # noqa: SLF001
+        self._handles += [
+            _Restored(torch, "compile", compile_, compiling),
+            _Restored(modules, "_has_any_global_hook", has_hooks, has_hooks_of_the_program),
+        ]
+
+    def _device_is_used(self) -> None:
+        if self.recorder.pid == os.getpid() and _recorder is self.recorder:
+            self.recorder.torch_imported()
             self._alarm.changed()
 
-    def _called(self) -> None:
+    def _called(self, *, by: str = "module") -> None:
+        """The first call has come. Who compiles something need not use it: libraries do that when they are imported."""
         from traceloom.capture import distributed, moments
 
         if self.inherits_kineto and not moments.is_loader_worker():
@@ -224,7 +327,7 @@ class Attachment:
             abandon()
         self._stop_waiting()
         if not moments.is_loader_worker():
-            self.recorder.used_torch = True
+            self.recorder.used_torch = by == "module"
             self.recorder.first_call()
             self._alarm.changed()
 

@@ -1,6 +1,7 @@
 """Running PyTorch's own recorders: Kineto for the timed part, Kineto and the host observer for the graph step.
 
-Kineto's state belongs to the thread that starts it; only that thread may stop it (another one would crash).
+A recorder of every thread can be stopped by any of them. The state of the other kind belongs to the thread that starts
+it, and only that thread may stop it (another one would crash).
 """
 
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
@@ -19,6 +20,7 @@ from torch._C._profiler import _ExperimentalConfig, _remove_execution_trace_obse
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, supported_activities
 from torch.profiler.profiler import _KinetoProfile
 
+from traceloom.capture import crossing
 from traceloom.capture.compiler import never_traced
 from traceloom.capture.settings import Settings
 from traceloom.capture.silence import their_lines_hidden
@@ -89,19 +91,18 @@ class Kineto:
     Args:
         settings: What to record.
         with_observer: For the graph step: shapes, and nothing that costs more.
-        every_thread: Record all threads, and let any of them stop it, where this PyTorch can (not with allocations).
+        every_thread: Record all threads, and let any of them stop it; see `kinds`.
     """
 
-    def __init__(self, settings: Settings, *, with_observer: bool = False, every_thread: bool = False) -> None:
-        everywhere = every_thread and not settings.memory
+    def __init__(self, settings: Settings, *, every_thread: bool, with_observer: bool = False) -> None:
         options = {
             "trace_only": not settings.stacks,
-            "profile_all_threads": everywhere,
+            "profile_all_threads": every_thread,
         }
-        self._everywhere = everywhere and _knows("profile_all_threads")
+        self.every_thread = every_thread
         self._profile = _Profile(
             activities=_activities(),
-            record_shapes=settings.shapes or with_observer,
+            record_shapes=bool(settings.shapes) or with_observer,
             profile_memory=settings.memory and not with_observer,
             with_stack=settings.stacks and not with_observer,
             experimental_config=_experimental(options),
@@ -121,15 +122,24 @@ class Kineto:
         self._told_of_job = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.thread = threading.get_ident()
 
+    def records_here(self) -> bool:
+        """Whether this thread is recorded."""
+        return self.every_thread or threading.get_ident() == self.thread
+
     def stop(self) -> None:
         """End the window.
 
         Raises:
             OtherThreadError: This is not the thread that started it.
         """
-        if not self._everywhere and threading.get_ident() != self.thread:
+        if not self.records_here():
             raise OtherThreadError
         with _Ours():
+            if self.every_thread:
+                # Other threads may be at work; none of them may just be writing into what is freed now.
+                torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
+                crossing.settle()
+            crossing.stopping(every_thread=self.every_thread)
             if not self._told_of_job:
                 # Without this the trace of a window that began before init_process_group would have no rank.
                 info = self._profile._get_distributed_info()
@@ -175,6 +185,15 @@ def _activities() -> list[ProfilerActivity]:
     return [activity for activity in supported_activities() if activity not in idle]
 
 
+def kinds(settings: Settings) -> tuple[bool, ...]:
+    """The kinds of recorder that this PyTorch has for these settings, the better first: of every thread, or of one.
+
+    Allocations reach only a recorder of one thread.
+    """
+    able = _knows("profile_all_threads") and hasattr(torch._C._autograd, "_toggle_collection_dynamic")
+    return (True, False) if able and not settings.memory else (False,)
+
+
 def _experimental(options: dict[str, bool]) -> Any:
     """The experimental options that this PyTorch knows."""
     known: dict[str, Any] = {name: True for name, on in options.items() if on and _knows(name)}
@@ -200,9 +219,9 @@ class _Observer(ExecutionTraceObserver):  # type: ignore[misc]
 class Graph:
     """The graph step: the host trace, and Kineto at the same time, joined by `Record function id`."""
 
-    def __init__(self, settings: Settings, host_path: Path) -> None:
+    def __init__(self, settings: Settings, host_path: Path, *, every_thread: bool) -> None:
         self.host_path = host_path
-        self._kineto = Kineto(settings, with_observer=True)
+        self._kineto = Kineto(settings, every_thread=every_thread, with_observer=True)
         self._observer = _Observer()
 
     def start(self) -> None:
@@ -226,6 +245,7 @@ class Graph:
         self._kineto.stop()
         with _Ours():
             self._observer.stop()
+            crossing.settle()  # it records all threads, and is freed when it is removed
             self._observer.unregister_callback()
 
     def save(self, path: Path) -> None:
@@ -294,10 +314,13 @@ class annotate:  # noqa: N801  (used like a function)
 
     @never_traced
     def __exit__(self, *error: object) -> None:
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return  # ended already, because the recorder stopped
         if self._close is not None:
-            self._close(self._handle)
+            self._close(handle)
         else:
-            self._handle.__exit__(*error)
+            handle.__exit__(*error or (None, None, None))
 
 
 _enter = getattr(torch._C._autograd, "_record_function_with_args_enter", None)

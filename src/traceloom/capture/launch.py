@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import traceloom
-from traceloom.capture import manifest, writing
+from traceloom.capture import lock, manifest, writing
+from traceloom.capture.lock import Lock
 from traceloom.capture.settings import VARIABLE, Settings
 from traceloom.errors import OutputError, UsageError
+from traceloom.leaving import undone_on_leaving
 
 _HOME = Path(traceloom.__file__).resolve().parent
 _HOOK = _HOME / "capture" / "hook"
@@ -29,31 +33,59 @@ class Launch:
         self._command = command
         self._directory = Path(settings.directory)
         self._made = not self._directory.exists()
-        self._notes = self._directory / writing.NOTES
+        self._lock = Lock(self._directory / writing.NOTES / lock.NAME)
+        self._old: dict[str, int] = {}
+        self.recorded = False
+        self._status = 0
+        self._ranks: list[dict[str, Any]] = []
         self._reached: set[str] = set()
         self._ends: list[dict[str, Any]] = []
+        self._remarks: list[str] = []
+        self._until_cleaned = contextlib.ExitStack()
+        self._until_cleaned.enter_context(undone_on_leaving(self._clean))
         self._prepare(force=force)
+        self._place = Path(self._settings.directory)
+        self._notes = self._place / writing.NOTES
 
     def _prepare(self, *, force: bool) -> None:
+        """Claim the directory. An earlier capture in it stays until the new one is whole, which is made beside it."""
         directory = self._directory
+        notes = directory / writing.NOTES
+        beside = notes / "new"
         try:
-            if (directory / manifest.NAME).exists() or (directory.is_dir() and manifest.parts(directory)):
-                if not force:
-                    raise OutputError(
-                        f"`{directory}` holds a capture already",
-                        slug="capture-exists",
-                        hint="choose another directory with `-o`, or replace it with `--force`",
-                    )
-                manifest.remove(directory)
-            self._notes.mkdir(parents=True, exist_ok=True)
+            self._check_free(force=force)
+            self._lock.take()
+            lock.check_free(notes, f"{lock.NAME}.*")
+            self._check_free(force=force)
+            if beside.is_dir() and manifest.parts(beside):  # what a recorder that was killed could not put in its place
+                self._keep(beside)
             manifest.clear_notes(directory)
-            self._notes.mkdir()
+            if self._holds_capture():
+                self._old = manifest.files(directory)
+                self._settings = replace(self._settings, directory=str(beside), replaces=str(directory))
+                (beside / writing.NOTES).mkdir(parents=True)
         except OSError as error:
+            self._clean()
             raise OutputError(
                 f"`{directory}` cannot be written: {error.strerror or error}",
                 slug="not-writable",
                 hint="choose another directory with `-o`",
             ) from error
+        except OutputError:
+            self._clean()
+            raise
+
+    def _check_free(self, *, force: bool) -> None:
+        if self._holds_capture() and not force:
+            raise OutputError(
+                f"`{self._directory}` holds a capture already",
+                slug="capture-exists",
+                hint="choose another directory with `-o`, or replace it with `--force`",
+            )
+
+    def _holds_capture(self) -> bool:
+        directory = self._directory
+        return (directory / manifest.NAME).exists() or (directory.is_dir() and bool(manifest.parts(directory)))
 
     def environment(self) -> dict[str, str]:
         """The environment of the command: our hook, the settings, and silence for libkineto."""
@@ -75,41 +107,82 @@ class Launch:
             UsageError: slug `command-not-found`.
         """
         started = time.time_ns()
-        try:
-            process = subprocess.Popen(self._command, env=self.environment())
-        except OSError as error:
-            self._clean()
-            raise UsageError(
-                f"`{self._command[0]}` cannot be run: {error.strerror or error}", slug="command-not-found"
-            ) from error
-        status = self._wait(process)
-        self._collect_notes()
-        if manifest.parts(self._directory):
-            run = {
-                "command": self._command,
-                "exit_code": status if status >= 0 else None,
-                "signal": -status if status < 0 else None,
-                "started_ns": started,
-                "ended_ns": time.time_ns(),
-            }
-            # On failure the parts are there, and `summary` tells what is wrong with the directory.
-            with contextlib.suppress(OSError):
-                manifest.merge(self._directory, run)
+        with self._signals() as reached:
+            try:
+                process = subprocess.Popen(self._command, env=self.environment())
+            except OSError as error:
+                self._clean()
+                raise UsageError(
+                    f"`{self._command[0]}` cannot be run: {error.strerror or error}", slug="command-not-found"
+                ) from error
+            reached(process)
+            status = self._status = process.wait()
+            self._collect_notes()
+            self._finish(
+                {
+                    "command": self._command,
+                    "exit_code": status if status >= 0 else None,
+                    "signal": -status if status < 0 else None,
+                    "started_ns": started,
+                    "ended_ns": time.time_ns(),
+                }
+            )
         return status
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait through Ctrl-C, which reaches the command by itself; pass SIGTERM on to it."""
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+        """Work through Ctrl-C, which reaches the command by itself, and pass SIGTERM on to it; and what comes early."""
+        processes: list[subprocess.Popen[bytes]] = []
+        early: list[int] = []
 
         def pass_on(number: int, _: Any) -> None:
-            process.send_signal(number)
+            if not processes:
+                early.append(number)
+            elif number != signal.SIGINT:
+                processes[0].send_signal(number)
 
-        previous = signal.signal(signal.SIGTERM, pass_on)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        def reached(process: subprocess.Popen[bytes]) -> None:
+            processes.append(process)
+            for number in early:
+                process.send_signal(number)
+
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        # A handler of ours is no business of the command; that somebody has a signal ignored is.
+        ours = {number: known for number, known in before.items() if known not in (signal.SIG_IGN, None)}
+        for number in ours:
+            signal.signal(number, pass_on)
         try:
-            return process.wait()
+            yield reached
         finally:
-            signal.signal(signal.SIGTERM, previous)
-            signal.signal(signal.SIGINT, interrupt)
+            for number, known in ours.items():
+                signal.signal(number, known)
+
+    def _finish(self, run: dict[str, Any]) -> None:
+        """Merge what the ranks wrote, and put it where it belongs."""
+        self.recorded = bool(manifest.parts(self._place))
+        if not self.recorded:
+            return
+        whole = True
+        try:
+            manifest.drop_incidental(self._place)
+            ranks = manifest.merge(self._place, run)["ranks"]
+            if self._place != self._directory:
+                whole = not any(notice["slug"] == "capture-moved" for rank in ranks for notice in rank["notices"])
+                if whole:
+                    manifest.adopt(self._place, self._directory, self._old, run)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._remarks.append(f"the parts of the capture could not be put together: {error} [not-merged]")
+            whole = False
+        if whole:
+            self._ranks = ranks
+        elif self._place != self._directory:
+            self._keep(self._place)
+
+    def _keep(self, made: Path) -> None:
+        """Put what is not to replace the earlier capture where it can be found."""
+        where = manifest.set_apart(made, self._directory)
+        said = f"the capture in `{self._directory}` stays; the unfinished one is in `{where}`"
+        self._remarks.append(f"{said} [kept-beside]")
 
     def _collect_notes(self) -> None:
         try:
@@ -121,12 +194,15 @@ class Launch:
             return  # only the diagnosis suffers
 
     def _clean(self) -> None:
-        try:
-            manifest.clear_notes(self._directory)
+        """Leave nothing of ours behind but what was recorded, and touch nothing of another recording."""
+        with contextlib.suppress(OSError):  # it holds something: leave it
+            if self._lock.held:
+                manifest.clear_notes(self._directory)
+                self._lock.release()
+            (self._directory / writing.NOTES).rmdir()
             if self._made:
                 self._directory.rmdir()
-        except OSError:
-            return  # it holds something: leave it
+        self._until_cleaned.close()
 
     def die_alike(self, number: int) -> None:
         """End this process by the signal that ended the command, so that the caller sees what it would have seen."""
@@ -143,20 +219,17 @@ class Launch:
 
     def summary(self, shown: str) -> list[str]:
         """The closing lines: what was recorded, what it cost, where it is, what to do next."""
-        try:
-            capture = json.loads((self._directory / manifest.NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            capture = {"ranks": []}
-        ranks = capture["ranks"]
         self._clean()
-        if not ranks:
+        if not self.recorded:
             slug, reason = self._why_nothing()
-            return [f"nothing was recorded: {reason} [{slug}]"]
-        if self._settings.quiet:
-            return []
+            stays = f"; the earlier capture in {shown} stays" if self._old else ""
+            return [*self._remarks, f"nothing was recorded: {reason}{stays} [{slug}]"]
+        if self._settings.quiet or not self._ranks:
+            return self._remarks
         size = sum(path.stat().st_size for path in self._directory.iterdir() if path.is_file())
         return [
-            describe(ranks),
+            *self._remarks,
+            describe(self._ranks),
             f"wrote {shown} ({size / 1e6:.1f} MB); next: traceloom report {shown}",
         ]
 
@@ -172,8 +245,24 @@ class Launch:
                 return "recording-lost", "see above"
             made = f"it made {max(steps)} steps" if max(steps) else "it never made a step"
             return "never-reached", f"the run did not reach step {first}: {made}"
-        if "torch" in self._reached:
-            return "no-torch-calls", "torch was imported, but the process used it for nothing, or was killed"
+        if self._status < 0:
+            name = signal.Signals(-self._status).name
+            return "ended-unseen", f"{name} ended the command before anything could be written"
+        begun = [name for name in self._reached if name.endswith(".torch")]
+        unseen = len(begun) - len(self._ends)
+        if unseen > 0:
+            who = "the process" if len(begun) == 1 else f"{unseen} of {len(begun)} processes"
+            return "ended-unseen", (
+                f"{who} that imported torch ended without writing: killed (SIGKILL, the system out of memory), "
+                "crashed, replaced by another program, or unable to write (then it says above why)"
+            )
+        if begun and not any(end["began"] for end in self._ends):
+            return "no-torch-calls", (
+                "torch was imported, but no module was called, no optimizer made a step and no GPU was used; record "
+                "operators on the processor of a machine with GPUs by `with traceloom.record(...)` in the code"
+            )
+        if begun:
+            return "no-torch-calls", "torch was imported, but no operator ran"
         if "hook" in self._reached:
             return "no-torch", "no process of the command imported torch"
         return (
@@ -196,17 +285,27 @@ def describe(ranks: list[dict[str, Any]]) -> str:
     elif windows:
         seconds = (windows[0]["end_ns"] - windows[0]["start_ns"]) / 1e9
         words.append(f"recorded {seconds:.1f} s (no whole step)")
-    else:
+    elif any(rank["graph_step"] is not None for rank in ranks):
         words.append("recorded the graph step only")
+    else:
+        words.append("recorded what was alive when memory ran out, and no step")
     words[0] += f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
-    ratio = ranks[0]["overhead"]["ratio"]
-    if ratio is not None:
-        words.append(f"a recorded step took {ratio:.2f} x an unrecorded one")
+    words += cost(ranks[0]["overhead"])
     graph = ranks[0]["graph_step"]
     if graph is not None:
         ratio = ranks[0]["overhead"]["graph_step_ratio"]
         words.append(f"graph step {graph['step']}" + (f" took {ratio:.2f} x" if ratio is not None else ""))
     return "; ".join(words)
+
+
+def cost(overhead: dict[str, Any]) -> list[str]:
+    """What a recorded step cost, in words; nothing where nobody knows."""
+    ratio, low, high = overhead["ratio"], overhead["ratio_low"], overhead["ratio_high"]
+    if ratio is None:
+        return []
+    of = "the CPU time of " if overhead["ratio_of"] == "cpu" else ""
+    spread = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
+    return [f"a recorded step took {ratio:.2f} x{spread} {of}an unrecorded one"]
 
 
 def len_steps(rank: dict[str, Any]) -> int:

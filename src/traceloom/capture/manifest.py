@@ -6,12 +6,15 @@ The format is described in docs/reference/capture-json.md.
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
 
 import traceloom
+from traceloom.capture import lock
 from traceloom.capture.steps import Mark, StepLog
 from traceloom.capture.writing import NOTES, write_json
 
@@ -19,10 +22,12 @@ FORMAT = "traceloom-capture"
 VERSION = 1
 STAGE = "profiled"  # as Chakra tells graphs apart: executed on a platform; not the model as written, nor as compiled
 NAME = "capture.json"
+FEWEST_STEPS = 3
+"""The median of fewer steps says nothing about what recording costs."""
 _PART = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
 _OURS = re.compile(
     r"capture\.json|(rank\d+(-pid\d+)?|pid\d+)\."
-    r"(capture\.json|steps\.json\.gz|collectives\.json\.gz|memory\.pickle|oom\.json|(graph\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
+    r"(capture\.json|(steps|collectives|thread_cpu)\.json\.gz|memory\.pickle|oom\.json|((graph|before)\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
 )
 
 
@@ -63,6 +68,20 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
             return capture
 
 
+def drop_incidental(directory: Path) -> None:
+    """Delete what workers beside the job recorded, where the job itself was recorded.
+
+    Raises:
+        OSError: A file cannot be read or deleted.
+    """
+    of = {path.name.removesuffix(f".{NAME}"): json.loads(path.read_text(encoding="utf-8")) for path in parts(directory)}
+    incidental = [stem for stem, part in of.items() if part.get("incidental")]
+    if len(incidental) < len(of):
+        for name in files(directory):
+            if name.partition(".")[0] in incidental:
+                (directory / name).unlink()
+
+
 def _run_of(path: Path) -> dict[str, Any]:
     try:
         run = json.loads(path.read_text(encoding="utf-8"))["run"]
@@ -71,42 +90,97 @@ def _run_of(path: Path) -> dict[str, Any]:
     return run if isinstance(run, dict) else {}
 
 
-def remove(directory: Path) -> None:
-    """Delete the files of an earlier capture, and only those.
+def files(directory: Path) -> dict[str, int]:
+    """The files of the capture in a directory, and only those: names and what the system knows them by."""
+    return {path.name: path.stat().st_ino for path in directory.iterdir() if _OURS.fullmatch(path.name)}
+
+
+def adopt(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any], stem: str = "") -> None:
+    """Put the files of a whole capture into the place of an earlier one.
+
+    Args:
+        made: The directory in which they were made; in the same file system.
+        directory: Where they belong.
+        old: The files of the earlier one, as `files` gave them; they are removed.
+        run: What is known of the whole run.
+        stem: The front part of the names of one process, to move only its files.
 
     Raises:
-        OSError: One of them cannot be deleted.
+        OSError: A file cannot be moved or removed.
     """
-    for path in directory.iterdir():
-        if _OURS.fullmatch(path.name):
-            path.unlink()
-    clear_notes(directory)
+    for name in files(made):
+        if name != NAME and name.startswith(f"{stem}." if stem else ""):
+            (made / name).replace(directory / name)
+    there = files(directory)
+    for name, known in old.items():
+        if there.get(name) == known:
+            (directory / name).unlink()
+    merge(directory, run)
+
+
+def set_apart(made: Path, directory: Path) -> Path:
+    """Put what is not whole, and so does not replace the capture in a directory, where it can be found: beside it.
+
+    Raises:
+        OSError: It cannot be moved.
+    """
+    number = 1
+    while (kept := directory.with_name(f"{directory.name}-unfinished-{number}")).exists():
+        number += 1
+    shutil.rmtree(made / NOTES, ignore_errors=True)
+    return made.rename(kept)
 
 
 def clear_notes(directory: Path) -> None:
-    """Delete claims and diagnoses."""
+    """Delete claims and diagnoses; locks delete themselves."""
     notes = directory / NOTES
     if notes.is_dir():
         for path in notes.iterdir():
-            path.unlink()
-        notes.rmdir()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif not path.name.startswith(lock.NAME):
+                path.unlink()
 
 
-def overhead(log: StepLog, graph_ns: int | None, warm_up: int) -> dict[str, Any]:
-    """What recording cost: the median recorded step against the median unrecorded one after the warm-up.
+def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
+    """What recording cost: recorded steps against unrecorded ones after the warm-up, by their medians.
 
-    Unknown figures are null: a run may end before any unrecorded step.
+    The ratio is that of processor time, where the system tells it: how long a step takes depends on what else runs and
+    on what it waits for, and a few steps of a busy machine differ by more than recording costs. Beside it stand the
+    ratios of the quartiles that are nearest and farthest. Unknown figures are null: a run may end too early.
     """
-    plain = log.durations(Mark.PLAIN, skip=warm_up)
-    recorded = log.durations(Mark.RECORDED)
-    plain_ns = int(statistics.median(plain)) if plain else None
-    recorded_ns = int(statistics.median(recorded)) if recorded else None
-    return {
-        "unrecorded_steps": len(plain),
-        "unrecorded_median_ns": plain_ns,
-        "recorded_steps": len(recorded),
-        "recorded_median_ns": recorded_ns,
-        "ratio": round(recorded_ns / plain_ns, 4) if plain_ns and recorded_ns else None,
-        "graph_step_ns": graph_ns,
-        "graph_step_ratio": round(graph_ns / plain_ns, 4) if plain_ns and graph_ns else None,
-    }
+    figures: dict[str, Any] = {}
+    skipped = {Mark.PLAIN: warm_up, Mark.RECORDED: 0, Mark.GRAPH: 0}
+    ran = {mark: log.processor_times(mark, skip=skip) for mark, skip in skipped.items()}
+    took = {mark: log.durations(mark, skip=skip) for mark, skip in skipped.items()}
+    for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
+        figures[f"{name}_steps"] = len(took[mark])
+        figures[f"{name}_median_ns"] = _median(took[mark])
+        figures[f"{name}_cpu_median_ns"] = _median(ran[mark])
+    figures["graph_step_ns"] = took[Mark.GRAPH][-1] if took[Mark.GRAPH] else None
+    by_processor = all(len(ran[mark]) == len(took[mark]) for mark in took)
+    compared = ran if by_processor else took
+    figures["ratio_of"] = "cpu" if by_processor else "wall"
+    enough = {mark: steps if len(steps) >= FEWEST_STEPS else [] for mark, steps in compared.items()}
+    plain, recorded = enough[Mark.PLAIN], enough[Mark.RECORDED]
+    for name, low, high in (("ratio", 0.5, 0.5), ("ratio_low", 0.25, 0.75), ("ratio_high", 0.75, 0.25)):
+        figures[name] = _ratio(_quantile(recorded, low), _quantile(plain, high))
+    figures["graph_step_ratio"] = _ratio(_quantile(compared[Mark.GRAPH], 0.5), _quantile(plain, 0.5))
+    return figures
+
+
+def _median(values: list[int]) -> int | None:
+    return int(statistics.median(values)) if values else None
+
+
+def _quantile(values: list[int], share: float) -> float | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = ordered[int(at)]
+    return low + (ordered[math.ceil(at)] - low) * (at - int(at))
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return round(value / base, 4) if value and base else None

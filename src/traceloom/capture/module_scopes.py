@@ -1,12 +1,12 @@
 """Scopes that `nn.Module` calls open by themselves while allocations are recorded.
 
-The hooks stand only while Kineto runs, and change nothing of how modules are called.
+The hooks stand from the beginning to the end, and a flag switches them: hooks that come and go make `torch.compile`
+compile anew.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from traceloom.capture.scope import MODULE_PREFIX, scope
 from traceloom.capture.wrappers import class_name, named_parts, unwrapped
 
 NAMES = ("class", "path", "off")
-_ABOUT_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
 
 
 class module_scope(scope):  # noqa: N801  (as its base)
@@ -49,28 +48,29 @@ class ModuleScopes:
         self._by_path = names == "path"
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._open = threading.local()
-        self._handles: list[Any] = []
+        self._on = False
 
-    def start(self) -> None:
-        """From now on module calls are scopes."""
-        # PyTorch would warn the user of hooks that are ours, when a module is compiled
-        warnings.filterwarnings("ignore", message=_ABOUT_HOOKS)
-        self._handles = [
+    def install(self) -> list[Any]:
+        """Put the hooks in place; gives their handles."""
+        return [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
         ]
 
+    def start(self) -> None:
+        """From now on module calls are scopes."""
+        self._on = True
+
     def stop(self) -> None:
-        """Leave modules as they were; scopes that are open end with their calls."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Modules are called as they were; scopes that are open end with their calls."""
+        self._on = False
         while self._stack():
             self._stack().pop().opened.__exit__(None, None, None)
 
     def _before(self, module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or isinstance(module, torch.fx.GraphModule):
-            return  # compiled code has no modules of its own
+        # Compiled code has no modules of its own. Asked first, so that the compiler never sees the flag.
+        if torch.compiler.is_compiling() or not self._on or isinstance(module, torch.fx.GraphModule):
+            return
         stack, inner = self._stack(), unwrapped(module)
         around = stack[-1] if stack else None
         if around is not None and around.inner is inner and around.module is not inner:
@@ -80,7 +80,7 @@ class ModuleScopes:
         stack.append(_Call(module, inner, opened))
 
     def _after(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._on:
             return
         stack = self._stack()
         if stack and any(module is one.module for one in stack):  # not one that was entered before we began

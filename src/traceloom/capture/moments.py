@@ -1,7 +1,8 @@
-"""When something has to happen that no hook of PyTorch reports: the first torch call, and moments in time.
+"""When something has to happen that no hook of PyTorch reports: moments in time, and the first use of a device.
 
-A daemon thread waits; the work itself runs on the main thread between two bytecodes, because Kineto records the
-thread that starts it. A program that blocks in C meets it when it comes back to Python.
+A daemon thread waits; the work itself runs on the main thread between two bytecodes, because a recorder of one thread
+records the one that starts it. A main thread that waits in C does it when it comes back to Python, or, with a recorder
+of every thread, the daemon does it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-POLL_SECONDS = 0.02
+PAUSE_SECONDS = 0.02
+PATIENCE_SECONDS = 1.0
 
 # NVIDIA, NVIDIA under WSL, AMD, Intel.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
@@ -55,47 +57,54 @@ _alive: dict[int, Any] = {}  # a pending call must live until it has run
 
 
 class Alarm:
-    """Calls `tick` on the main thread: every 20 ms as long as `poll` says so, and at each deadline."""
+    """Calls `tick` at each deadline, on the main thread if that is to be had.
 
-    def __init__(
-        self, tick: Callable[[], None], poll: Callable[[], bool], deadline: Callable[[], float | None]
-    ) -> None:
-        self._tick, self._poll, self._deadline = tick, poll, deadline
+    Args:
+        tick: What is to be done.
+        deadline: When; None for never.
+        anywhere: Whether another thread may do it where the main one waits in C for a second: for its threads, say.
+    """
+
+    def __init__(self, tick: Callable[[], None], deadline: Callable[[], float | None], *, anywhere: bool) -> None:
+        self._tick, self._deadline, self._anywhere = tick, deadline, anywhere
         self._changed = threading.Event()
+        self._turn = threading.Lock()  # taken by who ticks
         self._stopped = False
-        self._running = False
         self._thread = threading.Thread(target=self._watch, name="traceloom-alarm", daemon=True)
 
     def changed(self) -> None:
         """There may be something else to wait for now; the thread starts when there is something at all."""
-        if self._thread.ident is None and not self._stopped and (self._poll() or self._deadline() is not None):
+        if self._thread.ident is None and not self._stopped and self._deadline() is not None:
             with contextlib.suppress(RuntimeError):  # no threads any more: the interpreter ends
                 self._thread.start()
         self._changed.set()
 
-    def stop(self) -> None:
-        """Never call again."""
+    def stop(self, *, wait: bool = False) -> None:
+        """Never call again; `wait` until the thread is gone."""
         self._stopped = True
         self._changed.set()
+        if wait and self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(PATIENCE_SECONDS)
 
     def _watch(self) -> None:
         while not self._stopped:
             deadline = self._deadline()
-            wait = POLL_SECONDS if self._poll() else None
-            if deadline is not None:
-                left = max(0.0, deadline - time.monotonic())
-                wait = left if wait is None else min(wait, left)
-            if self._changed.wait(wait):
+            if self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 self._changed.clear()
                 continue
-            if not self._running and not self._stopped:
-                self._running = on_main_thread(self._fire)
-            self._changed.wait(POLL_SECONDS)  # the main thread needs a moment; never spin
+            ticked = threading.Event()
 
-    def _fire(self) -> None:
-        self._running = False
-        if not self._stopped:
-            self._tick()
+            def fire(ticked: threading.Event = ticked) -> None:
+                with self._turn:
+                    if not (ticked.is_set() or self._stopped):
+                        ticked.set()
+                        self._tick()
+
+            if not (on_main_thread(fire) and ticked.wait(PATIENCE_SECONDS)) and self._anywhere:
+                fire()
+            while not (ticked.wait(PATIENCE_SECONDS) or self._stopped):
+                pass
+            self._changed.wait(PAUSE_SECONDS)  # never spin
 
 
 def is_child_of_multiprocessing() -> bool:
@@ -135,3 +144,10 @@ def device_is_ready(torch: Any) -> bool:
     if not torch.cuda.is_initialized():
         return False
     return not torch.cuda.is_current_stream_capturing()
+
+
+def when_device_is_used(torch: Any, call: Callable[[], None]) -> None:
+    """Let `call` run on the main thread as soon as the program itself has initialised a device."""
+    for backend in (torch.cuda, torch.xpu):
+        # Called in the middle of the initialisation, whoever asks for it; it is over when Python goes on.
+        backend._lazy_call(lambda: on_main_thread(call))  # noqa: SLF001

@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
-from traceloom.capture import distributed, kineto, out_of_memory
+from traceloom.capture import crossing, distributed, kineto, out_of_memory
 from traceloom.capture.census import census
 from traceloom.capture.checkpoints import CheckpointMarks
 from traceloom.capture.compiler import never_traced, pause
@@ -27,12 +27,16 @@ from traceloom.capture.messages import say_once
 from traceloom.capture.module_scopes import ModuleScopes
 from traceloom.capture.moments import on_main_thread
 from traceloom.capture.plan import Action, Phase, Plan
+from traceloom.capture.processor_time import ThreadTimes
 from traceloom.capture.settings import Settings
-from traceloom.capture.steps import Mark, StepClock, StepLog, Tick
-from traceloom.capture.storage import Storage
+from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, Tick
+from traceloom.capture.storage import Held, Storage
 
-# Leaving the optimizer's annotation takes about ten events; whoever needs more is not leaving.
-EVENTS_TO_LEAVE = 1000
+# Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who needs more stays.
+EVENTS_TO_LEAVE = 100_000
+ATTEMPTS = 1000
+# An early part with fewer operators is not worth to be the only one.
+ENOUGH_OPERATORS = 1000
 _STARTS = (Action.START, Action.GRAPH_START)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -47,9 +51,14 @@ class Window:
     first_step: int
     start_ns: int
     stacks: bool = False
+    shapes: bool = False
+    called: bool = False  # it began with, or after, the first module call or optimizer step
+    held: Held | None = None
     end_step: int = 0
     end_ns: int = 0
+    times: ThreadTimes = field(default_factory=ThreadTimes)
     collectives: dict[str, Any] | None = None
+    thread_cpu: dict[str, list[int]] | None = None
     census: dict[str, list[Any]] | None = None
     last_census: dict[str, list[Any]] | None = None
 
@@ -63,7 +72,8 @@ def harmless(method: _F) -> _F:
             return None
         tracing = pause(None) if pause is not None else None
         try:
-            return method(self, *args, **kwargs)
+            with self._at_work:
+                return method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
             self.broken = True
             say_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
@@ -76,6 +86,39 @@ def harmless(method: _F) -> _F:
     return never_traced(guarded)  # type: ignore[return-value]
 
 
+class _AtWork:
+    """One thread at a time: steps may end on one while a moment in time comes on another one.
+
+    A signal is answered by the main thread in the middle of whatever it does; what has to wait for the end of that is
+    kept until then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._thread, self._depth = 0, 0
+        self._pending: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._thread, self._depth = threading.get_ident(), self._depth + 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        pending = None
+        if not self._depth:
+            self._thread, pending, self._pending = 0, self._pending, None
+        self._lock.release()
+        if pending is not None:
+            pending()
+
+    def afterwards(self, call: Callable[[], None]) -> bool:
+        """Keep `call` until this thread is done; False where it is not at work."""
+        if self._thread != threading.get_ident():
+            return False
+        self._pending = call
+        return True
+
+
 class Recorder:
     """Records one process as its settings say."""
 
@@ -84,10 +127,14 @@ class Recorder:
         self.settings = settings
         self.pid = os.getpid()
         self.broken = False
+        self._at_work = _AtWork()
         self.used_torch = False  # a module was called or an optimizer made a step, not merely torch imported
-        self.plan = Plan(settings, now)
+        self._called = False
+        self._began = False
+        self._every_thread = True  # the kind of the last recorder of the timed part
+        self.plan = Plan(settings, now, self._may_cross)
         self.clock = StepClock()
-        self.log = StepLog(time.time_ns(), time.perf_counter_ns())
+        self.log = StepLog(Instant.now())
         self.storage = Storage(settings, self.log, self.clock)
         self.graph: kineto.Graph | None = None
         self.attachment: Any = None
@@ -95,13 +142,12 @@ class Recorder:
         self.on_start: Callable[[], None] = lambda: None
         self._window: Window | None = None
         self._held: Window | None = None
+        self._before: Window | None = None  # what came before the first call, set aside
         self._collectives = distributed.CollectiveLog()
-        self._modules = ModuleScopes(settings.module_names)
+        self.modules = ModuleScopes(settings.module_names)
         self._checkpoints = CheckpointMarks()
         self._graph_step = 0
         self._disturbed = True
-        self._turning = False
-        self._after_turn: Callable[[], None] | None = None
         self._finished = False
         self._lost = False  # Kineto runs on a thread where nobody can end it
         if settings.memory:
@@ -110,17 +156,33 @@ class Recorder:
     # ---- what happens in the program
 
     @harmless
+    def torch_imported(self) -> None:
+        """The process can use torch from now on, and recording needs no device that it does not use."""
+        self._turn(self.plan.torch_imported(time.monotonic()), between_steps=self.log.number == 0)
+
+    @harmless
     def first_call(self) -> None:
-        """The process begins to use torch."""
-        if self.plan.phase is Phase.IDLE and self.log.number == 0:
-            self.log.begin(time.time_ns(), time.perf_counter_ns())
-        self._turn(self.plan.first_call(time.monotonic()), between_steps=self.log.number == 0)
+        """The process calls a module, makes an optimizer step or enters a recorded block for the first time."""
+        self._called = True
+        elsewhere = self._window is not None and not self._window.kineto.records_here()
+        actions = self.plan.first_call(time.monotonic(), elsewhere=elsewhere)
+        if self.log.number == 0:
+            self.log.begin(Instant.now())
+            if self._window is not None and not actions:
+                kineto.mark(0)
+        self._turn(actions, between_steps=self.log.number == 0)
 
     @harmless
     def optimizer_stepped(self, optimizer: Any, frame: Any = None) -> None:
         """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that step is open."""
         self.used_torch = True
         self._boundary(self.clock.optimizer_stepped(optimizer), frame)
+
+    @harmless
+    def backward_ended(self) -> None:
+        """A backward pass is over, in a program without an optimizer."""
+        self.used_torch = True
+        self._boundary(self.clock.backward_ended(), None)
 
     @harmless
     def step_called(self) -> None:
@@ -137,25 +199,34 @@ class Recorder:
     def profiler_has_stepped(self) -> None:
         """The user's profiler has made its step: what it did there belongs to no step."""
         if self.clock.source == "profiler" and not self.plan.recording:
-            self.log.begin(time.time_ns(), time.perf_counter_ns())
+            self.log.begin(Instant.now())
 
     @harmless
-    def foreign_profiler(self) -> None:
-        """The user's profiler is about to start."""
+    def foreign_profiler(self, with_stack: bool) -> None:
+        """The user's profiler is about to start; one with stacks would show whatever of ours runs meanwhile."""
         actions = self.plan.foreign_profiler()
         if actions:
             say_once("yielded", "your own profiler starts: ours stops now and goes on afterwards")
         self._turn(actions, between_steps=False)
+        if with_stack:
+            self.storage.rest()
+            self.attachment.suspend()
 
     @harmless
     def foreign_profiler_ended(self) -> None:
         """The user's profiler has stopped."""
+        self.attachment.resume()
         self._turn(self.plan.foreign_profiler_ended(time.monotonic()), between_steps=False)
 
     @harmless
     def tick(self) -> None:
         """Some time has passed; called on the main thread."""
-        self._turn(self.plan.at_time(time.monotonic()), between_steps=False)
+        actions = self.plan.at_time(time.monotonic())
+        self._turn(actions, between_steps=False)
+        if actions == [Action.HOLD]:
+            held = self._held.held if self._held is not None else None
+            enough = held is not None and held.operators >= ENOUGH_OPERATORS
+            self._turn(self.plan.held(time.monotonic(), enough=enough), between_steps=False)
 
     @harmless
     def finish(self, reason: str, error: BaseException | None = None) -> None:
@@ -167,18 +238,29 @@ class Recorder:
         if self.settings.memory and error is not None and out_of_memory.is_out_of_memory(error):
             self.storage.keep_out_of_memory(error, self.log.number)
         self._turn(self.plan.finish(), between_steps=False)
-        if self._held is not None:
-            self.log.relabel(self._held.first_step, self._held.end_step, Mark.EARLY, Mark.RECORDED)
-            self.storage.keep(self._held, used_torch=self.used_torch)
-            self._held = None
-        self.storage.finish(reason, used_torch=self.used_torch)
+        held, before = self._held, self._before
+        if held is None:
+            held, before = before, None
+        if held is not None:
+            self.log.relabel(held.first_step, held.end_step, Mark.EARLY, Mark.RECORDED)
+            self.storage.keep(held, used_torch=self.used_torch)
+        if before is not None and before.held is not None:
+            self.storage.keep_before(before.held)
+        self._held = self._before = None
+        self.storage.finish(reason, used_torch=self.used_torch, began=self._began)
         self.storage.history.end()
 
-    def after_turn(self, call: Callable[[], None]) -> bool:
-        """Let `call` run when the recorder is not in the middle of something. False: nothing is going on."""
-        if self._turning:
-            self._after_turn = call
-        return self._turning
+    @harmless
+    def abandon(self) -> None:
+        """This process turns out to be none that should be recorded: stop, and leave nothing behind."""
+        self._finished = True
+        self.plan.finish()
+        self._stop()
+        self.attachment.detach()
+
+    def after_work(self, call: Callable[[], None]) -> bool:
+        """Let `call` run when the recorder is done with what this thread is in. False: it is in nothing of ours."""
+        return self._at_work.afterwards(call)
 
     def why_nothing(self) -> str:
         """Why nothing was recorded, in words."""
@@ -191,30 +273,27 @@ class Recorder:
     def _boundary(self, tick: Tick, frame: Any) -> None:
         if tick is Tick.NOTHING or self._finished:
             return
-        unix_ns, steady_ns = time.time_ns(), time.perf_counter_ns()
-        now = time.monotonic()
+        boundary, now = Instant.now(), time.monotonic()
         restart: list[Action] = []
         if tick is Tick.RESTART:
             self.log.restart()
             self.storage.forget()
             restart = self.plan.renumber(now)
-        self.log.end(steady_ns, self._mark())
+        self.log.end(boundary, self._mark())
         number = self.log.number
         if number == 1:
             self.storage.look_around()
         actions = restart + self.plan.step_starts(number, now)
         self.clock.frozen = self.plan.phase in (Phase.GRAPH_PENDING, Phase.GRAPH, Phase.DONE)
-        self.log.begin(unix_ns, steady_ns)
+        self.log.begin(boundary)
         self._disturbed = self.storage.busy
         if not actions and not self.plan.recording:
             return
         self._between(number, actions, frame)
 
     def _between(self, number: int, actions: list[Action], frame: Any) -> None:
-        """Cross from a step to the next, with no annotation open that one recording begins and the next one ends.
-
-        PyTorch would write its end into memory of the first recording, which is free by then.
-        """
+        """Cross from a step to the next where nothing of PyTorch is open around us: no annotation, no backward pass."""
+        frame = crossing.outermost_of_torch() or frame if actions else frame
         stacks = self.settings.stacks and Action.START in actions
         if self._window is None or not self._window.stacks:
             after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
@@ -237,7 +316,7 @@ class Recorder:
         if Action.START in actions or Action.GRAPH_START in actions:
             kineto.mark(number)
         if actions:
-            self.log.begin(time.time_ns(), time.perf_counter_ns())
+            self.log.begin(Instant.now())
 
     def _mark(self) -> Mark:
         """What became of the step that ends now."""
@@ -254,45 +333,50 @@ class Recorder:
     def _turn(self, actions: list[Action], *, between_steps: bool) -> None:
         if not actions:
             return
-        self._turning = True
-        try:
-            for action in actions:
-                if not self._lost:
-                    self._do(action, between_steps=between_steps)
-        finally:
-            self._turning = False
+        for action in actions:
+            if not self._lost and not self._do(action, between_steps=between_steps):
+                self.plan.refused(time.monotonic())
+                break
         if not between_steps:
             self._disturbed = True
         self.deadline_changed()
-        pending, self._after_turn = self._after_turn, None
-        if pending is not None:
-            pending()
 
-    def _do(self, action: Action, *, between_steps: bool) -> None:
+    def _do(self, action: Action, *, between_steps: bool) -> bool:
+        """Do it; False where a recorder cannot begin now without harm."""
         if action is Action.START:
-            self._start(between_steps=between_steps)
-        elif action is Action.GRAPH_START:
-            self._start_graph()
-        elif action is Action.ADOPT:
+            return self._start(between_steps=between_steps)
+        if action is Action.GRAPH_START:
+            return self._start_graph()
+        if action is Action.ADOPT:
             if self._window is not None:
                 self._window.kind = "steps"
         elif action in (Action.GRAPH_KEEP, Action.GRAPH_DISCARD):
             self._stop_graph(keep=action is Action.GRAPH_KEEP)
         else:
             window = self._stop()
-            if action is Action.DISCARD:
-                self._forget(window)
-                self._forget(self._held)
-                self._held = None
+            if action is Action.SET_ASIDE:
+                self._before = self._set_aside(window)
             elif action is Action.HOLD:
                 self._hold(window)
-            elif window is not None:
-                self._forget(self._held)
-                self._held = None
-                self.storage.keep(window, used_torch=True)
+            else:
+                for early in (self._held, self._before, window if action is Action.DISCARD else None):
+                    self._forget(early)
+                self._held = self._before = None
+                if action is Action.KEEP and window is not None:
+                    self.storage.keep(window, used_torch=True)
+        return True
 
-    def _start(self, *, between_steps: bool) -> None:
+    def _may_cross(self) -> bool:
+        """Whether one recorder of the timed part can end and the next one begin, as soon as PyTorch is left."""
+        soon = None if sys.getprofile() is not None else crossing.outermost_of_torch()
+        with crossing.left(soon):
+            return crossing.nothing_is_open(every_thread=True in kineto.kinds(self.settings))
+
+    def _start(self, *, between_steps: bool) -> bool:
         settings = self.settings
+        kinds = [kind for kind in kineto.kinds(settings) if crossing.may_begin(every_thread=kind)]
+        if not kinds:
+            return False
         kind = "early" if self.plan.phase is Phase.EARLY else "steps"
         if settings.by_time or settings.whole:
             kind = "time" if settings.by_time else "block"
@@ -300,34 +384,44 @@ class Recorder:
         self.storage.look_around()
         # The early part may hold the import of half of PyTorch: millions of Python calls. It goes without stacks.
         hurried = kind == "early" and not settings.from_the_start
-        wanted = replace(settings, stacks=False) if hurried else settings
+        shapes = settings.shapes
+        if shapes is None:  # they keep every tensor's head alive, and a graph step has them all
+            by_step = kind == "steps" or self.log.number > 0 or settings.from_the_start
+            shapes = not (settings.graph_step and by_step)
+        wanted = replace(settings, stacks=settings.stacks and not hurried, shapes=shapes)
         window = Window(
-            kineto.Kineto(wanted, every_thread=kind == "early"),  # nobody knows yet which thread will train
+            kineto.Kineto(wanted, every_thread=kinds[0]),
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
             start_ns=time.time_ns(),
             stacks=wanted.stacks,
+            shapes=shapes,
+            called=self._called,
             census=census() if settings.memory else None,
         )
+        self._every_thread, self._began = kinds[0], True
         self._collectives.start()
-        if settings.memory and settings.module_names != "off":
-            self._modules.start()
+        if settings.names_modules:
+            self.modules.start()
         self._checkpoints.start()
         window.kineto.start()
         window.start_ns = time.time_ns()
+        window.times.start()
         self._window = window
         if between_steps:
             self._disturbed = False
-            if self.log.number == 0:
+            if self.log.number == 0 and self._called:
                 kineto.mark(0)
+        return True
 
     def _stop(self) -> Window | None:
         window, self._window = self._window, None
         if window is None:
             return None
         window.end_step, window.end_ns = max(self.log.number, window.first_step), time.time_ns()
+        window.thread_cpu = window.times.stop()
         window.collectives = self._collectives.stop()
-        self._modules.stop()
+        self.modules.stop()
         self._checkpoints.stop()
         if not self._stopped(window.kineto.stop):
             return None
@@ -357,36 +451,51 @@ class Recorder:
         return True
 
     def _hold(self, window: Window | None) -> None:
-        """Keep the better of two attempts: the one with more whole steps, then the later one."""
-        held = self._held
-        if window is None:
+        """Keep the better of two attempts: more whole steps, then with calls of modules, then more operators."""
+        window = self._set_aside(window)
+        attempts = [attempt for attempt in (self._held, window) if attempt is not None]
+        if not attempts:
             return
-        if held is not None and held.end_step - held.first_step > window.end_step - window.first_step:
-            self._forget(window)
-        else:
-            self._forget(held)
-            self._held = window
+        best = max(attempts, key=_worth)
+        for attempt in attempts:
+            if attempt is not best:
+                self._forget(attempt)
+        self._held = best
+
+    def _set_aside(self, window: Window | None) -> Window | None:
+        """Export what was recorded, for the case that nothing better follows."""
+        if window is not None:
+            window.held = self.storage.hold(window)
+        return window
 
     def _forget(self, window: Window | None) -> None:
         if window is not None:
             self.log.relabel(window.first_step, window.end_step, Mark.RECORDED, Mark.EARLY)
+            if window.held is not None:
+                window.held.path.unlink(missing_ok=True)
 
-    def _start_graph(self) -> None:
+    def _start_graph(self) -> bool:
+        # Not of the window's kind, whose annotations may still be open, where there is another one.
+        every = sorted(kineto.kinds(replace(self.settings, memory=False)), reverse=not self._every_thread)
+        kinds = [kind for kind in every if crossing.may_begin(every_thread=kind)]
+        if not kinds:
+            return False
         self._graph_step = self.log.number
-        graph = kineto.Graph(self.settings, self.storage.host_trace_path())
+        graph = kineto.Graph(self.settings, self.storage.host_trace_path(), every_thread=kinds[0])
         try:
             graph.start()
         except OSError as error:
             say_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
-            return
+            return True
         self.graph = graph
         self._checkpoints.start()
-        if self.settings.memory and self.settings.module_names != "off":
-            self._modules.start()  # the same names as in the timed steps, which are matched by them
+        if self.settings.names_modules:
+            self.modules.start()  # the same names as in the timed steps, which are matched by them
+        return True
 
     def _stop_graph(self, *, keep: bool) -> None:
         graph, self.graph = self.graph, None
-        self._modules.stop()
+        self.modules.stop()
         self._checkpoints.stop()
         if graph is None or not self._stopped(graph.stop):
             return
@@ -430,6 +539,11 @@ class Recorder:
         return inherits
 
 
+def _worth(window: Window) -> tuple[int, bool, int]:
+    """How much an attempt is worth beside another one."""
+    return window.end_step - window.first_step, window.called, window.held.operators if window.held is not None else 0
+
+
 def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:
     """Run `call` when `frame` returns, or at once.
 
@@ -447,13 +561,17 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
         call()
         return
 
-    caller, events, inside = frame.f_back, 0, True
+    caller, events, inside, attempts = frame.f_back, 0, True, 0
 
     def soon() -> bool:
         return threading.current_thread() is threading.main_thread() and on_main_thread(when_outside)
 
     def when_outside() -> None:
-        if not inside or not soon():  # Python may well begin within the hook what it was told to do soon
+        # Python may well begin within the hook what it was told to do soon, or in the midst of what comes next.
+        nonlocal attempts
+        attempts += 1
+        here = inside or crossing.outermost_of_torch() is not None
+        if not (here and attempts <= ATTEMPTS and soon()):
             call()
 
     def watch(where: Any, event: str, _: Any) -> None:
@@ -463,7 +581,8 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
         if left or events > EVENTS_TO_LEAVE:
             sys.setprofile(None)
             if not (outside and soon()):
-                call()
+                with crossing.left(frame if where is frame and event == "return" else None):
+                    call()
             inside = False  # last, with nothing called after it
 
     sys.setprofile(never_traced(watch))

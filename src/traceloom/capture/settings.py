@@ -32,16 +32,27 @@ class Settings:
     stacks: bool = False
     memory: bool = False
     module_names: str = "path"  # of the scopes that modules open by themselves with `memory`: path, class or off
-    shapes: bool = True
+    shapes: bool | None = None  # of inputs, in the timed part; None: only where no graph step will tell them
     graph_step: bool = True
     quiet: bool = False
     whole: bool = False  # in-code recording without steps: from `with` to the end of the block
     early_cap: float = EARLY_CAP_SECONDS
+    replaces: str = ""  # the directory whose capture this one replaces when it is whole; it lies elsewhere until then
+
+    @property
+    def shown(self) -> str:
+        """The directory in which the capture is in the end."""
+        return self.replaces or self.directory
 
     @property
     def by_time(self) -> bool:
         """Whether the window is chosen by the clock."""
         return self.after is not None or self.duration is not None
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether module calls open scopes by themselves."""
+        return self.memory and self.module_names != "off"
 
     @property
     def early(self) -> bool:
@@ -66,8 +77,12 @@ class Settings:
         """The settings for the environment variable."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as they are written into `capture.json`; the directory is left out."""
+    def to_dict(self, *, shapes: bool) -> dict[str, Any]:
+        """The settings as they are written into `capture.json`, without the directory.
+
+        Args:
+            shapes: Whether the timed part was recorded with the shapes of inputs.
+        """
         first, count = self.window
         by_steps = not (self.by_time or self.whole)
         return {
@@ -78,7 +93,7 @@ class Settings:
             "stacks": self.stacks,
             "memory": self.memory,
             "module_names": self.module_names if self.memory else None,
-            "shapes": self.shapes,
+            "shapes": shapes,
             "graph_step": self.graph_step,
         }
 

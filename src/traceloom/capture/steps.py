@@ -1,16 +1,19 @@
 """What a step is, and how long every step of the run took.
 
 A step ends where `traceloom.step()` is called; without that, where the user's own `torch.profiler` steps; without
-that, where an optimizer steps: the first one seen, or the slowest where several alternate.
+that, where an optimizer steps: the first one seen, or the slowest where several alternate; and in a program that has no
+optimizer, where a backward pass ends.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from array import array
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 # A clock that has been silent for so many steps of another optimizer is no longer in use.
 SILENCE = 1000
@@ -52,17 +55,24 @@ class StepClock:
         before, self.source = self.source, "profiler"
         return Tick.STEP if before in ("none", "profiler") else Tick.RESTART
 
+    def backward_ended(self) -> Tick:
+        """A backward pass is over, in a program that has no optimizer so far."""
+        if self.source not in ("none", "backward"):
+            return Tick.NOTHING
+        self.source = "backward"
+        return Tick.STEP
+
     def optimizer_stepped(self, optimizer: Any) -> Tick:
         """Some optimizer made a step."""
-        if self.source not in ("none", "optimizer"):
+        if self.source not in ("none", "optimizer", "backward") or (self.frozen and self.source == "backward"):
             return Tick.NOTHING
-        self.source = "optimizer"
+        before, self.source = self.source, "optimizer"
         seen = self._seen(optimizer)
         seen.count += 1
         clock = self._clock
         if clock is None or clock.reference() is None:
             self._clock = seen
-            return Tick.STEP
+            return Tick.RESTART if before == "backward" else Tick.STEP
         if seen is clock:
             for other in self._optimizers.values():
                 other.since_clock = 0
@@ -98,38 +108,55 @@ class Mark(Enum):
 _CODES = list(Mark)
 
 
-class StepLog:
-    """Start and duration of every step, numbered from 0. 17 bytes a step."""
+class Instant(NamedTuple):
+    """A moment by all clocks: Unix time, a steady clock, and how long the thread that reads them has run."""
 
-    def __init__(self, start_ns: int, clock_ns: int) -> None:
+    unix_ns: int
+    steady_ns: int
+    thread: int
+    ran_ns: int
+
+    @classmethod
+    def now(cls) -> Instant:
+        """This moment."""
+        return cls(time.time_ns(), time.perf_counter_ns(), threading.get_ident(), time.thread_time_ns())
+
+
+class StepLog:
+    """Start, duration and processor time of every step, numbered from 0. 25 bytes a step."""
+
+    def __init__(self, now: Instant) -> None:
         self._starts = array("q")
         self._durations = array("q")
+        self._ran = array("q")
         self._marks = bytearray()
-        self.begin(start_ns, clock_ns)
+        self._now = now
 
     @property
     def number(self) -> int:
         """The number of the step that runs now; so many steps have ended."""
         return len(self._durations)
 
-    def begin(self, start_ns: int, clock_ns: int) -> None:
-        """The running step begins here. Unix nanoseconds, and nanoseconds of a steady clock."""
-        self._start_ns, self._clock_ns = start_ns, clock_ns
+    def begin(self, now: Instant) -> None:
+        """The running step begins here."""
+        self._now = now
 
-    def end(self, clock_ns: int, mark: Mark) -> None:
+    def end(self, now: Instant, mark: Mark) -> None:
         """The running step has ended."""
-        self._starts.append(self._start_ns)
-        self._durations.append(clock_ns - self._clock_ns)
+        begin = self._now
+        self._starts.append(begin.unix_ns)
+        self._durations.append(now.steady_ns - begin.steady_ns)
+        self._ran.append(now.ran_ns - begin.ran_ns if now.thread == begin.thread else -1)
         self._marks.append(_CODES.index(mark))
 
     def restart(self) -> None:
         """Forget the steps so far: they become the beginning of the running one."""
         if self._starts:
-            self._start_ns, self._clock_ns = (
-                self._starts[0],
-                self._clock_ns - (self._start_ns - self._starts[0]),
-            )
-        del self._starts[:], self._durations[:], self._marks[:]
+            now, ran = self._now, list(self._ran)
+            back_ns = now.unix_ns - self._starts[0]
+            thread = now.thread if min(ran) >= 0 else -1
+            self._now = Instant(self._starts[0], now.steady_ns - back_ns, thread, now.ran_ns - sum(ran))
+        del self._starts[:], self._durations[:], self._ran[:], self._marks[:]
 
     def relabel(self, first: int, end: int, before: Mark, after: Mark) -> None:
         """Steps `first` to `end - 1` that are marked `before` become `after`."""
@@ -139,13 +166,21 @@ class StepLog:
 
     def durations(self, mark: Mark, *, skip: int = 0) -> list[int]:
         """Durations in nanoseconds of the steps with this mark, without the first `skip` steps of the run."""
+        return self._of(self._durations, mark, skip)
+
+    def processor_times(self, mark: Mark, *, skip: int = 0) -> list[int]:
+        """How long the thread of the steps ran in each of them, where that is known."""
+        return [ran for ran in self._of(self._ran, mark, skip) if ran >= 0]
+
+    def _of(self, column: array[int], mark: Mark, skip: int) -> list[int]:
         code = _CODES.index(mark)
-        return [self._durations[i] for i in range(skip, len(self._marks)) if self._marks[i] == code]
+        return [column[i] for i in range(skip, len(self._marks)) if self._marks[i] == code]
 
     def to_dict(self) -> dict[str, Any]:
         """The table of `capture.json`: one list per column; the number of a step is its position."""
         return {
             "start_ns": self._starts.tolist(),
             "duration_ns": self._durations.tolist(),
+            "cpu_ns": [ran if ran >= 0 else None for ran in self._ran],
             "state": [_CODES[code].value for code in self._marks],
         }

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from traceloom.capture import distributed, environment, manifest, out_of_memory, writing
 from traceloom.capture.allocator_history import AllocatorHistory
 from traceloom.capture.census import live_bytes
 from traceloom.capture.messages import say_once
+from traceloom.capture.moments import is_child_of_multiprocessing
 from traceloom.capture.settings import WARM_UP_STEPS, Settings
 from traceloom.capture.steps import Mark, StepClock, StepLog
 
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
 
 # Longer tables are put into a file of their own.
 INLINE_ROWS = 10_000
+_OPERATOR = b'"cat": "cpu_op"'
+_PIECE = 1 << 24
+
+
+class Held(NamedTuple):
+    """A trace that is exported, in case nothing better follows."""
+
+    path: Path
+    whole: bool
+    operators: int
 
 
 class Storage:
@@ -40,6 +51,8 @@ class Storage:
         self._graph: dict[str, Any] | None = None
         self._graph_table: dict[str, Any] | None = None
         self._collectives: dict[str, Any] | None = None
+        self._thread_cpu: dict[str, list[int]] | None = None
+        self._shapes = bool(settings.shapes)
         self._census: dict[str, list[Any]] | None = None
         self._last_census: dict[str, list[Any]] | None = None
         self._out_of_memory: dict[str, str] | None = None
@@ -50,6 +63,8 @@ class Storage:
         self.history = AllocatorHistory()
         self.directory = Path(settings.directory)
         self._places = writing.Places(self.directory)
+        self._holds = 0
+        self._used_torch = False
 
     @property
     def busy(self) -> bool:
@@ -60,6 +75,15 @@ class Storage:
     def empty(self) -> bool:
         """Whether this process has nothing to write."""
         return self._window is None and self._graph is None and self._out_of_memory is None
+
+    @property
+    def moved(self) -> bool:
+        """Whether a part of it lies elsewhere, because the directory took no more."""
+        return any(notice["slug"] == "capture-moved" for notice in self._notices)
+
+    def rest(self) -> None:
+        """Write what there is to be written, and have no thread until there is more."""
+        self._writer.rest()
 
     def look_around(self) -> None:
         """Note the place in the job and the groups; at its end a program may have left them already."""
@@ -83,39 +107,66 @@ class Storage:
         """Where PyTorch's observer writes during the graph step."""
         return self._places.choose(_expected_bytes(0)) / f"{self.stem()}.host.json"
 
+    def hold(self, window: Window) -> Held | None:
+        """Export what was recorded, without a name in the capture yet; None where it could not be written at all."""
+        notes = self.directory / writing.NOTES
+        place = self._places.choose(_expected_bytes(window.end_ns - window.start_ns))
+        if place == self.directory:
+            with contextlib.suppress(OSError):
+                notes.mkdir(parents=True, exist_ok=True)
+                place = notes
+        self._holds += 1
+        plain = place / f"{os.getpid()}-{self._holds}.kineto.json"
+        whole = self._export(plain, window.kineto.save)
+        return Held(plain, whole, _operators(plain)) if plain.exists() else None
+
     def keep(self, window: Window, *, used_torch: bool) -> None:
-        """Write a recorded window: exported now, compressed beside the steps."""
+        """Write a recorded window: exported now if it is not yet, compressed beside the steps."""
+        self._used_torch = used_torch
         self.look_around()
-        if not used_torch and self._is_bystander():
+        steps = max(0, window.end_step - window.first_step)
+        held = window.held
+        if not used_torch and (self._is_bystander() or (held is not None and self._is_empty(held, steps))):
+            if held is not None:
+                held.path.unlink(missing_ok=True)
             return
         self._writer.wait()  # an earlier attempt may still be on its way into the same file
-        steps = max(0, window.end_step - window.first_step)
-        plain = self._places.choose(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
-        whole = self._export(plain, window.kineto.save)
+        if held is not None:
+            plain = self._named(held.path, "kineto.json")
+        else:
+            plain = self._places.choose(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
+            self._export(plain, window.kineto.save)
         if not plain.exists():
-            return
-        if whole and not used_torch and not steps and not _has_ops(plain):
-            plain.unlink()
-            self._give_up_name()
             return
         self._window = {
             "file": plain.name,
             "kind": window.kind,
             "first_step": window.first_step if steps else None,
             "step_count": steps,
-            "start_ns": window.start_ns,
+            "start_ns": window.start_ns if steps else _first_operator_ns(plain) or window.start_ns,
             "end_ns": window.end_ns,
         }
         if window.kind == "early" and self._settings.stacks:
             message = "the run ended before the window began; what was recorded until then has no stacks"
             self._notices.append({"slug": "no-early-stacks", "message": message})
         self._collectives, self._census, self._last_census = window.collectives, window.census, window.last_census
+        self._thread_cpu, self._shapes = window.thread_cpu, window.shapes
         self._allocators = out_of_memory.devices() if self._settings.memory else None
         if self._out_of_memory is None:  # else it is written, as it was at that instant
             self._memory_snapshot()
         table = self._window
         self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._publish("running"))
+
+    def keep_before(self, held: Held) -> None:
+        """Write what came before the window, in a file of its own; it counts for nothing."""
+        if self._window is None or not held.operators:
+            held.path.unlink(missing_ok=True)
+            return
+        self._writer.wait()
+        plain = self._named(held.path, "before.kineto.json")
+        table = self._window["before"] = {"file": plain.name, "operators": held.operators}
+        self._writer.submit(lambda: self._compress(table, "file", plain))
 
     def keep_graph(self, graph: Graph, step: int) -> None:
         """Write the graph step."""
@@ -139,7 +190,7 @@ class Storage:
         self._memory_snapshot()
         asked = out_of_memory.asked_bytes(error)
         what = "" if asked is None else f" when {asked / 1e6:.4g} MB were asked for"
-        say_once("out-of-memory", f"memory ran out{what}; see: traceloom memory {self.directory}")
+        say_once("out-of-memory", f"memory ran out{what}; see: traceloom memory {self._settings.shown}")
 
     def forget(self) -> None:
         """The numbers of the steps begin anew: what was kept has lost its place."""
@@ -152,16 +203,16 @@ class Storage:
                     (self.directory / table[key]).unlink(missing_ok=True)
         self._window = self._graph = self._collectives = None
 
-    def finish(self, reason: str, *, used_torch: bool) -> None:
-        """Wait for the files, then write this process's part and merge."""
+    def finish(self, reason: str, *, used_torch: bool, began: bool) -> None:
+        """Wait for the files, then write this process's part and merge; `began`: whether anything was ever recorded."""
         self._writer.wait()
         if not self.empty:
             self._publish(reason)
         self._places.leave()
         notes = self.directory / writing.NOTES
-        moved = any(notice["slug"] == "capture-moved" for notice in self._notices)
-        if (self.empty or moved) and notes.is_dir():
-            end = {"steps": self._log.number, "used_torch": used_torch, "wrote_elsewhere": moved}
+        if (self.empty or self.moved) and notes.is_dir():
+            steps = self._log.number
+            end = {"steps": steps, "used_torch": used_torch, "wrote_elsewhere": self.moved, "began": began}
             with contextlib.suppress(OSError):  # only the diagnosis would have used it
                 (notes / f"{os.getpid()}.end").write_text(json.dumps(end), encoding="utf-8")
 
@@ -174,7 +225,7 @@ class Storage:
         except OSError as error:
             for half in plain.parent.glob(f"{plain.name}*.tmp"):
                 half.replace(plain)
-            message = f"`{plain}` could not be written to its end: {error.strerror or error}"
+            message = f"`{plain}` could not be written to its end: {writing.reason(error, plain.parent)}"
             say_once("disk-full", message)
             self._notices.append({"slug": "disk-full", "message": message})
             return False
@@ -186,16 +237,25 @@ class Storage:
         if path.parent != self.directory:
             self._notices.append({"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"})
 
+    def _is_incidental(self) -> bool:
+        """A worker of `multiprocessing` that called no module: of interest only where nobody else was recorded."""
+        return (
+            self._place[0] is None and not self._used_torch and not self._log.number and is_child_of_multiprocessing()
+        )
+
+    def _named(self, path: Path, suffix: str) -> Path:
+        """Give a file that is held back its name in the capture, or beside it where the capture takes no more."""
+        place = self.directory if path.parent == self.directory / writing.NOTES else path.parent
+        return path.replace(place / f"{self.stem()}.{suffix}")
+
+    def _is_empty(self, held: Held, steps: int) -> bool:
+        return held.whole and not steps and not held.operators
+
     def _is_bystander(self) -> bool:
         """A process without rank and steps, where others have recorded theirs: it has only started them."""
         notes = self.directory / writing.NOTES
         others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
         return self._place[0] is None and self._log.number == 0 and others
-
-    def _give_up_name(self) -> None:
-        if self._stem is not None:
-            (self.directory / writing.NOTES / self._stem).unlink(missing_ok=True)
-            self._stem = None
 
     def _memory_snapshot(self) -> None:
         """On GPUs the allocator's own history goes along with `--memory`."""
@@ -221,7 +281,8 @@ class Storage:
             path = self._places.refuge() / name
             writing.write_json(path, part)
             where = f"what was recorded is in `{path.parent}`"
-            say_once("capture-moved", f"`{self.directory}` takes no more data ({error.strerror or error}); {where}")
+            why = writing.reason(error, self.directory)
+            say_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
             self._notices.append({"slug": "capture-moved", "message": f"{name} is in {path.parent}"})
 
     def part(self, reason: str) -> dict[str, Any]:
@@ -242,33 +303,30 @@ class Storage:
             "local_rank": local,
             "name": stem,
             **environment.describe(),
-            "settings": self._settings.to_dict(),
+            "settings": self._settings.to_dict(shapes=self._shapes),
             "groups": self._groups,
             "created_ns": self._created_ns,
             "written_ns": time.time_ns(),
             "ended": reason,
+            "incidental": self._is_incidental(),
             "window": self._window,
             "graph_step": self._graph,
             "step_source": self._clock.source,
-            "steps": self._table("steps", self._log.to_dict(), self._log.number),
-            "collectives": self._collective_table(),
+            "steps": self._table("steps", self._log.to_dict(), "start_ns"),
+            "collectives": self._table("collectives", self._collectives, "start_ns"),
+            "thread_cpu": self._table("thread_cpu", self._thread_cpu, "thread"),
             "live_bytes_at_start": None if self._census is None else live_bytes(self._census),
             "live_storages_at_start": self._census,
             "live_storages_at_end": self._last_census,
             "allocators_at_end": self._allocators,
             "out_of_memory": self._out_of_memory,
-            "overhead": manifest.overhead(self._log, graph_ns[-1] if graph_ns else None, WARM_UP_STEPS),
+            "overhead": manifest.overhead(self._log, WARM_UP_STEPS),
             "notices": self._notices,
         }
 
-    def _collective_table(self) -> dict[str, Any] | None:
-        if self._collectives is None:
-            return None
-        return self._table("collectives", self._collectives, len(self._collectives["start_ns"]))
-
-    def _table(self, name: str, columns: dict[str, Any], rows: int) -> dict[str, Any]:
-        """The columns themselves, or where they are when they are long."""
-        if rows <= INLINE_ROWS:
+    def _table(self, name: str, columns: dict[str, Any] | None, length: str) -> dict[str, Any] | None:
+        """The columns themselves, or where they are when they are long; `length` is a column that counts the rows."""
+        if columns is None or (rows := len(columns[length])) <= INLINE_ROWS:
             return columns
         path = self.directory / f"{self.stem()}.{name}.json"
         try:
@@ -283,7 +341,23 @@ def _expected_bytes(window_ns: int) -> int:
     return 64_000_000 + window_ns // 10
 
 
-def _has_ops(path: Path) -> bool:
-    """Whether a trace in plain JSON holds any operator."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        return text.find(b'"cpu_op"') >= 0
+def _operators(path: Path) -> int:
+    """How many operators a trace in plain JSON holds."""
+    count, rest = 0, b""
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            text = rest + piece
+            count += text.count(_OPERATOR)
+            rest = text[-len(_OPERATOR) + 1 :]
+    return count
+
+
+def _first_operator_ns(path: Path) -> int | None:
+    """When the first operator of a trace in plain JSON began (PyTorch sorts them), in Unix nanoseconds."""
+    with path.open("rb") as file:
+        head = file.read(_PIECE)
+    base = re.search(rb'"baseTimeNanoseconds": (\d+)', head)
+    first = re.search(_OPERATOR + rb'[^{}]*"ts": (\d+)\.(\d{3})', head)
+    if base is None or first is None:
+        return None
+    return int(base[1]) + int(first[1]) * 1000 + int(first[2])

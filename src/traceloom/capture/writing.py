@@ -60,6 +60,16 @@ def write_json(path: Path, value: Any) -> None:
         raise
 
 
+def reason(error: OSError, directory: Path) -> str:
+    """Why something cannot be written, and as whom: a program may have changed its user since it began."""
+    why = error.strerror or str(error)
+    if isinstance(error, (PermissionError, FileNotFoundError)) and hasattr(os, "geteuid"):
+        why += f"; the process runs as user {os.geteuid()}"
+        with contextlib.suppress(OSError):
+            why += f", the directory belongs to user {directory.stat().st_uid}"
+    return why
+
+
 class Places:
     """Where files go: the capture directory, or a refuge in the temporary directory where that is full or forbidden."""
 
@@ -72,21 +82,22 @@ class Places:
 
         Kineto can write its trace only once, so a disk that is too small must be seen beforehand.
         """
-        try:
+        with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory).free
-            if free >= expected_bytes and os.access(self.directory, os.W_OK):
-                return self.directory
-        except OSError:
-            free = 0
-        if free >= shutil.disk_usage(tempfile.gettempdir()).free:
-            return self.directory
+            if os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+                free = shutil.disk_usage(self.directory).free
+                if free >= expected_bytes or free >= _free_elsewhere():
+                    return self.directory
         return self.refuge()
 
     def refuge(self) -> Path:
         """The directory that takes what the capture directory does not."""
         if self._refuge is None:
-            self._refuge = Path(tempfile.mkdtemp(prefix="traceloom-"))
+            try:
+                self._refuge = Path(tempfile.mkdtemp(prefix="traceloom-"))
+            except OSError as error:
+                both = f"neither `{self.directory}` nor the temporary directory can be written"
+                raise OSError(error.errno, f"{both}: {reason(error, self.directory)}") from error
         return self._refuge
 
     def compress(self, plain: Path) -> Path:
@@ -94,22 +105,22 @@ class Places:
 
         Where that cannot be, it is compressed where it lies, or stays as it is.
         """
-        reason = ""
+        why = ""
         for place in dict.fromkeys((self.directory, plain.parent)):
             target = place / (plain.name + ".gz")
             try:
                 _gzip(plain, target)
             except OSError as error:
-                reason = reason or error.strerror or str(error)
+                why = why or reason(error, place)
                 continue
             plain.unlink()
             break
         else:
             target = plain
-            say_once("not-compressed", f"`{plain}` stays uncompressed: {reason}")
+            say_once("not-compressed", f"`{plain}` stays uncompressed: {why}")
         if target.parent != self.directory:
             where = f"what was recorded is in `{target.parent}`"
-            say_once("capture-moved", f"`{self.directory}` takes no more data ({reason}); {where}")
+            say_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
         return target
 
     def leave(self) -> None:
@@ -117,6 +128,14 @@ class Places:
         if self._refuge is not None:
             with contextlib.suppress(OSError):
                 self._refuge.rmdir()
+
+
+def _free_elsewhere() -> int:
+    """Bytes that are free where temporary files go."""
+    try:
+        return shutil.disk_usage(tempfile.gettempdir()).free
+    except OSError:
+        return 0
 
 
 def _gzip(plain: Path, target: Path) -> None:
@@ -169,14 +188,20 @@ class Writer:
                     say("writing what was recorded ...")
                     said = True
 
+    def rest(self) -> None:
+        """Wait until everything is written, and end the thread; the next job begins another one."""
+        self.wait()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
     def _work(self) -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # on Linux a thread has a priority of its own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        while True:
-            job = self._jobs.get()
-            if job is not None:
-                self._run(job)
+        while (job := self._jobs.get()) is not None:
+            self._run(job)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

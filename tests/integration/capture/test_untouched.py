@@ -62,6 +62,27 @@ def test_a_module_with_dashes_and_a_script_with_a_shebang_are_recorded(recorder:
     assert len(run.rank()["steps"]["start_ns"]) == 2
 
 
+@pytest.mark.parametrize("options", [(), ("--memory",), ("--stacks",)])
+def test_the_users_own_profile_holds_no_event_of_ours(recorder: Any, options: tuple[str, ...]) -> None:
+    script = recorder.script(
+        """
+        import json
+        cycle = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2)
+        for stack in (False, True):
+            kept = []
+            def save(profiler):
+                profiler.export_chrome_trace("theirs.json")
+                kept.append([event.get("name", "") for event in json.load(open("theirs.json"))["traceEvents"]])
+            with torch.profiler.profile(schedule=cycle, with_stack=stack, on_trace_ready=save) as profiler:
+                for _ in range(10): step(); profiler.step()
+            ours = [name for names in kept for name in names if "traceloom" in name]
+            print(len(kept), sum(name.startswith("Optimizer.step") for names in kept for name in names), ours)
+        """
+    )
+    run = recorder.record([sys.executable, script], *options)
+    assert run.out == "2 4 []\n2 4 []\n", run.err
+
+
 @pytest.mark.parametrize(
     ("command", "slug"),
     [
@@ -69,11 +90,15 @@ def test_a_module_with_dashes_and_a_script_with_a_shebang_are_recorded(recorder:
         (["-E", "-c", "import torch"], "no-hook"),
         (["-I", "-c", "print(1)"], "no-hook"),
         (["-c", "import torch"], "no-torch-calls"),
+        (["-c", "import os, signal, torch; torch.ones(3); os.kill(os.getpid(), signal.SIGKILL)"], "ended-unseen"),
+        (["-c", "import os, torch, subprocess; os.execv('/bin/true', ['true'])"], "ended-unseen"),
     ],
 )
 def test_a_command_that_cannot_be_recorded_says_why(recorder: Any, command: list[str], slug: str) -> None:
     run = recorder.record([sys.executable, *command])
-    assert run.code == 0
+    killed = "SIGKILL" in command[-1]
+    assert run.code == (-9 if killed else 5), "success of the command is not success of the recording"
+    assert not killed or "SIGKILL ended the command" in run.ours[0]
     assert len(run.ours) == 1
     assert run.ours[0].endswith(f"[{slug}]")
     assert not run.directory.exists(), "an empty capture is not left behind"
@@ -89,8 +114,8 @@ def test_a_command_that_does_not_exist_and_a_capture_that_does_are_refused(recor
     run = recorder.record([sys.executable, "-c", "print(1)"])
     assert (run.code, run.out, "#capture-exists" in run.err) == (3, "", True)
     run = recorder.record([sys.executable, "-c", "print(1)"], "--force")
-    assert (run.code, run.out) == (0, "1\n")
-    assert run.files == {"mine.txt"}
+    assert (run.code, run.out) == (5, "1\n")
+    assert run.files == {"capture.json", "mine.txt"}, "an empty recording replaces nothing"
 
 
 ENDINGS = {

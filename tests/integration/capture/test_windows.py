@@ -176,6 +176,26 @@ def test_traceloom_step_overrules_the_optimizer(recorder: Any) -> None:
     assert run.names().count("Optimizer.step#Plain.step") == 6
 
 
+def test_a_loop_without_an_optimizer_makes_its_steps_by_its_backward_passes(recorder: Any) -> None:
+    run = recorder.python(
+        """
+        import torch
+        weight = torch.randn(8, 8, requires_grad=True)
+        for _ in range(10):
+            (torch.randn(4, 8) @ weight).square().mean().backward()
+            with torch.no_grad():
+                weight -= 0.1 * weight.grad
+            weight.grad = None
+        """,
+        train=False,
+    )
+    rank = run.rank()
+    assert (rank["step_source"], len(rank["steps"]["start_ns"])) == ("backward", 10)
+    assert run.marks() == [3, 4, 5, 6, 7, 8]
+    assert run.names().count("aten::matmul") == 5
+    assert rank["graph_step"]["step"] == 8
+
+
 def test_a_window_that_is_never_reached_is_explained(recorder: Any) -> None:
     run = recorder.python("for _ in range(4): step()\nimport sys; sys.exit(7)", "--steps", "50..60")
     assert run.code == 7
