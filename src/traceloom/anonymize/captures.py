@@ -18,17 +18,19 @@ from traceloom.model.graph import STAGES
 Rule = Callable[[Any], Any]
 _STATES = frozenset(("recorded", "graph", "early", "disturbed", "unrecorded"))
 _KINDS = frozenset(("steps", "early", "time", "block"))
-_SOURCES = frozenset(("optimizer", "profiler", "call", "none", "mark"))
+_SOURCES = frozenset(("optimizer", "profiler", "call", "backward", "none", "mark"))
 _DEVICES = frozenset(("cuda", "xpu", "cpu", "mps"))
 _ENDS = frozenset(("exit", "os._exit", "SIGTERM", "block", "running"))
 _VERSION_KEYS = ("python", "torch", "cuda", "hip", "xpu", "nccl")
 _SETTINGS = (
-    "first_step", "step_count", "after_seconds", "duration_seconds", "stacks", "memory", "shapes", "graph_step",
+    "first_step", "step_count", "after_seconds", "duration_seconds", "stacks", "memory", "module_names", "shapes",
+    "graph_step",
 )  # fmt: skip
 _OVERHEAD = (
-    "unrecorded_steps", "unrecorded_median_ns", "recorded_steps", "recorded_median_ns", "ratio", "graph_step_ns",
-    "graph_step_ratio",
+    "unrecorded_steps", "unrecorded_median_ns", "unrecorded_cpu_median_ns", "recorded_steps", "recorded_median_ns",
+    "recorded_cpu_median_ns", "ratio", "ratio_low", "ratio_high", "graph_step_ns", "graph_step_ratio",
 )  # fmt: skip
+_RATIOS = frozenset(("cpu", "wall"))
 
 
 # Who owned which memory: addresses, and names of modules and parameters.
@@ -99,6 +101,8 @@ class Captures:
         )
         rules |= {
             "name": lambda _: self._stem(entry),
+            "job": lambda item: self._names.group(str(item)),
+            "incidental": _number,
             "host": self._metadata.host,
             "process": self._process,
             "devices": lambda value: [self._device(one) for one in _listed(value)],
@@ -115,15 +119,20 @@ class Captures:
             "steps": self._steps,
             "collectives": self._collectives,
             "live_bytes_at_start": self._live,
-            "overhead": lambda value: self._by(value, dict.fromkeys(_OVERHEAD, _number), "overhead"),
+            "thread_cpu": self._thread_cpu,
+            "overhead": lambda value: self._by(
+                value, dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}, "overhead"
+            ),
             "notices": lambda value: [self._notice(one) for one in _listed(value)],
             **dict.fromkeys(_LEFT_OUT, _nothing),
         }  # fmt: skip
         return self._by(entry, rules, "rank")
 
-    @staticmethod
-    def _stem(entry: dict[str, Any]) -> str | None:
-        rank = entry.get("rank")
+    def _stem(self, entry: dict[str, Any]) -> str | None:
+        window, rank = entry.get("window"), entry.get("rank")
+        file = self._file(window.get("file")) if isinstance(window, dict) else None
+        if file is not None:
+            return file.rpartition("/")[2].partition(".")[0]
         return f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
 
     def _version(self, value: Any) -> Any:
@@ -182,6 +191,7 @@ class Captures:
         rules: dict[str, Rule] = {
             "start_ns": lambda items: _each(items, self._time),
             "duration_ns": lambda items: _each(items, _whole),
+            "cpu_ns": lambda items: _each(items, _whole),
             "state": lambda items: _each(items, _word_of(_STATES)),
         }
         return self._by(value, rules, "steps")
@@ -200,6 +210,14 @@ class Captures:
             "thread": lambda items: _each(items, self._process),
         }
         return self._by(value, rules, "collectives")
+
+    def _thread_cpu(self, value: Any) -> dict[str, Any]:
+        rules: dict[str, Rule] = {
+            "thread": lambda items: _each(items, self._process),
+            "time_ns": lambda items: _each(items, self._time),
+            "cpu_ns": lambda items: _each(items, _whole),
+        }
+        return self._by(value, rules, "thread_cpu")
 
     def _kind(self, item: Any) -> str:
         return self._names.operation(str(item))

@@ -8,6 +8,7 @@ sees every call, also those that DDP makes in C++; torch >= 2.8 for gloo), and a
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -64,6 +65,13 @@ _RANK_VARIABLES = (
 )
 
 
+_LAUNCH = "TORCHELASTIC_RUN_ID"
+# What all ranks of a job share, also after a restart, and no other job. Not MASTER_ADDR: hosts may spell it anyhow.
+_JOB_VARIABLES = (_LAUNCH, "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_PARENT = "TRACELOOM_PARENT"
+_parent = ("", "")  # the recorded process that started this one, and what its launcher had told it
+
+
 def module() -> Any | None:
     """`torch.distributed` with an initialised process group, else None."""
     distributed = sys.modules.get("torch.distributed")
@@ -78,10 +86,47 @@ def place() -> tuple[int | None, int | None, int | None]:
     distributed = module()
     if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size(), local
-    for rank, size, local_rank in _RANK_VARIABLES:
-        if _number(rank) is not None and _number(size) is not None:
-            return _number(rank), _number(size), _number(local_rank)
-    return None, None, None
+    variables = _rank_variables()
+    if variables is None or (is_child() and _place_variables(variables) == _parent[1]):
+        return None, None, None
+    rank, size, local_rank = variables
+    return _number(rank), _number(size), _number(local_rank)
+
+
+def job() -> str | None:
+    """Names the job of this process: equal for its ranks, another for any other job; None for a process on its own."""
+    _, size, _ = place()
+    names = {variable: os.environ[variable] for variable in _JOB_VARIABLES if os.environ.get(variable)}
+    if size is None or (size == 1 and _LAUNCH not in names):
+        return None
+    return hashlib.sha256(json.dumps([size, names]).encode()).hexdigest()[:12]
+
+
+def mark_children() -> None:
+    """Note what started this process, and let those that it starts know that they inherit its launcher's variables."""
+    global _parent
+    process, _, inherited = os.environ.get(_PARENT, "").partition(" ")
+    if process != str(os.getpid()):
+        _parent = process, inherited
+    variables = _rank_variables()
+    os.environ[_PARENT] = f"{os.getpid()} {_place_variables(variables) if variables else ''}"
+
+
+def is_child() -> bool:
+    """Whether a recorded process started this one."""
+    return bool(_parent[0])
+
+
+def _rank_variables() -> tuple[str, str, str] | None:
+    """The variables of the launcher that started this process, if any did."""
+    for variables in _RANK_VARIABLES:
+        if _number(variables[0]) is not None and _number(variables[1]) is not None:
+            return variables
+    return None
+
+
+def _place_variables(variables: tuple[str, str, str]) -> str:
+    return " ".join(f"{name}={os.environ.get(name, '')}" for name in (*variables, "MASTER_PORT"))
 
 
 def _number(variable: str) -> int | None:

@@ -58,11 +58,12 @@ def note(name: str) -> None:
 def attach(settings: Settings, *, in_child: bool = False) -> Any:
     """Record this process with these settings; gives the recorder. `in_child`: within a fork."""
     global _recorder
-    from traceloom.capture import in_code
+    from traceloom.capture import distributed, in_code
     from traceloom.capture.compiler import never_compiled
     from traceloom.capture.recorder import Recorder
 
     never_compiled(in_code.step)
+    distributed.mark_children()
     recorder = Recorder(settings)
     _recorder = recorder
     Attachment(recorder, in_child=in_child)

@@ -289,7 +289,11 @@ def describe(ranks: list[dict[str, Any]]) -> str:
         words.append("recorded the graph step only")
     else:
         words.append("recorded what was alive when memory ran out, and no step")
-    words[0] += f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+    runs = {rank["job"] or rank["name"] for rank in ranks}
+    if len(runs) > 1:
+        words[0] += f" in {ranks[0]['name']}, the first of {len(runs)} separate runs"
+    elif len(ranks) > 1:
+        words[0] += f" on {len(ranks)} ranks"
     words += cost(ranks[0]["overhead"])
     graph = ranks[0]["graph_step"]
     if graph is not None:

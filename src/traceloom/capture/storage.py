@@ -60,6 +60,7 @@ class Storage:
         self._notices: list[dict[str, str]] = []
         self._place: tuple[int | None, int | None, int | None] = (None, None, None)
         self._groups: list[dict[str, Any]] = []
+        self._job: str | None = None
         self.history = AllocatorHistory()
         self.directory = Path(settings.directory)
         self._places = writing.Places(self.directory)
@@ -89,6 +90,7 @@ class Storage:
         """Note the place in the job and the groups; at its end a program may have left them already."""
         self._place = distributed.place() if distributed.module() or self._place[0] is None else self._place
         self._groups = distributed.groups() or self._groups
+        self._job = distributed.job() or self._job
 
     def stem(self) -> str:
         """The name in front of all files of this process, taken when first needed."""
@@ -98,7 +100,7 @@ class Storage:
             notes = self.directory / writing.NOTES
             try:
                 notes.mkdir(parents=True, exist_ok=True)
-                self._stem = writing.claim(self.directory, rank)
+                self._stem = writing.claim(self.directory, rank, is_child=distributed.is_child())
             except OSError:
                 self._stem = f"rank{rank or 0}"  # nothing can be written there; the files will go elsewhere
         return self._stem
@@ -290,10 +292,7 @@ class Storage:
         self.look_around()
         rank, size, local = self._place
         graph_ns = self._log.durations(Mark.GRAPH)
-        stem = self.stem()
-        if stem.startswith("pid"):
-            rank = None
-        elif rank is None:
+        if rank is None:
             rank, size = 0, 1
         if self._graph is not None:
             self._graph["duration_ns"] = graph_ns[-1] if graph_ns else None
@@ -301,7 +300,8 @@ class Storage:
             "rank": rank,
             "world_size": size,
             "local_rank": local,
-            "name": stem,
+            "job": self._job,
+            "name": self.stem(),
             **environment.describe(),
             "settings": self._settings.to_dict(shapes=self._shapes),
             "groups": self._groups,

@@ -27,15 +27,15 @@ _PIECE = 1 << 20
 NOTES = ".recording"  # directory of claims and diagnoses, removed at the end
 
 
-def claim(directory: Path, rank: int | None) -> str:
+def claim(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
     """Take a name for this process's files that no other process has taken.
 
-    `rank<N>`; a second process of the same rank (a restart) becomes `rank<N>-pid<P>`, a second process without a rank
-    becomes `pid<P>`.
+    `rank<N>`; a second process of the same rank (a restart) becomes `rank<N>-pid<P>`. Of the processes without a rank
+    the first becomes `rank0`, the others `pid<P>`; so does one that a recorded process has started (`is_child`).
     """
     first = f"rank{rank or 0}"
     second = f"pid{os.getpid()}" if rank is None else f"{first}-pid{os.getpid()}"
-    for stem in (first, second):
+    for stem in (second,) if rank is None and is_child else (first, second):
         if (directory / f"{stem}.capture.json").exists():
             continue
         with contextlib.suppress(FileExistsError):

@@ -153,7 +153,14 @@ def _run(args: argparse.Namespace) -> int:
     _load_code(options)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
-        loaded = _load(args, progress)
+        try:
+            loaded = _load(args, progress)
+        except InputError as error:
+            if error.slug != "no-traces" or not _holds_memory_alone(args.inputs):
+                raise
+            loaded = None
+        if loaded is None:
+            return _memory_alone(args)
         progress.say("analysing")
         report = _report(loaded.runs, args, options)
         written = []
@@ -167,6 +174,26 @@ def _run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr if args.json else sys.stdout)
     _check_refused(loaded.refused)
     return 0
+
+
+def _holds_memory_alone(inputs: Sequence[str]) -> bool:
+    """Whether memory ran out before anything else was written."""
+    from traceloom.report.memory.sources import REPORT_ENDING
+
+    return any(any(Path(text).glob(f"*{REPORT_ENDING}")) for text in inputs)
+
+
+def _memory_alone(args: argparse.Namespace) -> int:
+    """There are no times to account for, but there is whose memory it was."""
+    from traceloom.cli import memory
+
+    if not args.quiet:
+        said = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
+        print(f"traceloom: {said}", file=sys.stderr)
+    words = [*args.inputs, *(word for path in args.output for word in ("-o", str(path)))]
+    words += [f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))]
+    parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
+    return memory.run(parser.parse_args(words))
 
 
 def _load_code(options: ReportOptions) -> None:

@@ -13,7 +13,8 @@ from traceloom.model import Trace, units
 from traceloom.model.finding import Abstention, Evidence
 
 _FULL = 0.9  # of the device
-_LEAST_GROWTH = 1_000_000  # bytes per step; less takes a very long run to matter
+_LEAST_GROWTH = 10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
+_ORDINALS = {2: "second", 3: "third"}
 _FRAGMENTED = 0.25  # of what is reserved, unused at the peak
 
 
@@ -24,16 +25,17 @@ def _each(ground: Ground, slug: str) -> Iterator[tuple[Trace, Allocations] | Abs
 
 
 def growth(ground: Ground) -> Iterator[Said]:
-    """Memory that every step leaves behind."""
+    """Memory that every step leaves behind, or every second or third."""
     for one in _each(ground, "memory-growth"):
         if isinstance(one, Abstention):
             yield one
             continue
         trace, found = one
         for row in found.growth.filter(pl.col("bytes_per_step") >= _LEAST_GROWTH).to_dicts():
-            per_step = round(row["bytes_per_step"])
+            per_step, period = round(row["bytes_per_step"]), row["period"]
+            steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
             yield MemoryCandidate(
-                title=f"{row['site']} leaves {units.size(per_step)} behind in every step",
+                title=f"{row['site']} leaves {units.size(per_step * period)} behind in every {steps}",
                 saving_bytes=row["bytes"],
                 risk=f"memory grows by {units.size(per_step)} per step until it is full",
                 severe=True,

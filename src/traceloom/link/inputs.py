@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.model.notice import Notice
-from traceloom.read.inputs import Found, Input, find
+from traceloom.read.inputs import Found, Input, find, job_of, windows
 from traceloom.read.kinds import HostPeek, told
 from traceloom.read.runs import Peek, group, names
 
@@ -224,14 +224,14 @@ def _of_capture(found: Found, given: tuple[str, ...], window: Window) -> Inputs:
         )
     folder, document = next(iter(found.captures.items()))
     out = Inputs(str(folder) if len(given) > 1 else given[0])
-    entries = document.get("ranks")
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict):
-            _add_entry(out, folder, entry, window)
+    entries = _dicts(document.get("ranks"))
+    _check_job(folder, document)
+    for entry in entries:
+        _add_entry(out, folder, entry, window)
     if not out.ranks:
         raise InputError("the capture holds no trace that can be linked", slug="no-traces", where=str(folder))
     out.ranks.sort(key=lambda one: one.rank)
-    _say_missing(out, max((int(entry.get("world_size") or 1) for entry in _dicts(entries)), default=1))
+    _say_missing(out, max((int(entry.get("world_size") or 1) for entry in entries), default=1))
     if window == "graph":
         said = (
             "the graph step was recorded with PyTorch's observer, which slows every op down: dependencies are exact, "
@@ -239,6 +239,21 @@ def _of_capture(found: Found, given: tuple[str, ...], window: Window) -> Inputs:
         )
         out.notices.append(Notice("observer-cost", "warning", said, len(out.ranks), where=str(folder)))
     return out
+
+
+def _check_job(folder: Path, document: dict[str, Any]) -> None:
+    files: dict[str | int, list[str]] = {}
+    for name, entry in windows(document):
+        files.setdefault(job_of(entry), []).append(str(folder / name))
+    if len(files) > 1:
+        first, *_ = files.values()
+        raise UsageError(
+            f"the capture holds {len(files)} runs (processes of no common group), expected one: "
+            f"{'; '.join(names[0] for names in list(files.values())[:6])}{'; ...' if len(files) > 6 else ''}",
+            slug="several-runs",
+            where=str(folder),
+            hint=f"give the files of one run, as in: traceloom link {shlex.join(first[:4])}",
+        )
 
 
 def _outside(one: Input, found: Found) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from traceloom.errors import InputError
 
 _MAGIC = (
-    (b"PK\x03\x04", "a zip archive (perhaps a saved PyTorch object or a saved graph)"),
+    (b"PK\x03\x04", "a zip archive (perhaps a saved PyTorch object)"),
     (b"\x80", "a Python pickle; if it is a memory snapshot of PyTorch, give it to traceloom memory"),
     (b"SQLite format 3\0", "an SQLite database (perhaps an Nsight Systems export)"),
     (b"PAR1", "a Parquet file"),
@@ -19,6 +19,7 @@ _MAGIC = (
     (b"\x7fELF", "a program"),
     (b"<", "an HTML or XML page"),
 )
+_GRAPH = re.compile(rb"PK\x03\x04.{26}header\.json", re.DOTALL)
 _CHAKRA = re.compile(rb"\n\x06schema|\n.\d+\.\d+\.\d+", re.DOTALL)
 
 # Top-level keys that only one kind of file has.
@@ -60,6 +61,9 @@ def refuse_start(text: bytes, path: str, wanted: str = "Kineto trace") -> None:
         raise InputError("the file is empty", slug="empty-file", where=path)
     if head[:1] in (b"{", b"["):
         return
+    if _GRAPH.match(text):
+        hint = "in Python, traceloom.Graph.load reads it; in a shell, traceloom show, whatif and convert do"
+        _refuse("a saved graph", path, hint, wanted=wanted)
     for magic, words in _MAGIC:
         if text.startswith(magic):
             _refuse(words, path, wanted=wanted)

@@ -64,8 +64,26 @@ def find(paths: tuple[str, ...]) -> Found:
         elif path.name == _CAPTURE:
             _directory(path.parent, found, seen, 0)
         else:
-            _add(found, seen, Input(path, given=True))
+            _add(found, seen, _of_its_capture(path, found) or Input(path, given=True))
     return found
+
+
+def _of_its_capture(path: Path, found: Found) -> Input | None:
+    """A window that lies in its capture, together with what the capture knows of it; None for any other file."""
+    if not _OF_CAPTURE.match(path.name):
+        return None
+    folder = path.parent
+    try:
+        document = read_capture(folder)
+    except InputError:
+        return None  # the file itself may be good
+    for name, entry in windows(document) if document is not None else ():
+        if name == path.name:
+            known = found.captures.setdefault(folder, {**document, "ranks": []})  # type: ignore[dict-item]
+            if entry not in known["ranks"]:
+                known["ranks"].append(entry)
+            return Input(path, given=True, capture=folder, entry=entry)
+    return None
 
 
 def _add(found: Found, seen: set[Path], one: Input) -> None:
@@ -130,6 +148,32 @@ def _json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def job_of(entry: dict[str, Any]) -> str | int:
+    """What the parts of a capture that are of one job have in common, and no other part has.
+
+    A process on its own is a job of its own. A capture of an older version does not say; there, processes of a job say
+    how many they are.
+    """
+    job, size = entry.get("job"), entry.get("world_size")
+    if isinstance(job, str):
+        return job
+    if "job" not in entry and isinstance(size, int) and size > 1:
+        return f"of {size}"
+    name = entry.get("name")
+    return f"process {name}" if isinstance(name, str) else id(entry)
+
+
+def of_jobs(document: dict[str, Any], jobs: set[str | int]) -> dict[str, Any]:
+    """The document of a capture with the parts of these jobs only."""
+    ranks = document.get("ranks")
+    kept = (
+        [entry for entry in ranks if isinstance(entry, dict) and job_of(entry) in jobs]
+        if isinstance(ranks, list)
+        else []
+    )
+    return {**document, "ranks": kept}
 
 
 def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

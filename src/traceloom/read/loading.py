@@ -11,7 +11,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
 from traceloom.read.cache import Cache
-from traceloom.read.inputs import Found, Input, find
+from traceloom.read.inputs import Found, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
 from traceloom.read.runs import Peek, group, names, peeked
 
@@ -157,7 +157,9 @@ def _loaded(
 
 def _session(traces: list[Trace], name: str, found: Found, run: list[Input]) -> Session:
     ordered = sorted(traces, key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
-    capture = next((found.captures[one.capture] for one in run if one.capture is not None), None)
+    document = next((found.captures[one.capture] for one in run if one.capture is not None), None)
+    jobs = {job_of(one.entry) for one in run if one.entry is not None}
+    capture = None if document is None else of_jobs(document, jobs)
     return Session(tuple(ordered), name, capture, tuple(_overlaps(ordered)))
 
 

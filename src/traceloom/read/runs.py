@@ -14,7 +14,7 @@ from traceloom.errors import InputError
 from traceloom.read import metadata as md
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
-from traceloom.read.inputs import Input
+from traceloom.read.inputs import Input, job_of
 from traceloom.read.source import first_pieces, open_input
 from traceloom.read.times import from_text
 
@@ -31,6 +31,7 @@ class Peek(Struct, frozen=True):
         rank: From capture.json, `distributedInfo` or the file name.
         world_size: From the same.
         job: Job ids.
+        part: Of a capture: what its parts of one job have in common.
         host: Host name.
         process: Process id of the first event.
         start_ns: Earliest time of the first slice; None where the clock is not Unix time.
@@ -41,6 +42,7 @@ class Peek(Struct, frozen=True):
     rank: int | None
     world_size: int | None
     job: tuple[tuple[str, str], ...]
+    part: str | int | None
     host: str | None
     process: Any
     start_ns: int | None
@@ -74,6 +76,7 @@ def peek(source: Input) -> Peek:
         source=source,
         rank=rank,
         world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
+        part=None if source.entry is None else job_of(source.entry),
         job=tuple(sorted((key, str(value)) for key, value in metadata.items() if _JOB.match(key))),
         host=host if isinstance(host, str) and host else None,
         process=process,
@@ -95,7 +98,7 @@ def _earliest(entries: list[Any], *, exact: bool) -> int | None:
 def same_run(one: Peek, other: Peek) -> bool:
     """Whether two files are of one run: captures, job ids, world size, time, processes and names, in this order."""
     if one.source.capture is not None or other.source.capture is not None:
-        return one.source.capture == other.source.capture
+        return one.source.capture == other.source.capture and one.part == other.part
     jobs, others = dict(one.job), dict(other.job)
     if any(jobs[key] != others[key] for key in jobs.keys() & others.keys()):
         return False
@@ -127,7 +130,16 @@ def names(runs: list[list[Peek]], given: tuple[str, ...]) -> list[str]:
     """A name for each run: what the user gave where there is one run, else what its files have in common."""
     if len(runs) == 1:
         return [given[0] if len(given) == 1 else _common([peek.source.path for peek in runs[0]])]
-    return [_common([peek.source.capture or peek.source.path for peek in run]) for run in runs]
+    homes = [{peek.source.capture for peek in run} for run in runs]
+    return [
+        _common(
+            [
+                peek.source.capture if peek.source.capture and homes.count(home) == 1 else peek.source.path
+                for peek in run
+            ]
+        )
+        for run, home in zip(runs, homes, strict=True)
+    ]
 
 
 def _common(paths: list[Path]) -> str:

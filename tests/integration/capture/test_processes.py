@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import traceloom
+from traceloom import link as linking
+from traceloom.errors import UsageError
 
 pytestmark = pytest.mark.torch
 
@@ -124,7 +130,7 @@ def test_ranks_started_by_torch_multiprocessing_write_theirs_and_their_launcher_
     assert all(part["window"]["step_count"] == 3 for part in run.capture["ranks"])
 
 
-def test_two_programs_without_ranks_do_not_overwrite_each_other(recorder: Any) -> None:
+def test_two_programs_without_ranks_are_two_runs_side_by_side(recorder: Any) -> None:
     worker = recorder.script("for _ in range(6): step()", "worker.py")
     run = recorder.python(
         f"""
@@ -135,10 +141,46 @@ def test_two_programs_without_ranks_do_not_overwrite_each_other(recorder: Any) -
         train=False,
     )
     assert run.code == 0
-    names = [part["name"] for part in run.capture["ranks"]]
-    assert names[0].startswith("pid") != names[1].startswith("pid")
-    assert sorted(part["rank"] is None for part in run.capture["ranks"]) == [False, True]
-    assert all(len(part["steps"]["start_ns"]) == 6 for part in run.capture["ranks"])
+    assert "the first of 2 separate runs" in run.err
+    parts = run.capture["ranks"]
+    assert [(part["rank"], part["world_size"], part["job"]) for part in parts] == [(0, 1, None)] * 2
+    assert all(len(part["steps"]["start_ns"]) == 6 for part in parts)
+    sessions = traceloom.load_runs(run.directory)
+    assert [session.ranks for session in sessions] == [(0,), (0,)]
+    assert [len(session.capture["ranks"]) for session in sessions] == [1, 1]
+    with pytest.raises(UsageError, match="holds 2 runs") as refused:
+        linking.link(run.directory)
+    (file,) = shlex.split(refused.value.hint.partition("traceloom link ")[2])
+    linked = linking.link(file)
+    assert linked.graph.world_size == 1
+    assert traceloom.load(file).capture["ranks"] == [
+        part for part in parts if part["window"]["file"] == Path(file).name
+    ]
+
+
+def test_a_program_that_a_rank_starts_is_no_rank_though_it_inherits_its_environment(recorder: Any) -> None:
+    child = recorder.script("for _ in range(4): step()", "child.py")
+    job = recorder.script(
+        f"""
+        import os, subprocess, sys
+        import torch.distributed as dist
+        if os.environ["RANK"] == "0":
+            subprocess.run([sys.executable, {child!r}], check=True)
+        dist.init_process_group("gloo")
+        for _ in range(6): step(); dist.barrier()
+        dist.destroy_process_group()
+        """
+    )
+    run = recorder.record(recorder.torchrun(job))
+    assert run.code == 0, run.err
+    parts = {part["name"]: part for part in run.capture["ranks"]}
+    alone = parts.pop(next(name for name in parts if name.startswith("pid")))
+    assert (alone["rank"], alone["world_size"], alone["job"], len(alone["steps"]["start_ns"])) == (0, 1, None, 4)
+    assert sorted(parts) == ["rank0", "rank1"]
+    assert parts["rank0"]["job"] == parts["rank1"]["job"] is not None
+    job_run, other = traceloom.load_runs(run.directory)
+    assert (job_run.ranks, job_run.world_size) == ((0, 1), 2)
+    assert (other.ranks, other.world_size) == ((0,), 1)
 
 
 def test_ours_yields_to_the_users_profilers_of_both_kinds_and_goes_on_afterwards(recorder: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -267,15 +268,15 @@ def test_the_blocks_add_up_to_the_allocators_total_after_every_event(moves: list
     assert peak.peak["self_bytes"].sum() == root["bytes"].sum()
 
 
-def _leaking(leaks: bool) -> Trace:
+def _leaking(leaks: bool, steps: int = LEAST_STEPS + 2, leaking: Callable[[int], bool] = lambda _: True) -> Trace:
     builder = TraceBuilder()
-    for step in range(LEAST_STEPS + 2):
+    for step in range(steps):
         start = 100.0 * step
         builder.step(step, start, 100).annotation("traceloom.scope:loop", start + 1, 90)
         builder.op("aten::add", start + 2, 5).allocation(start + 3, 1000, address=10 * step + 1)
         builder.op("aten::mul", start + 10, 5).allocation(start + 12, 50, address=10 * step + 2)
         builder.allocation(start + 20, -50, address=10 * step + 2)
-        if not leaks:
+        if not (leaks and leaking(step)):
             builder.allocation(start + 30, -1000, address=10 * step + 1)
     return builder.build()
 
@@ -283,6 +284,17 @@ def _leaking(leaks: bool) -> Trace:
 def test_what_every_step_leaves_behind_grows() -> None:
     found = allocations(_leaking(leaks=True)).growth
     assert found.select("site", "bytes_per_step", "step_count").rows() == [("loop.add.1", 1000.0, LEAST_STEPS + 1)]
+
+
+@pytest.mark.parametrize(("leaking", "period"), [(lambda step: step % 2, 2), (lambda step: step % 3 == 1, 3)])
+def test_what_every_second_or_third_step_leaves_behind_grows(leaking: Callable[[int], bool], period: int) -> None:
+    found = allocations(_leaking(leaks=True, steps=12, leaking=leaking)).growth
+    assert found.select("period", "bytes_per_step").rows() == [(period, 1000 / period)]
+
+
+@pytest.mark.parametrize("steps", [{0, 1, 7}, {0, 1, 2, 3}, {2, 10}])
+def test_what_a_few_steps_leave_behind_without_any_order_does_not_grow(steps: set[int]) -> None:
+    assert allocations(_leaking(leaks=True, steps=12, leaking=steps.__contains__)).growth.height == 0
 
 
 def test_what_is_freed_does_not_grow() -> None:

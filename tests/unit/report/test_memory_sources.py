@@ -138,6 +138,24 @@ def test_a_report_says_who_held_memory_and_what_to_try_first(tmp_path: Path) -> 
     assert [row["bytes"] for row in end["advice"]] == sorted((row["bytes"] for row in end["advice"]), reverse=True)
 
 
+def test_a_run_that_left_a_report_on_memory_alone_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    _report(run / "rank0.oom.json")
+    part = {"rank": 0, "world_size": 1, "window": None, "out_of_memory": {"file": "rank0.oom.json"}}
+    capture = {"format": "traceloom-capture", "version": 1, "ranks": [part]}
+    (run / "capture.json").write_text(json.dumps(capture))
+    assert main(["report", str(run), "-o", str(tmp_path / "out.html")]) == 0
+    out, err = capsys.readouterr()
+    assert "memory ran out before a window was recorded" in err
+    assert "out.html" in out
+    assert "Net.fc.weight" in (tmp_path / "out.html").read_text()
+    assert main(["report", str(run), "--json", "--quiet"]) == 0
+    _checked(json.loads(capsys.readouterr().out))
+
+
 def test_advice_needs_data_that_supports_it(tmp_path: Path) -> None:
     live = {
         "address": [1],

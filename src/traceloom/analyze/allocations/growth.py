@@ -1,4 +1,4 @@
-"""What is left alive by every step: leaks, caches that grow."""
+"""What is left alive by every step, or by every few of them: leaks, caches that grow."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ GROWTH = pl.Schema(
         "site": pl.String,
         "pool": pl.Int64,
         "step_count": pl.Int64,
+        "period": pl.Int64,
         "bytes": pl.Int64,
         "bytes_per_step": pl.Float64,
         "block_count": pl.Int64,
@@ -25,16 +26,18 @@ LEAST_STEPS = 3
 
 
 def growth(trace: Trace, named: Named) -> pl.DataFrame:
-    """Places in the code that leave memory alive in one step after the other.
+    """Places in the code that leave memory alive in one step after the other, or in every second or third of them.
 
     A block counts where it was made in a step and is alive when the recording ends, its step being over. The last step
-    does not count: what it made may be in use. A place grows where it does so in all but one of the steps from its
-    first on, and in at least `LEAST_STEPS`; what only the first step leaves (optimizer state, caches) does not grow.
+    does not count: what it made may be in use. A place grows where at least `LEAST_STEPS` steps leave something, at
+    equal distances but for one that may be up to twice as long, and up to the end of the recording; what only the first
+    step leaves (optimizer state, caches) does not grow.
 
     Returns:
         `GROWTH`, the fastest first: site (name with the counter restarting every step), pool (number of the memory),
-        step_count (steps that left something), bytes and block_count (left in all), bytes_per_step (mean over the steps
-        from the first to the last of these), first_step, last_step, example (a block).
+        step_count (steps that left something), period (their distance, in steps), bytes and block_count (left in all),
+        bytes_per_step (mean over the steps from the first to the last of these and those that belong to the last),
+        first_step, last_step, example (a block).
     """
     blocks, steps = named.blocks, trace.steps
     if steps.height < LEAST_STEPS + 1 or not blocks.made.size:
@@ -61,13 +64,20 @@ def growth(trace: Trace, named: Named) -> pl.DataFrame:
             first_step=pl.col("step").min(),
             last_step=pl.col("step").max(),
             example=pl.col("block").last(),
+            distances=pl.col("step").unique().sort().diff().drop_nulls(),
         )
-        .with_columns(span=pl.col("last_step") - pl.col("first_step") + 1)
+        .filter(pl.col("step_count") >= LEAST_STEPS)
+        .with_columns(
+            period=pl.col("distances").list.min(),
+            longest=pl.col("distances").list.max(),
+            span=pl.col("last_step") - pl.col("first_step"),
+        )
         .filter(
-            pl.col("step_count") >= LEAST_STEPS,
-            pl.col("step_count") >= pl.col("span") - 1,
-            pl.col("last_step") >= last - 2,
+            pl.col("longest") <= 2 * pl.col("period"),
+            # All distances but one are the period.
+            pl.col("span") == pl.col("period") * (pl.col("step_count") - 2) + pl.col("longest"),
+            pl.col("last_step") >= last - 1 - pl.col("period"),
         )
-        .with_columns(bytes_per_step=pl.col("bytes") / pl.col("span"))
+        .with_columns(bytes_per_step=pl.col("bytes") / (pl.col("span") + pl.col("period")))
     )
     return grown.select(list(GROWTH)).cast(GROWTH).sort("bytes_per_step", "site", descending=[True, False])
