@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import sys
 
 from traceloom import leaving
+from traceloom.harmless import guard_standard_streams
 
 _ALLOCATIONS = 300_000  # between two looks for cycles; after the usual 700, loading modules alone has dozens
 _LARGE = 4 << 20  # until glibc has seen such a block freed, it hands memory back at once, and every column faults anew
@@ -25,10 +25,7 @@ def console() -> int:
 
     gc.set_threshold(_ALLOCATIONS)
     bytes(_LARGE)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A letter that the terminal's encoding lacks, or a file name that is no text, is spelled, not a failure.
-            stream.reconfigure(errors="backslashreplace")
+    guard_standard_streams()
     code = main()
     try:
         atexit._run_exitfuncs()  # noqa: SLF001  (what libraries have to do at the end)

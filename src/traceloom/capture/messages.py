@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from traceloom.harmless import harmless
+
 _said: set[str] = set()
 
 
 def say(text: str) -> None:
     """Print one line; a closed or missing standard error must not hurt the user's program."""
     with contextlib.suppress(Exception):
-        print(f"traceloom: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"traceloom: {harmless(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say_once(slug: str, text: str) -> None:

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
 from traceloom.errors import MESSAGES, TraceloomError, UsageError
+from traceloom.harmless import harmless
 from traceloom.leaving import INTERRUPTED
 
 NOBODY_READS = 141
@@ -199,12 +200,7 @@ def _tell(error: TraceloomError, *, debug: bool, cause: Exception | None = None)
     if debug:
         traceback.print_exception(cause or error)
     where = f" ({error.where})" if error.where else ""
-    print(f"traceloom: {_one_line(error.message)}{_one_line(where)}", file=sys.stderr)
+    print(f"traceloom: {harmless(error.message)}{harmless(where)}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {_one_line(error.hint)}", file=sys.stderr)
+        print(f"hint: {harmless(error.hint)}", file=sys.stderr)
     print(f"see {MESSAGES}#{error.slug}", file=sys.stderr)
-
-
-def _one_line(text: str) -> str:
-    """Without line breaks and control characters: paths and names in messages come from strangers."""
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)

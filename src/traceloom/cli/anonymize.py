@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError
+from traceloom.harmless import harmless
 
 if TYPE_CHECKING:
     from traceloom.anonymize import Key, Outcome
@@ -111,7 +112,7 @@ def _dropped(report: dict[str, Any]) -> Iterator[str]:
     rows += [(f"by policy: {one['name']}", one["count"]) for one in known[:_SHOWN]]
     rows += [(f"not understood: {one['name']}", one["count"]) for one in unknown[:_SHOWN]]
     for what, count in rows:
-        yield f"  {count:>10,}  {_plain(what)}"
+        yield f"  {count:>10,}  {harmless(what)}"
     hidden = max(0, len(known) - _SHOWN) + max(0, len(unknown) - _SHOWN)
     if hidden or not rows:
         yield f"  {'':>10}  and {hidden} more, in the report" if hidden else "  nothing"
@@ -148,11 +149,11 @@ def _leaks(leaks: dict[str, Any]) -> Iterator[str]:
     yield f"  {counts['other']:>10,}  others, all of them here or in the report:"
     others = [one["text"] for one in leaks["strings"] if one["class"] == "other"]
     for text in others[:_SHOWN]:
-        yield f"              {_plain(text)[:100]}"
+        yield f"              {harmless(text)[:100]}"
     if len(others) > _SHOWN:
         yield f"              ... and {len(others) - _SHOWN} more"
     if leaks["echoes"]:
-        words = ", ".join(_plain(one["word"]) for one in leaks["echoes"][:_SHOWN])
+        words = ", ".join(harmless(one["word"]) for one in leaks["echoes"][:_SHOWN])
         yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {words}"
     if shapes["distinct"]:
         yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"
@@ -169,8 +170,3 @@ def _closing(args: argparse.Namespace, outcome: Outcome, *, fresh: bool) -> Iter
     shown = shlex.quote(str(outcome.output))
     verb = "validate" if all(one["kind"] in ("et", "groups") for one in outcome.report["files"]) else "report"
     yield f"Wrote {outcome.output}; look at it: traceloom {verb} {shown}"
-
-
-def _plain(text: str) -> str:
-    """Without control characters: names come from strangers."""
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)

@@ -7,6 +7,8 @@ import threading
 import time
 from types import TracebackType
 
+from traceloom.harmless import harmless, steering
+
 _PATIENCE_S = 1.0
 _TICK_S = 0.2
 _WHEEL = "|/-\\"
@@ -39,16 +41,16 @@ class Progress:
 
     def say(self, what: str) -> None:
         """What is being done from now on."""
-        self._what = what
+        self._what = harmless(what)
 
     def _turn(self) -> None:
         if self._done.wait(_PATIENCE_S):
             return
-        turns = 0
+        turns, stream = 0, steering(sys.stderr)
         while not self._done.wait(_TICK_S):
             passed = time.monotonic() - self._begin
-            sys.stderr.write(f"\r\x1b[K{_WHEEL[turns % 4]} {self._what} ({passed:.0f} s)")
-            sys.stderr.flush()
+            stream.write(f"\r\x1b[K{_WHEEL[turns % 4]} {self._what} ({passed:.0f} s)")
+            stream.flush()
             turns += 1
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        stream.write("\r\x1b[K")
+        stream.flush()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli.progress import Progress
 from traceloom.errors import CheckError
+from traceloom.harmless import harmless
 
 if TYPE_CHECKING:
     from traceloom.chakra.validation import Problem, Verdict
@@ -102,9 +103,9 @@ def _problem(alike: list[Problem]) -> Iterator[str]:
     count = sum(problem.count for problem in alike)
     times = f" ({count:,} times)" if count > 1 else ""
     also = f", and in {others} more file{_s(others)}" if others else ""
-    yield _harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
+    yield harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
     for example in first.examples:
-        yield _harmless(f"    {example.message}")
+        yield harmless(f"    {example.message}")
     if count > len(first.examples):
         yield f"    … and {count - len(first.examples):,} more"
     yield f"    → {first.remedy}"
@@ -138,8 +139,3 @@ def _spelled(line: str) -> str:
     from traceloom.report.terminal.look import ASCII
 
     return line.translate(ASCII)
-
-
-def _harmless(text: str) -> str:
-    """Names come from strangers: no control characters reach the terminal."""
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)

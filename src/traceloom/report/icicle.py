@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from traceloom.report.names import harmless
+from traceloom.harmless import harmless
 
 Node = tuple[int | None, str, int, int, int | None]
 """Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not told)."""

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import shown

@@ -1,11 +1,11 @@
-"""Names of strangers, made fit to be shown: nothing in them can steer a terminal, and long C++ names get short."""
+"""Names of strangers, made fit to be shown: long C++ names get short."""
 
 from __future__ import annotations
 
 import re
 
-# Control characters, and the invisible ones that reorder or hide text.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]")
+from traceloom.harmless import harmless
+
 _ANONYMOUS = re.compile(r"\(anonymous namespace\)::|_GLOBAL__N__\w*::|\{anonymous\}::")
 _LAMBDA = re.compile(r"::\{lambda\([^)]*\)#\d+\}(?:::operator\(\)\(\)(?: const)?)?")
 _NAMESPACE = re.compile(r"\b[A-Za-z_]\w*::")
@@ -14,15 +14,6 @@ _WRAPPER = re.compile(r"\bgpu_kernel_impl\w*<")
 _LEAST_ARGUMENTS = 6
 _LONGEST = 4_000  # characters of a name that are looked at
 _ELLIPSIS = "…"
-
-
-def harmless(name: str) -> str:
-    r"""The name with every control or invisible character spelled out (`\x1b`), so that it only ever shows."""
-    return _UNSAFE.sub(lambda match: _spelled(ord(match[0])), name)
-
-
-def _spelled(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def short(name: str, width: int) -> str:

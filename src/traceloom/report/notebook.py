@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from traceloom.harmless import harmless
 from traceloom.model import Session, units
 from traceloom.report.document import build
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 
 _COLORS = (

@@ -9,8 +9,8 @@ from typing import Any
 from rich.text import Text
 
 from traceloom import __version__
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.time import heading, rank_label
 from traceloom.retime.law import Law

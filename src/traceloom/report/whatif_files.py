@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless
 from traceloom.report.whatif import trust
 from traceloom.simulate.whatif import Sweep
 

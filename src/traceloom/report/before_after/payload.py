@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.harmless import harmless
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.category import CATEGORIES
@@ -20,7 +21,7 @@ from traceloom.model.graph import Graph
 from traceloom.report.before_after.chosen import Chosen, choose
 from traceloom.report.before_after.pieces import Pieces, pieces
 from traceloom.report.html.packing import Ints, lane_steps, pack, sparse, zigzag
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.retime.critical_path import Path, critical_path
 from traceloom.simulate import Scenario, WhatIf, changed_graph, changed_nodes
 

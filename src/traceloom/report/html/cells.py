@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from traceloom.report.names import harmless, short
+from traceloom.harmless import harmless
+from traceloom.report.names import short
 
 UNKNOWN = "–"
 _TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))

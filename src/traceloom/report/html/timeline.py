@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from traceloom.harmless import harmless
 from traceloom.model import Session, Trace
 from traceloom.model.category import ANNOTATION, CATEGORIES, COLLECTIVE, GPU_ANNOTATION, GPU_WORK, KERNEL, PYTHON
 from traceloom.report.html.packing import Ints, lane_steps, pack, sparse, zigzag
 from traceloom.report.html.tracks import tracks
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 
 LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
 _FACT_LENGTH = 300  # characters of one argument that are kept

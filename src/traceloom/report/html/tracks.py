@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from traceloom.harmless import harmless
 from traceloom.model import Trace
-from traceloom.report.names import harmless
 from traceloom.report.perfetto.counters import beside_memory
 
 MOST_CURVES = 24  # of a rank; the file for Perfetto has all of them

@@ -7,9 +7,9 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.icicle import island
-from traceloom.report.names import harmless
 
 Row = dict[str, Any]
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.memory.terminal_more import activations, allocator, ran_out, wrapped
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.terminal.bars import plain, sparkline
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.look import DIM, SEVERITY

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.memory.options import MemoryOptions
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.terminal.bars import plain
 from traceloom.report.terminal.columns import Column, lines
 from traceloom.report.terminal.time import heading, rank_label

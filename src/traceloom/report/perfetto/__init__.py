@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
+from traceloom.harmless import harmless
 from traceloom.model import Session, Trace
-from traceloom.report.names import harmless
 from traceloom.report.perfetto.counters import counters
 from traceloom.report.perfetto.path import path_arrows, path_track
 from traceloom.report.perfetto.times import microseconds

@@ -7,8 +7,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom import analyze
+from traceloom.harmless import harmless
 from traceloom.model import Trace
-from traceloom.report.names import harmless
 
 Ints = NDArray[np.int64]
 SCHEMA = {"name": pl.String, "time_ns": pl.Int64, "value": pl.Float64}

@@ -9,8 +9,8 @@ from typing import BinaryIO
 import numpy as np
 import polars as pl
 
+from traceloom.harmless import harmless
 from traceloom.model.graph import Graph
-from traceloom.report.names import harmless
 from traceloom.report.perfetto import microseconds
 from traceloom.report.perfetto.tracks import levels
 

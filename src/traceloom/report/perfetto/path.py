@@ -9,8 +9,8 @@ from typing import Any
 
 import polars as pl
 
+from traceloom.harmless import harmless
 from traceloom.model import Session
-from traceloom.report.names import harmless
 from traceloom.report.perfetto.times import microseconds
 
 _ARROW = "critical_path"

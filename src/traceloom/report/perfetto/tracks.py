@@ -14,8 +14,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.harmless import harmless
 from traceloom.model import Trace
-from traceloom.report.names import harmless
 
 Ints = NDArray[np.int64]
 _KINDS = ["host", "device_annotation", "device", "device_sync", "other"]

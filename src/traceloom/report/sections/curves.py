@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless
 
 _WIDTH, _HEIGHT, _TOP, _LEFT, _BOTTOM = 1256, 200, 14, 46, 20
 _MOST = 8  # lines in one picture

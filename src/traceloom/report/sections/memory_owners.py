@@ -11,13 +11,14 @@ import polars as pl
 from traceloom.analyze.allocations import explain
 from traceloom.analyze.allocations.growth import GROWTH
 from traceloom.analyze.allocations.holders import TREE
+from traceloom.harmless import harmless
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.memory.chains import joined
 from traceloom.report.memory.curve import steps
 from traceloom.report.memory.document import REASONS, holders
 from traceloom.report.memory.picture import figure
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import of_type, or_null, record, rows

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 
 Row = dict[str, Any]
 _WIDTH, _HEIGHT = 1000, 460

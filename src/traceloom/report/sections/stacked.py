@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless
 
 _WIDTH, _LEFT, _BAR, _GAP = 1256, 130, 18, 9
 

@@ -10,9 +10,9 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.threads import CONCURRENCY, CURVE, ROLES, THREADS
+from traceloom.harmless import harmless
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
-from traceloom.report.names import harmless
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Row, Section, Study, Table
 from traceloom.report.sections.shapes import or_null, ranked, record

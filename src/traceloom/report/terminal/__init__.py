@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from traceloom.harmless import steering
 from traceloom.report.options import ReportOptions
 from traceloom.report.terminal.look import ASCII
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from traceloom.report.terminal.rendered import render as render
 
 _NARROWEST, _WIDEST = 60, 140
+_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 __all__ = ["put", "render", "show", "show_graph"]
 
@@ -53,7 +56,8 @@ class _Stream(Console):
 
 def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
     """Write the lines that `rendered` gives for the stream's width; where it is too narrow for them, say so first."""
-    console = _Stream(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    stream.flush()  # what went through another layer comes first
+    console = _Stream(file=steering(stream), highlight=False, markup=False, emoji=False, soft_wrap=False)
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     if console.width < width:
@@ -63,7 +67,16 @@ def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
     for line in rendered(width):
         if plain:
             line = _in_ascii(line)  # noqa: PLW2901  (the same line, spelled for this stream)
-        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+        console.print(_without_controls(line), no_wrap=True, overflow="ignore", crop=False)
+
+
+def _without_controls(line: Text) -> Text:
+    """Styles are ours, letters are not; those that are spelled out keep the width of the line."""
+    if _CONTROLS.search(line.plain) is None:
+        return line
+    shown = line.copy()
+    shown.plain = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line.plain)
+    return shown
 
 
 def _in_ascii(line: Text) -> Text:

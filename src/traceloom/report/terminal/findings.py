@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless
 from traceloom.report.terminal.bars import plain
 from traceloom.report.terminal.look import DIM
 from traceloom.report.terminal.time import heading

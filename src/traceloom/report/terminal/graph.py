@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.terminal import tables
 from traceloom.report.terminal.bars import cells, plain

@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.terminal.bars import sparkline
 from traceloom.report.terminal.look import DIM
 from traceloom.report.terminal.time import heading

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import CORE, FINDINGS
 from traceloom.report.terminal import findings, sections, tables, time

@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.sections import shown
 from traceloom.report.sections.section import Col, Section, Table

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.loading import loader
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
 from traceloom.report.terminal.bars import sparkline

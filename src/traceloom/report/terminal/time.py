@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.terminal.bars import plain, sparkline, stacked
 from traceloom.report.terminal.columns import Column, with_bars
 from traceloom.report.terminal.look import ACTIVITIES, DEVICE, DIM, PHASES, Kind

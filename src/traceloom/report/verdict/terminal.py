@@ -9,8 +9,9 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
+from traceloom.harmless import harmless
 from traceloom.report import terminal
-from traceloom.report.names import harmless, short
+from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.terminal.look import DIM
 from traceloom.report.terminal.sections import table_lines
