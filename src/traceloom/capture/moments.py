@@ -13,11 +13,13 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 PAUSE_SECONDS = 0.02
 PATIENCE_SECONDS = 1.0
+_BREATH_SECONDS = 0.001
 
 # NVIDIA, NVIDIA under WSL, AMD, Intel.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
@@ -36,24 +38,61 @@ def on_main_thread(call: Callable[[], None]) -> bool:
 
     Python allows this through its C interface only; a signal would be visible to the program.
     """
+    global _trampoline
     try:
         import ctypes
     except ImportError:
         return False
+    if _trampoline is None:
+        _trampoline = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run_next)
+    _calls.append(call)
+    if _ring():
+        return True
+    with contextlib.suppress(ValueError):  # it has been run after all
+        _calls.remove(call)
+    return False
 
-    def trampoline(_: Any) -> int:
-        with contextlib.suppress(Exception):
+
+def on_main_thread_later(call: Callable[[], None]) -> None:
+    """As `on_main_thread`, but not within what the main thread runs for us just now."""
+    with contextlib.suppress(RuntimeError):  # no threads any more: the interpreter ends
+        threading.Timer(_BREATH_SECONDS, on_main_thread, (call,)).start()
+
+
+_calls: deque[Callable[[], None]] = deque()
+_scheduled = threading.Lock()  # held while a pending call waits or runs
+_trampoline: Any = None  # a pending call must live until it has run
+
+
+def _ring() -> bool:
+    """See to it that the next call is run; False where Python takes no more pending calls."""
+    if not _scheduled.acquire(blocking=False):
+        return True
+    if sys.modules["ctypes"].pythonapi.Py_AddPendingCall(_trampoline, None) == 0:
+        return True
+    _scheduled.release()
+    return False
+
+
+def _run_next(_: Any) -> int:
+    """What Python runs as a pending call.
+
+    Another one must not wait meanwhile: up to 3.11, the first function that is called under a profiler of Python would
+    wait for it, and for ever. So there is one at a time, and the next call comes a moment later. Only who asks to be
+    asked again is so at once, many times if need be, and calls nothing in between.
+    """
+    call = _calls.popleft() if _calls else None
+    with contextlib.suppress(Exception):
+        if call is not None:
             call()
-        _alive.pop(id(function), None)
-        return 0
-
-    function = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(trampoline)
-    _alive[id(function)] = function
-    pythonapi = ctypes.pythonapi
-    return int(pythonapi.Py_AddPendingCall(function, None)) == 0
-
-
-_alive: dict[int, Any] = {}  # a pending call must live until it has run
+    again = len(_calls) == 1 and _calls[0] is call
+    if _calls and not again:
+        with contextlib.suppress(RuntimeError):
+            threading.Timer(_BREATH_SECONDS, _ring).start()
+    _scheduled.release()
+    if again and _scheduled.acquire(blocking=False):
+        sys.modules["ctypes"].pythonapi.Py_AddPendingCall(_trampoline, None)
+    return 0
 
 
 class Alarm:

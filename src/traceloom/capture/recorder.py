@@ -25,7 +25,7 @@ from traceloom.capture.checkpoints import CheckpointMarks
 from traceloom.capture.compiler import never_traced, pause
 from traceloom.capture.messages import say_once
 from traceloom.capture.module_scopes import ModuleScopes
-from traceloom.capture.moments import on_main_thread
+from traceloom.capture.moments import on_main_thread, on_main_thread_later
 from traceloom.capture.plan import Action, Phase, Plan
 from traceloom.capture.processor_time import ThreadTimes
 from traceloom.capture.settings import Settings
@@ -570,8 +570,11 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
         # Python may well begin within the hook what it was told to do soon, or in the midst of what comes next.
         nonlocal attempts
         attempts += 1
-        here = inside or crossing.outermost_of_torch() is not None
-        if not (here and attempts <= ATTEMPTS and soon()):
+        if not (inside or crossing.outermost_of_torch() is not None):
+            call()
+        elif attempts > ATTEMPTS:
+            on_main_thread_later(call)
+        elif not soon():
             call()
 
     def watch(where: Any, event: str, _: Any) -> None:

@@ -8,6 +8,7 @@ import importlib
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from traceloom.report import ReportOptions
     from traceloom.report.formats import Report
 
+_MOST_FILES = 1_000  # tables and pictures with a row per rank say little long before
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
 _PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
 _EXAMPLES = """\
@@ -255,7 +257,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
             f"reading{part}" + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
         )
 
-    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank)
+    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MOST_FILES)
 
 
 def _check_refused(refused: Sequence[Notice]) -> None:
@@ -271,7 +273,8 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
 
     if len(sessions) == 1:
         return Report(report.build(sessions[0], options), report.selected(sessions[0], options), options)
-    commands = [_command(session, sessions) for session in sessions]
+    homes = Counter(home for session in sessions for home in _homes(session))
+    commands = [_command(session, homes) for session in sessions]
     of_one = [str(path) for path in args.output if not format_of(path).of_runs]
     of_one += [option for option, given in (("--rank", args.rank), ("--steps", args.steps)) if given]
     if of_one:
@@ -283,13 +286,16 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
     return Report(report.build_runs(sessions, ", ".join(args.inputs), commands), sessions[0], options)
 
 
-def _command(session: Session, sessions: Sequence[Session]) -> str:
+def _homes(session: Session) -> set[Path]:
+    return {Path(trace.meta.path).parent for trace in session.traces}
+
+
+def _command(session: Session, runs_by_home: Counter[Path]) -> str:
     """The shell command that reports this run alone: by its directory or its pattern, where these name nothing else."""
     paths = [trace.meta.path for trace in session.traces]
-    homes = {Path(path).parent for path in paths}
-    others = {Path(trace.meta.path).parent for other in sessions if other is not session for trace in other.traces}
+    homes = _homes(session)
     inputs = shlex.join(paths)
-    if len(paths) > 1 and len(homes) == 1 and not homes & others:
+    if len(paths) > 1 and len(homes) == 1 and all(runs_by_home[home] == 1 for home in homes):
         inputs = shlex.quote(str(homes.pop()))
     elif len(paths) > 1 and sorted(glob.glob(session.name)) == sorted(paths) and _PATTERN.fullmatch(session.name):  # noqa: PTH207
         inputs = session.name

@@ -71,21 +71,42 @@ def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = Non
 
 
 def load_inputs(
-    *paths: AnyPath, cache: bool = True, progress: Report | None = None, ranks: tuple[int, ...] | None = None
+    *paths: AnyPath,
+    cache: bool = True,
+    progress: Report | None = None,
+    ranks: tuple[int, ...] | None = None,
+    most: int | None = None,
 ) -> Loaded:
     """Load every run that the inputs hold, and say which files were refused; see `load`.
 
-    With `ranks`, files that say from the beginning that they are of another rank are not read.
+    With `ranks`, files that say from the beginning that they are of another rank are not read. `most` is how many files
+    are read at most.
+
+    Raises:
+        UsageError: `too-many-files`: there are more than `most`.
     """
-    found, runs, labels, refused = _plan(paths, ranks)
+    found, runs, labels, refused = _plan(paths, ranks, most)
+    _check_number([one for run in runs for one in run], most)
     loaded = _loaded(found, runs, labels, refused, cache=cache, progress=progress)
     known = {rank for session in loaded.runs for rank in session.ranks}
     # What a file says at its beginning may be corrected at its end.
-    return loaded if ranks is None or known >= set(ranks) else load_inputs(*paths, cache=cache, progress=progress)
+    if ranks is None or known >= set(ranks):
+        return loaded
+    return load_inputs(*paths, cache=cache, progress=progress, most=most)
+
+
+def _check_number(inputs: list[Input], most: int | None) -> None:
+    if most is not None and len(inputs) > most:
+        raise UsageError(
+            f"the inputs hold {len(inputs):,} traces; at most {most:,} are read together",
+            slug="too-many-files",
+            where=str(inputs[0].path.parent),
+            hint="choose some ranks, as with --rank 0,1,2,3, or give fewer files",
+        )
 
 
 def _plan(
-    paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None
+    paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None, most: int | None = None
 ) -> tuple[Found, list[list[Input]], list[str], list[InputError]]:
     """The files of each run (of these ranks, where given), and what was refused."""
     if not paths:
@@ -97,6 +118,8 @@ def _plan(
         return found, [found.inputs], [given[0]], []
     if any(str(one.path) == "-" for one in found.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
+    if ranks is None:
+        _check_number(found.inputs, most)  # at once: even their beginnings take a while
     peeks: list[Peek] = []
     refused: list[InputError] = []
     for one, result in zip(found.inputs, peeked(found.inputs), strict=True):

@@ -122,8 +122,21 @@ def test_the_quarantine_finds_what_pytorch_does_by_itself(recorder: Any, quarant
     assert (kept > 0, dead) == (True, 1), "the tests below could not fail"
 
 
-@pytest.mark.parametrize("options", [(), ("--memory",), ("--stacks",)], ids=["plain", "memory", "stacks"])
-@pytest.mark.parametrize("around", AROUND)
+OPTIONS = {"plain": (), "memory": ("--memory",), "stacks": ("--stacks",)}
+OFTEN = {("the step", "stacks"), ("two steps", "memory"), ("the user's profiler", "stacks")}
+CASES = [
+    pytest.param(
+        around,
+        options,
+        id=f"{around}-{name}",
+        marks=[] if name == "plain" or (around, name) in OFTEN else pytest.mark.thorough,
+    )
+    for around in AROUND
+    for name, options in OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize(("around", "options"), CASES)
 def test_no_freed_block_is_written_to(recorder: Any, quarantine: Path, around: str, options: tuple[str, ...]) -> None:
     report = recorder.tmp_path / "report"
     script = recorder.script("from torch.profiler import record_function\n" + AROUND[around] + "\nprint('done')")
@@ -138,9 +151,9 @@ def test_no_freed_block_is_written_to(recorder: Any, quarantine: Path, around: s
 def test_no_freed_block_is_written_to_in_random_nestings(
     recorder: Any, quarantine: Path, request: pytest.FixtureRequest
 ) -> None:
-    programs, recordings = (50, 20) if request.config.getoption("--thorough") else (2, 12)
+    programs, recordings = (50, 20) if request.config.getoption("--thorough") else (1, 12)
     env = {**os.environ, "PYTHONPATH": str(recorder.source), "LD_PRELOAD": str(quarantine), "OMP_NUM_THREADS": "1"}
-    for seed in range(programs):
+    for seed in range(1, programs + 1):
         report, directory = recorder.tmp_path / f"report{seed}", recorder.tmp_path / str(seed)
         command = [sys.executable, str(HERE / "nestings.py"), str(seed), str(recordings), str(directory)]
         done = subprocess.run(

@@ -33,6 +33,15 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def settled(folder: Path) -> dict[str, bytes]:
+    """The content, when what was recorded has been written: that goes on beside the program."""
+    while True:
+        before = content(folder)
+        time.sleep(1)
+        if before == content(folder):
+            return before
+
+
 def others(recorder: Any) -> list[str]:
     """What lies beside the capture that a recording could have left there."""
     return [path.name for path in recorder.directory.parent.iterdir() if path.name.startswith("run-")]
@@ -41,7 +50,7 @@ def others(recorder: Any) -> list[str]:
 def test_two_recordings_into_one_directory_at_the_same_time_are_refused(recorder: Any) -> None:
     first = recorder.popen([sys.executable, recorder.script(FOREVER)], start_new_session=True)
     ready(first)
-    before = content(recorder.directory)
+    before = settled(recorder.directory)
     for options in ([], ["--force"]):
         run = recorder.record([sys.executable, "-c", "print('run all the same')"], *options)
         assert (run.code, run.out) == (3, "")
