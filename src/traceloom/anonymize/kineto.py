@@ -24,7 +24,8 @@ from traceloom.anonymize.writing import joined, opened
 from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document, Slice
-from traceloom.read.repair import MALFORMED, mended
+from traceloom.read.repair import mended
+from traceloom.read.resync import MALFORMED
 from traceloom.read.source import open_input, text_pieces
 from traceloom.read.times import from_text
 

@@ -26,8 +26,26 @@ NODES = Form(
     start=re.compile(rb'\{\s*"id"\s*:\s*\d+\s*,\s*"name"\s*:'),
     mark=re.compile(rb'"id"\s*:'),
     keys=frozenset(
-        ("id", "name", "ctrl_deps", "inputs", "outputs", "attrs", "rf_id", "parent", "fw_parent", "seq_id", "scope", "tid")
-        + ("fw_tid", "op_schema", "input_shapes", "input_types", "output_shapes", "output_types")
+        [
+            "id",
+            "name",
+            "ctrl_deps",
+            "inputs",
+            "outputs",
+            "attrs",
+            "rf_id",
+            "parent",
+            "fw_parent",
+            "seq_id",
+            "scope",
+            "tid",
+            "fw_tid",
+            "op_schema",
+            "input_shapes",
+            "input_types",
+            "output_shapes",
+            "output_types",
+        ]
     ),
     is_entry=lambda value: "id" in value and "name" in value and ("ctrl_deps" in value or "parent" in value),
 )
@@ -36,7 +54,7 @@ _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 _ENDLESS = re.compile(r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
 
 
-def recover(  # noqa: PLR0917
+def recover(
     text: bytes, base: int, damage: Damage, *, nested: bool, last: bool, bounded: bool
 ) -> tuple[list[pl.DataFrame], int, bool]:
     """Keep every whole node of a malformed stretch.

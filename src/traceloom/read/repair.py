@@ -19,9 +19,7 @@ _KEYS = ("ph", "name", "cat", "args", "pid", "tid", "ts", "dur", "id", "s", "bp"
 _KEY = b"|".join(key.encode() for key in _KEYS)
 # Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again. At the
 # end of a cut text the key may be cut too.
-BETWEEN = re.compile(
-    rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))'
-)
+BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))')
 EVENTS = Form(
     between=BETWEEN,
     start=re.compile(rb'\{\s*"ph"\s*:'),

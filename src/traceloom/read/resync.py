@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,10 @@ _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _CLOSING = re.compile(r'\}\s*(\])\s*(?:,\s*"[^"]{1,64}"\s*:|\}\s*$)')
 _WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")  # where a cut one begins
+_NEAR = 1 << 13  # letters in which most entries end
 _TRIED_ENDS = 256  # brackets looked at for the one that closes the list
-_DEEP = 256  # brackets that are passed over where a value is nested too deep
-_WORK = 32  # how often the text is read over, on average, in vain; beyond, entries inside of malformed ones are not looked for
+_MANY_BRACKETS = re.compile(r"(?:[^\[{]*[\[{]){256}")  # passed over where a value is nested too deep
+_WORK = 32  # how often text is read in vain, on average; beyond, no entries are looked for inside of malformed ones
 _PATIENCE = 1 << 23  # bytes in which the end of a malformed entry is waited for
 _MOST_MENDED = 1 << 20  # bytes of an entry that is worth mending
 
@@ -68,6 +70,7 @@ class Walk:
         self._form = form
         self._budget = _WORK * len(text)
         self._reached = 0
+        self._deep = False  # what was tried last is nested too deep
 
     def behind_blanks(self, at: int) -> int:
         """The first place from there on that is neither white nor a comma."""
@@ -79,38 +82,28 @@ class Walk:
 
         `reaches_end` says whether it may go on behind the text: in a string ("text"), elsewhere ("value"), or not ("").
         """
-        self.reaches_end = ""
-        try:
-            value, end = _SCANNER.raw_decode(self.letters, at)
-        except RecursionError:
-            self._reached = self._behind_brackets(at)
-        except ValueError as error:
-            self._reached = getattr(error, "pos", at + 1)
-            self.reaches_end = self._end_reached(str(error))
-        else:
-            return value, end
-        return None
-
-    def _end_reached(self, reason: str) -> str:
-        if reason.startswith("Unterminated string"):
-            self._reached = len(self.letters)
-            return "text"
-        rest = self.letters[self._reached : self._reached + 16].strip()
-        if "escape" in reason:
-            return "text" if len(rest) < 6 else ""
-        cut = not rest or any(word != rest and word.startswith(rest) for word in _WORDS)
-        return "value" if cut else ""
+        size = _NEAR  # what a decoder says about a fault takes time in line with the text before and behind it
+        while True:
+            self.reaches_end = ""
+            piece = self.letters[at : at + size]
+            try:
+                value, end = _SCANNER.raw_decode(piece)
+            except RecursionError:
+                self._reached, self._deep = self._behind_brackets(at), True
+                return None
+            except ValueError as error:
+                self.reaches_end, reached = _end_reached(piece, error)
+                self._reached = at + reached
+                if not self.reaches_end or at + size >= len(self.letters):
+                    return None
+            else:
+                if end < len(piece) or at + size >= len(self.letters):
+                    return value, at + end
+            size *= 8
 
     def _behind_brackets(self, at: int) -> int:
-        for _ in range(_DEEP):
-            at = self.letters.find("{", at) + 1
-            if not at:
-                return len(self.letters)
-        return at
-
-    def is_entry(self, at: int) -> bool:
-        """Whether a whole entry stands at a place."""
-        return self._entry(at) is not None
+        match = _MANY_BRACKETS.match(self.letters, at)
+        return match.end() if match else len(self.letters)
 
     def _entry(self, at: int) -> tuple[int, bool] | None:
         """The end of the whole object there, and whether it is an entry."""
@@ -134,7 +127,9 @@ class Walk:
     def after_failure(self, at: int) -> int:
         """Where to try next, after nothing of use could be read at a place."""
         self._budget -= self._reached - at
-        return max(at + 1, self._reached) if self._budget < 0 else at + 1
+        jump = self._deep or self._budget < 0
+        self._deep = False
+        return max(at + 1, self._reached) if jump else at + 1
 
     def resumes(self, at: int) -> bool:
         """Whether an entry follows, with nothing but closing brackets before it."""
@@ -209,6 +204,7 @@ class Recovery:
         self._bounded = bounded
         self._walk = Walk(text, form)
         self._spans = spans_between(form.between, text)
+        self._starts = [start for start, _ in self._spans]
 
     def take(self, begin: int, end: int, spans: list[Span]) -> None:
         """Decode whole entries and keep them.
@@ -224,7 +220,7 @@ class Recovery:
 
     def run(self) -> tuple[int, bool]:
         """Take all: (bytes used up, whether the list ended there). What may go on behind the text is not used up."""
-        numbers = {start: number for number, (start, _) in enumerate(self._spans)}
+        numbers = {start: number for number, start in enumerate(self._starts)}
         at, window = 0, len(self._spans)
         while (at := self._walk.behind_blanks(at)) < len(self.text):
             number = numbers.get(at)
@@ -318,7 +314,8 @@ class Recovery:
 
     def _between(self, begin: int, end: int) -> None:
         """What cannot be read: it may hold several malformed entries, and each is dealt with alone."""
-        starts = {begin, *(start for start, _ in self._spans if begin < start < end)}
+        first, behind = bisect_right(self._starts, begin), bisect_left(self._starts, end)
+        starts = {begin, *self._starts[first:behind]}
         starts |= {match.start() for match in self._form.start.finditer(self.text, begin + 1, end)}
         ordered = sorted(starts)
         for start, finish in zip(ordered, [*ordered[1:], end], strict=True):
@@ -330,7 +327,8 @@ class Recovery:
             if piece.strip(b" \t\r\n,\0"):
                 self._note("stray-text", begin)
             return
-        mended = self.mend(begin, begin + len(piece)) if len(piece) < _MOST_MENDED else 0
+        # No repair adds brackets.
+        mended = self.mend(begin, begin + len(piece)) if piece.endswith(b"}") and len(piece) < _MOST_MENDED else 0
         if mended:
             self._note("repaired-events", begin, mended)
         else:
@@ -338,6 +336,18 @@ class Recovery:
 
     def _note(self, slug: str, at: int, count: int = 1) -> None:
         self.damage.note(slug, f"byte {self.base + at} of the text", count)
+
+
+def _end_reached(text: str, error: ValueError) -> tuple[str, int]:
+    """Whether what could not be read may go on behind the text (see `Walk.value`), and how far it was read."""
+    reason, reached = str(error), int(getattr(error, "pos", 1))
+    if reason.startswith("Unterminated string"):
+        return "text", len(text)
+    rest = text[reached : reached + 16].strip()
+    if "escape" in reason:
+        return "text" if len(rest) < 6 else "", reached
+    cut = not rest or any(word != rest and word.startswith(rest) for word in _WORDS)
+    return "value" if cut else "", reached
 
 
 def byte_of(error: Exception) -> int | None:

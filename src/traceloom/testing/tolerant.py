@@ -10,6 +10,7 @@ from typing import Any
 
 _DECODER = json.JSONDecoder(strict=False)
 _SIGNS = b'"{}[],:\\'
+_ODD_NUMBERS = [b"-", b"NaN", b"1e999", b"0x10", b"{}", b"9" * 40]
 Damaged = tuple[str, bytes]
 
 
@@ -82,7 +83,8 @@ def _odd_number(text: bytes, at: int, chance: random.Random) -> bytes:
     match = re.compile(rb"\d+(?:\.\d+)?(?=\s*[,}\]])").search(text, at)
     if not match:
         return text
-    odd = chance.choice([match[0] + b'"', b'"' + match[0], b"-", match[0] + b".", b"NaN", b"1e999", b"0x10", b"{}", b"9" * 40])
+    number = match[0]
+    odd = chance.choice([number + b'"', b'"' + number, number + b".", *_ODD_NUMBERS])
     return text[: match.start()] + odd + text[match.end() :]
 
 

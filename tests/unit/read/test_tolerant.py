@@ -14,9 +14,12 @@ import pytest
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import read_kineto
+from traceloom.read.host_trace import read_host_trace
 from traceloom.testing import TraceBuilder, damage
-from traceloom.testing.tolerant import damaged, whole_objects
+from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.testing.tolerant import damaged, is_node, whole_objects
 
+HOST_DAMAGES = 300
 Key = tuple[str, int, int]
 DAMAGES = {1: 1000, 2: 600, 5: 400}  # so many files, by the number of damages in each
 
@@ -78,6 +81,25 @@ def test_no_whole_event_is_lost_by_any_damage(tmp_path, times):
             check_counts(trace, original, what)
 
 
+@pytest.mark.parametrize("schema", ["1.0.1", HOST_SCHEMAS[-1]])
+def test_no_whole_node_is_lost_by_any_damage(tmp_path, schema):
+    made = HostTraceBuilder(schema)
+    for number in range(12):
+        made.op(f"aten::op{number}", inputs=[([number, 6, 0, 64, 4, "cpu"], [number, 3], "Tensor(float)")])
+    text, chance = made.text().encode(), random.Random(schema)
+    path = tmp_path / "host.json"
+    original = {(str(node["id"]), str(node["name"])) for node in whole_objects(text, is_node, "nodes")}
+    for number in range(HOST_DAMAGES):
+        what, broken = damaged(text, chance, 1 + number % 3)
+        path.write_bytes(broken)
+        try:
+            read_nodes = {(str(own), name) for own, name in read_host_trace(path).ops.select("id", "name").rows()}
+        except InputError:
+            read_nodes = set()
+        whole = {(str(node["id"]), str(node["name"])) for node in whole_objects(broken, is_node, "nodes")}
+        assert not (whole & original) - read_nodes, (number, what)
+
+
 def check_counts(trace: Trace, original: set[Key], what: str) -> None:
     """What one damage cost is what the notices say."""
     counts = {notice.slug: notice.count for notice in trace.notices}
@@ -102,7 +124,11 @@ def test_a_number_with_a_quote_in_the_tenth_event_costs_one_event(tmp_path):
 def test_a_stray_bracket_before_a_list_of_metadata_costs_no_neighbour(tmp_path):
     text = damage.metadata_after(builder()).encode()
     end = text.rindex(b"]", 0, text.index(b'"schemaVersion"'))
-    for broken in (text[:end] + text[end + 1 :], text[: end - 4] + b'"' + text[end - 4 :], text[:end] + b"]" + text[end:]):
+    for broken in (
+        text[:end] + text[end + 1 :],
+        text[: end - 4] + b'"' + text[end - 4 :],
+        text[:end] + b"]" + text[end:],
+    ):
         trace = read(tmp_path / "trace.json", broken)
         assert trace is not None
         assert trace.events.height >= 23
@@ -118,7 +144,11 @@ def test_a_damaged_beginning_loses_nothing(tmp_path, first):
 
 
 def test_brackets_without_end_take_time_in_line_with_their_number(tmp_path):
-    for text in (b'{"a":' * 100_000, b'{"traceEvents": [' + b'{"a":' * 100_000, b'{"traceEvents": [' + b'{"ph":[' * 70_000):
+    for text in (
+        b'{"a":' * 100_000,
+        b'{"traceEvents": [' + b'{"a":' * 100_000,
+        b'{"traceEvents": [' + b'{"ph":[' * 70_000,
+    ):
         before = time.process_time()
         read(tmp_path / "trace.json", text)
         assert time.process_time() - before < 5
