@@ -24,7 +24,7 @@ from threading import Lock
 from traceloom.testing.fuzzing.trying import MOST_SECONDS, VERBS, Case, Outcome, attempt, cases
 
 _BATCH = 200  # cases of one process; the highest memory of a process is that of all its cases
-_SHOWN = 40
+_SHOWN = 60
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
-from traceloom.errors import MESSAGES, TraceloomError, UsageError
+from traceloom.errors import MESSAGES, InputError, OutputError, TraceloomError, UsageError
 from traceloom.leaving import INTERRUPTED
 
 NOBODY_READS = 141
@@ -132,6 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
+    except OSError as error:
+        _tell(_of_system(error), debug=debug, cause=error)
+        return OutputError.exit_code
     except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
         _tell(_defect(error), debug=debug, cause=error)
         return 1
@@ -184,6 +187,22 @@ def _named(args: argparse.Namespace, *, outputs: bool) -> Iterator[str | Path]:
             for word in value if isinstance(value, list) else [value]:
                 if isinstance(word, (str, Path)):
                     yield word
+
+
+def _of_system(error: OSError) -> TraceloomError:
+    """What the system refuses: to read a file, a directory or a disk, or to take what is printed."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is not None:
+        where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+        return InputError(f"the file or directory cannot be used: {reason}", slug="unreadable", where=where)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        # What is still buffered would fail once more when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        said = f"standard output cannot be written: {reason}"
+        return OutputError(said, slug="cannot-write", hint="make room there, or write a file with -o")
+    return InputError(f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk")
 
 
 def _defect(error: Exception) -> TraceloomError:

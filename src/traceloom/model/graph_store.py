@@ -61,7 +61,7 @@ def load(path: str | Path) -> Graph:
     """
     place = str(path)
     try:
-        handle = Path(path).open("rb")  # noqa: SIM115  (closed below; what fails later is damage)
+        handle = files.open_input(path)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=place) from error

@@ -11,11 +11,12 @@ from typing import Any
 from msgspec import Struct, field
 
 from traceloom.errors import InputError
-from traceloom.files import note_input
+from traceloom.files import note_input, read_small
 
 _DEPTH = 4  # levels below a directory
 _ENDINGS = (".json", ".json.gz")
 _CAPTURE = "capture.json"
+_MOST_CAPTURE = 1 << 28  # bytes
 _OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
 
 
@@ -52,8 +53,8 @@ def find(paths: tuple[str, ...]) -> Found:
     seen: set[Path] = set()
     for text in paths:
         path = Path(text)
-        if text != "-" and not path.exists():
-            raise InputError("there is no such file or directory", slug="unreadable", where=text)
+        if text != "-":
+            _check_there(path)
         if path.is_dir():
             before = len(found.inputs)
             _directory(path, found, seen, _DEPTH)
@@ -84,11 +85,33 @@ def _directory(folder: Path, found: Found, seen: set[Path], depth: int) -> None:
             if path.is_file():
                 _add(found, seen, Input(path, given=False, capture=folder, entry=entry))
         return
-    for path in sorted(folder.iterdir(), key=_natural):
+    for path in _listed(folder):
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
             _directory(path, found, seen, depth - 1)
         elif path.is_file() and path.name.lower().endswith(_ENDINGS):
             _add(found, seen, Input(path, given=False))
+
+
+def _check_there(path: Path) -> None:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir(), key=_natural)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> InputError:
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    kind = "directory" if path.is_dir() else "file"
+    return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
 
 
 def _natural(path: Path) -> list[Any]:
@@ -126,7 +149,7 @@ def _note_all(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        document = json.loads(read_small(path, _MOST_CAPTURE).decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from traceloom.errors import InputError
+from traceloom.files import read_small
 
 MOST_BYTES = 1 << 30
 _TURN = 1 << 14  # instructions between two looks at what was made
@@ -47,7 +48,7 @@ def load(path: str | Path) -> Any:
                 where=str(path),
                 hint="record a shorter history (max_entries of torch.cuda.memory._record_memory_history)",
             )
-        data = place.read_bytes()
+        data = read_small(place, MOST_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
