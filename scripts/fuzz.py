@@ -104,15 +104,16 @@ def table(outcomes: list[Outcome]) -> str:
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.case.format, outcome.case.verb].append(outcome)
-    lines = [f"{'format':<10} {'verb':<20} {'cases':>6} {'done':>6} {'usage':>6} {'refused':>8} {'partly':>7} {'wrong':>6} {'most s':>7}"]
-    for (kind, verb), some in sorted(groups.items(), key=lambda item: (list(VERBS).index(item[0][0]), item[0][1])):
+    heads = ("cases", "done", "usage", "refused", "partly", "wrong", "most s")
+    lines = [f"{'format':<10} {'verb':<20} " + " ".join(f"{head:>7}" for head in heads)]
+    order = {kind: number for number, kind in enumerate(VERBS)}
+    for (kind, verb), some in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1])):
         codes = Counter(outcome.code for outcome in some)
         wrong = sum(bool(outcome.fault) for outcome in some)
         longest = max(outcome.seconds for outcome in some)
-        lines.append(
-            f"{kind:<10} {verb:<20} {len(some):>6} {codes[0]:>6} {codes[2]:>6} {codes[3]:>8} {codes[4] + codes[5]:>7} "
-            f"{wrong:>6} {longest:>7.2f}"
-        )
+        counts = [len(some), codes[0], codes[2], codes[3], codes[4] + codes[5], wrong]
+        numbers = " ".join(f"{count:>7,}" for count in counts)
+        lines.append(f"{kind:<10} {verb:<20} {numbers} {longest:>7.2f}")
     return "\n".join(lines)
 
 

@@ -40,7 +40,9 @@ def read_groups(path: Path) -> Groups:
         document = json.loads(read_small(path, MOST_GROUP_BYTES))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise InputError(f"the group file cannot be read: {reason}", slug="not-a-group-file", where=str(path)) from error
+        raise InputError(
+            f"the group file cannot be read: {reason}", slug="not-a-group-file", where=str(path)
+        ) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"no group file: {error}", slug="not-a-group-file", where=str(path)) from error
     if not isinstance(document, dict):

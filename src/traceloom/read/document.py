@@ -13,6 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
+from traceloom.plain_text import clean_json
 from traceloom.read.damage import Damage
 from traceloom.read.detect import kind_of, refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
@@ -307,7 +308,9 @@ class Document(TextWindow):
                 continue
             at = value[1]
             text = region[found.end() : at].decode("utf-8", "replace")
-            self.metadata.setdefault(found.group(1).decode("utf-8", "replace"), json.loads(text, strict=False))
+            key = found.group(1).decode("utf-8", "replace")
+            if key not in self.metadata:
+                keep(self.metadata, key, json.loads(text, strict=False), self._damage)
         self._skip(len(region))
         return end is not None
 
@@ -452,6 +455,9 @@ class Document(TextWindow):
 
 def keep(metadata: dict[str, Any], key: str, value: Any, damage: Damage) -> None:
     """Take one top-level entry, which may stand there already."""
+    (key, value), odd = clean_json([key, value])
+    if odd:
+        damage.note("replaced-text", f"$.{key}", odd)
     known = metadata.get(key)
     if isinstance(known, dict) and isinstance(value, dict):
         # distributedInfo stands again after the events in some writers' files, often with more.

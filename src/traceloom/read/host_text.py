@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import polars as pl
 
 from traceloom.errors import InputError
+from traceloom.plain_text import clean_json
 from traceloom.read.damage import Damage
 from traceloom.read.detect import kind_of, refuse_start
 from traceloom.read.host_nodes import decode
@@ -215,7 +216,10 @@ class HostText(TextWindow):
                 value = _parsed(b'{"value":' + match.group(2) + b"}")
                 if value is not None:
                     found[match.group(1).decode("utf-8", "replace")] = value["value"]
-        self.envelope |= found
+        cleaned, odd = clean_json(found)
+        if odd:
+            self._damage.note("replaced-text", f"byte {self._base} of the text", odd)
+        self.envelope |= cleaned
 
     def _swapped(self) -> NoReturn:
         raise InputError(

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 
 from traceloom.errors import InputError
 from traceloom.files import note_input, read_small
+from traceloom.plain_text import clean_json
 
 _DEPTH = 4  # levels below a directory
 _ENDINGS = (".json", ".json.gz")
@@ -152,7 +153,21 @@ def _json(path: Path) -> dict[str, Any] | None:
         document = json.loads(read_small(path, _MOST_CAPTURE).decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError):
         return None
-    return document if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return None
+    cleaned, replaced = clean_json(document)
+    if replaced:
+        _tell_replaced(cleaned, replaced)
+    return dict(cleaned)
+
+
+def _tell_replaced(document: dict[str, Any], replaced: int) -> None:
+    """Add to what went wrong on the first rank that some texts of its entry were none."""
+    ranks = document.get("ranks", [document])
+    entry = next((one for one in ranks if isinstance(one, dict)), None) if isinstance(ranks, list) else None
+    if entry is not None and isinstance(entry.setdefault("notices", []), list):
+        said = f"texts of capture.json hold halves of surrogate pairs, which are replaced by U+FFFD: {replaced}"
+        entry["notices"].append({"slug": "replaced-text", "message": said})
 
 
 def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

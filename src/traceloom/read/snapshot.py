@@ -79,11 +79,12 @@ def read_snapshot(path: str | Path) -> Snapshot:
     Raises:
         InputError: as `traceloom.read.pickled.load`; `not-a-snapshot`, where the pickle holds something else.
     """
-    return snapshot_of(load(path), str(path))
+    document, replaced = load(path)
+    return snapshot_of(document, str(path), replaced)
 
 
-def snapshot_of(document: Any, path: str) -> Snapshot:
-    """The snapshot in the data of a pickle; see `read_snapshot`."""
+def snapshot_of(document: Any, path: str, replaced: int = 0) -> Snapshot:
+    """The snapshot in the data of a pickle, in which so many texts were replaced; see `read_snapshot`."""
     whole = {"segments": document} if isinstance(document, list) else document
     traces = whole.get("device_traces", []) if isinstance(whole, dict) else None
     segments = whole.get("segments", []) if isinstance(whole, dict) else None
@@ -103,6 +104,9 @@ def snapshot_of(document: Any, path: str) -> Snapshot:
     if reader.odd:
         said = f"{reader.odd} entries of the snapshot are not as they should be, and are left out"
         notices = (Notice("odd-snapshot-entries", "warning", said, count=reader.odd),)
+    if replaced:
+        said = f"{replaced} texts of the snapshot hold halves of surrogate pairs, which are replaced by U+FFFD"
+        notices += (Notice("replaced-text", "warning", said, count=replaced),)
     return Snapshot(
         path,
         pl.DataFrame(reader.entries, schema=ENTRIES, orient="col"),

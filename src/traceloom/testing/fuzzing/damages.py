@@ -19,7 +19,14 @@ _ODD: tuple[Any, ...] = (
     _LONG, "a\x1b[31m\nb", "../../etc/passwd", "/dev/zero", [], {}, [[]], [None], [{}], {"a": {}}, [3, "x", None],
     {"ranks": 5}, [[[[[[[[1]]]]]]]],
 )  # fmt: skip
-_NAMES = (b"rank\xff0.json", b"rank1.json\n.json", b"n" * 240 + b".json", "rank7 ∑.json".encode(), b"-o.json", b"rank9.json")
+_NAMES = (
+    b"rank\xff0.json",
+    b"rank1.json\n.json",
+    b"n" * 240 + b".json",
+    "rank7 ∑.json".encode(),
+    b"-o.json",
+    b"rank9.json",
+)
 
 
 def damage(source: Path, chance: random.Random) -> str:

@@ -26,7 +26,8 @@ MOST_SECONDS = 20
 LOST = "lost"  # a pseudo verb: are all whole entries there?
 _TRACE = {
     "report": ["report", "{in}"], "report --json": ["report", "{in}", "--json"],
-    "report -o html": ["report", "{in}", "-o", "{out}.html"], "report -o perfetto": ["report", "{in}", "-o", "{out}.perfetto.json.gz"],
+    "report -o html": ["report", "{in}", "-o", "{out}.html"],
+    "report -o perfetto": ["report", "{in}", "-o", "{out}.perfetto.json.gz"],
     "whatif": ["whatif", "{in}", "--set", "kernels * 0.5"], "memory": ["memory", "{in}"],
     "memory -o html": ["memory", "{in}", "-o", "{out}.html"], "diff": ["diff", "{good}", "{in}"],
     "diff -o md": ["diff", "{in}", "{good}", "-o", "{out}.md"],
@@ -36,12 +37,14 @@ _TRACE = {
 _CHAKRA = {
     "validate": ["validate", "{in}"], "validate --json": ["validate", "{in}", "--json", "--target", "astra-sim"],
     "show": ["show", "{in}"], "show -o html": ["show", "{in}", "-o", "{out}.html"],
-    "convert to graph": ["convert", "{in}", "{out}.graph"], "convert to perfetto": ["convert", "{in}", "{out}.perfetto.json.gz"],
+    "convert to graph": ["convert", "{in}", "{out}.graph"],
+    "convert to perfetto": ["convert", "{in}", "{out}.perfetto.json.gz"],
     "convert to et": ["convert", "{in}", "{out}"],
 }  # fmt: skip
 _MEMORY = {
     "memory": ["memory", "{in}"], "memory --json": ["memory", "{in}", "--json", "--by", "stack"],
-    "memory -o html": ["memory", "{in}", "-o", "{out}.html"], "memory -o csv": ["memory", "{in}", "-o", "{out}.csv", "--all"],
+    "memory -o html": ["memory", "{in}", "-o", "{out}.html"],
+    "memory -o csv": ["memory", "{in}", "-o", "{out}.csv", "--all"],
     "report": ["report", "{in}"],
 }  # fmt: skip
 _GRAPH = {name: words for name, words in _CHAKRA.items() if name.startswith(("show", "convert"))}
@@ -55,6 +58,7 @@ VERBS: dict[str, dict[str, list[str]]] = {
     "graph": {**_GRAPH, "report": ["report", "{in}"], "validate": ["validate", "{in}"]},
     "directory": _TRACE,
 }
+_NO_CACHE = {"validate", "show", "convert", "anonymize"}
 _FAULTS = re.compile(r"Traceback \(most recent|section-failed|a defect of Traceloom|internal-error|panicked at")
 
 
@@ -152,7 +156,7 @@ def _run(case: Case, source: Path, seeds: Path, home: Path) -> tuple[int, str]:
     words = VERBS[case.format][case.verb]
     argv = [re.sub(r"\{\w+\}", lambda match: places[match[0]], word) for word in words]
     with _captured() as (out, err):
-        code = main([*argv, "--debug", *([] if words[0] in {"validate", "show", "convert", "anonymize"} else ["--no-cache"])])
+        code = main([*argv, "--debug", *([] if words[0] in _NO_CACHE else ["--no-cache"])])
     return code, out.getvalue().decode("utf-8", "replace") + err.getvalue().decode("utf-8", "replace")
 
 
@@ -161,7 +165,8 @@ def _captured() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
     out, err = io.BytesIO(), io.BytesIO()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", write_through=True) for stream in (out, err)
+        io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", write_through=True)
+        for stream in (out, err)
     )
     try:
         yield out, err
@@ -170,7 +175,7 @@ def _captured() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
         sys.stdout, sys.stderr = before
         for stream in streams:
             stream.flush()
-            stream.detach()  # type: ignore[attr-defined]
+            stream.detach()
 
 
 def _fault(code: int, said: str, seconds: float, what: str) -> str:
