@@ -89,9 +89,9 @@ def find(paths: list[Path]) -> Sources:
 
 
 def _directory(folder: Path, found: Sources, seen: set[Path], depth: int) -> None:
-    document = read_capture(folder)
-    if document is not None:
-        _capture(folder, document, found, seen)
+    capture = read_capture(folder)
+    if capture is not None:
+        _capture(folder, capture[0], found, seen)
         return
     for path in sorted(folder.iterdir(), key=_natural):
         if path.name.startswith("."):

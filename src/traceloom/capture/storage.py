@@ -134,7 +134,9 @@ class Storage:
         if held is not None:
             plain = self._named(held.path, "kineto.json")
         else:
-            plain = self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
+            plain = (
+                self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
+            )
             self._export(plain, window.kineto.save)
         if not plain.exists():
             return

@@ -224,6 +224,7 @@ def _of_capture(found: Found, given: tuple[str, ...], window: Window) -> Inputs:
         )
     folder, document = next(iter(found.captures.items()))
     out = Inputs(str(folder) if len(given) > 1 else given[0])
+    out.notices.extend(found.notices.get(folder, []))
     entries = document.get("ranks")
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from msgspec import Struct, field
 
 from traceloom.errors import InputError
 from traceloom.files import note_input, read_small
-from traceloom.plain_text import clean_json
+from traceloom.model.notice import Notice
+from traceloom.read import capture_document
 
 _DEPTH = 4  # levels below a directory
 _ENDINGS = (".json", ".json.gz")
@@ -38,10 +38,11 @@ class Input(Struct, frozen=True):
 
 
 class Found(Struct):
-    """The inputs and the documents of captures, by directory."""
+    """The inputs and the documents of captures, by directory, with what was left out of each."""
 
     inputs: list[Input] = field(default_factory=list)
     captures: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    notices: dict[Path, list[Notice]] = field(default_factory=dict)
 
 
 def find(paths: tuple[str, ...]) -> Found:
@@ -78,8 +79,9 @@ def _add(found: Found, seen: set[Path], one: Input) -> None:
 
 
 def _directory(folder: Path, found: Found, seen: set[Path], depth: int) -> None:
-    document = read_capture(folder)
-    if document is not None:
+    capture = read_capture(folder)
+    if capture is not None:
+        document, found.notices[folder] = capture
         found.captures[folder] = document
         for name, entry in windows(document):
             path = folder / name
@@ -119,8 +121,11 @@ def _natural(path: Path) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def read_capture(folder: Path) -> dict[str, Any] | None:
+def read_capture(folder: Path) -> tuple[dict[str, Any], list[Notice]] | None:
     """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
+
+    Returns:
+        The document, in which values are of the types that they should be, and what was left out; None without either.
 
     Raises:
         InputError: `damaged-capture`: the file is there but is not what it should be.
@@ -128,17 +133,18 @@ def read_capture(folder: Path) -> dict[str, Any] | None:
     whole = folder / _CAPTURE
     if whole.is_file():
         note_input(whole)
-        document = _json(whole)
-        if document is None or document.get("format") != "traceloom-capture":
+        decoded = _decoded(whole)
+        if decoded is None or decoded[0].get("format") != capture_document.FORMAT:
             raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
         _note_all(folder)
-        return document
-    parts = [_json(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
-    ranks = [part for part in parts if part is not None and "rank" in part]
+        return decoded
+    parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
+    ranks = [part for part in parts if part is not None and "rank" in part[0]]
     if not ranks:
         return None
     _note_all(folder)
-    return {"format": "traceloom-capture", "version": 1, "ranks": ranks}
+    document = {"format": capture_document.FORMAT, "version": 1, "ranks": [entry for entry, _ in ranks]}
+    return document, [notice for _, notices in ranks for notice in notices]
 
 
 def _note_all(folder: Path) -> None:
@@ -148,26 +154,11 @@ def _note_all(folder: Path) -> None:
             note_input(path)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _decoded(path: Path) -> tuple[dict[str, Any], list[Notice]] | None:
     try:
-        document = json.loads(read_small(path, _MOST_CAPTURE).decode("utf-8", "replace"))
-    except (OSError, ValueError, RecursionError):
+        return capture_document.decode(read_small(path, _MOST_CAPTURE))
+    except OSError:
         return None
-    if not isinstance(document, dict):
-        return None
-    cleaned, replaced = clean_json(document)
-    if replaced:
-        _tell_replaced(cleaned, replaced)
-    return dict(cleaned)
-
-
-def _tell_replaced(document: dict[str, Any], replaced: int) -> None:
-    """Add to what went wrong on the first rank that some texts of its entry were none."""
-    ranks = document.get("ranks", [document])
-    entry = next((one for one in ranks if isinstance(one, dict)), None) if isinstance(ranks, list) else None
-    if entry is not None and isinstance(entry.setdefault("notices", []), list):
-        said = f"texts of capture.json hold halves of surrogate pairs, which are replaced by U+FFFD: {replaced}"
-        entry["notices"].append({"slug": "replaced-text", "message": said})
 
 
 def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -158,7 +158,9 @@ def _loaded(
 def _session(traces: list[Trace], name: str, found: Found, run: list[Input]) -> Session:
     ordered = sorted(traces, key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
     capture = next((found.captures[one.capture] for one in run if one.capture is not None), None)
-    return Session(tuple(ordered), name, capture, tuple(_overlaps(ordered)))
+    folders = dict.fromkeys(one.capture for one in run if one.capture is not None)
+    told = [notice for folder in folders for notice in found.notices.get(folder, [])]
+    return Session(tuple(ordered), name, capture, (*_overlaps(ordered), *told))
 
 
 def _overlaps(traces: list[Trace]) -> list[Notice]:

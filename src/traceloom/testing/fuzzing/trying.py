@@ -155,13 +155,14 @@ def _run(case: Case, source: Path, seeds: Path, home: Path) -> tuple[int, str]:
     places = {"{in}": str(source), "{out}": str(home / "out"), "{good}": str(_good(seeds))}
     words = VERBS[case.format][case.verb]
     argv = [re.sub(r"\{\w+\}", lambda match: places[match[0]], word) for word in words]
-    with _captured() as (out, err):
+    with captured() as (out, err):
         code = main([*argv, "--debug", *([] if words[0] in _NO_CACHE else ["--no-cache"])])
     return code, out.getvalue().decode("utf-8", "replace") + err.getvalue().decode("utf-8", "replace")
 
 
 @contextlib.contextmanager
-def _captured() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+def captured() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+    """What is printed inside, by streams as a terminal has them."""
     out, err = io.BytesIO(), io.BytesIO()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
