@@ -46,6 +46,7 @@ BLOCKS = pl.Schema(
 )
 _MOST_FRAMES = 512
 _LARGEST = 1 << 62
+_LATEST_US = _LARGEST // 1000
 _BETWEEN = " < "
 
 Frame = tuple[str, int, str]
@@ -122,6 +123,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.odd = 0
+        self._total = 0
         self.entries: list[list[Any]] = [[] for _ in ENTRIES]
         self.segments: list[tuple[Any, ...]] = []
         self.blocks: list[tuple[Any, ...]] = []
@@ -143,8 +145,9 @@ class _Reader:
                 continue
             action, size, time = entry.get("action"), entry.get("size", 0), entry.get("time_us")
             address = entry.get("device_free" if action == "oom" else "addr", 0)
-            good = _is_size(size) and _is_size(address) and (time is None or _is_size(time)) and action in _KNOWN
-            if not good:
+            known = type(action) is str and action in _KNOWN
+            timed = time is None or (_is_size(time) and time < _LATEST_US)
+            if not (known and timed and _is_size(address) and self._credible(size)):
                 self.odd += 1
                 continue
             devices.append(device)
@@ -162,7 +165,7 @@ class _Reader:
         address: Any
         device, address, size = segment.get("device", 0), segment.get("address"), segment.get("total_size")
         blocks = segment.get("blocks")
-        good = _is_size(address) and _is_size(size) and _is_size(device) and device < 1 << 31
+        good = _is_size(address) and self._credible(size) and _is_size(device) and device < 1 << 31
         if not good or not isinstance(blocks, list):
             self.odd += 1
             return
@@ -172,7 +175,7 @@ class _Reader:
         for block in blocks:
             whole: Any = block.get("size") if isinstance(block, dict) else None
             state = block.get("state") if isinstance(block, dict) else None
-            if not _is_size(whole) or not isinstance(state, str):
+            if not self._credible(whole) or not isinstance(state, str):
                 self.odd += 1
                 continue
             place = block.get("address", at)
@@ -187,6 +190,13 @@ class _Reader:
                 )
             )  # fmt: skip
             at += whole
+
+    def _credible(self, size: Any) -> bool:
+        """Whether it is a size, and all sizes together are one."""
+        if not _is_size(size) or self._total + size >= _LARGEST:
+            return False
+        self._total += size
+        return True
 
     def stack_of(self, frames: Any) -> int:
         """The number of a stack."""
@@ -211,7 +221,7 @@ class _Reader:
         told: Frame = ("", 0, "?")
         if isinstance(frame, dict):
             file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            told = (str(file or "")[:1000], line if isinstance(line, int) else 0, str(name or "?")[:1000])
+            told = (str(file or "")[:1000], line if isinstance(line, int) and _is_size(line) else 0, str(name or "?")[:1000])
         number = self._known.setdefault(told, len(self._frames))
         if number == len(self._frames):
             self._frames.append(told)
