@@ -91,6 +91,16 @@ def note_input(path: str | Path) -> None:
             _inputs.paths.add(os.path.realpath(path))
 
 
+def check_name(path: Path) -> None:
+    """Refuse a name that no file can have there, as one that is too long.
+
+    Raises:
+        OutputError: slug `cannot-write`.
+    """
+    with reported(path), suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        path.lstat()
+
+
 def check_no_input(path: Path) -> None:
     """Refuse to write over what is read: over a file, or over a directory with all that it holds.
 

@@ -7,11 +7,13 @@ Exit codes: 0 fine, 1 a defect of ours, 2 wrong usage, 3 an input was refused, 4
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
@@ -20,6 +22,7 @@ from traceloom.errors import MESSAGES, InputError, OutputError, TraceloomError, 
 from traceloom.leaving import INTERRUPTED
 
 NOBODY_READS = 141
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # Verb -> what it does. Its module is `traceloom.cli.VERB`.
 VERBS = {
@@ -174,6 +177,7 @@ def _dispatch(arguments: list[str]) -> int:
     with files.inputs_kept(_named(args, outputs=False)):
         written = [Path(path) for path in _named(args, outputs=True)]
         for number, path in enumerate(written):
+            files.check_name(path)
             files.check_no_input(path)
             if os.path.realpath(path) in map(os.path.realpath, written[:number]):
                 raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
@@ -195,14 +199,18 @@ def _of_system(error: OSError) -> TraceloomError:
     if error.filename is not None:
         where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
         return InputError(f"the file or directory cannot be used: {reason}", slug="unreadable", where=where)
+    printing = error.errno in _FULL
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
+        printing = True
+    if not printing:
+        return InputError(f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk")
+    with suppress(OSError, ValueError):
         # What is still buffered would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        said = f"standard output cannot be written: {reason}"
-        return OutputError(said, slug="cannot-write", hint="make room there, or write a file with -o")
-    return InputError(f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk")
+    said = f"standard output cannot be written: {reason}"
+    return OutputError(said, slug="cannot-write", hint="make room there, or write a file with -o")
 
 
 def _defect(error: Exception) -> TraceloomError:

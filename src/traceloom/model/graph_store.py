@@ -88,7 +88,7 @@ def _first_line(error: BaseException) -> str:
 def is_graph(path: Path) -> bool:
     """Whether a file is a saved graph, by its content."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with files.open_input(path) as handle, zipfile.ZipFile(handle) as archive:
             return _HEADER in archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False

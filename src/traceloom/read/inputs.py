@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _unreadable(path: Path, error: OSError | ValueError) -> InputError:
     reason = (getattr(error, "strerror", None) or str(error)).lower()
-    kind = "directory" if path.is_dir() else "file"
+    kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112  (which may fail as well)
     return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
 
 

@@ -221,7 +221,11 @@ class _Reader:
         told: Frame = ("", 0, "?")
         if isinstance(frame, dict):
             file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            told = (str(file or "")[:1000], line if isinstance(line, int) and _is_size(line) else 0, str(name or "?")[:1000])
+            told = (
+                str(file or "")[:1000],
+                line if isinstance(line, int) and _is_size(line) else 0,
+                str(name or "?")[:1000],
+            )
         number = self._known.setdefault(told, len(self._frames))
         if number == len(self._frames):
             self._frames.append(told)
@@ -230,6 +234,11 @@ class _Reader:
 
 
 _KNOWN = frozenset(ACTIONS)
+
+
+def _name(value: Any) -> str:
+    """A text of a frame; what is none is not spelled out, since it may be huge."""
+    return value[:1000] if isinstance(value, str) else ""
 
 
 def _is_size(value: Any) -> bool:
