@@ -38,6 +38,33 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def open_input(path: str | Path) -> BinaryIO:
+    """Open what the user gives for reading: a file or a pipe. A device has no end, or does something when it is read.
+
+    Raises:
+        OSError: It is a device, or cannot be read.
+    """
+    file = Path(path).open("rb")  # noqa: SIM115  (whoever asked for it closes it)
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a device")
+    return file
+
+
+def read_small(path: str | Path, most: int) -> bytes:
+    """The content of a file of the user's, if it is no larger than so many bytes.
+
+    Raises:
+        OSError: It is larger, a device, or cannot be read.
+    """
+    with open_input(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most // 10**6:,} MB")
+    return content
+
+
 @contextmanager
 def inputs_kept(named: Iterable[str | Path] = ()) -> Iterator[None]:
     """Write over nothing that is read, for what is done inside.
@@ -64,13 +91,23 @@ def note_input(path: str | Path) -> None:
             _inputs.paths.add(os.path.realpath(path))
 
 
+def check_name(path: Path) -> None:
+    """Refuse a name that no file can have there, as one that is too long.
+
+    Raises:
+        OutputError: slug `cannot-write`.
+    """
+    with reported(path), suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        path.lstat()
+
+
 def check_no_input(path: Path) -> None:
     """Refuse to write over what is read: over a file, or over a directory with all that it holds.
 
     Raises:
         UsageError: slug `wrong-usage`.
     """
-    if _inputs is None or not path.exists():
+    if _inputs is None or not _kind(path):
         return
     real = os.path.realpath(path)
     said = ""

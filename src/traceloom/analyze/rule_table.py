@@ -10,6 +10,9 @@ from typing import Any
 import polars as pl
 
 from traceloom.errors import InputError, UsageError
+from traceloom.files import read_small
+
+_MOST_BYTES = 1 << 26
 
 
 def built_in(name: str) -> list[Any]:
@@ -25,8 +28,8 @@ def read(path: str | Path) -> list[Any]:
         InputError: slug `kernel-rules-unreadable`: the file is no JSON list.
     """
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        rows = json.loads(read_small(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
         ) from error

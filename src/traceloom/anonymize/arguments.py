@@ -215,6 +215,8 @@ def decoded(raw: bytes) -> Any:
     """The value of some JSON; None where it cannot be read."""
     try:
         return msgspec.json.decode(raw)
+    except UnicodeDecodeError:
+        return decoded(raw.decode("utf-8", "replace").encode())
     except (msgspec.DecodeError, RecursionError):
         return None
 

@@ -22,9 +22,11 @@ from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.structure import Fused, borders, fused_events, microseconds
 from traceloom.anonymize.writing import joined, opened
 from traceloom.model import category as cat
+from traceloom.plain_text import encoded
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document, Slice
-from traceloom.read.repair import MALFORMED, mended
+from traceloom.read.repair import mended
+from traceloom.read.resync import MALFORMED
 from traceloom.read.source import open_input, text_pieces
 from traceloom.read.times import from_text
 
@@ -226,7 +228,7 @@ class Rewriter:
             return plan.names[raw]
         value = decoded(raw)
         text = value if isinstance(value, str) else "" if value is None else raw.decode("utf-8", "replace")
-        made: bytes | None = json.dumps(plan.name(text), ensure_ascii=False).encode()
+        made: bytes | None = encoded(json.dumps(plan.name(text), ensure_ascii=False))
         if COMMUNICATION.match(text):
             plan.talking.add(raw)
         elif plan.some and not (STEP.fullmatch(text) or LOADING.match(text) or text in self._place.steps):
@@ -295,7 +297,7 @@ class Rewriter:
             self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
         where = self._where(entry, device=None)
         return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
-            kind.encode(), where, key.encode(), json.dumps(shown, ensure_ascii=False).encode()
+            encoded(kind), where, encoded(key), encoded(json.dumps(shown, ensure_ascii=False))
         )  # fmt: skip
 
     def _flow(self, entry: dict[str, msgspec.Raw], phase: bytes, start: int) -> bytes | None:
@@ -397,7 +399,7 @@ def write_kineto(place: Place, rules: Rules, account: Account, target: Path, *, 
             first = False
         out.write(b"\n]}\n")
     metadata = Metadata(rules.names, rules.policy, account).rewrite(rewriter.metadata, unix=unix)
-    text = json.dumps(metadata, ensure_ascii=False).encode()[:-1] + b',"traceEvents":[\n'
+    text = encoded(json.dumps(metadata, ensure_ascii=False))[:-1] + b',"traceEvents":[\n'
     account.scan(text)
     with opened(head) as out:
         out.write(text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
+from traceloom.files import read_small
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,6 +22,7 @@ else:  # pragma: no cover - the tests run on newer ones
 KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = "keep", "pseudonym", "bucket", "drop", "category", "zero"
 COLLAPSE = "collapse"
 FORMAT = "traceloom-anonymize-policy"
+_MOST_BYTES = 1 << 24
 
 # Field -> what it may be; the first is the default.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -89,8 +91,8 @@ def read_policy(path: Path | None) -> Policy:
     if path is None:
         return Policy()
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        document = tomllib.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
         raise InputError(f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)) from error
     return _policy(document, str(path))

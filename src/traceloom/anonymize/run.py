@@ -28,6 +28,7 @@ from traceloom.anonymize.utility import Measure, Part, compare, measure, measure
 from traceloom.anonymize.writing import Staging
 from traceloom.errors import InputError
 from traceloom.model import Trace
+from traceloom.plain_text import encoded
 from traceloom.read import read_kineto
 
 Say = Callable[[str], None]
@@ -330,7 +331,7 @@ def _anonymize(
 
 
 def _private(path: Path, document: dict[str, Any], *, force: bool) -> None:
-    text = json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+    text = encoded(json.dumps(document, indent=1, ensure_ascii=False)) + b"\n"
     files.write(path, lambda handle: handle.write(text), force=force, private=True)
 
 

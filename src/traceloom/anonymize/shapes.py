@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from traceloom.anonymize.policy import BUCKET, DROP, KEEP, Policy
+from traceloom.read.resync import MALFORMED
 
 _TOP_BITS = 5  # of running totals: within 3 %
 _MOST_KNOWN = 50_000  # lists of shapes that are remembered
@@ -107,7 +108,7 @@ class Shapes:
             self._known.clear()
         try:
             value = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError):
+        except MALFORMED:
             made = None
         else:
             made = make(value)
@@ -126,7 +127,7 @@ class Shapes:
             return msgspec.json.encode(value)
         try:
             shape = msgspec.json.decode(dims)
-        except msgspec.DecodeError:
+        except MALFORMED:
             return None
         return msgspec.json.encode(_restrided(value, shape)) if _whole(shape) else None
 
@@ -143,7 +144,7 @@ class Shapes:
         if text:
             try:
                 value = msgspec.json.decode(value)
-            except msgspec.DecodeError:
+            except MALFORMED:
                 return None
         if not _whole(value):
             return None

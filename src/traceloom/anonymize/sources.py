@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
+from traceloom.files import read_small
 from traceloom.read.damage import Damage
 from traceloom.read.inputs import read_capture
 from traceloom.read.source import open_input, text_pieces
 
 KINETO, HOST, CHAKRA, CAPTURE, GROUPS = "kineto", "host", "et", "capture", "groups"
 _DEPTH = 4
+_MOST_BYTES = 1 << 28
 _HEAD = 1 << 16
 _HOST_KEYS = re.compile(rb'"(?:nodes|schema)"\s*:')
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE)
@@ -87,9 +89,9 @@ def find(paths: list[Path]) -> Sources:
 
 
 def _directory(folder: Path, found: Sources, seen: set[Path], depth: int) -> None:
-    document = read_capture(folder)
-    if document is not None:
-        _capture(folder, document, found, seen)
+    capture = read_capture(folder)
+    if capture is not None:
+        _capture(folder, capture[0], found, seen)
         return
     for path in sorted(folder.iterdir(), key=_natural):
         if path.name.startswith("."):
@@ -178,7 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: slug `unreadable`: it is none.
     """
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_small(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("the file is no JSON object", slug="unreadable", where=str(path)) from error
     if not isinstance(document, dict):

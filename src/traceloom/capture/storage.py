@@ -107,12 +107,12 @@ class Storage:
 
     def host_trace_path(self) -> Path:
         """Where PyTorch's observer writes during the graph step."""
-        return self._places.choose(_expected_bytes(0)) / f"{self.stem()}.host.json"
+        return self._places.for_torch(_expected_bytes(0)) / f"{self.stem()}.host.json"
 
     def hold(self, window: Window) -> Held | None:
         """Export what was recorded, without a name in the capture yet; None where it could not be written at all."""
         notes = self.directory / writing.NOTES
-        place = self._places.choose(_expected_bytes(window.end_ns - window.start_ns))
+        place = self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns))
         if place == self.directory:
             with contextlib.suppress(OSError):
                 notes.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,9 @@ class Storage:
         if held is not None:
             plain = self._named(held.path, "kineto.json")
         else:
-            plain = self._places.choose(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
+            plain = (
+                self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns)) / f"{self.stem()}.kineto.json"
+            )
             self._export(plain, window.kineto.save)
         if not plain.exists():
             return

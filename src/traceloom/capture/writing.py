@@ -77,6 +77,10 @@ class Places:
         self.directory = directory
         self._refuge: Path | None = None
 
+    def for_torch(self, expected_bytes: int) -> Path:
+        """As `choose`, for a file that PyTorch writes: it takes no path that is not UTF-8."""
+        return self.choose(expected_bytes) if _is_text(self.directory) else self.refuge()
+
     def choose(self, expected_bytes: int) -> Path:
         """A directory for a file of about this size before compression.
 
@@ -128,6 +132,14 @@ class Places:
         if self._refuge is not None:
             with contextlib.suppress(OSError):
                 self._refuge.rmdir()
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _free_elsewhere() -> int:

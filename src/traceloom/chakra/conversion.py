@@ -21,6 +21,7 @@ from traceloom.chakra.graph import (
     write_rank,
 )
 from traceloom.chakra.graph_out import Outgoing
+from traceloom.chakra.group_file import MOST_GROUP_BYTES
 from traceloom.chakra.isolation import Side, isolate, metadata_of_side, remaining, shape
 from traceloom.chakra.json_stream import JsonReader
 from traceloom.chakra.schema import GlobalMetadata, Node
@@ -151,7 +152,7 @@ class Source:
         if not self.path.is_dir():
             return None
         found = next((self.path / name for name in _GROUP_FILES if (self.path / name).is_file()), None)
-        return found.read_bytes() if found else None
+        return files.read_small(found, MOST_GROUP_BYTES) if found else None
 
     def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
         """Write the only rank as one file; returns its size in bytes.

@@ -24,6 +24,7 @@ from traceloom.chakra.stream import EtReader, EtWriter, write_with
 from traceloom.errors import InputError, InvariantError, UsageError
 from traceloom.model.concatenation import concatenated
 from traceloom.model.graph import STAGES, Graph, Stage
+from traceloom.plain_text import encoded
 
 GROUPS_FILE = "comm_groups.json"
 FILES_OF_RANKS = ("workload.*.et", "workload.*.et.gz", GROUPS_FILE)
@@ -134,7 +135,7 @@ def groups(graph: Graph) -> dict[str, list[int]]:
 
 def group_file(graph: Graph) -> bytes:
     """The group file: `groups` as JSON."""
-    return json.dumps(groups(graph), indent=1, ensure_ascii=False).encode()
+    return encoded(json.dumps(groups(graph), indent=1, ensure_ascii=False))
 
 
 def from_messages(

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
+from traceloom.files import read_small
 
 GROUP_FILES = ("comm_groups.json", "comm_group.json")
-_MOST_GROUP_BYTES = 1 << 28
+MOST_GROUP_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,13 @@ def read_groups(path: Path) -> Groups:
         InputError: `not-a-group-file`: it cannot be read at all.
     """
     try:
-        if path.stat().st_size > _MOST_GROUP_BYTES:
-            raise InputError("the group file is larger than 256 MiB", slug="not-a-group-file", where=str(path))
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = json.loads(read_small(path, MOST_GROUP_BYTES))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(
+            f"the group file cannot be read: {reason}", slug="not-a-group-file", where=str(path)
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"no group file: {error}", slug="not-a-group-file", where=str(path)) from error
     if not isinstance(document, dict):
         raise InputError("a group file is a JSON object", slug="not-a-group-file", where=str(path))

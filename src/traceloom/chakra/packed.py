@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from isal import igzip, isal_zlib
 from isal.igzip_lib import IsalError
 
+from traceloom import files
 from traceloom.errors import InputError
 
 PIECE = 1 << 22  # bytes that are looked at together; less makes decoding in columns slower
@@ -127,7 +128,7 @@ def open_file(path: Path) -> BinaryIO:
         InputError: `unreadable` (missing, forbidden, a directory).
     """
     try:
-        return path.open("rb")
+        return files.open_input(path)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=str(path)) from error

@@ -127,8 +127,14 @@ def _put(out: Bytes, place: Ints, data: Bytes, sizes: Ints) -> None:
         _runs(out, most)[place] = np.ascontiguousarray(data).view(f"V{most}")
         return
     begin = np.cumsum(sizes) - sizes
-    used = np.flatnonzero(counts := np.bincount(sizes)) if most < _MOST_SIZE else begin
-    if len(data) < _LONG * len(sizes) or len(used) > _MOST_SIZES:  # an index per byte
+    short = len(data) < _LONG * len(sizes)
+    if most >= _MOST_SIZE and not short:
+        for at, start, size in zip(place.tolist(), begin.tolist(), sizes.tolist(), strict=True):
+            out[at : at + size] = data[start : start + size]
+        return
+    counts = np.bincount(sizes, minlength=1) if not short else begin
+    used = np.flatnonzero(counts)
+    if short or len(used) > _MOST_SIZES:  # an index per byte
         out[np.repeat(place - begin, sizes) + np.arange(len(data))] = data
         return
     order = np.argsort(sizes.astype(np.uint16), kind="stable")

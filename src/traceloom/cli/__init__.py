@@ -7,20 +7,23 @@ Exit codes: 0 fine, 1 a defect of ours, 2 wrong usage, 3 an input was refused, 4
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
-from traceloom.errors import MESSAGES, TraceloomError, UsageError
+from traceloom.errors import MESSAGES, InputError, OutputError, TraceloomError, UsageError
 from traceloom.harmless import harmless
 from traceloom.leaving import INTERRUPTED
 
 NOBODY_READS = 141
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # Verb -> what it does. Its module is `traceloom.cli.VERB`.
 VERBS = {
@@ -133,6 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
+    except OSError as error:
+        _tell(_of_system(error), debug=debug, cause=error)
+        return OutputError.exit_code
     except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
         _tell(_defect(error), debug=debug, cause=error)
         return 1
@@ -172,6 +178,7 @@ def _dispatch(arguments: list[str]) -> int:
     with files.inputs_kept(_named(args, outputs=False)):
         written = [Path(path) for path in _named(args, outputs=True)]
         for number, path in enumerate(written):
+            files.check_name(path)
             files.check_no_input(path)
             if os.path.realpath(path) in map(os.path.realpath, written[:number]):
                 raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
@@ -185,6 +192,26 @@ def _named(args: argparse.Namespace, *, outputs: bool) -> Iterator[str | Path]:
             for word in value if isinstance(value, list) else [value]:
                 if isinstance(word, (str, Path)):
                     yield word
+
+
+def _of_system(error: OSError) -> TraceloomError:
+    """What the system refuses: to read a file, a directory or a disk, or to take what is printed."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is not None:
+        where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+        return InputError(f"the file or directory cannot be used: {reason}", slug="unreadable", where=where)
+    printing = error.errno in _FULL
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        printing = True
+    if not printing:
+        return InputError(f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk")
+    with suppress(OSError, ValueError):
+        # What is still buffered would fail once more when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    said = f"standard output cannot be written: {reason}"
+    return OutputError(said, slug="cannot-write", hint="make room there, or write a file with -o")
 
 
 def _defect(error: Exception) -> TraceloomError:

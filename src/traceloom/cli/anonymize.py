@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(outcome.report), indent=1) + b"\n")
+        from traceloom.plain_text import json_line
+
+        sys.stdout.buffer.write(msgspec.json.format(json_line(outcome.report), indent=1) + b"\n")
     elif not args.quiet:
         for line in _lines(outcome):
             print(line)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from traceloom.cli.options import add_reading
 from traceloom.errors import CheckError, UsageError
+from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.analyze.gate import Condition
@@ -136,14 +137,14 @@ def html(document: Document, handle: BinaryIO) -> None:
     """The verdict as a page."""
     from traceloom.report.verdict import page
 
-    handle.write(page.render(document).encode("utf-8"))
+    handle.write(encoded(page.render(document)))
 
 
 def markdown(document: Document, handle: BinaryIO) -> None:
     """The verdict for a pull request."""
     from traceloom.report.verdict import markdown as written
 
-    handle.write(written.render(document).encode("utf-8"))
+    handle.write(encoded(written.render(document)))
 
 
 def json(document: Document, handle: BinaryIO) -> None:

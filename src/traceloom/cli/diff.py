@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from traceloom.cli import checking, closing
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError, UsageError
+from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.analyze.gate import Condition, RunSummary
@@ -152,13 +153,13 @@ def _usual(runs: list[RunSummary]) -> int:
 def _html(document: dict[str, Any], handle: BinaryIO) -> None:
     from traceloom.report.comparison import page
 
-    handle.write(page.render(document).encode("utf-8"))
+    handle.write(encoded(page.render(document)))
 
 
 def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
     from traceloom.report.comparison import markdown
 
-    handle.write(markdown.render(document).encode("utf-8"))
+    handle.write(encoded(markdown.render(document)))
 
 
 _FORMATS: dict[str, checking.Writer] = {".html": _html, ".htm": _html, ".md": _markdown, ".json": checking.json}

@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(generated.to_dict()), indent=1) + b"\n")
+        from traceloom.plain_text import json_line
+
+        sys.stdout.buffer.write(msgspec.json.format(json_line(generated.to_dict()), indent=1) + b"\n")
     elif not args.quiet:
         for name, value in generated.totals.items():
             print(f"{name:>18}  {_shown(value)}")

@@ -15,6 +15,7 @@ from traceloom.cli import closing
 from traceloom.cli.options import add_reading, ranks
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
+from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.report.memory import MemoryOptions
@@ -129,7 +130,7 @@ def _csv(sources: Sources, options: MemoryOptions, handle: BinaryIO, *, whole: b
 def _html(document: dict[str, Any], handle: BinaryIO) -> None:
     from traceloom.report.memory.page import render
 
-    handle.write(render(document).encode())
+    handle.write(encoded(render(document)))
 
 
 def _json(document: dict[str, Any], handle: BinaryIO) -> None:

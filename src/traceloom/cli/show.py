@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, UsageError
+from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.report.workload.network import Network
@@ -160,7 +161,7 @@ def _draw(args: argparse.Namespace, network: Network, row: int | None) -> int:
     from traceloom.report.workload.summary import summarise
 
     picture = collapsed(network) if row is None else neighbourhood(network, row, args.depth)
-    page = render(picture, summarise(network)).encode()
+    page = encoded(render(picture, summarise(network)))
 
     def fill(handle: Any) -> None:
         handle.write(page)

@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(verdict.to_dict()), indent=1) + b"\n")
+        from traceloom.plain_text import json_line
+
+        sys.stdout.buffer.write(msgspec.json.format(json_line(verdict.to_dict()), indent=1) + b"\n")
     else:
         for line in _lines(verdict, quiet=args.quiet):
             print(_spelled(line))

@@ -15,6 +15,7 @@ from traceloom.cli import closing
 from traceloom.cli.options import add_reading
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
+from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
     from traceloom.model import Graph
@@ -140,14 +141,14 @@ def _json(document: dict[str, Any], handle: BinaryIO) -> None:
 def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
     from traceloom.report import whatif_files
 
-    handle.write(whatif_files.markdown(document).encode())
+    handle.write(encoded(whatif_files.markdown(document)))
 
 
 def _page(asked: _Asked, handle: BinaryIO) -> None:
     from traceloom.report import before_after
 
     view = before_after.build(asked.graph, asked.scenario(), asked.found)
-    handle.write(before_after.render(asked.document, view).encode())
+    handle.write(encoded(before_after.render(asked.document, view)))
 
 
 def _perfetto(asked: _Asked, handle: BinaryIO, *, packed: bool) -> None:

@@ -224,6 +224,7 @@ def _of_capture(found: Found, given: tuple[str, ...], window: Window) -> Inputs:
         )
     folder, document = next(iter(found.captures.items()))
     out = Inputs(str(folder) if len(given) > 1 else given[0])
+    out.notices.extend(found.notices.get(folder, []))
     entries = _dicts(document.get("ranks"))
     _check_job(folder, document)
     for entry in entries:

@@ -32,6 +32,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.plain_text import clean
 from traceloom.read.order import nullable
 
 Ints = NDArray[np.int64]
@@ -170,8 +171,8 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
                 "rank": meta.rank or 0,
                 "host": meta.host,
                 "process": meta.process,
-                "device_trace": meta.path,
-                "host_trace": None if matching is None else matching.host.path,
+                "device_trace": clean(meta.path),
+                "host_trace": None if matching is None else clean(matching.host.path),
                 "window_start_ns": int(nodes["start_ns"][0]),
                 "window_end_ns": int(times.max()),
                 "clock_offset_ns": 0,
@@ -197,7 +198,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
         ranks=ranks,
         coverage=coverage,
         host_ops=host_ops,
-        name=meta.path,
+        name=clean(meta.path),
         epoch_ns=trace.start_ns,
         world_size=meta.world_size,
         notices=notices,

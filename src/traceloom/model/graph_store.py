@@ -61,7 +61,7 @@ def load(path: str | Path) -> Graph:
     """
     place = str(path)
     try:
-        handle = Path(path).open("rb")  # noqa: SIM115  (closed below; what fails later is damage)
+        handle = files.open_input(path)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=place) from error
@@ -88,7 +88,7 @@ def _first_line(error: BaseException) -> str:
 def is_graph(path: Path) -> bool:
     """Whether a file is a saved graph, by its content."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with files.open_input(path) as handle, zipfile.ZipFile(handle) as archive:
             return _HEADER in archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False

@@ -17,6 +17,7 @@ from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
 from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW, all_arguments
 from traceloom.read.ondisk import SCRATCH, pieces
+from traceloom.read.resync import MALFORMED
 from traceloom.read.spill import Spill
 from traceloom.read.times import from_doubles, from_text
 
@@ -45,6 +46,7 @@ _SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
 _KERNEL_CODE = _CODE[cat.KERNEL]
 
 _JOINED = 64  # arrays of slices made one
+_LIST = (b"[", b'"[')  # some writers put lists in quotes
 _MOST_LISTS = 20_000  # combinations of lists that are remembered
 
 COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
@@ -75,17 +77,25 @@ class Interner(dict[Any, int]):
 
 
 class _Lists(dict[bytes, int]):
-    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four texts of each."""
+    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four texts of each.
+
+    Attributes:
+        odd: Which combinations hold what is no list; it is absent. None where there is none.
+    """
 
     def __init__(self, texts: Interner) -> None:
         self._texts = texts
         self._parts = np.zeros((4, 1024), dtype=np.int32)
+        self.odd: Array | None = None
 
     def __missing__(self, key: bytes) -> int:
         number = self[key] = len(self)
         if number == self._parts.shape[1]:
             self._parts = np.concatenate([self._parts, np.zeros_like(self._parts)], axis=1)
-        self._parts[:, number] = [self._texts[part] if part else -1 for part in key.split(b"\0")]
+        parts = key.split(b"\0")
+        self._parts[:, number] = [self._texts[part] if part.startswith(_LIST) else -1 for part in parts]
+        if any(part and part != b"null" and not part.startswith(_LIST) for part in parts):
+            self.odd = np.append(np.zeros(0, np.int64) if self.odd is None else self.odd, number)
         return number
 
     def parts(self, numbers: Array) -> Array:
@@ -272,10 +282,13 @@ class Columns:
         known = self._lists
         if len(known) > _MOST_LISTS:
             known.clear()
+            known.odd = None
         keys = [
             b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete)) for a in args
         ]
         rows = np.fromiter(map(known.__getitem__, keys), dtype=np.int32, count=len(keys))
+        if known.odd is not None and (count := int(np.isin(rows, known.odd).sum())):
+            self._damage.note("odd-values", count=count)
         codes = known.parts(rows)
         return {name: codes[at] for at, name in enumerate(_LISTS)}
 
@@ -494,7 +507,7 @@ class Columns:
             begin = int(part.offsets[row]) - part.base
             try:
                 args = msgspec.json.decode(part.text[begin : begin + int(part.lengths[row])])["args"]
-            except (msgspec.DecodeError, KeyError, TypeError):
+            except (*MALFORMED, KeyError, TypeError):
                 continue
             for key, value in args.items() if isinstance(args, dict) else ():
                 if isinstance(value, (int, float)) and timed[at]:

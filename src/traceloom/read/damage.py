@@ -41,6 +41,14 @@ _KINDS = (
         severity="warning",
         words="values of an unexpected type, left empty where they are no numbers: in {n} {event}",
     ),
+    _Kind(
+        slug="replaced-text",
+        severity="warning",
+        words="text beside `{list}` that is none (halves of surrogate pairs), replaced by U+FFFD: in {n} {place}",
+    ),
+    _Kind(
+        slug="stray-text", severity="warning", words="text between the entries of `{list}`, left out: in {n} {place}"
+    ),
     _Kind(slug="damaged-metadata", severity="warning", words="malformed beside `{list}` and left out: {n} {place}"),
     _Kind(
         slug="duplicate-key",

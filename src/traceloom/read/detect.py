@@ -64,12 +64,17 @@ def refuse_start(text: bytes, path: str, wanted: str = "Kineto trace") -> None:
     if _GRAPH.match(text):
         hint = "in Python, traceloom.Graph.load reads it; in a shell, traceloom show, whatif and convert do"
         _refuse("a saved graph", path, hint, wanted=wanted)
+    if words := kind_of(text):
+        _refuse(words, path, wanted=wanted)
+    _refuse("no JSON object or list", path)
+
+
+def kind_of(text: bytes) -> str:
+    """What a file is that is no JSON, in words; empty where its first bytes do not tell."""
     for magic, words in _MAGIC:
         if text.startswith(magic):
-            _refuse(words, path, wanted=wanted)
-    if _CHAKRA.search(text[:64]):
-        _refuse("a Chakra execution trace (protobuf)", path, wanted=wanted)
-    _refuse("no JSON object or list", path)
+            return words
+    return "a Chakra execution trace (protobuf)" if _CHAKRA.search(text[:64]) else ""
 
 
 def refuse_list(text: bytes, path: str) -> None:

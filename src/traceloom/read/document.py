@@ -13,11 +13,13 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
+from traceloom.plain_text import clean_json
 from traceloom.read.damage import Damage
-from traceloom.read.detect import refuse_by_keys, refuse_list, refuse_start
+from traceloom.read.detect import kind_of, refuse_by_keys, refuse_list, refuse_start
 from traceloom.read.fields import EXACT, FAST, decode_loosely
 from traceloom.read.places import Braces, places
-from traceloom.read.repair import BETWEEN, MALFORMED, byte_of, recover, whole_events
+from traceloom.read.repair import BETWEEN, EVENTS, recover, whole_events
+from traceloom.read.resync import MALFORMED, Walk, byte_of
 from traceloom.read.source import Look
 from traceloom.read.text_window import TextWindow
 from traceloom.read.times import needs_text
@@ -30,6 +32,8 @@ _BOUNDARY = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|i
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 _SALVAGE = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*(?=[\[{"\d-])')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_EVENT_FIRST = re.compile(rb'\s*\{\s*"ph"\s*:')
+_FIRST_OF_LIST = re.compile(rb'\[?(?=\s*\{\s*"ph"\s*:)')
 _SCANNER = json.JSONDecoder(strict=False)
 
 
@@ -105,6 +109,7 @@ class Document(TextWindow):
         self._damage = damage
         self._path = path
         self._exact: bool | None = None
+        self._alone = False  # nothing stands around the list
 
     def slices(self) -> Generator[Slice, None, None]:
         """All entries of `traceEvents`, a slice at a time.
@@ -113,21 +118,47 @@ class Document(TextWindow):
             InputError: The file is something else, or holds nothing of a trace.
         """
         self._fill(1)
-        refuse_start(self._text, self._path)
-        start = self._text.lstrip()[:1]
+        whole = self._begins_well()
+        self._alone = self._text.lstrip()[:1] == b"["
         if self._begin:
-            yield from self._rest(alone=start == b"[")
+            yield from self._rest(alone=self._alone)
             return
-        self._skip(len(self._text) - len(self._text.lstrip()) + 1)
-        if start == b"[":
-            self._fill(4096)
-            refuse_list(self._text, self._path)
+        if whole:
+            self._skip(len(self._text) - len(self._text.lstrip()) + 1)
+        if whole and self._alone:
             self.found_events = True
             yield from self._entries()
         else:
             yield from self._top()
         if not self.found_events:
             refuse_by_keys(self.metadata, self._path, done=True)
+
+    def _begins_well(self) -> bool:
+        """Whether the text begins as traces do; where it does not, what follows may be a trace all the same.
+
+        Raises:
+            InputError: It is something else.
+        """
+        try:
+            refuse_start(self._text, self._path)
+            if self._text.lstrip()[:1] == b"[":
+                self._fill(4096)
+                refuse_list(self._text.lstrip()[1:], self._path)
+                return True
+        except InputError:
+            self._fill(SLICE)
+            if not self._text.strip() or kind_of(self._text) or not self._holds_events():
+                raise
+        else:
+            if not _EVENT_FIRST.match(self._text):
+                return True
+        if not self._begin:
+            self._damage.note("damaged-metadata", "byte 0 of the text")
+        return False
+
+    def _holds_events(self) -> bool:
+        """Whether the list of events begins in the text at hand, or an event stands in it."""
+        return bool(_EVENTS.search(self._text)) or Walk(self._text, EVENTS).next_entry(0) is not None
 
     # -- parts ------------------------------------------------------------------------------------------------
 
@@ -191,6 +222,12 @@ class Document(TextWindow):
                 self._skip(match.end() + 1)
                 yield from self._entries()
                 continue
+            if not self.found_events and (first := _FIRST_OF_LIST.match(self._text, match.end())):
+                self._damage.note("damaged-metadata", f"byte {self._base} of the text")  # its key or bracket is damaged
+                self.found_events = True
+                self._skip(first.end())
+                yield from self._entries()
+                continue
             if not self.found_events:
                 refuse_by_keys({**self.metadata, key: None}, self._path, done=False)
             if not self._value(key, match.end()) and not self._salvage():
@@ -203,7 +240,8 @@ class Document(TextWindow):
             if self._base:
                 self._damage.note("cut-file", f"byte {self.size} of the text", 0)
             return True
-        if rest.startswith(b"}"):
+        more = self._resumes() or not (self.found_events or self._start_of_events() is None)
+        if rest.startswith(b"}") and not more:
             if rest[1:].strip(b" \t\r\n\0"):
                 self._damage.note("text-after-end", f"byte {self._base + len(self._text) - len(rest) + 1} of the text")
             return True
@@ -211,12 +249,18 @@ class Document(TextWindow):
 
     def _astray(self) -> Generator[Slice, None, bool]:
         """No key where one should stand: events after a stray bracket, or damage to skip; False at the end."""
-        if self.found_events and BETWEEN.match(b"}," + self._text.lstrip(b" \t\r\n,]}")):
+        if self._resumes():
             self._damage.note("damaged-metadata", f"byte {self._base} of the text")
-            self._skip(len(self._text) - len(self._text.lstrip(b" \t\r\n,]}")))
+            self._skip(len(self._text) - len(self._text.lstrip(b" \t\r\n,[]}\0")))
+            self.found_events = True
             yield from self._entries()
             return True
         return self._salvage()
+
+    def _resumes(self) -> bool:
+        """Whether an event stands where a key should, or behind brackets."""
+        behind = self._text.lstrip(b" \t\r\n,[]}\0")
+        return behind[:1] == b"{" and Walk(behind, EVENTS).resumes(0)
 
     def _value(self, key: str, start: int) -> bool:
         """Read one entry; False where it is malformed."""
@@ -238,6 +282,8 @@ class Document(TextWindow):
                     where=self._path,
                 )
             self._fill(len(self._text) * 2)
+        if not self.found_events and _EVENTS.search(self._text, start, end):
+            return False  # a bracket is missing, so that it has swallowed them
         value = json.loads(self._text[start:end].decode("utf-8", "replace"), strict=False)
         keep(self.metadata, key, value, self._damage)
         self._skip(end)
@@ -245,25 +291,33 @@ class Document(TextWindow):
 
     def _salvage(self) -> bool:
         """Jump over malformed metadata to `traceEvents`; keep entries on the way that can be read."""
-        while (match := _EVENTS.search(self._text)) is None and not self._ended:
+        while (end := self._start_of_events()) is None and not self._ended:
             if len(self._text) > _MOST_VALUE:
                 break
             self._fill(len(self._text) * 2)
-        end = match.start() if match else len(self._text)
-        region = self._text[:end]
-        if self.found_events and match is None and not region.rstrip().endswith((b"}", b"]")):
+        region = self._text if end is None else self._text[:end]
+        if self.found_events and end is None and not region.rstrip().endswith((b"}", b"]")):
             self._damage.note("cut-file", f"byte {self.size} of the text", 0)
         self._damage.note("damaged-metadata", f"byte {self._base} of the text")
+        walk = Walk(region, EVENTS)
         at = 0
         while found := _SALVAGE.search(region, at):
-            try:
-                value, at = _SCANNER.raw_decode(region.decode("latin-1"), found.end())
-            except (ValueError, RecursionError):
-                at = found.end()
+            value = walk.value(found.end())
+            if value is None:
+                at = max(found.end(), walk.after_failure(found.start()))
                 continue
-            self.metadata.setdefault(found.group(1).decode("utf-8", "replace"), value)
-        self._skip(end)
-        return match is not None
+            at = value[1]
+            text = region[found.end() : at].decode("utf-8", "replace")
+            key = found.group(1).decode("utf-8", "replace")
+            if key not in self.metadata:
+                keep(self.metadata, key, json.loads(text, strict=False), self._damage)
+        self._skip(len(region))
+        return end is not None
+
+    def _start_of_events(self) -> int | None:
+        """Where the key of the events stands in the text at hand, or else the first event."""
+        match = _EVENTS.search(self._text)
+        return match.start() if match else Walk(self._text, EVENTS).next_entry(0)
 
     # -- the events -------------------------------------------------------------------------------------------
 
@@ -368,11 +422,9 @@ class Document(TextWindow):
             bracket = text.rfind(b"]", 0, byte - 1)
             if bracket >= 0:
                 return self._decode_end(text[:bracket])
-        cut = whole_events(text)
-        if cut is None and not last and _is_cut(error):
-            return self._slice([], b"", exact=True), 0, False
+        cut = None if last else whole_events(text)
         if cut:
-            # The text was cut inside an event, by us or by its end; nothing else may be wrong with it.
+            # The text was cut inside an event, by us; nothing else may be wrong with it.
             try:
                 entries, odd = decode_loosely(b"[" + text[:cut] + b"]")
             except MALFORMED:
@@ -380,16 +432,11 @@ class Document(TextWindow):
             else:
                 if odd:
                     self._damage.note("odd-values", f"byte {self._base} of the text", odd)
-                if last:
-                    self._damage.note("cut-file", f"byte {self._base + cut} of the text")
-                return self._slice(entries, text[:cut], exact=True), len(text) if last else cut, last
-        end = _end_of_list(text) if last else None
-        body = text if end is None else text[:end]
-        found = recover(body, self._base, self._damage, cut=last and end is None)
-        used = len(text) if end is None else end + 1
+                return self._slice(entries, text[:cut], exact=True), cut, False
+        found, used, closed = recover(text, self._base, self._damage, last=last, alone=self._alone)
         offsets = np.asarray(found.offsets, dtype=np.int64) + self._base
         lengths = np.asarray(found.lengths, dtype=np.int64)
-        return Slice(found.entries, True, offsets, lengths, text, self._base), used, last
+        return Slice(found.entries, True, offsets, lengths, text, self._base), used, closed
 
     def _decode_end(self, text: bytes) -> tuple[Slice, int, bool]:
         """The last stretch of the list, without its bracket."""
@@ -408,6 +455,9 @@ class Document(TextWindow):
 
 def keep(metadata: dict[str, Any], key: str, value: Any, damage: Damage) -> None:
     """Take one top-level entry, which may stand there already."""
+    (key, value), odd = clean_json([key, value])
+    if odd:
+        damage.note("replaced-text", f"$.{key}", odd)
     known = metadata.get(key)
     if isinstance(known, dict) and isinstance(value, dict):
         # distributedInfo stands again after the events in some writers' files, often with more.
@@ -420,18 +470,3 @@ def keep(metadata: dict[str, Any], key: str, value: Any, damage: Damage) -> None
 def _inexact(entries: list[Any]) -> bool:
     """Doubles that may have lost nanoseconds: fractions beyond 2^43."""
     return any(abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)])
-
-
-def _is_cut(error: Exception) -> bool:
-    return "truncated" in str(error) or "expected ',' or" in str(error)
-
-
-def _end_of_list(text: bytes) -> int | None:
-    """Where the list of a malformed stretch ends: at a bracket that metadata or the end of the object follows."""
-    last = None
-    for last in re.finditer(rb'\}\s*(\])\s*(?:,\s*"[^"]{1,64}"\s*:|\}\s*$)', text):  # noqa: B007
-        pass
-    if last is None:
-        stripped = text.rstrip()
-        return len(stripped) - 1 if stripped.endswith(b"]") else None
-    return last.start(1)

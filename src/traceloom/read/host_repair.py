@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import polars as pl
 
 from traceloom.read.damage import Damage
 from traceloom.read.host_nodes import decode, loose_frame
-from traceloom.read.repair import MALFORMED, good_before, mended, spans_between
+from traceloom.read.repair import mended
+from traceloom.read.resync import Form, Recovery, Span
 
 # Between two nodes. An attribute begins with its name too, but a type or a value follows there.
 _STARTS = (
@@ -19,42 +21,82 @@ _STARTS = (
 BETWEEN = re.compile(rb"\}\s*,\s*(?=\{\s*(?:" + _STARTS + rb"))")
 # At the end of a cut text the key may be cut.
 _BETWEEN_OR_CUT = re.compile(rb"\}\s*,\s*(?=\{\s*(?:" + _STARTS + rb'|(?:"[a-z_]{0,9}"?)?\s*\Z))')
-_NODE = re.compile(rb'\{\s*"id"\s*:\s*\d+\s*,\s*"name"\s*:')
-_JOINED = 8  # pieces tried together where a boundary may lie inside a node
+NODES = Form(
+    between=_BETWEEN_OR_CUT,
+    start=re.compile(rb'\{\s*"id"\s*:\s*\d+\s*,\s*"name"\s*:'),
+    mark=re.compile(rb'"id"\s*:'),
+    keys=frozenset(
+        [
+            "id",
+            "name",
+            "ctrl_deps",
+            "inputs",
+            "outputs",
+            "attrs",
+            "rf_id",
+            "parent",
+            "fw_parent",
+            "seq_id",
+            "scope",
+            "tid",
+            "fw_tid",
+            "op_schema",
+            "input_shapes",
+            "input_types",
+            "output_shapes",
+            "output_types",
+        ]
+    ),
+    is_entry=lambda value: "id" in value and "name" in value and ("ctrl_deps" in value or "parent" in value),
+)
 _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 # The observer of older versions writes doubles as C++ prints them.
 _ENDLESS = re.compile(r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
 
 
-def recover(text: bytes, base: int, damage: Damage, *, nested: bool, cut: bool) -> list[pl.DataFrame]:
+def recover(
+    text: bytes, base: int, damage: Damage, *, nested: bool, last: bool, bounded: bool
+) -> tuple[list[pl.DataFrame], int, bool]:
     """Keep every whole node of a malformed stretch.
 
     Args:
-        text: Nodes separated by commas.
+        text: Nodes separated by commas, and perhaps what follows the list.
         base: Where it begins in the whole text, for the notices.
         damage: Told what was repaired and what was lost.
         nested: The layout to expect.
-        cut: The text ends here although the list does not: the last node may be cut, and is not repaired.
+        last: No more text follows.
+        bounded: The list ends where the text does.
+
+    Returns:
+        (what was kept, bytes used up, whether the list ended there).
     """
-    spans = spans_between(_BETWEEN_OR_CUT, text)
-    frames: list[pl.DataFrame] = []
-    at, window = 0, len(spans)
-    while at < len(spans):
-        upto = min(at + window, len(spans))
-        stretch = text[spans[at][0] : spans[upto - 1][1]]
-        try:
-            frame, odd, lost = decode(stretch, nested=nested)
-        except MALFORMED as error:
-            if upto - at > 1:
-                window = good_before(error, spans, at, upto)
-                continue
-            at = _one(text, spans, at, base, damage, frames, nested=nested, cut=cut)
-            window = 1
-            continue
-        tell(damage, f"byte {base + spans[at][0]} of the text", odd, lost)
-        frames.append(frame)
-        at, window = upto, window * 4
-    return frames
+    recovery = _OfNodes(text, base, damage, NODES, last=last, bounded=bounded)
+    recovery.nested = nested
+    used, closed = recovery.run()
+    return recovery.frames, used, closed
+
+
+class _OfNodes(Recovery):
+    """Nodes as frames."""
+
+    nested: bool
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.frames: list[pl.DataFrame] = []
+
+    def take(self, begin: int, end: int, spans: list[Span]) -> None:  # noqa: ARG002  (as of Recovery)
+        frame, odd, lost = decode(self.text[begin:end], nested=self.nested)
+        tell(self.damage, f"byte {self.base + begin} of the text", odd, lost)
+        self.frames.append(frame)
+
+    def mend(self, begin: int, end: int) -> int:
+        piece = self.text[begin:end]
+        frame, _, lost = loose_frame(mended(_with_words(piece), key="id"))
+        tell(self.damage, f"byte {self.base + begin} of the text", 0, lost)
+        if frame.height:
+            self.frames.append(frame)
+        return frame.height
 
 
 def tell(damage: Damage, where: str, odd: int, lost: int) -> None:
@@ -63,51 +105,6 @@ def tell(damage: Damage, where: str, odd: int, lost: int) -> None:
         damage.note("odd-values", where, odd)
     if lost:
         damage.note("lost-events", where, lost)
-
-
-def _one(  # noqa: PLR0917
-    text: bytes,
-    spans: list[tuple[int, int]],
-    at: int,
-    base: int,
-    damage: Damage,
-    frames: list[pl.DataFrame],
-    *,
-    nested: bool,
-    cut: bool,
-) -> int:
-    """Deal with one malformed piece; give the next to look at."""
-    start, end = spans[at]
-    for upto in range(at + 1, min(at + _JOINED, len(spans))):
-        try:
-            frame, odd, lost = decode(text[start : spans[upto][1]], nested=nested)
-        except MALFORMED:
-            continue
-        tell(damage, f"byte {base + start} of the text", odd, lost)
-        frames.append(frame)
-        return upto + 1
-    if cut and at == len(spans) - 1:
-        damage.note("cut-file", f"byte {base + start} of the text")
-        return at + 1
-    # A malformed node may have swallowed the bounds of those behind it; each is dealt with alone.
-    starts = [start, *(match.start() for match in _NODE.finditer(text, start + 1, end))]
-    for begin, finish in zip(starts, [*starts[1:], end], strict=True):
-        _alone(text[begin:finish].rstrip(b" \t\r\n,"), base + begin, damage, frames, nested=nested)
-    return at + 1
-
-
-def _alone(piece: bytes, place: int, damage: Damage, frames: list[pl.DataFrame], *, nested: bool) -> None:
-    """Decode or mend what should be one node, or count it as lost."""
-    where = f"byte {place} of the text"
-    try:
-        frame, odd, lost = decode(piece, nested=nested)
-    except MALFORMED:
-        frame, odd, lost = loose_frame(mended(_with_words(piece), key="id"))
-        damage.note("repaired-events" if frame.height else "lost-events", where, max(1, frame.height))
-        odd = 0
-    tell(damage, where, odd, lost)
-    if frame.height:
-        frames.append(frame)
 
 
 def _with_words(piece: bytes) -> bytes:

@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import polars as pl
 
 from traceloom.errors import InputError
+from traceloom.plain_text import clean_json
 from traceloom.read.damage import Damage
-from traceloom.read.detect import refuse_start
+from traceloom.read.detect import kind_of, refuse_start
 from traceloom.read.host_nodes import decode
-from traceloom.read.host_repair import BETWEEN, recover, tell
-from traceloom.read.repair import MALFORMED, whole_events
+from traceloom.read.host_repair import BETWEEN, NODES, recover, tell
+from traceloom.read.resync import MALFORMED, Walk
 from traceloom.read.text_window import TextWindow
 
 SLICE = 1 << 20
@@ -59,11 +60,20 @@ class HostText(TextWindow):
                     )
                 wanted = len(self._text) * 2
                 continue
-            wanted = SLICE
-            yield from self._decoded(self._text[:cut], cut=False)
-            self._skip(cut)
+            frames, used, closed = self._decoded(self._text[:cut], last=False)
+            yield from frames
+            wanted = SLICE if used else len(self._text) * 2
+            self._skip(used)
+            if closed:
+                break
             self._skip_blank()
-        yield from self._last()
+        else:
+            yield from self._last()
+            return
+        while self._fill(len(self._text) + SLICE):
+            if len(self._text) > _MOST_HEAD:
+                self._skip(len(self._text) - _MOST_HEAD)
+        self._keep_tail(self._text)
 
     def open(self) -> None:
         """Read what stands before the nodes.
@@ -72,18 +82,45 @@ class HostText(TextWindow):
             InputError: The file is something else.
         """
         self._fill(1 << 14)
-        refuse_start(self._text, self._path, "host trace")
+        unknown = None
+        try:
+            refuse_start(self._text, self._path, "host trace")
+        except InputError as error:
+            if not self._text.strip() or kind_of(self._text):
+                raise
+            unknown = error
         while (match := _NODES.search(self._text)) is None:
             if _EVENTS.search(self._text):
                 self._swapped()
             if not self._fill(min(2 * len(self._text), _MOST_HEAD)) or len(self._text) >= _MOST_HEAD:
-                self._refuse()
-        if _EVENTS.search(self._text[: match.start()]):
+                break
+        if match is None:
+            at = self._first_node(unknown)
+            head, behind = at, at
+        else:
+            head, behind = match.span()
+        if unknown is not None:
+            self._damage.note("damaged-metadata", "byte 0 of the text")
+        if _EVENTS.search(self._text[:head]):
             self._swapped()
-        self._keep(self._text[: match.start()].lstrip()[1:])
-        self._skip(match.end())
+        self._keep(self._text[:head].lstrip()[1:])
+        self._skip(behind)
         self._skip_blank()
         self._nested = b'"ctrl_deps"' in self._text[:SLICE] or b'"attrs"' in self._text[:SLICE]
+
+    def _first_node(self, unknown: InputError | None) -> int:
+        """Where the first node stands in a text in which the key of the nodes is damaged.
+
+        Raises:
+            InputError: There is none.
+        """
+        at = Walk(self._text, NODES).next_entry(0)
+        if at is None:
+            if unknown is not None:
+                raise unknown
+            self._refuse()
+        self._damage.note("damaged-metadata", f"byte {at} of the text")
+        return at
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -110,31 +147,16 @@ class HostText(TextWindow):
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
-    def _decoded(self, text: bytes, *, cut: bool) -> Iterator[pl.DataFrame]:
+    def _decoded(self, text: bytes, *, last: bool, bounded: bool = False) -> tuple[list[pl.DataFrame], int, bool]:
+        """Decode a stretch: (frames, bytes used up, whether the list ended in it)."""
         if not text.strip():
-            return
+            return [], len(text), last
         try:
             frame, odd, lost = decode(text, nested=self._nested)
         except MALFORMED:
-            yield from self._damaged(text, cut=cut)
-            return
+            return recover(text, self._base, self._damage, nested=self._nested, last=last, bounded=bounded)
         tell(self._damage, f"byte {self._base} of the text", odd, lost)
-        yield frame
-
-    def _damaged(self, text: bytes, *, cut: bool) -> Iterator[pl.DataFrame]:
-        whole = whole_events(text) if cut else None
-        if whole:
-            # Cut inside a node; nothing else may be wrong.
-            try:
-                frame, odd, lost = decode(text[:whole], nested=self._nested)
-            except MALFORMED:
-                pass
-            else:
-                self._damage.note("cut-file", f"byte {self._base + whole} of the text")
-                tell(self._damage, f"byte {self._base} of the text", odd, lost)
-                yield frame
-                return
-        yield from recover(text, self._base, self._damage, nested=self._nested, cut=cut)
+        return [frame], len(text), last
 
     def _last(self) -> Iterator[pl.DataFrame]:
         """The last stretch: nodes, the end of the list, and what stands behind it."""
@@ -142,11 +164,19 @@ class HostText(TextWindow):
         end = self._end_of_list()
         if end is None:
             body = self._text.rstrip(b" \t\r\n,\0")
-            self._damage.note("cut-file", f"byte {self.size} of the text", 0)
-            yield from self._decoded(body, cut=True)
+            frames, used, _ = self._decoded(body, last=True)
+            yield from frames
+            if used < len(body):
+                self._keep_tail(self._text[used:])
+            elif "cut-file" not in self._damage.cases:
+                self._damage.note("cut-file", f"byte {self.size} of the text", 0)
             return
-        yield from self._decoded(self._text[:end].rstrip(b" \t\r\n,"), cut=False)
-        self._keep(self._text[end + 1 :].strip().rstrip(b"\0").removesuffix(b"}"))
+        frames, _, _ = self._decoded(self._text[:end].rstrip(b" \t\r\n,"), last=True, bounded=True)
+        yield from frames
+        self._keep_tail(self._text[end + 1 :])
+
+    def _keep_tail(self, text: bytes) -> None:
+        self._keep(text.strip().rstrip(b"\0").removesuffix(b"}"))
 
     def _end_of_list(self) -> int | None:
         """Where the bracket stands that closes the nodes; None where the file is cut before it."""
@@ -186,7 +216,10 @@ class HostText(TextWindow):
                 value = _parsed(b'{"value":' + match.group(2) + b"}")
                 if value is not None:
                     found[match.group(1).decode("utf-8", "replace")] = value["value"]
-        self.envelope |= found
+        cleaned, odd = clean_json(found)
+        if odd:
+            self._damage.note("replaced-text", f"byte {self._base} of the text", odd)
+        self.envelope |= cleaned
 
     def _swapped(self) -> NoReturn:
         raise InputError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,14 @@ from typing import Any
 from msgspec import Struct, field
 
 from traceloom.errors import InputError
-from traceloom.files import note_input
+from traceloom.files import note_input, read_small
+from traceloom.model.notice import Notice
+from traceloom.read import capture_document
 
 _DEPTH = 4  # levels below a directory
 _ENDINGS = (".json", ".json.gz")
 _CAPTURE = "capture.json"
+_MOST_CAPTURE = 1 << 28  # bytes
 _OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
 
 
@@ -36,10 +39,11 @@ class Input(Struct, frozen=True):
 
 
 class Found(Struct):
-    """The inputs and the documents of captures, by directory."""
+    """The inputs and the documents of captures, by directory, with what was left out of each."""
 
     inputs: list[Input] = field(default_factory=list)
     captures: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    notices: dict[Path, list[Notice]] = field(default_factory=dict)
 
 
 def find(paths: tuple[str, ...]) -> Found:
@@ -52,8 +56,8 @@ def find(paths: tuple[str, ...]) -> Found:
     seen: set[Path] = set()
     for text in paths:
         path = Path(text)
-        if text != "-" and not path.exists():
-            raise InputError("there is no such file or directory", slug="unreadable", where=text)
+        if text != "-":
+            _check_there(path)
         if path.is_dir():
             before = len(found.inputs)
             _directory(path, found, seen, _DEPTH)
@@ -74,12 +78,15 @@ def _of_its_capture(path: Path, found: Found) -> Input | None:
         return None
     folder = path.parent
     try:
-        document = read_capture(folder)
+        capture = read_capture(folder)
     except InputError:
         return None  # the file itself may be good
-    for name, entry in windows(document) if document is not None else ():
+    if capture is None:
+        return None
+    document, found.notices[folder] = capture
+    for name, entry in windows(document):
         if name == path.name:
-            known = found.captures.setdefault(folder, {**document, "ranks": []})  # type: ignore[dict-item]
+            known = found.captures.setdefault(folder, {**document, "ranks": []})
             if entry not in known["ranks"]:
                 known["ranks"].append(entry)
             return Input(path, given=True, capture=folder, entry=entry)
@@ -94,27 +101,53 @@ def _add(found: Found, seen: set[Path], one: Input) -> None:
 
 
 def _directory(folder: Path, found: Found, seen: set[Path], depth: int) -> None:
-    document = read_capture(folder)
-    if document is not None:
+    capture = read_capture(folder)
+    if capture is not None:
+        document, found.notices[folder] = capture
         found.captures[folder] = document
         for name, entry in windows(document):
             path = folder / name
             if path.is_file():
                 _add(found, seen, Input(path, given=False, capture=folder, entry=entry))
         return
-    for path in sorted(folder.iterdir(), key=_natural):
+    for path in _listed(folder):
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
             _directory(path, found, seen, depth - 1)
         elif path.is_file() and path.name.lower().endswith(_ENDINGS):
             _add(found, seen, Input(path, given=False))
 
 
+def _check_there(path: Path) -> None:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir(), key=_natural)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> InputError:
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    kind = "directory" if os.path.isdir(path) else "file"  # noqa: PTH112  (which may fail as well)
+    return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
+
+
 def _natural(path: Path) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def read_capture(folder: Path) -> dict[str, Any] | None:
+def read_capture(folder: Path) -> tuple[dict[str, Any], list[Notice]] | None:
     """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
+
+    Returns:
+        The document, in which values are of the types that they should be, and what was left out; None without either.
 
     Raises:
         InputError: `damaged-capture`: the file is there but is not what it should be.
@@ -122,17 +155,18 @@ def read_capture(folder: Path) -> dict[str, Any] | None:
     whole = folder / _CAPTURE
     if whole.is_file():
         note_input(whole)
-        document = _json(whole)
-        if document is None or document.get("format") != "traceloom-capture":
+        decoded = _decoded(whole)
+        if decoded is None or decoded[0].get("format") != capture_document.FORMAT:
             raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
         _note_all(folder)
-        return document
-    parts = [_json(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
-    ranks = [part for part in parts if part is not None and "rank" in part]
+        return decoded
+    parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=_natural)]
+    ranks = [part for part in parts if part is not None and "rank" in part[0]]
     if not ranks:
         return None
     _note_all(folder)
-    return {"format": "traceloom-capture", "version": 1, "ranks": ranks}
+    document = {"format": capture_document.FORMAT, "version": 1, "ranks": [entry for entry, _ in ranks]}
+    return document, [notice for _, notices in ranks for notice in notices]
 
 
 def _note_all(folder: Path) -> None:
@@ -142,12 +176,11 @@ def _note_all(folder: Path) -> None:
             note_input(path)
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _decoded(path: Path) -> tuple[dict[str, Any], list[Notice]] | None:
     try:
-        document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
+        return capture_document.decode(read_small(path, _MOST_CAPTURE))
+    except OSError:
         return None
-    return document if isinstance(document, dict) else None
 
 
 def job_of(entry: dict[str, Any]) -> str | int:

@@ -183,7 +183,9 @@ def _session(traces: list[Trace], name: str, found: Found, run: list[Input]) -> 
     document = next((found.captures[one.capture] for one in run if one.capture is not None), None)
     jobs = {job_of(one.entry) for one in run if one.entry is not None}
     capture = None if document is None else of_jobs(document, jobs)
-    return Session(tuple(ordered), name, capture, tuple(_overlaps(ordered)))
+    folders = dict.fromkeys(one.capture for one in run if one.capture is not None)
+    notices = [notice for folder in folders for notice in found.notices.get(folder, [])]
+    return Session(tuple(ordered), name, capture, (*_overlaps(ordered), *notices))
 
 
 def _overlaps(traces: list[Trace]) -> list[Notice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import zlib
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
+from traceloom.files import open_input, read_small
 from traceloom.model import Trace
 
 SNAPSHOT, TIMELINE, OUT_OF_MEMORY = "snapshot", "timeline", "out of memory"
@@ -22,7 +24,7 @@ _STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
 def kind_of(path: Path) -> str | None:
     """`SNAPSHOT`, `TIMELINE` or `OUT_OF_MEMORY`; None for anything else (a trace, a directory, no file)."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             head = file.read(_HEAD)
     except OSError:
         return None
@@ -47,10 +49,10 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
         InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or something else.
     """
     try:
-        if path.stat().st_size > MOST_OOM_BYTES:
-            raise _damaged(path, f"it has more than {MOST_OOM_BYTES // 10**6} MB")
-        text = path.read_bytes()
+        text = read_small(path, MOST_OOM_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise _damaged(path, f"it has more than {MOST_OOM_BYTES // 10**6} MB") from error
         reason = error.strerror or str(error)
         raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
     try:

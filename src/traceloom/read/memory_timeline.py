@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
+from traceloom.files import open_input
 
 CATEGORIES = (
     "parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail", "unknown",
@@ -117,7 +118,7 @@ def _are_rows(rows: Any, width: int) -> bool:
 def _text(path: Path) -> bytes:
     """The text of the file, not beyond what a timeline may have."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             if not packed:

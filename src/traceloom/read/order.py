@@ -162,11 +162,11 @@ def _text(key: Any) -> str:
 
 
 def compact(raw: bytes) -> str:
-    """JSON text without blanks; the content of a JSON string; `null` where it is malformed."""
+    """JSON text without blanks; the content of a JSON string; `[]` where it is malformed."""
     import msgspec
 
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "null"
+        return "[]"
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from traceloom.errors import InputError
+from traceloom.files import read_small
+from traceloom.plain_text import clean
 
 MOST_BYTES = 1 << 30
 _TURN = 1 << 14  # instructions between two looks at what was made
@@ -30,8 +32,8 @@ _CODE = {
 }  # fmt: skip
 
 
-def load(path: str | Path) -> Any:
-    """The data of a pickle file.
+def load(path: str | Path) -> tuple[Any, int]:
+    """The data of a pickle file, and how many texts in it were none (halves of surrogate pairs) and were replaced.
 
     Raises:
         InputError: `unreadable`; `pickle-too-large`; `pickle-with-code`: it asks for a class or a function;
@@ -47,18 +49,18 @@ def load(path: str | Path) -> Any:
                 where=str(path),
                 hint="record a shorter history (max_entries of torch.cuda.memory._record_memory_history)",
             )
-        data = place.read_bytes()
+        data = read_small(place, MOST_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
     return loads(data, str(path))
 
 
-def loads(data: bytes, where: str = "") -> Any:
+def loads(data: bytes, where: str = "") -> tuple[Any, int]:
     """The data of a pickle; see `load`."""
     reader = _Reader(data, where)
     try:
-        return reader.run()
+        return reader.run(), reader.replaced
     except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
         raise reader.damaged("it is cut, or its instructions do not fit together") from error
 
@@ -73,6 +75,7 @@ class _Reader:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.made = 0
+        self.replaced = 0  # texts that were none
 
     def run(self) -> Any:
         data, handlers = self.data, _HANDLERS
@@ -196,7 +199,10 @@ def _long(self: _Reader, size: int) -> None:
 
 
 def _text(self: _Reader, size: int) -> None:
-    self.make(self.take(size).decode("utf-8", "surrogatepass"))
+    text = self.take(size).decode("utf-8", "surrogatepass")
+    plain = clean(text)
+    self.replaced += plain != text
+    self.make(plain)
 
 
 def _dict_of(items: list[Any]) -> dict[Any, Any]:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct, field
 
 from traceloom.read.damage import Damage
 from traceloom.read.fields import decode_loosely
+from traceloom.read.resync import MALFORMED, Form, Recovery, Span
 
+_KEYS = ("ph", "name", "cat", "args", "pid", "tid", "ts", "dur", "id", "s", "bp")
+_KEY = b"|".join(key.encode() for key in _KEYS)
 # Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again. At the
 # end of a cut text the key may be cut too.
-BETWEEN = re.compile(
-    rb'\}\s*,\s*(?=\{\s*(?:"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))'
+BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))')
+EVENTS = Form(
+    between=BETWEEN,
+    start=re.compile(rb'\{\s*"ph"\s*:'),
+    mark=re.compile(rb'"ph"\s*:'),
+    keys=frozenset(_KEYS),
+    is_entry=lambda value: "ph" in value and ("ts" in value or value["ph"] == "M"),
 )
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_BYTE = re.compile(r"\(byte (\d+)\)$")
-_JOINED = 16  # pieces tried together where a boundary may lie inside an event
 
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
-_EVENT = re.compile(rb'\{\s*"ph"\s*:')
 # Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of another.
 _BACKSLASH = re.compile(r'\\(?P<good>["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _NO_VALUE = re.compile(
@@ -35,12 +39,6 @@ _SPARE_COMMA = re.compile(r",\s*(?=[}\]])")
 _CLOSES_KEY = re.compile(r'"\s*:')
 _CLOSES_VALUE = re.compile(r'"\s*(?:[}\]]|,\s*"(?:[^"\\]|\\.)*"\s*:|$)')
 _CLOSES_ITEM = re.compile(r'"\s*(?:\]|,\s*["{\[\-0-9tfnN])')
-
-
-def byte_of(error: Exception) -> int | None:
-    """The byte at which the decoder gave up, where it says so."""
-    match = _BYTE.search(str(error))
-    return int(match.group(1)) if match else None
 
 
 def whole_events(text: bytes) -> int | None:
@@ -80,91 +78,42 @@ class Recovered(Struct):
         self.lengths += [end - start for start, end in spans]
 
 
-def recover(text: bytes, base: int, damage: Damage, *, cut: bool) -> Recovered:
+def recover(text: bytes, base: int, damage: Damage, *, last: bool, alone: bool) -> tuple[Recovered, int, bool]:
     """Keep every whole entry of a malformed stretch.
 
     Args:
-        text: Entries separated by commas.
+        text: Entries separated by commas, and perhaps what follows the list.
         base: Where it begins in the whole text, for the notices.
         damage: Told what was repaired and what was lost.
-        cut: The text ends here although the list does not: the last entry may be cut, and is not repaired.
+        last: No more text follows.
+        alone: Nothing stands around the list.
+
+    Returns:
+        (what was kept, bytes used up, whether the list ended there).
     """
-    spans = spans_between(BETWEEN, text)
-    out = Recovered()
-    at, window = 0, len(spans)
-    while at < len(spans):
-        upto = min(at + window, len(spans))
-        stretch = text[spans[at][0] : spans[upto - 1][1]]
-        try:
-            entries, odd = decode_loosely(b"[" + stretch + b"]")
-        except MALFORMED as error:
-            if upto - at > 1:
-                window = good_before(error, spans, at, upto)
-                continue
-            at = _one(text, spans, at, base, damage, out, cut=cut)
-            window = 1
-            continue
+    recovery = _OfEvents(text, base, damage, EVENTS, last=last, alone=alone)
+    used, closed = recovery.run()
+    return recovery.kept, used, closed
+
+
+class _OfEvents(Recovery):
+    """Entries as decoded structs."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.kept = Recovered()
+
+    def take(self, begin: int, end: int, spans: list[Span]) -> None:
+        entries, odd = decode_loosely(b"[" + self.text[begin:end] + b"]")
         if odd:
-            damage.note("odd-values", f"byte {base + spans[at][0]} of the text", odd)
-        out.add(entries, spans[at:upto])
-        at, window = upto, window * 4
-    return out
+            self.damage.note("odd-values", f"byte {self.base + begin} of the text", odd)
+        self.kept.add(entries, spans)
 
-
-def spans_between(boundary: re.Pattern[bytes], text: bytes) -> list[tuple[int, int]]:
-    """Where each piece between two boundaries begins and ends; a boundary begins with the bracket of the piece."""
-    spans, start = [], 0
-    for match in boundary.finditer(text):
-        spans.append((start, match.start() + 1))
-        start = match.end()
-    spans.append((start, len(text)))
-    return spans
-
-
-def good_before(error: Exception, spans: list[tuple[int, int]], at: int, upto: int) -> int:
-    """How many pieces to try next: those before the fault, or half where its place is unknown."""
-    byte = byte_of(error)
-    if byte is None:
-        return max(1, (upto - at) // 2)
-    place = spans[at][0] + byte - 1
-    good = sum(1 for start, end in spans[at:upto] if end < place)
-    return max(1, min(good, (upto - at) - 1))
-
-
-def _one(  # noqa: PLR0917
-    text: bytes, spans: list[tuple[int, int]], at: int, base: int, damage: Damage, out: Recovered, *, cut: bool
-) -> int:
-    """Deal with one malformed piece; give the next to look at."""
-    start, end = spans[at]
-    for upto in range(at + 1, min(at + _JOINED, len(spans))):
-        whole = text[start : spans[upto][1]]
-        try:
-            entries, _ = decode_loosely(b"[" + whole + b"]")
-        except MALFORMED:
-            continue
-        out.add(entries, [(start, spans[upto][1])])
-        return upto + 1
-    if cut and at == len(spans) - 1:
-        damage.note("cut-file", f"byte {base + start} of the text")
-        return at + 1
-    # A malformed event may have swallowed the bounds of those behind it; each is dealt with alone.
-    starts = [start, *(match.start() for match in _EVENT.finditer(text, start + 1, end))]
-    for begin, finish in zip(starts, [*starts[1:], end], strict=True):
-        _alone(text, begin, finish, base, damage, out)
-    return at + 1
-
-
-def _alone(text: bytes, begin: int, finish: int, base: int, damage: Damage, out: Recovered) -> None:  # noqa: PLR0917
-    """Decode or mend what should be one event, or count it as lost."""
-    piece = text[begin:finish].rstrip(b" \t\r\n,")
-    try:
-        entries, _ = decode_loosely(b"[" + piece + b"]")
-    except MALFORMED:
-        entries = mend(piece)
-        slug = "repaired-events" if entries else "lost-events"
-        damage.note(slug, f"byte {base + begin} of the text", max(1, len(entries)))
-    if entries:
-        out.add(entries, [(begin, begin + len(piece))])
+    def mend(self, begin: int, end: int) -> int:
+        entries = mend(self.text[begin:end])
+        if entries:
+            self.kept.add(entries, [(begin, end)])
+        return len(entries)
 
 
 def mend(piece: bytes) -> list[Any]:
@@ -182,13 +131,18 @@ def mended(piece: bytes, key: str = "ph") -> list[dict[str, Any]]:
         for repair in repairs:
             repaired = repair(repaired)
         try:
-            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None)
+            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=_finite)
         except (ValueError, RecursionError):
             continue
         whole = [entry for entry in entries if isinstance(entry, dict) and key in entry]
         if whole:
             return whole
     return []
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _loosely(text: bytes) -> list[Any]:

@@ -46,6 +46,7 @@ BLOCKS = pl.Schema(
 )
 _MOST_FRAMES = 512
 _LARGEST = 1 << 62
+_LATEST_US = _LARGEST // 1000
 _BETWEEN = " < "
 
 Frame = tuple[str, int, str]
@@ -79,11 +80,12 @@ def read_snapshot(path: str | Path) -> Snapshot:
     Raises:
         InputError: as `traceloom.read.pickled.load`; `not-a-snapshot`, where the pickle holds something else.
     """
-    return snapshot_of(load(path), str(path))
+    document, replaced = load(path)
+    return snapshot_of(document, str(path), replaced)
 
 
-def snapshot_of(document: Any, path: str) -> Snapshot:
-    """The snapshot in the data of a pickle; see `read_snapshot`."""
+def snapshot_of(document: Any, path: str, replaced: int = 0) -> Snapshot:
+    """The snapshot in the data of a pickle, in which so many texts were replaced; see `read_snapshot`."""
     whole = {"segments": document} if isinstance(document, list) else document
     traces = whole.get("device_traces", []) if isinstance(whole, dict) else None
     segments = whole.get("segments", []) if isinstance(whole, dict) else None
@@ -103,6 +105,9 @@ def snapshot_of(document: Any, path: str) -> Snapshot:
     if reader.odd:
         said = f"{reader.odd} entries of the snapshot are not as they should be, and are left out"
         notices = (Notice("odd-snapshot-entries", "warning", said, count=reader.odd),)
+    if replaced:
+        said = f"{replaced} texts of the snapshot hold halves of surrogate pairs, which are replaced by U+FFFD"
+        notices += (Notice("replaced-text", "warning", said, count=replaced),)
     return Snapshot(
         path,
         pl.DataFrame(reader.entries, schema=ENTRIES, orient="col"),
@@ -118,6 +123,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.odd = 0
+        self._total = 0
         self.entries: list[list[Any]] = [[] for _ in ENTRIES]
         self.segments: list[tuple[Any, ...]] = []
         self.blocks: list[tuple[Any, ...]] = []
@@ -139,8 +145,9 @@ class _Reader:
                 continue
             action, size, time = entry.get("action"), entry.get("size", 0), entry.get("time_us")
             address = entry.get("device_free" if action == "oom" else "addr", 0)
-            good = _is_size(size) and _is_size(address) and (time is None or _is_size(time)) and action in _KNOWN
-            if not good:
+            known = type(action) is str and action in _KNOWN
+            timed = time is None or (_is_size(time) and time < _LATEST_US)
+            if not (known and timed and _is_size(address) and self._credible(size)):
                 self.odd += 1
                 continue
             devices.append(device)
@@ -158,7 +165,7 @@ class _Reader:
         address: Any
         device, address, size = segment.get("device", 0), segment.get("address"), segment.get("total_size")
         blocks = segment.get("blocks")
-        good = _is_size(address) and _is_size(size) and _is_size(device) and device < 1 << 31
+        good = _is_size(address) and self._credible(size) and _is_size(device) and device < 1 << 31
         if not good or not isinstance(blocks, list):
             self.odd += 1
             return
@@ -168,7 +175,7 @@ class _Reader:
         for block in blocks:
             whole: Any = block.get("size") if isinstance(block, dict) else None
             state = block.get("state") if isinstance(block, dict) else None
-            if not _is_size(whole) or not isinstance(state, str):
+            if not self._credible(whole) or not isinstance(state, str):
                 self.odd += 1
                 continue
             place = block.get("address", at)
@@ -183,6 +190,13 @@ class _Reader:
                 )
             )  # fmt: skip
             at += whole
+
+    def _credible(self, size: Any) -> bool:
+        """Whether it is a size, and all sizes together are one."""
+        if not _is_size(size) or self._total + size >= _LARGEST:
+            return False
+        self._total += size
+        return True
 
     def stack_of(self, frames: Any) -> int:
         """The number of a stack."""
@@ -207,7 +221,11 @@ class _Reader:
         told: Frame = ("", 0, "?")
         if isinstance(frame, dict):
             file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            told = (str(file or "")[:1000], line if isinstance(line, int) else 0, str(name or "?")[:1000])
+            told = (
+                str(file or "")[:1000],
+                line if isinstance(line, int) and _is_size(line) else 0,
+                str(name or "?")[:1000],
+            )
         number = self._known.setdefault(told, len(self._frames))
         if number == len(self._frames):
             self._frames.append(told)
@@ -216,6 +234,11 @@ class _Reader:
 
 
 _KNOWN = frozenset(ACTIONS)
+
+
+def _name(value: Any) -> str:
+    """A text of a frame; what is none is not spelled out, since it may be huge."""
+    return value[:1000] if isinstance(value, str) else ""
 
 
 def _is_size(value: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from isal import isal_zlib
 from isal.igzip_lib import IsalError
 
+from traceloom import files
 from traceloom.errors import InputError
 from traceloom.read.damage import Damage
 
@@ -38,7 +39,7 @@ def open_input(path: str | Path) -> BinaryIO:
     if str(path) == "-":
         return sys.stdin.buffer
     try:
-        return Path(path).open("rb")
+        return files.open_input(path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error

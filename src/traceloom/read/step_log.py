@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from traceloom.files import read_small
 from traceloom.model.trace import Meta
 
 WARM_UP = 3
@@ -50,7 +51,7 @@ def _table(meta: Meta) -> dict[str, Any] | None:
     if Path(name).name != name:  # a name from a stranger's file never leaves the directory
         return None
     try:
-        data = (Path(meta.path).parent / name).read_bytes()
+        data = read_small(Path(meta.path).parent / name, _MOST_BYTES)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(wbits=31).decompress(data, _MOST_BYTES)
         found: dict[str, Any] = msgspec.json.decode(data, type=dict)

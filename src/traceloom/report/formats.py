@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from traceloom.errors import UsageError
 from traceloom.model import Session
+from traceloom.plain_text import encoded
 from traceloom.report.options import ReportOptions
 
 
@@ -34,7 +35,7 @@ class Format:
 def _html(report: Report, handle: BinaryIO) -> None:
     from traceloom.report import html
 
-    handle.write(html.render(report.document, report.session).encode("utf-8"))
+    handle.write(encoded(html.render(report.document, report.session)))
 
 
 def _json(report: Report, handle: BinaryIO) -> None:
@@ -46,7 +47,7 @@ def _json(report: Report, handle: BinaryIO) -> None:
 def _markdown(report: Report, handle: BinaryIO) -> None:
     from traceloom.report.markdown import render
 
-    handle.write(render(report.document, report.options).encode("utf-8"))
+    handle.write(encoded(render(report.document, report.options)))
 
 
 def _perfetto(report: Report, handle: BinaryIO) -> None:

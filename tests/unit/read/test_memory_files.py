@@ -31,13 +31,13 @@ PLAIN = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(PLAIN, st.sampled_from([3, 4, 5]))
 def test_plain_data_comes_back_as_it_was(value: Any, protocol: int) -> None:
-    assert loads(pickle.dumps(value, protocol)) == value
+    assert loads(pickle.dumps(value, protocol))[0] == value
 
 
 def test_objects_that_many_share_come_back() -> None:
     frames = [{"filename": "a.py", "line": k, "name": "f"} for k in range(700)]
     value = [frames, frames[::-1], frames * 3]
-    assert loads(pickle.dumps(value, 4)) == value
+    assert loads(pickle.dumps(value, 4))[0] == value
 
 
 class _Runs:
@@ -96,7 +96,7 @@ def test_damaged_pickles_are_refused(data: bytes) -> None:
 
 
 def test_a_huge_number_of_a_memo_takes_no_memory() -> None:
-    assert loads(b"\x80\x04}r\xff\xff\xff\xff.") == {}
+    assert loads(b"\x80\x04}r\xff\xff\xff\xff.")[0] == {}
 
 
 def _snapshot() -> SnapshotBuilder:

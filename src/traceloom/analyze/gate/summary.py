@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from traceloom.errors import InputError
+from traceloom.plain_text import json_line
 
 FORMAT = "traceloom-baseline"
 VERSION = 1
@@ -66,7 +67,7 @@ class Baseline(msgspec.Struct, frozen=True):
 
 def encode(baseline: Baseline) -> bytes:
     """The baseline as compressed JSON; the same bytes for the same content."""
-    return gzip.compress(msgspec.json.encode(baseline), mtime=0)
+    return gzip.compress(json_line(baseline), mtime=0)
 
 
 def decode(data: bytes, where: str) -> Baseline:

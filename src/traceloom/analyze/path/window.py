@@ -15,6 +15,7 @@ from traceloom.model import Session, Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.category import GPU_WORK
 from traceloom.model.graph import Graph
+from traceloom.plain_text import clean
 from traceloom.retime.arrays import point_times
 
 Ints = NDArray[np.int64]
@@ -170,7 +171,7 @@ def _rank_in(graph: Graph, trace: Trace) -> int | None:
     """The rank that the graph knows a trace by; one that does not say its rank is told by its file."""
     if trace.rank is not None:
         return trace.rank
-    found = graph.ranks.filter(pl.col("device_trace") == trace.meta.path)
+    found = graph.ranks.filter(pl.col("device_trace") == clean(trace.meta.path))
     return int(found["rank"][0]) if found.height else None
 
 

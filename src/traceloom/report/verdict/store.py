@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import uuid
@@ -119,10 +120,12 @@ class _Folder:
         path = self._folder / name
         files.note_input(path)
         try:
-            return path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
+            return files.read_small(path, _MOST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                return b""
             raise _unreadable(error, str(path)) from error
 
     def write(self, name: str, data: bytes, *, force: bool) -> str:

@@ -1,0 +1,167 @@
+"""capture.json as it should be: every value of the type that its key has, or left out and told with its place."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+from traceloom.model.notice import Notice
+from traceloom.plain_text import clean_json
+
+FORMAT = "traceloom-capture"
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Texts = dict[str, Any]
+
+
+class Group(Struct, kw_only=True):
+    """One of `groups` of a rank."""
+
+    name: str | None = None
+    group: str | None = None
+    description: str | None = None
+    backend: str | None = None
+    ranks: list[Whole] | str | None = None
+    size: Whole | None = None
+
+
+class Window(Struct, kw_only=True):
+    """`window` of a rank."""
+
+    file: str | None = None
+    kind: str | None = None
+    first_step: Whole | None = None
+    step_count: Whole | None = None
+    start_ns: Whole | None = None
+    end_ns: Whole | None = None
+    before: Texts | None = None
+
+
+class GraphStep(Struct, kw_only=True):
+    """`graph_step` of a rank."""
+
+    step: Whole | None = None
+    duration_ns: Whole | None = None
+    file: str | None = None
+    host_file: str | None = None
+
+
+class Rank(Struct, kw_only=True):
+    """One of `ranks`, as docs/reference/capture-json.md says."""
+
+    rank: Whole | None = None
+    world_size: Whole | None = None
+    local_rank: Whole | None = None
+    job: str | None = None
+    name: str | None = None
+    host: str | None = None
+    process: Whole | None = None
+    command: list[str] | None = None
+    platform: str | None = None
+    processor: str | None = None
+    logical_cpus: Whole | None = None
+    usable_cpus: Whole | None = None
+    torch_threads: Whole | None = None
+    devices: list[Texts] | None = None
+    versions: dict[str, str | None] | None = None
+    settings: Texts | None = None
+    groups: list[Group] | None = None
+    created_ns: Whole | None = None
+    written_ns: Whole | None = None
+    ended: str | None = None
+    window: Window | None = None
+    windows: list[Window] | None = None
+    graph_step: GraphStep | None = None
+    step_source: str | None = None
+    steps: Texts | None = None
+    incidental: bool | None = None
+    collectives: Texts | None = None
+    thread_cpu: Texts | None = None
+    live_bytes_at_start: dict[str, Whole] | None = None
+    live_storages_at_start: Texts | None = None
+    live_storages_at_end: Texts | None = None
+    allocators_at_end: list[Texts] | None = None
+    out_of_memory: Texts | None = None
+    overhead: Texts | None = None
+    notices: list[Texts] | None = None
+
+
+class Run(Struct, kw_only=True):
+    """`run` of the whole capture."""
+
+    command: list[str] | None = None
+    exit_code: Whole | None = None
+    signal: str | int | None = None
+    started_ns: Whole | None = None
+    ended_ns: Whole | None = None
+
+
+def _known(kind: type[Struct]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+_RANK, _RUN = _known(Rank), _known(Run)
+
+
+def decode(text: bytes) -> tuple[dict[str, Any], list[Notice]] | None:
+    """The document without what does not fit, and what was left out; None where it is no such document at all."""
+    try:
+        document = json.loads(text.decode("utf-8", "replace"))
+        document, replaced = clean_json(document)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    odd: list[str] = []
+    if "ranks" in document:
+        if not isinstance(document["ranks"], list):
+            return None
+        document["ranks"] = [
+            _fitting(entry, _RANK, f"$.ranks[{at}]", odd) for at, entry in enumerate(document["ranks"])
+        ]
+        document["ranks"] = [entry for entry in document["ranks"] if entry is not None]
+        document["run"] = _fitting(document.get("run", {}), _RUN, "$.run", odd) or {}
+    else:
+        document = _fitting(document, _RANK, "$", odd) or {}
+    return document, _notices(odd, replaced)
+
+
+def _fitting(entry: Any, types: dict[str, Any], place: str, odd: list[str]) -> dict[str, Any] | None:
+    """The entry without the values that do not fit; None where it is no object."""
+    if not isinstance(entry, dict):
+        odd.append(f"{place}: expected an object")
+        return None
+    return {key: _value(value, types.get(key), f"{place}.{key}", odd) for key, value in entry.items()}
+
+
+def _value(value: Any, kind: Any, place: str, odd: list[str]) -> Any:
+    """The value if it fits, null if not; of a list those that fit."""
+    if kind is None or _fault(value, kind) is None:
+        return value
+    members = [_fault(value[at : at + 1], kind) for at in range(len(value))] if isinstance(value, list) else []
+    if None not in members:
+        odd.append(f"{place}: {_fault(value, kind)}")
+        return None
+    odd.extend(f"{place}[{at}]: {fault}" for at, fault in enumerate(members) if fault is not None)
+    return [item for item, fault in zip(value, members, strict=True) if fault is None]
+
+
+def _fault(value: Any, kind: Any) -> str | None:
+    try:
+        msgspec.convert(value, kind, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        return str(error)
+    return None
+
+
+def _notices(odd: list[str], replaced: int) -> list[Notice]:
+    notices = []
+    if odd:
+        said = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"
+        notices.append(Notice("odd-capture", "warning", said, len(odd), where=odd[0].partition(":")[0]))
+    if replaced:
+        said = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
+        notices.append(Notice("replaced-text", "warning", said, replaced))
+    return notices

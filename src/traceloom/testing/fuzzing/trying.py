@@ -1,0 +1,229 @@
+"""Runs verbs on damaged inputs, in this process, and judges how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from traceloom.cli import main
+from traceloom.errors import InputError
+from traceloom.testing.fuzzing.damages import damage
+from traceloom.testing.fuzzing.seeds import FORMATS, trace
+from traceloom.testing.tolerant import is_event, is_node, whole_objects
+
+MOST_BYTES = 2 << 30
+MOST_SECONDS = 20
+LOST = "lost"  # a pseudo verb: are all whole entries there?
+_TRACE = {
+    "report": ["report", "{in}"], "report --json": ["report", "{in}", "--json"],
+    "report -o html": ["report", "{in}", "-o", "{out}.html"],
+    "report -o perfetto": ["report", "{in}", "-o", "{out}.perfetto.json.gz"],
+    "whatif": ["whatif", "{in}", "--set", "kernels * 0.5"], "memory": ["memory", "{in}"],
+    "memory -o html": ["memory", "{in}", "-o", "{out}.html"], "diff": ["diff", "{good}", "{in}"],
+    "diff -o md": ["diff", "{in}", "{good}", "-o", "{out}.md"],
+    "baseline": ["baseline", "save", "main", "{in}", "--store", "{out}"],
+    "link": ["link", "{in}", "-o", "{out}.graph"], "anonymize": ["anonymize", "{in}", "-o", "{out}"],
+}  # fmt: skip
+_CHAKRA = {
+    "validate": ["validate", "{in}"], "validate --json": ["validate", "{in}", "--json", "--target", "astra-sim"],
+    "show": ["show", "{in}"], "show -o html": ["show", "{in}", "-o", "{out}.html"],
+    "convert to graph": ["convert", "{in}", "{out}.graph"],
+    "convert to perfetto": ["convert", "{in}", "{out}.perfetto.json.gz"],
+    "convert to et": ["convert", "{in}", "{out}"],
+}  # fmt: skip
+_MEMORY = {
+    "memory": ["memory", "{in}"], "memory --json": ["memory", "{in}", "--json", "--by", "stack"],
+    "memory -o html": ["memory", "{in}", "-o", "{out}.html"],
+    "memory -o csv": ["memory", "{in}", "-o", "{out}.csv", "--all"],
+    "report": ["report", "{in}"],
+}  # fmt: skip
+_GRAPH = {name: words for name, words in _CHAKRA.items() if name.startswith(("show", "convert"))}
+VERBS: dict[str, dict[str, list[str]]] = {
+    "kineto": {LOST: [], **_TRACE},
+    "host": {LOST: [], **_TRACE},
+    "et": {**_CHAKRA, "anonymize": ["anonymize", "{in}", "-o", "{out}"], "report": ["report", "{in}"]},
+    "snapshot": _MEMORY,
+    "timeline": _MEMORY,
+    "capture": _TRACE,
+    "graph": {**_GRAPH, "report": ["report", "{in}"], "validate": ["validate", "{in}"]},
+    "directory": _TRACE,
+}
+_NO_CACHE = {"validate", "show", "convert", "anonymize"}
+_FAULTS = re.compile(r"Traceback \(most recent|section-failed|a defect of Traceloom|internal-error|panicked at")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damaged input and one verb.
+
+    Attributes:
+        format: Of the input.
+        verb: What is run on it.
+        seed: Of the damage.
+    """
+
+    format: str
+    verb: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.format}:{self.verb}:{self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        case: Which.
+        code: Exit code.
+        seconds: Processor time.
+        fault: What is wrong, in a line; empty where nothing is.
+    """
+
+    case: Case
+    code: int
+    seconds: float
+    fault: str = ""
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """So many cases, all formats and verbs in turn."""
+    pairs = [(kind, verb) for kind, verbs in VERBS.items() for verb in verbs for _ in range(_weight(kind, verb))]
+    chance = random.Random(seed)
+    return [Case(*pairs[number % len(pairs)], seed=chance.randrange(2**40)) for number in range(count)]
+
+
+def _weight(kind: str, verb: str) -> int:
+    """Reports with all their sections take ten times as long as anything else."""
+    slow = verb.startswith("report") and kind in {"kineto", "host", "capture", "directory"}
+    return 1 if slow else 10 if verb == LOST else 3
+
+
+def attempt(case: Case, seeds: Path) -> Outcome:
+    """Run one case; `seeds` is a directory in which whole inputs are kept."""
+    home = Path(tempfile.mkdtemp(dir=seeds))
+    try:
+        what, source = damaged_input(case, seeds, home)
+        before = time.process_time()
+        code, said = _lost(source) if case.verb == LOST else _run(case, source, seeds, home)
+        seconds = time.process_time() - before
+        return Outcome(case, code, seconds, _fault(code, said, seconds, what))
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def damaged_input(case: Case, seeds: Path, home: Path) -> tuple[str, Path]:
+    """What was damaged, and where it lies."""
+    whole = _whole(case.format, seeds)
+    source = home / whole.name
+    if whole.is_dir():
+        shutil.copytree(whole, source)
+    else:
+        shutil.copy(whole, source)
+    return damage(source, random.Random(case.seed)), source
+
+
+def _whole(kind: str, seeds: Path) -> Path:
+    """The whole input of a format, made once."""
+    folder = seeds / f"whole-{kind}"
+    marker = folder / ".made"
+    if not marker.exists():
+        folder.mkdir(exist_ok=True)
+        marker.write_text(FORMATS[kind](folder).name, encoding="utf-8")
+    return folder / marker.read_text(encoding="utf-8")
+
+
+def _good(seeds: Path) -> Path:
+    path = seeds / "good.json"
+    if not path.exists():
+        trace().write(path)
+    return path
+
+
+def _run(case: Case, source: Path, seeds: Path, home: Path) -> tuple[int, str]:
+    places = {"{in}": str(source), "{out}": str(home / "out"), "{good}": str(_good(seeds))}
+    words = VERBS[case.format][case.verb]
+    argv = [re.sub(r"\{\w+\}", lambda match: places[match[0]], word) for word in words]
+    with captured() as (out, err):
+        code = main([*argv, "--debug", *([] if words[0] in _NO_CACHE else ["--no-cache"])])
+    return code, out.getvalue().decode("utf-8", "replace") + err.getvalue().decode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+    """What is printed inside, by streams as a terminal has them."""
+    out, err = io.BytesIO(), io.BytesIO()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", write_through=True)
+        for stream in (out, err)
+    )
+    try:
+        yield out, err
+    finally:
+        streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = before
+        for stream in streams:
+            stream.flush()
+            stream.detach()
+
+
+def _fault(code: int, said: str, seconds: float, what: str) -> str:
+    match = _FAULTS.search(_without_refusal(said))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    wrong = ""
+    if code == 1 or match:
+        lines = [line for line in said.splitlines() if line.strip()]
+        wrong = f"exit code {code}: {' | '.join(lines[-4:])[:300]}"
+    elif code == LOST_CODE:
+        wrong = said
+    elif seconds > MOST_SECONDS:
+        wrong = f"{seconds:.1f} s of processor time"
+    elif peak > MOST_BYTES:
+        wrong = f"{peak / 1e9:.1f} GB of memory"
+    return f"{wrong} [{what}]" if wrong else ""
+
+
+LOST_CODE = -100
+
+
+def _without_refusal(said: str) -> str:
+    """Without the traceback that `--debug` shows of a refusal."""
+    return said if "a defect of Traceloom" in said else said.replace("Traceback (most recent", "")
+
+
+def _lost(source: Path) -> tuple[int, str]:
+    """Whether the reader keeps what a slow, simple one finds whole: names and numbers of entries."""
+    from traceloom.read import read_kineto
+    from traceloom.read.host_trace import read_host_trace
+
+    host = source.is_dir()
+    path = source / "rank0.host.json" if host else source
+    if not path.is_file() or path.stat().st_size > 1 << 20:
+        return 0, ""
+    text = path.read_bytes()
+    found = whole_objects(text, is_node, "nodes") if host else whole_objects(text, is_event)
+    try:
+        count = read_host_trace(path).ops.height if host else read_kineto(path, processes=1).meta.event_count
+    except InputError as error:
+        return (3, "") if not _certain(found, host=host) else (LOST_CODE, f"refused with {len(found)} whole: {error}")
+    least = len(_certain(found, host=host))
+    return (0, "") if count >= least else (LOST_CODE, f"{least} whole entries, {count} read")
+
+
+def _certain(found: list[dict[str, object]], *, host: bool) -> list[dict[str, object]]:
+    """Those that no reader may refuse: of the right types."""
+    if host:
+        return [item for item in found if isinstance(item["id"], int) and abs(item["id"]) < 2**62]
+    return found
