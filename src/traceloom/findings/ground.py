@@ -212,6 +212,10 @@ class Ground:
             out.delay_ns[edges] = base.delay_ns[edges]
         return out
 
+    def ranks_of(self, nodes: Bools) -> list[int]:
+        """The ranks that some nodes are of, ascending."""
+        return sorted(self.graph.nodes["rank"].filter(pl.Series(nodes)).drop_nulls().unique().to_list())
+
     def work_ns(self, nodes: Bools) -> int:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())

@@ -101,9 +101,12 @@ def pauses(ground: Ground) -> Iterator[Said]:
     what = evidence[0].what
     count = int(long.sum())
     known = "" if _STEP.match(what) or what == NAMELESS else f": {what}"
+    ranks = ground.ranks_of(long)
+    who = f"the host of rank {ranks[0]}" if ground.rank_count > 1 and len(ranks) == 1 else "the host"
+    over = "" if len(ranks) == 1 else ground.over_ranks
     yield Candidate(
-        title=f"the host spends {units.duration(time)} outside of operators"
-        + ("" if count == 1 else f" in {units.count(count)} long stretches{ground.over_ranks}")
+        title=f"{who} spends {units.duration(time)} outside of operators"
+        + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
         + known,
         changes=(Change("remove", Chosen("long host stretches between operators", long, "think")),),
         confidence=0.6 if ground.stacks else 0.5,
