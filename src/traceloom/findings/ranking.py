@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -12,9 +12,11 @@ from traceloom.findings.ground import Ground
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
 from traceloom.model.finding import Abstention, Finding, Severity
 from traceloom.simulate import Scenario, unrecorded_saving_ns, whatif_many
+from traceloom.simulate.lower_bound import saves_more
 
 LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
+_COUNTS = 0.01  # of the step: a saving that may be larger by this much is a lower bound
 _MOST = 24  # candidates that are evaluated on top of each other
 
 
@@ -82,8 +84,10 @@ def _greedy(ground: Ground, candidates: list[tuple[Rule, Candidate]]) -> tuple[F
         best = max(left, key=lambda k: (saved[k], -k))
         if saved[best] < least:
             break
-        found.append(_finding(ground, *candidates[best], saved[best], alone[best]))
-        base, now = ground.changed(base, candidates[best][1].changes), after[best]
+        changed = ground.changed(base, candidates[best][1].changes)
+        more = saves_more(base, changed, now - after[best], round(_COUNTS * ground.step_ns), ground.plan)
+        found.append(replace(_finding(ground, *candidates[best], saved[best], alone[best]), lower_bound=more))
+        base, now = changed, after[best]
         left = [k for k in left if k != best and saved[k] >= least]
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
     kept = [one for one in found if (one.saving_fraction or 0) >= LEAST]

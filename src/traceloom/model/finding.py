@@ -49,6 +49,7 @@ class Finding:
         advice: What to do, in one or two sentences.
         learn_more: The page about the rule.
         change: What was evaluated, in words.
+        lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
     """
 
     slug: str
@@ -64,6 +65,7 @@ class Finding:
     evidence: tuple[Evidence, ...] = field(default_factory=tuple)
     learn_more: str = ""
     change: str = ""
+    lower_bound: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as it stands in report JSON."""

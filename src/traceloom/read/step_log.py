@@ -24,7 +24,7 @@ def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     Returns:
         Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no such table.
     """
-    table = _table(meta)
+    table = captured_table(meta, "steps")
     if table is None:
         return None
     durations, states = table.get("duration_ns"), table.get("state")
@@ -39,9 +39,9 @@ def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return columns[:, 0], columns[:, 1]
 
 
-def _table(meta: Meta) -> dict[str, Any] | None:
-    """The columns: in the part itself, or in a file beside the trace where they are long."""
-    table = (meta.capture or {}).get("steps")
+def captured_table(meta: Meta, key: str) -> dict[str, Any] | None:
+    """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long."""
+    table = (meta.capture or {}).get(key)
     if not isinstance(table, dict):
         return None
     name = table.get("file")

@@ -46,7 +46,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
 def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     if row["list"] == "time":
         fraction = row["saving_fraction"]
-        figure = units.share(fraction, 1) if row["saving_ns"] else "note"
+        figure = ("≥ " if row["lower_bound"] else "") + units.share(fraction, 1) if row["saving_ns"] else "note"
     else:
         figure, fraction = ("memory" if row["saving_bytes"] is None else units.size(row["saving_bytes"])), 0.0
     style = _STYLE[row["severity"]]

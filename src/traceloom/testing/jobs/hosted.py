@@ -17,8 +17,8 @@ from traceloom.testing.jobs import program as do
 
 _BACK_ENDS = 2  # threads of the back end
 _WAKE = 25_000  # from a hand-over until the other thread goes on
-LATE = "late"
-"""Label of the planted lateness: a run can leave it out."""
+LATE, LOADING = "late", "loading"
+"""Labels of the planted lateness, and of the waits for batches: a run can leave them out."""
 
 Instructions = list[do.Instruction]
 
@@ -38,6 +38,8 @@ class HostedRecipe:
         late_rank: Who is late.
         late_ns: By how much, in each step; 0 where nobody is.
         busy: Whether the late rank computes meanwhile; else it sleeps.
+        loader_ns: How long every rank waits for its batch in each step.
+        wake_ns: From a hand-over to the back end until its thread goes on: long on busy machines.
         seed: Of chance.
     """
 
@@ -50,6 +52,8 @@ class HostedRecipe:
     late_rank: int = 1
     late_ns: int = 0
     busy: bool = False
+    loader_ns: int = 0
+    wake_ns: int = _WAKE
     seed: int = 0
 
 
@@ -72,12 +76,19 @@ class _Rank:
     def threads(self) -> list[Instructions]:
         for step in range(self.recipe.steps):
             self.main.append(do.Begin(f"ProfilerStep#{step}", annotation=True))
+            self._load()
             self._late()
             self._forward()
             self._backward()
             self._region("Optimizer.step#SGD.step", self._op("aten::_foreach_add_", 400_000), annotation=True)
             self.main.append(do.End())
         return [self.main, *self.back_ends]
+
+    def _load(self) -> None:
+        if self.recipe.loader_ns:
+            name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+            wait = do.Work(self._some(self.recipe.loader_ns), LOADING)
+            self.main += [do.Begin(name, annotation=True), wait, do.End()]
 
     def _late(self) -> None:
         recipe = self.recipe
@@ -123,7 +134,7 @@ class _Rank:
         meeting = do.Meeting(spelled, "0", members, number, 1 << 18, recipe.transfer_ns + self._some(8_000))
         asked, done = f"asked {number}", f"done {number}"
         self.back_ends[number % _BACK_ENDS] += [
-            do.Await(asked, _WAKE),
+            do.Await(asked, recipe.wake_ns),
             do.Begin(f"gloo:{kind}", annotation=True, meeting=meeting),
             do.Begin("aten::empty"), do.Work(4_000), do.End(), do.Work(3_000),
             do.Meet(meeting),
