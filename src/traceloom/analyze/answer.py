@@ -13,6 +13,7 @@ from traceloom.analyze.host import HostTime, host
 from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.idle import CAUSES, Idle, idle
 from traceloom.analyze.operators import Operators, operators
+from traceloom.analyze.steps import of_requests
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
 from traceloom.model.units import count, duration, share
@@ -138,6 +139,10 @@ def _stepped(trace: Trace) -> bool:
 def _host_parts(one: Facts) -> pl.DataFrame:
     """What the main thread did in the steps (without steps: in the whole window), by phase and activity."""
     mine = one.host.account.join(one.host.threads.filter("main").select("lane"), on="lane", how="semi")
+    if of_requests(one.trace):  # whichever thread serves it
+        served = one.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
+        threads = served.select("lane", "step").drop_nulls().unique()
+        mine = one.host.account.join(threads, on=["lane", "step"], how="semi")
     if _stepped(one.trace):
         mine = mine.filter(pl.col("step").is_not_null())
     rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
@@ -171,12 +176,20 @@ def _where(told: list[Facts]) -> str:
         lengths = pl.concat(steps.select(ns=pl.col("end_ns") - pl.col("start_ns"))["ns"] for steps in stepped)
         each = f"{duration(int(lengths.median()))}"  # type: ignore[arg-type]
         number = max(steps.height for steps in stepped)
-        span = f"{count(number)} steps of {each}" if number > 1 else f"1 step of {each}"
+        word = "request" if any(of_requests(one.trace) for one in told) else "step"
+        span = f"{count(number)} {word}s of {each}" if number > 1 else f"1 {word} of {each}"
+        span += _taken(told, int(lengths.sum())) if word == "request" else ""
     else:
         span = _window(told)
     who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
     text = f"{who}, {span}" if who else span
     return text[0].upper() + text[1:]
+
+
+def _taken(told: list[Facts], served_ns: int) -> str:
+    """How much of the window the requests take: the rest of it nobody asked for anything."""
+    window = max(one.trace.end_ns - one.trace.start_ns for one in told)
+    return f" ({share(served_ns, window)} of a window of {duration(window)}; the program waits between them)"
 
 
 def _window(told: list[Facts]) -> str:

@@ -17,12 +17,14 @@ from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Spans, difference, union
 from traceloom.analyze.path.window import usual_step
+from traceloom.analyze.steps import of_requests
 from traceloom.findings.wording import brief
 from traceloom.link import link_session
 from traceloom.model import Graph, Session, Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
+from traceloom.read.thread_cpu import Samples, thread_samples
 from traceloom.retime import Plan
 from traceloom.retime.arrays import point_times
 from traceloom.retime.law import Law, law
@@ -128,7 +130,39 @@ class Ground:
     @property
     def where(self) -> str:
         """What is looked at, as it stands in a sentence."""
-        return "the window" if self.step is None else "the step"
+        return "the window" if self.step is None else f"the {self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """What the steps are: steps, or the requests of a server."""
+        return "request" if any(of_requests(trace) for trace in self.traces) else "step"
+
+    def ran_ns(self, nodes: Bools) -> tuple[int, int] | None:
+        """How long the threads of some nodes ran in them, at least and at most, ns; None where nobody knows of one."""
+        rows = self.graph.nodes.filter(pl.Series(nodes)).select("rank", "lane", "start_ns", "duration_ns")
+        least = most = 0
+        for (rank, lane), some in rows.group_by("rank", "lane"):
+            trace = self.trace_of(rank)
+            threads = self.graph.lanes.filter(pl.col("lane") == lane)["thread"].to_list()
+            samples = None if trace is None else self.ask(trace, _samples).get(str(threads[0]))
+            if samples is None:
+                return None
+            low = some["start_ns"].to_numpy() + self.graph.epoch_ns - self._offsets.get(rank, 0)
+            sums = samples.ran(low, low + some["duration_ns"].to_numpy())
+            least, most = least + int(sums[0].sum()), most + int(sums[1].sum())
+        return least, most
+
+    @cached_property
+    def running(self) -> float | None:
+        """How much of the window the threads of the busiest process run, all together; None where nobody knows."""
+        shares = []
+        for trace in self.traces:
+            samples = self.ask(trace, _samples).values()
+            if not samples:
+                return None
+            window = max(int(one.time_ns[-1]) for one in samples) - min(int(one.time_ns[0]) for one in samples)
+            shares.append(sum(int(one.ran_ns[-1] - one.ran_ns[0]) for one in samples) / max(window, 1))
+        return max(shares, default=None)
 
     def ask(self, trace: Trace, analysis: Callable[[Trace], T]) -> T:
         """An analysis of a trace, made once."""
@@ -282,6 +316,11 @@ class Ground:
         shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
         found = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
         return brief(found.sort("depth")["name"][-1]) if found.height else None
+
+
+def _samples(trace: Trace) -> dict[str, Samples]:
+    """Processor time by thread, where the trace shows the same clock."""
+    return thread_samples(trace.meta) if trace.meta.clock == "unix" else {}
 
 
 def _frames(trace: Trace) -> pl.DataFrame:

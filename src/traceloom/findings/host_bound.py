@@ -34,6 +34,9 @@ _ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of 
 _STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
 _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
+_BUSY = 0.5  # of its time a thread runs at least: it works
+_ASLEEP = 0.2  # at most: it waits
+_IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
 
 
 def _gaps(ground: Ground) -> tuple[int, int, tuple[Evidence, ...]]:
@@ -91,6 +94,9 @@ def _python(ground: Ground) -> Bools:
 
 def pauses(ground: Ground) -> Iterator[Said]:
     """The host does one other thing for long: a pause, a write, a log."""
+    if _waits_for_requests(ground):
+        yield Abstention("host-pause", _IDLE)
+        return
     python = _python(ground)
     work = ground.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
@@ -105,7 +111,7 @@ def pauses(ground: Ground) -> Iterator[Said]:
     who = f"the host of rank {ranks[0]}" if ground.rank_count > 1 and len(ranks) == 1 else "the host"
     over = "" if len(ranks) == 1 else ground.over_ranks
     yield Candidate(
-        title=f"{who} spends {units.duration(time)} outside of operators"
+        title=f"{who} {_how(ground, long, time)} {units.duration(time)} outside of operators"
         + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
         + known,
         changes=(Change("remove", Chosen("long host stretches between operators", long, "think")),),
@@ -114,6 +120,19 @@ def pauses(ground: Ground) -> Iterator[Said]:
         "with `--stacks` to see what it is.",
         evidence=evidence,
     )
+
+
+def _waits_for_requests(ground: Ground) -> bool:
+    """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
+    return ground.step is None and ground.running is not None and ground.running < _BUSY
+
+
+def _how(ground: Ground, nodes: Bools, time_ns: int) -> str:
+    """Whether the host works or waits in some stretches, as far as the processor time of its threads tells."""
+    ran = ground.ran_ns(nodes)
+    if ran is None:
+        return "spends"
+    return "works" if ran[0] >= _BUSY * time_ns else "waits" if ran[1] <= _ASLEEP * time_ns else "spends"
 
 
 def _loops(trace: Trace) -> pl.DataFrame:
@@ -190,6 +209,9 @@ def python_bound(ground: Ground) -> Iterator[Said]:
     """Python between operators holds up the step."""
     if not ground.of_kind(gs.HOST).any() or not (ground.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
+        return
+    if _waits_for_requests(ground):
+        yield Abstention("python-bound", _IDLE)
         return
     looped, calls = _looped(ground)
     if ground.work_ns(looped & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:

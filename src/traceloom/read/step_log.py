@@ -24,7 +24,7 @@ def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     Returns:
         Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no such table.
     """
-    table = captured_table(meta, "steps")
+    table = captured_table(meta.capture, meta.path, "steps")
     if table is None:
         return None
     durations, states = table.get("duration_ns"), table.get("state")
@@ -39,9 +39,15 @@ def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return columns[:, 0], columns[:, 1]
 
 
-def captured_table(meta: Meta, key: str) -> dict[str, Any] | None:
-    """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long."""
-    table = (meta.capture or {}).get(key)
+def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[str, Any] | None:
+    """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long.
+
+    Args:
+        capture: A rank's part of capture.json.
+        path: Of its trace.
+        key: Name of the table.
+    """
+    table = (capture or {}).get(key)
     if not isinstance(table, dict):
         return None
     name = table.get("file")
@@ -50,7 +56,7 @@ def captured_table(meta: Meta, key: str) -> dict[str, Any] | None:
     if Path(name).name != name:  # a name from a stranger's file never leaves the directory
         return None
     try:
-        data = (Path(meta.path).parent / name).read_bytes()
+        data = (Path(path).parent / name).read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(wbits=31).decompress(data, _MOST_BYTES)
         found: dict[str, Any] = msgspec.json.decode(data, type=dict)

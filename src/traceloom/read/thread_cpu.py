@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -47,7 +49,12 @@ class Samples(Struct, frozen=True):
 
 def thread_samples(meta: Meta) -> dict[str, Samples]:
     """The samples of each thread with at least two, by the system's thread id; none where nobody took any."""
-    table = captured_table(meta, "thread_cpu") or {}
+    return samples_of(meta.capture, meta.path)
+
+
+def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, Samples]:
+    """The same from a rank's part of capture.json, and the path of its trace."""
+    table = captured_table(capture, path, "thread_cpu") or {}
     columns = [table.get(name) for name in ("thread", "time_ns", "cpu_ns")]
     lists = [column for column in columns if isinstance(column, list)]
     if len(lists) < len(columns) or len({len(column) for column in lists}) != 1:

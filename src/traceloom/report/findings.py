@@ -67,6 +67,7 @@ def _ground(ground: Ground, found: Ranked, absent: Absent) -> Row:
     law = ground.law
     return {
         "step": absent.value(ground.step, "findings_ground.step"),
+        "unit": ground.unit,
         "whole_ns": ground.whole_ns,
         "law": law.sentence,
         "holds": law.holds,

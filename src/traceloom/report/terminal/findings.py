@@ -27,7 +27,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     ground = document.get("findings_ground")
     if ground is None:
         return
-    where = "of the window" if ground["step"] is None else f"of step {ground['step']}"
+    where = "of the window" if ground["step"] is None else f"of {ground['unit']} {ground['step']}"
     yield from heading("What to fix first", f"savings {where} by re-timing; they do not overlap", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of it.")
