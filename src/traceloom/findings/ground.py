@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Spans, difference, union
-from traceloom.analyze.path.window import usual_step
+from traceloom.analyze.path.window import common_steps, usual_step
 from traceloom.analyze.steps import of_requests
 from traceloom.findings.wording import brief
 from traceloom.link import link_session
@@ -47,21 +47,34 @@ class Ground:
     Attributes:
         session: The run.
         step: The step of median length; None where there are no steps: then the whole window is looked at.
+        remembers: Whether others may ask for its graph.
     """
 
     session: Session
     step: int | None = field(default=None)
     _kept: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
+    remembers: bool = field(default=True, kw_only=True)
 
     @classmethod
     def of(cls, session: Session) -> Ground:
         """The usual step of a session."""
         return cls(session, usual_step(session.traces))
 
+    def beside(self, room: int) -> Iterator[Ground]:
+        """Other steps, at most so many, from the shortest to the longest; analyses of whole traces are shared."""
+        lengths = [] if self.step is None else common_steps(self.traces)
+        rest = [step for step in lengths if step != self.step]
+        if room < 1 or not rest:
+            return
+        for at in np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).round().astype(int)).tolist():
+            other = Ground(self.session, rest[at], self._kept, remembers=False)
+            other.__dict__.update(across=self.across, host_ratio=self.host_ratio)
+            yield other
+
     @cached_property
     def graph(self) -> Graph:
         """The linked, calibrated graph of the step."""
-        return link_session(self.session, step=self.step)
+        return link_session(self.session, step=self.step, remember=self.remembers)
 
     @cached_property
     def plan(self) -> Plan:
