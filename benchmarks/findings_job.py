@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "sleep", "loader", "workers", "elements", "python", "recomputation", "item", "straggler")
+FAULTS = ("none", "sleep", "loader", "workers", "elements", "python", "recomputation", "item", "straggler", "busy",
+          "copies", "tiny")  # fmt: skip
 STEPS, FROM, BATCH, WIDTH = 80, 12, 64, 256
 
 
@@ -90,6 +91,17 @@ def extra(fault: str, batch: torch.Tensor, *, wrong: bool) -> None:
         time.sleep(0.010)
     elif fault == "straggler" and os.environ.get("RANK") == "1":
         time.sleep(0.040)  # longer than two ranks wait for each other on two busy processors
+    elif fault == "busy" and os.environ.get("RANK") == "1":
+        some, ends = batch, time.thread_time() + 0.040  # so much of the processor, however long that takes
+        while time.thread_time() < ends:
+            some = torch.tanh(some)
+    elif fault == "copies":
+        for _ in range(12):
+            _ = batch.repeat(8, 1).t().contiguous().clone()
+    elif fault == "tiny":
+        value = batch[0]
+        for _ in range(300):
+            value = value * 1.0001 + 0.0001
     elif fault == "python":
         _ = sum(value * value for value in range(100_000))
 

@@ -34,6 +34,7 @@ EXPECTED = {
     "none": (), "sleep": ("host-pause",), "loader": ("data-starved",), "workers": ("data-starved",),
     "elements": ("python-bound",), "python": ("host-pause",), "recomputation": ("recomputation",), "item": (),
     "straggler": ("host-pause", "straggler"),  # the sleep itself, or the rank that it makes late
+    "busy": ("straggler",), "copies": ("host-copies",), "tiny": ("tiny-operators",),
 }  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def recorded(fault: str, folder: Path, *, fixed: bool, first: bool) -> Path:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
     env |= {"FINDINGS_FIRST": "1"} if first else {}
     job = [sys.executable, str(HERE / "findings_job.py"), fault, *(["fixed"] if fixed else [])]
-    if fault == "straggler":
+    if fault in ("straggler", "busy"):
         job[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # a loader with workers has batches in store at first
     window = ["--steps", "20..25"] if fault == "workers" else []

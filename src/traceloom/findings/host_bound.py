@@ -167,7 +167,7 @@ def _loops(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _looped(ground: Ground) -> tuple[Bools, dict[str, int]]:
+def looped(ground: Ground) -> tuple[Bools, dict[str, int]]:
     """All between the beginning and the end of such loops, with what they launch, and how often they call which."""
     nodes, edges = ground.graph.nodes, ground.graph.edges
     found = np.zeros(nodes.height, dtype=np.bool_)
@@ -213,11 +213,11 @@ def python_bound(ground: Ground) -> Iterator[Said]:
     if _waits_for_requests(ground):
         yield Abstention("python-bound", _IDLE)
         return
-    looped, calls = _looped(ground)
-    if ground.work_ns(looped & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
-        yield _loop(ground, looped, calls)
+    loops, calls = looped(ground)
+    if ground.work_ns(loops & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
+        yield _loop(ground, loops, calls)
     work = ground.graph.nodes["work_ns"].to_numpy()
-    short = _python(ground) & ~looped & (work < max(_LONG * ground.whole_ns, _LONG_NS))
+    short = _python(ground) & ~loops & (work < max(_LONG * ground.whole_ns, _LONG_NS))
     if not short.any():
         return
     time = ground.work_ns(short)

@@ -14,6 +14,7 @@ from traceloom.simulate.lower_bound import saves_more
 LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
 _COUNTS = 0.01  # of the step: a saving that may be larger by this much is a lower bound
+_SAME = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
 _MOST = 24  # candidates that are evaluated on top of each other
 
 
@@ -68,6 +69,7 @@ def _greedy(ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], 
     steps = [Step(ground, usual), *others(ground, rules, most)]
     order = {rule.slug: number for number, rule in enumerate(rules)}
     left = sorted(dict.fromkeys(key for step in steps for key in step.candidates), key=lambda key: order[key[0]])
+    place = {key: number for number, key in enumerate(left)}
     least = LEAST * ground.step_ns
     alone: dict[Key, list[int]] = {}
     found: list[Finding] = []
@@ -83,7 +85,8 @@ def _greedy(ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], 
             left = left[:_MOST]
             if not left:
                 break
-        best = max(left, key=lambda key: (middle(saved[key]), -left.index(key)))
+        largest = max(middle(saved[key]) for key in left)
+        best = min((key for key in left if middle(saved[key]) >= _SAME * largest), key=place.__getitem__)
         if middle(saved[best]) < least:
             break
         finding = _finding(steps, best, saved[best], alone[best], room)
