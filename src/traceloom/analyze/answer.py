@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
+from traceloom.analyze.first_step import first_step
 from traceloom.analyze.host import HostTime, host
 from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.idle import CAUSES, Idle, idle
@@ -57,6 +58,8 @@ _AWAITED = {
 }
 _WORTH_SAYING = 0.005
 _IDLE_WORTH_A_REASON = 0.05
+_FIRST = 2.0  # usual steps that the first one takes longer by,
+_OF_RUN = 0.05  # and of the time of all steps: worth a sentence
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,23 @@ def answer(session: Session, known: Sequence[Facts] | None = None) -> Answer:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, 0)
     where = _where(on_gpu or told)
     said = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, told)
-    return Answer(f"{where}: {said}.", parts, whole)
+    return Answer(f"{where}: {said}.{_first(told)}", parts, whole)
+
+
+def _first(told: list[Facts]) -> str:
+    """What the first step of the run cost, where it is not among those that the answer is of, and was no usual one."""
+    first = [one for fact in told if (one := first_step(fact.trace)) is not None]
+    if not first:
+        return ""
+    worst = max(first, key=lambda one: one.over_ns)
+    if worst.recorded or worst.over_ns < _FIRST * worst.usual_ns or worst.over_ns < _OF_RUN * worst.run_ns:
+        return ""
+    who = f" (rank {worst.rank})" if len(told) > 1 and worst.rank is not None else ""
+    return (
+        f" The first step of the run{who}, which is not among them, took {duration(worst.first_ns)}, as long as "
+        f"{count(round(worst.first_ns / max(worst.usual_ns, 1)))} usual ones: {share(worst.over_ns, worst.run_ns)} of "
+        "all steps of the run went into starting (compiling, loading code, allocating)."
+    )
 
 
 def _gpu_parts(one: Facts) -> pl.DataFrame:

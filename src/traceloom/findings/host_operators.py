@@ -21,7 +21,7 @@ from traceloom.simulate.selection import Chosen
 
 Ints = NDArray[np.int64]
 
-_COPIES = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten)$"
+_COPIES = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten|repeat)$"
 _COPIES_BACK = r"^autograd::engine::evaluate_function: (?:CloneBackward|ToCopyBackward|CopyBackwards|CopySlices)"
 _COPYING = r"^aten::(?:copy_|clone|_to_copy)$"
 # Copies that these make are theirs: the bytes have to get from one place to another.
@@ -58,7 +58,7 @@ def extra_copies(ground: Ground) -> Iterator[Said]:
         changes=(Change("remove", Chosen("copies of tensors on the host", mask, "ops")),),
         confidence=0.4,
         advice="Leave out clones and conversions that nobody needs; keep one layout and one type: each "
-        "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient once more.",
+        "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient, too.",
         evidence=ground.evidence(mask),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +16,29 @@ WARM_UP = 3
 """Steps at the beginning of a run that stand for no other, as in `overhead` of capture.json."""
 _PLAIN = "unrecorded"
 _MOST_BYTES = 1 << 30
+
+
+class Steps(NamedTuple):
+    """All steps of a run in order.
+
+    Attributes:
+        duration_ns: Wall times, shape (steps,).
+        state: What the recorder did in each.
+    """
+
+    duration_ns: NDArray[np.int64]
+    state: list[str]
+
+
+def all_steps(meta: Meta) -> Steps | None:
+    """Every whole step of the run, from its first; None where it kept no such table, or one that is none."""
+    table = captured_table(meta.capture, meta.path, "steps") or {}
+    durations, states = table.get("duration_ns"), table.get("state")
+    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
+        return None
+    if not all(isinstance(took, int) and 0 <= took < 1 << 53 for took in durations):
+        return None
+    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states])
 
 
 def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
