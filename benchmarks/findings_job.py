@@ -2,8 +2,8 @@
 
 With `fixed` the fault is mended the way its finding advises; all else is the same. Without, all steps up to FROM have
 the fault, which are those that are recorded; after them steps with and without it take turns (even steps have it), so
-that what the fix saves is told by neighbours and not by two runs. Of several ranks the last one is late (`straggler`: it sleeps,
-`busy`: it computes), data parallel or, with `-fsdp` behind the fault, sharded.
+that what the fix saves is told by neighbours and not by two runs. Of several ranks the last one is late (`straggler`:
+it sleeps, `busy`: it computes), data parallel or, with `-fsdp` behind the fault, sharded.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from traceloom.analyze.steps import of_requests
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
 from traceloom.model.units import count, duration, share
+from traceloom.read.step_log import all_steps
 
 PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fraction": pl.Float64})
 _EDGE = "before the first and after the last GPU work"
@@ -58,6 +59,7 @@ _AWAITED = {
 }
 _WORTH_SAYING = 0.005
 _IDLE_WORTH_A_REASON = 0.05
+_WAITING = 0.8  # of the time that a thread runs at most: it waits, too
 _FIRST = 2.0  # usual steps that the first one takes longer by,
 _OF_RUN = 0.05  # and of the time of all steps: worth a sentence
 
@@ -254,7 +256,25 @@ def _of_threads(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
         more.append(f"{share(talking, whole)} is spent on communication")
     if any(one.data_loading.total_ns is not None for one in told):
         more.append(f"the DataLoader is waited for {share(_waited(told), whole)}")
+    ran = _ran(told)
+    if ran is not None and ran[0] < _WAITING * ran[1]:
+        more.append(f"the main thread runs on a processor {share(*ran)} of the time, and waits the rest of it")
     return f"{text}; {_listed(more)}" if more else text
+
+
+def _ran(told: list[Facts]) -> tuple[int, int] | None:
+    """How long the threads that make the recorded steps ran, of how long; None where that is unknown of any."""
+    ran = whole = 0
+    for one in told:
+        steps = all_steps(one.trace.meta)
+        if steps is None:
+            return None
+        for took, state, mine in zip(steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True):
+            if state == "recorded":
+                if mine is None:
+                    return None
+                ran, whole = ran + min(mine, took), whole + took
+    return (ran, whole) if whole else None
 
 
 def _activity(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:

@@ -24,6 +24,7 @@ from traceloom.model import Graph, Session, Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
+from traceloom.read.step_log import all_steps
 from traceloom.read.thread_cpu import Samples, thread_samples
 from traceloom.retime import Plan
 from traceloom.retime.arrays import point_times
@@ -164,6 +165,22 @@ class Ground:
             sums = samples.ran(low, low + some["duration_ns"].to_numpy())
             least, most = least + int(sums[0].sum()), most + int(sums[1].sum())
         return least, most
+
+    @cached_property
+    def step_ran_ns(self) -> int | None:
+        """How long the thread that makes the step ran in it, on the rank where most; None where nobody knows of one."""
+        most = 0
+        for trace in self.traces:
+            steps = all_steps(trace.meta)
+            ran = (
+                None
+                if steps is None or self.step is None or self.step >= len(steps.ran_ns)
+                else steps.ran_ns[self.step]
+            )
+            if ran is None:
+                return None
+            most = max(most, ran)
+        return most
 
     @cached_property
     def running(self) -> float | None:

@@ -231,6 +231,7 @@ def python_bound(ground: Ground) -> Iterator[Said]:
         advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
         "change, log less often.",
         evidence=ground.evidence(short),
+        at_most_ns=ground.step_ran_ns,  # who waits runs no Python
     )
 
 

@@ -24,10 +24,12 @@ class Steps(NamedTuple):
     Attributes:
         duration_ns: Wall times, shape (steps,).
         state: What the recorder did in each.
+        ran_ns: How long the thread that makes them ran in each; None where unknown.
     """
 
     duration_ns: NDArray[np.int64]
     state: list[str]
+    ran_ns: list[int | None]
 
 
 def all_steps(meta: Meta) -> Steps | None:
@@ -38,7 +40,10 @@ def all_steps(meta: Meta) -> Steps | None:
         return None
     if not all(isinstance(took, int) and 0 <= took < 1 << 53 for took in durations):
         return None
-    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states])
+    ran = table.get("cpu_ns")
+    ran = ran if isinstance(ran, list) and len(ran) == len(durations) else [None] * len(durations)
+    known = [one if isinstance(one, int) and 0 <= one < 1 << 53 else None for one in ran]
+    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states], known)
 
 
 def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:

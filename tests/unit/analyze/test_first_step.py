@@ -46,3 +46,15 @@ def test_of_several_ranks_the_longest_counts() -> None:
 )
 def test_a_usual_or_a_recorded_first_step_is_not(session: Session) -> None:
     assert "first step" not in answer(session).sentence
+
+
+@pytest.mark.parametrize(("ran_ms", "told"), [(120, True), (550, False), (None, False)])
+def test_that_the_main_thread_waits_is_told_by_its_processor_time(ran_ms: int | None, told: bool) -> None:
+    session = run(600, 600)
+    for number, one in enumerate(session.traces):
+        assert one.meta.capture is not None
+        # of one rank nobody knows it in the last case: nothing is said of all
+        known = None if ran_ms is None and number else (ran_ms or 120) * MS
+        one.meta.capture["steps"]["cpu_ns"] = [known] * 16
+    sentence = answer(session).sentence.replace("\xa0", " ").replace("\u202f", " ")
+    assert ("the main thread runs on a processor 20.0 % of the time" in sentence) is told
