@@ -35,6 +35,7 @@ _STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
 _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
 _BUSY = 0.5  # of its time a thread runs at least: it works
+_MOST_RANKS = 4
 _ASLEEP = 0.2  # at most: it waits
 _IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
 
@@ -102,24 +103,38 @@ def pauses(ground: Ground) -> Iterator[Said]:
     long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
     if not long.any():
         return
+    ranks = ground.ranks_of(long)
+    if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
+        rank_of = ground.graph.nodes["rank"].fill_null(-1).to_numpy()
+        by_time = sorted(ranks, key=lambda rank: (-ground.work_ns(long & (rank_of == rank)), rank))
+        for rank in by_time[:_MOST_RANKS]:
+            yield _pause(ground, long & (rank_of == rank), (rank,))
+    yield _pause(ground, long, tuple(ranks))
+
+
+def _pause(ground: Ground, long: Bools, ranks: tuple[int, ...]) -> Candidate:
+    """The long stretches of some ranks."""
     time = ground.work_ns(long)
     evidence = ground.evidence(long)
     what = evidence[0].what
     count = int(long.sum())
     known = "" if _STEP.match(what) or what == NAMELESS else f": {what}"
-    ranks = ground.ranks_of(long)
-    who = f"the host of rank {ranks[0]}" if ground.rank_count > 1 and len(ranks) == 1 else "the host"
+    alone = ground.rank_count > 1 and len(ranks) == 1
+    who = f"the host of rank {ranks[0]}" if alone else "the host"
     over = "" if len(ranks) == 1 else ground.over_ranks
-    yield Candidate(
+    return Candidate(
         title=f"{who} {_how(ground, long, time)} {units.duration(time)} outside of operators"
         + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
         + known,
-        changes=(Change("remove", Chosen("long host stretches between operators", long, "think")),),
+        changes=(
+            Change("remove", Chosen(f"{f'rank {ranks[0]}: ' if alone else ''}long host stretches between operators",
+                                    long, "think", ranks if alone else ())),
+        ),
         confidence=0.6 if ground.stacks else 0.5,
         advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
         "with `--stacks` to see what it is.",
         evidence=evidence,
-    )
+    )  # fmt: skip
 
 
 def _waits_for_requests(ground: Ground) -> bool:
