@@ -113,7 +113,7 @@ def extra(fault: str, batch: torch.Tensor, *, wrong: bool) -> None:
         while time.thread_time() < ends:
             some = torch.tanh(some)
     elif fault == "copies":
-        for _ in range(12):
+        for _ in range(30):
             _ = batch.repeat(8, 1).t().contiguous().clone()
     elif fault == "tiny":
         value = batch[0]

@@ -83,7 +83,7 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
     )
 
 
-def _python(ground: Ground) -> Bools:
+def between_operators(ground: Ground) -> Bools:
     """Host time between operators that no other rule is about."""
     nodes = ground.graph.nodes
     frames = pl.Series(ground.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
@@ -98,7 +98,7 @@ def pauses(ground: Ground) -> Iterator[Said]:
     if _waits_for_requests(ground):
         yield Abstention("host-pause", _IDLE)
         return
-    python = _python(ground)
+    python = between_operators(ground)
     work = ground.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
     if not long.any():
@@ -232,7 +232,7 @@ def python_bound(ground: Ground) -> Iterator[Said]:
     if ground.work_ns(loops & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
         yield _loop(ground, loops, calls)
     work = ground.graph.nodes["work_ns"].to_numpy()
-    short = _python(ground) & ~loops & (work < max(_LONG * ground.whole_ns, _LONG_NS))
+    short = between_operators(ground) & ~loops & (work < max(_LONG * ground.whole_ns, _LONG_NS))
     if not short.any():
         return
     time = ground.work_ns(short)

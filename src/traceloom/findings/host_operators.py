@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.findings.ground import Bools, Ground
-from traceloom.findings.host_bound import looped
+from traceloom.findings.host_bound import between_operators, looped
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -27,6 +27,8 @@ _COPYING = r"^aten::(?:copy_|clone|_to_copy)$"
 # Copies that these make are theirs: the bytes have to get from one place to another.
 _OWN = r"^(?:Optimizer\.|FSDP::|gloo:|enumerate\(DataLoader\))"
 _LEAST_SHARE = 0.02
+_SHORT_NS = 100_000  # Python behind an operator that takes no longer is part of calling it
+_NO_LANE = 2**32 - 1
 _PERIOD = 6  # operators at most of which a stretch of tiny ones is made
 _TIMES = 24  # at least that these come one after the other
 _TINY_NS = 40_000  # most of them take no longer, recorded
@@ -47,6 +49,7 @@ def extra_copies(ground: Ground) -> Iterator[Said]:
         by_name = pl.concat([by_name, rows.select("name", "duration_ns")])
         if rows.height:
             mask |= ground.below(trace, rows["event"])
+    mask |= _behind(ground, mask)
     time = ground.work_ns(mask & ground.of_kind(*_HOST))
     if not count or time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
         return
@@ -61,6 +64,20 @@ def extra_copies(ground: Ground) -> Iterator[Said]:
         "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient, too.",
         evidence=ground.evidence(mask),
     )
+
+
+def _behind(ground: Ground, mask: Bools) -> Bools:
+    """The short stretch of Python behind each: it calls the next one, and gives the memory back."""
+    nodes = ground.graph.nodes
+    order = (
+        nodes.select("rank", "lane", "start_ns", "node").with_row_index("at").sort("rank", "lane", "start_ns", "node")
+    )
+    at = order["at"].to_numpy()
+    lane = order["lane"].fill_null(_NO_LANE).to_numpy()
+    follows = np.zeros(at.size, dtype=np.bool_)
+    follows[at[1:]] = mask[at[:-1]] & (lane[1:] == lane[:-1])
+    found: Bools = follows & between_operators(ground) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
+    return found
 
 
 def _copies(trace: Trace) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""Which stretches of host threads were spent running, and which waiting, by the processor time of the threads."""
+"""Which stretches of host threads were spent running, by the processor time of the threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from traceloom.read.thread_cpu import Samples, thread_samples
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-_WAITED = 0.2  # of a stretch in which its thread ran at most: it waited
 _WORKED = 0.5  # in which it ran at least: it worked
 
 
@@ -34,23 +33,11 @@ class CpuTime(Struct, frozen=True):
         hosts = trace.lanes.filter(trace.lanes["kind"] == "host").select("lane", "thread").rows() if samples else []
         return cls({lane: samples[thread] for lane, thread in hosts if thread in samples})
 
-    def ran(self, lane: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """How long threads ran in stretches of them, at least and at most, ns; 0 and all of it where nobody knows."""
-        least, most = np.zeros_like(low), high - low
-        for number, samples in self.lanes.items():
-            at = np.flatnonzero(lane == number)
-            if at.size:
-                least[at], most[at] = samples.ran(low[at], high[at])
-        return least, most
-
-    def waited(self, lane: Ints, low: Ints, high: Ints) -> Bools:
-        """Stretches in which the thread hardly ran for certain."""
-        _, most = self.ran(lane, low, high)
-        found: Bools = most <= _WAITED * (high - low)
-        return found & (high > low)
-
     def worked(self, lane: Ints, low: Ints, high: Ints) -> Bools:
         """Stretches in which the thread ran most of the time for certain."""
-        least, _ = self.ran(lane, low, high)
+        least = np.zeros_like(low)
+        for number, samples in self.lanes.items():
+            at = np.flatnonzero(lane == number)
+            least[at] = samples.ran(low[at], high[at])[0]
         found: Bools = least >= _WORKED * (high - low)
         return found & (high > low)
