@@ -36,6 +36,7 @@ _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
 _BUSY = 0.5  # of its time a thread runs at least: it works
 _MOST_RANKS = 4
+_FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
 _ASLEEP = 0.2  # at most: it waits
 _IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
 
@@ -106,9 +107,13 @@ def pauses(ground: Ground) -> Iterator[Said]:
     ranks = ground.ranks_of(long)
     if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
         rank_of = ground.graph.nodes["rank"].fill_null(-1).to_numpy()
-        by_time = sorted(ranks, key=lambda rank: (-ground.work_ns(long & (rank_of == rank)), rank))
+        times = {rank: ground.work_ns(long & (rank_of == rank)) for rank in ranks}
+        by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
         for rank in by_time[:_MOST_RANKS]:
             yield _pause(ground, long & (rank_of == rank), (rank,))
+        others = [times[rank] for rank in by_time[1:]] + [0] * (ground.rank_count - len(ranks))
+        if times[by_time[0]] >= _FAR_MORE * float(np.median(others)):
+            return  # the others pause now and then
     yield _pause(ground, long, tuple(ranks))
 
 
