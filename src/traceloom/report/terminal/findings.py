@@ -69,6 +69,8 @@ def _between(row: Row) -> str:
     if not row["saving_ns"] or row["saving_low_ns"] is None:
         return ""
     low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
+    if not row["saving_low_ns"]:
+        return f": saves up to {high}"
     return f": saves {low}" if low == high else f": saves {low} to {high}"
 
 
