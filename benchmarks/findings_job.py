@@ -2,7 +2,8 @@
 
 With `fixed` the fault is mended the way its finding advises; all else is the same. Without, all steps up to FROM have
 the fault, which are those that are recorded; after them steps with and without it take turns (even steps have it), so
-that what the fix saves is told by neighbours and not by two runs.
+that what the fix saves is told by neighbours and not by two runs. Of several ranks the last one is late (`straggler`:
+it sleeps, `busy`: it computes), data parallel or, with `-fsdp` behind the fault, sharded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "sleep", "loader", "workers", "elements", "python", "recomputation", "item", "straggler")
+FAULTS = ("none", "sleep", "loader", "workers", "elements", "python", "recomputation", "item", "straggler", "busy",
+          "copies", "tiny")  # fmt: skip
 STEPS, FROM, BATCH, WIDTH = 80, 12, 64, 256
 
 
@@ -79,6 +81,22 @@ def first_of_all() -> None:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
+def late() -> bool:
+    """Whether this is the rank that is late: the last one."""
+    return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1 > 0
+
+
+def sharded(model: Model) -> nn.Module:
+    """The model with its blocks spread over the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def extra(fault: str, batch: torch.Tensor, *, wrong: bool) -> None:
     """What the fault does before the forward pass."""
     if fault == "elements":
@@ -88,22 +106,34 @@ def extra(fault: str, batch: torch.Tensor, *, wrong: bool) -> None:
         return
     elif fault == "sleep":
         time.sleep(0.010)
-    elif fault == "straggler" and os.environ.get("RANK") == "1":
-        time.sleep(0.040)  # longer than two ranks wait for each other on two busy processors
+    elif fault == "straggler" and late():
+        time.sleep(0.050)  # longer than two ranks wait for each other on two busy processors
+    elif fault == "busy" and late():
+        some, ends = batch, time.thread_time() + 0.050  # so much of the processor, however long that takes
+        while time.thread_time() < ends:
+            some = torch.tanh(some)
+    elif fault == "copies":
+        for _ in range(30):
+            _ = batch.repeat(8, 1).t().contiguous().clone()
+    elif fault == "tiny":
+        value = batch[0]
+        for _ in range(300):
+            value = value * 1.0001 + 0.0001
     elif fault == "python":
         _ = sum(value * value for value in range(100_000))
 
 
 def main() -> None:
     """Train."""
-    fault = sys.argv[1]
+    fault = sys.argv[1].removesuffix("-fsdp")
     torch.set_num_threads(1)
     first_of_all()
     inner = Model()
     model: nn.Module = inner
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-        model = nn.parallel.DistributedDataParallel(inner)
+        spread = sys.argv[1].endswith("-fsdp")
+        model = sharded(inner) if spread else nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for number, batch in enumerate(loader(fault)):
         if number == STEPS:

@@ -34,6 +34,8 @@ EXPECTED = {
     "none": (), "sleep": ("host-pause",), "loader": ("data-starved",), "workers": ("data-starved",),
     "elements": ("python-bound",), "python": ("host-pause",), "recomputation": ("recomputation",), "item": (),
     "straggler": ("host-pause", "straggler"),  # the sleep itself, or the rank that it makes late
+    "straggler-fsdp": ("host-pause", "straggler"), "busy": ("straggler",), "busy-fsdp": ("straggler",),
+    "copies": ("host-copies",), "tiny": ("tiny-operators",),
 }  # fmt: skip
 
 
@@ -58,7 +60,9 @@ class Row:
             cells += ["–", f"{first} {saving or 0:.1%}", "–"]
         else:
             saved = self.found.time[place].saving_ns or 0
-            cells += [f"{place + 1}", f"{slugs[place]} {saved / 1e6:.2f} ms", f"{saved / self.truth - 1:+.0%}"]
+            low, high = (getattr(self.found.time[place], f"saving_{end}_ns") for end in ("low", "high"))
+            between = "" if low is None else f" ({low / 1e6:.2f} to {high / 1e6:.2f})"
+            cells += [f"{place + 1}", f"{slugs[place]} {saved / 1e6:.2f} ms{between}", f"{saved / self.truth - 1:+.0%}"]
         return "| " + " | ".join(cells) + " |"
 
 
@@ -80,13 +84,13 @@ def made(only: str) -> Iterator[Row]:
                 yield Row(f"clean: {name}", Ground.of(session).step_ns, 0, (), findings(session))
 
 
-def recorded(fault: str, folder: Path, *, fixed: bool, first: bool) -> Path:
+def recorded(fault: str, folder: Path, *, fixed: bool, first: bool, ranks: int) -> Path:
     """Record a real run of a job."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(traceloom.__file__).parents[1])}
     env |= {"FINDINGS_FIRST": "1"} if first else {}
     job = [sys.executable, str(HERE / "findings_job.py"), fault, *(["fixed"] if fixed else [])]
-    if fault == "straggler":
-        job[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if fault.startswith(("straggler", "busy")):
+        job[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     # a loader with workers has batches in store at first
     window = ["--steps", "20..25"] if fault == "workers" else []
     command = [
@@ -146,7 +150,7 @@ def predicted(folder: Path) -> Ranked:
     return rank(ground, RULES)
 
 
-def real(only: str, repeats: int, *, first: bool) -> Iterator[Row]:
+def real(only: str, repeats: int, *, first: bool, ranks: int) -> Iterator[Row]:
     """Real runs: the median of the predictions against the median of the measurements."""
     for fault, expected in EXPECTED.items():
         if only not in ("", fault):
@@ -154,11 +158,11 @@ def real(only: str, repeats: int, *, first: bool) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as name:
             steps, truths, found = [], [], []
             for number in range(repeats):
-                run = recorded(fault, Path(name) / f"faulty{number}", fixed=False, first=first)
+                run = recorded(fault, Path(name) / f"faulty{number}", fixed=False, first=first, ranks=ranks)
                 steps.append(step_ns(run, odd=False))
                 fixed = run
                 if fault == "workers":
-                    fixed = recorded(fault, Path(name) / f"fixed{number}", fixed=True, first=first)
+                    fixed = recorded(fault, Path(name) / f"fixed{number}", fixed=True, first=first, ranks=ranks)
                 truths.append(steps[-1] - step_ns(fixed, odd=True))
                 found.append(predicted(run))
         yield Row(fault, statistics.median(steps), statistics.median(truths), expected, _middle(found, expected))
@@ -180,13 +184,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="one fault, by its name; or clean")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each real job")
     parser.add_argument("--first", action="store_true", help="take the processor ahead of others")
+    parser.add_argument("--ranks", type=int, default=2, help="of jobs with several")
     arguments = parser.parse_args()
     print(HEAD)
     if "made" in arguments.what:
         for row in made(arguments.only):
             print(row.line(), flush=True)
     if "real" in arguments.what:
-        for row in real(arguments.only, arguments.repeats, first=arguments.first):
+        for row in real(arguments.only, arguments.repeats, first=arguments.first, ranks=arguments.ranks):
             print(row.line(), flush=True)
 
 

@@ -9,13 +9,16 @@ import polars as pl
 
 from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
+from traceloom.analyze.first_step import first_step
 from traceloom.analyze.host import HostTime, host
 from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.idle import CAUSES, Idle, idle
 from traceloom.analyze.operators import Operators, operators
+from traceloom.analyze.steps import of_requests
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
 from traceloom.model.units import count, duration, share
+from traceloom.read.step_log import all_steps
 
 PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fraction": pl.Float64})
 _EDGE = "before the first and after the last GPU work"
@@ -56,6 +59,9 @@ _AWAITED = {
 }
 _WORTH_SAYING = 0.005
 _IDLE_WORTH_A_REASON = 0.05
+_WAITING = 0.8  # of the time that a thread runs at most: it waits, too
+_FIRST = 2.0  # usual steps that the first one takes longer by,
+_OF_RUN = 0.05  # and of the time of all steps: worth a sentence
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,23 @@ def answer(session: Session, known: Sequence[Facts] | None = None) -> Answer:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, 0)
     where = _where(on_gpu or told)
     said = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, told)
-    return Answer(f"{where}: {said}.", parts, whole)
+    return Answer(f"{where}: {said}.{_first(told)}", parts, whole)
+
+
+def _first(told: list[Facts]) -> str:
+    """What the first step of the run cost, where it is not among those that the answer is of, and was no usual one."""
+    first = [one for fact in told if (one := first_step(fact.trace)) is not None]
+    if not first:
+        return ""
+    worst = max(first, key=lambda one: one.over_ns)
+    if worst.recorded or worst.over_ns < _FIRST * worst.usual_ns or worst.over_ns < _OF_RUN * worst.run_ns:
+        return ""
+    who = f" (rank {worst.rank})" if len(told) > 1 and worst.rank is not None else ""
+    return (
+        f" The first step of the run{who}, which is not among them, took {duration(worst.first_ns)}, as long as "
+        f"{count(round(worst.first_ns / max(worst.usual_ns, 1)))} usual ones: {share(worst.over_ns, worst.run_ns)} of "
+        "all steps of the run went into starting (compiling, loading code, allocating)."
+    )
 
 
 def _gpu_parts(one: Facts) -> pl.DataFrame:
@@ -138,6 +160,10 @@ def _stepped(trace: Trace) -> bool:
 def _host_parts(one: Facts) -> pl.DataFrame:
     """What the main thread did in the steps (without steps: in the whole window), by phase and activity."""
     mine = one.host.account.join(one.host.threads.filter("main").select("lane"), on="lane", how="semi")
+    if of_requests(one.trace):  # whichever thread serves it
+        served = one.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
+        threads = served.select("lane", "step").drop_nulls().unique()
+        mine = one.host.account.join(threads, on=["lane", "step"], how="semi")
     if _stepped(one.trace):
         mine = mine.filter(pl.col("step").is_not_null())
     rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
@@ -171,12 +197,20 @@ def _where(told: list[Facts]) -> str:
         lengths = pl.concat(steps.select(ns=pl.col("end_ns") - pl.col("start_ns"))["ns"] for steps in stepped)
         each = f"{duration(int(lengths.median()))}"  # type: ignore[arg-type]
         number = max(steps.height for steps in stepped)
-        span = f"{count(number)} steps of {each}" if number > 1 else f"1 step of {each}"
+        word = "request" if any(of_requests(one.trace) for one in told) else "step"
+        span = f"{count(number)} {word}s of {each}" if number > 1 else f"1 {word} of {each}"
+        span += _taken(told, int(lengths.sum())) if word == "request" else ""
     else:
         span = _window(told)
     who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
     text = f"{who}, {span}" if who else span
     return text[0].upper() + text[1:]
+
+
+def _taken(told: list[Facts], served_ns: int) -> str:
+    """How much of the window the requests take: the rest of it nobody asked for anything."""
+    window = max(one.trace.end_ns - one.trace.start_ns for one in told)
+    return f" ({share(served_ns, window)} of a window of {duration(window)}; the program waits between them)"
 
 
 def _window(told: list[Facts]) -> str:
@@ -222,7 +256,25 @@ def _of_threads(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
         more.append(f"{share(talking, whole)} is spent on communication")
     if any(one.data_loading.total_ns is not None for one in told):
         more.append(f"the DataLoader is waited for {share(_waited(told), whole)}")
+    ran = _ran(told)
+    if ran is not None and ran[0] < _WAITING * ran[1]:
+        more.append(f"the main thread runs on a processor {share(*ran)} of the time, and waits the rest of it")
     return f"{text}; {_listed(more)}" if more else text
+
+
+def _ran(told: list[Facts]) -> tuple[int, int] | None:
+    """How long the threads that make the recorded steps ran, of how long; None where that is unknown of any."""
+    ran = whole = 0
+    for one in told:
+        steps = all_steps(one.trace.meta)
+        if steps is None:
+            return None
+        for took, state, mine in zip(steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True):
+            if state == "recorded":
+                if mine is None:
+                    return None
+                ran, whole = ran + min(mine, took), whole + took
+    return (ran, whole) if whole else None
 
 
 def _activity(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:

@@ -160,17 +160,22 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
     """Phase of each host event: that of the outermost event above it that says one; -1 where none does.
 
     An op that autograd recorded (it has a sequence number and no forward thread) says forward where nothing above it
-    says otherwise; in a trace without any backward pass every op inside a step does.
+    says otherwise; in a trace without any backward pass every op inside a step does. Inside an optimizer's step the
+    forward and the backward pass say so themselves: a closure makes them (LBFGS, Lightning).
     """
     events = trace.events
     phase = said.phase.copy()
     forward_thread = column(trace, "forward_thread", 0)[tree.row]
     recorded = lookup(events["sequence"].is_not_null().to_numpy(), tree.row) & (forward_thread == 0)
+    of_closure = np.isin(phase, (FORWARD, BACKWARD)) | (said.op & recorded & (phase < 0))
     if not (phase == BACKWARD).any():
         recorded |= lookup(events["step"].is_not_null().to_numpy(), tree.row)
     phase[(phase < 0) & said.op & recorded] = FORWARD
     top = tree.outermost_or_self(phase >= 0)
-    return np.append(phase, _UNKNOWN)[top]
+    of_top = np.append(phase, _UNKNOWN)[top]
+    inner = tree.outermost_or_self(of_closure)
+    called = (of_top == OPTIMIZER) & (inner >= 0)
+    return np.where(called, np.append(phase, _UNKNOWN)[inner], of_top)
 
 
 def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
@@ -197,6 +202,8 @@ def _others_of_process(trace: Trace, main: int) -> Bools:
 def _overlapped(pieces: _Pieces, busy: Spans, wanted: int, only_unobserved: bool) -> _Pieces:
     """Give `wanted` to the parts of phaseless pieces that lie in the busy time; others are left whole."""
     free = pieces.phase < 0
+    if wanted == BACKWARD:  # a closure of the optimizer waits for it
+        free |= (pieces.phase == OPTIMIZER) & (pieces.activity == UNOBSERVED)
     if only_unobserved:
         free &= pieces.activity == UNOBSERVED
     narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))

@@ -11,6 +11,7 @@ from traceloom.analyze.intervals import Ints, Spans
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.model.result import Result
+from traceloom.read.steps import REQUEST
 
 SCHEMA = pl.Schema(
     {
@@ -38,7 +39,7 @@ class StepTimes(Result):
         min_ns: Shortest.
         max_ns: Longest.
         spread_fraction: (third quartile - first quartile) / median.
-        evidence: What the steps were taken from: profiler-step, mark, annotation, or none.
+        evidence: What the steps were taken from: profiler-step, mark, annotation, request, or none.
     """
 
     steps: pl.DataFrame
@@ -48,6 +49,11 @@ class StepTimes(Result):
     max_ns: int | None
     spread_fraction: float | None
     evidence: str
+
+
+def of_requests(trace: Trace) -> bool:
+    """Whether the steps are requests, with waits between them."""
+    return bool(trace.steps.height) and str(trace.steps["evidence"][0]) == REQUEST
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,13 +16,16 @@ from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Spans, difference, union
-from traceloom.analyze.path.window import usual_step
+from traceloom.analyze.path.window import common_steps, usual_step
+from traceloom.analyze.steps import of_requests
 from traceloom.findings.wording import brief
 from traceloom.link import link_session
 from traceloom.model import Graph, Session, Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
+from traceloom.read.step_log import all_steps
+from traceloom.read.thread_cpu import Samples, thread_samples
 from traceloom.retime import Plan
 from traceloom.retime.arrays import point_times
 from traceloom.retime.law import Law, law
@@ -45,21 +48,34 @@ class Ground:
     Attributes:
         session: The run.
         step: The step of median length; None where there are no steps: then the whole window is looked at.
+        remembers: Whether others may ask for its graph.
     """
 
     session: Session
     step: int | None = field(default=None)
     _kept: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
+    remembers: bool = field(default=True, kw_only=True)
 
     @classmethod
     def of(cls, session: Session) -> Ground:
         """The usual step of a session."""
         return cls(session, usual_step(session.traces))
 
+    def beside(self, room: int) -> Iterator[Ground]:
+        """Other steps, at most so many, from the shortest to the longest; analyses of whole traces are shared."""
+        lengths = [] if self.step is None else common_steps(self.traces)
+        rest = [step for step in lengths if step != self.step]
+        if room < 1 or not rest:
+            return
+        for at in np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).round().astype(int)).tolist():
+            other = Ground(self.session, rest[at], self._kept, remembers=False)
+            other.__dict__.update(across=self.across, host_ratio=self.host_ratio)
+            yield other
+
     @cached_property
     def graph(self) -> Graph:
         """The linked, calibrated graph of the step."""
-        return link_session(self.session, step=self.step)
+        return link_session(self.session, step=self.step, remember=self.remembers)
 
     @cached_property
     def plan(self) -> Plan:
@@ -128,7 +144,55 @@ class Ground:
     @property
     def where(self) -> str:
         """What is looked at, as it stands in a sentence."""
-        return "the window" if self.step is None else "the step"
+        return "the window" if self.step is None else f"the {self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """What the steps are: steps, or the requests of a server."""
+        return "request" if any(of_requests(trace) for trace in self.traces) else "step"
+
+    def ran_ns(self, nodes: Bools) -> tuple[int, int] | None:
+        """How long the threads of some nodes ran in them, at least and at most, ns; None where nobody knows of one."""
+        rows = self.graph.nodes.filter(pl.Series(nodes)).select("rank", "lane", "start_ns", "duration_ns")
+        least = most = 0
+        for (rank, lane), some in rows.group_by("rank", "lane"):
+            trace = self.trace_of(rank)
+            threads = self.graph.lanes.filter(pl.col("lane") == lane)["thread"].to_list()
+            samples = None if trace is None else self.ask(trace, _samples).get(str(threads[0]))
+            if samples is None:
+                return None
+            low = some["start_ns"].to_numpy() + self.graph.epoch_ns - self._offsets.get(rank, 0)
+            sums = samples.ran(low, low + some["duration_ns"].to_numpy())
+            least, most = least + int(sums[0].sum()), most + int(sums[1].sum())
+        return least, most
+
+    @cached_property
+    def step_ran_ns(self) -> int | None:
+        """How long the thread that makes the step ran in it, on the rank where most; None where nobody knows of one."""
+        most = 0
+        for trace in self.traces:
+            steps = all_steps(trace.meta)
+            ran = (
+                None
+                if steps is None or self.step is None or self.step >= len(steps.ran_ns)
+                else steps.ran_ns[self.step]
+            )
+            if ran is None:
+                return None
+            most = max(most, ran)
+        return most
+
+    @cached_property
+    def running(self) -> float | None:
+        """How much of the window the threads of the busiest process run, all together; None where nobody knows."""
+        shares = []
+        for trace in self.traces:
+            samples = self.ask(trace, _samples).values()
+            if not samples:
+                return None
+            window = max(int(one.time_ns[-1]) for one in samples) - min(int(one.time_ns[0]) for one in samples)
+            shares.append(sum(int(one.ran_ns[-1] - one.ran_ns[0]) for one in samples) / max(window, 1))
+        return max(shares, default=None)
 
     def ask(self, trace: Trace, analysis: Callable[[Trace], T]) -> T:
         """An analysis of a trace, made once."""
@@ -212,6 +276,10 @@ class Ground:
             out.delay_ns[edges] = base.delay_ns[edges]
         return out
 
+    def ranks_of(self, nodes: Bools) -> list[int]:
+        """The ranks that some nodes are of, ascending."""
+        return sorted(self.graph.nodes["rank"].filter(pl.Series(nodes)).drop_nulls().unique().to_list())
+
     def work_ns(self, nodes: Bools) -> int:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
@@ -278,6 +346,11 @@ class Ground:
         shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
         found = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
         return brief(found.sort("depth")["name"][-1]) if found.height else None
+
+
+def _samples(trace: Trace) -> dict[str, Samples]:
+    """Processor time by thread, where the trace shows the same clock."""
+    return thread_samples(trace.meta) if trace.meta.clock == "unix" else {}
 
 
 def _frames(trace: Trace) -> pl.DataFrame:

@@ -34,6 +34,11 @@ _ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of 
 _STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
 _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
+_BUSY = 0.5  # of its time a thread runs at least: it works
+_MOST_RANKS = 4
+_FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
+_ASLEEP = 0.2  # at most: it waits
+_IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
 
 
 def _gaps(ground: Ground) -> tuple[int, int, tuple[Evidence, ...]]:
@@ -79,7 +84,7 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
     )
 
 
-def _python(ground: Ground) -> Bools:
+def between_operators(ground: Ground) -> Bools:
     """Host time between operators that no other rule is about."""
     nodes = ground.graph.nodes
     frames = pl.Series(ground.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
@@ -91,26 +96,63 @@ def _python(ground: Ground) -> Bools:
 
 def pauses(ground: Ground) -> Iterator[Said]:
     """The host does one other thing for long: a pause, a write, a log."""
-    python = _python(ground)
+    if _waits_for_requests(ground):
+        yield Abstention("host-pause", _IDLE)
+        return
+    python = between_operators(ground)
     work = ground.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
     if not long.any():
         return
+    ranks = ground.ranks_of(long)
+    if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
+        rank_of = ground.graph.nodes["rank"].fill_null(-1).to_numpy()
+        times = {rank: ground.work_ns(long & (rank_of == rank)) for rank in ranks}
+        by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
+        for rank in by_time[:_MOST_RANKS]:
+            yield _pause(ground, long & (rank_of == rank), (rank,))
+        others = [times[rank] for rank in by_time[1:]] + [0] * (ground.rank_count - len(ranks))
+        if times[by_time[0]] >= _FAR_MORE * float(np.median(others)):
+            return  # the others pause now and then
+    yield _pause(ground, long, tuple(ranks))
+
+
+def _pause(ground: Ground, long: Bools, ranks: tuple[int, ...]) -> Candidate:
+    """The long stretches of some ranks."""
     time = ground.work_ns(long)
     evidence = ground.evidence(long)
     what = evidence[0].what
     count = int(long.sum())
     known = "" if _STEP.match(what) or what == NAMELESS else f": {what}"
-    yield Candidate(
-        title=f"the host spends {units.duration(time)} outside of operators"
-        + ("" if count == 1 else f" in {units.count(count)} long stretches{ground.over_ranks}")
+    alone = ground.rank_count > 1 and len(ranks) == 1
+    who = f"the host of rank {ranks[0]}" if alone else "the host"
+    over = "" if len(ranks) == 1 else ground.over_ranks
+    return Candidate(
+        title=f"{who} {_how(ground, long, time)} {units.duration(time)} outside of operators"
+        + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
         + known,
-        changes=(Change("remove", Chosen("long host stretches between operators", long, "think")),),
+        changes=(
+            Change("remove", Chosen(f"{f'rank {ranks[0]}: ' if alone else ''}long host stretches between operators",
+                                    long, "think", ranks if alone else ())),
+        ),
         confidence=0.6 if ground.stacks else 0.5,
         advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
         "with `--stacks` to see what it is.",
         evidence=evidence,
-    )
+    )  # fmt: skip
+
+
+def _waits_for_requests(ground: Ground) -> bool:
+    """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
+    return ground.step is None and ground.running is not None and ground.running < _BUSY
+
+
+def _how(ground: Ground, nodes: Bools, time_ns: int) -> str:
+    """Whether the host works or waits in some stretches, as far as the processor time of its threads tells."""
+    ran = ground.ran_ns(nodes)
+    if ran is None:
+        return "spends"
+    return "works" if ran[0] >= _BUSY * time_ns else "waits" if ran[1] <= _ASLEEP * time_ns else "spends"
 
 
 def _loops(trace: Trace) -> pl.DataFrame:
@@ -145,7 +187,7 @@ def _loops(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _looped(ground: Ground) -> tuple[Bools, dict[str, int]]:
+def looped(ground: Ground) -> tuple[Bools, dict[str, int]]:
     """All between the beginning and the end of such loops, with what they launch, and how often they call which."""
     nodes, edges = ground.graph.nodes, ground.graph.edges
     found = np.zeros(nodes.height, dtype=np.bool_)
@@ -188,11 +230,14 @@ def python_bound(ground: Ground) -> Iterator[Said]:
     if not ground.of_kind(gs.HOST).any() or not (ground.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
         return
-    looped, calls = _looped(ground)
-    if ground.work_ns(looped & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
-        yield _loop(ground, looped, calls)
+    if _waits_for_requests(ground):
+        yield Abstention("python-bound", _IDLE)
+        return
+    loops, calls = looped(ground)
+    if ground.work_ns(loops & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
+        yield _loop(ground, loops, calls)
     work = ground.graph.nodes["work_ns"].to_numpy()
-    short = _python(ground) & ~looped & (work < max(_LONG * ground.whole_ns, _LONG_NS))
+    short = between_operators(ground) & ~loops & (work < max(_LONG * ground.whole_ns, _LONG_NS))
     if not short.any():
         return
     time = ground.work_ns(short)
@@ -206,6 +251,7 @@ def python_bound(ground: Ground) -> Iterator[Said]:
         advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
         "change, log less often.",
         evidence=ground.evidence(short),
+        at_most_ns=ground.step_ran_ns,  # who waits runs no Python
     )
 
 

@@ -178,7 +178,7 @@ def slow_steps(ground: Ground) -> Iterator[Said]:
         starts = [] if trace is None else trace.steps.filter(pl.col("step") == row["step"])["start_ns"].to_list()
         start = starts[0] if starts else None
         yield Remark(
-            title=f"step {row['step']} takes {units.duration(row['over_ns'])} longer than the median step "
+            title=f"{ground.unit} {row['step']} takes {units.duration(row['over_ns'])} longer than the median one "
             f"({units.duration(row['median_ns'])}): more {', '.join(told) or 'of nothing that is known'}",
             confidence=0.7,
             advice="Look at this step alone (--steps): validation, checkpoints, collections and recompilations come "

@@ -95,8 +95,7 @@ def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame)
         confidence=0.7 if roots.height else 0.4,
         advice=f"See what {who} does at that time: {_advice(cause)}",
         evidence=(*(one for row in worst if (one := _wait(ground, row)) is not None), *(seen if roots.height else ())),
-        # without a device, what a thread does itself cannot be told from its waiting inside a communication
-        at_most_ns=_behind_ns(ground, ranks) if ground.on_device else None,
+        at_most_ns=_behind_ns(ground, ranks),
     )
 
 

@@ -9,7 +9,7 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.link.calls import POLLS, named
+from traceloom.link.calls import HOST_BACKENDS, POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.letter_case import contains
@@ -28,8 +28,8 @@ class HostTree(Struct, frozen=True):
 
     Attributes:
         row: Row in `trace.events`.
-        position: For every row of `trace.events` its position here; a driver call inside another call has the position
-            of that call; -1 for what is not here.
+        position: For every row of `trace.events` its position here; a driver call inside another call, and what lies
+            inside a communication on the host, have the position of that; -1 for what is not here.
         lane: Lane of the trace.
         start: Starts, ns.
         end: Ends, clipped to the parents'.
@@ -73,8 +73,8 @@ class HostTree(Struct, frozen=True):
 def host_tree(trace: Trace) -> HostTree:
     """The host events of a trace that make nodes.
 
-    Python frames are left out (they name what others measure), so are driver calls inside other calls, and so are
-    threads that only poll.
+    Python frames are left out (they name what others measure), so are driver calls inside other calls, what lies inside
+    a communication that the host does itself (the call as a whole waits for its peers), and threads that only poll.
     """
     events = trace.events
     category = events["category"]
@@ -83,6 +83,8 @@ def host_tree(trace: Trace) -> HostTree:
     call = category.is_in([cat.RUNTIME, cat.DRIVER]).to_numpy()
     kept = category.is_in(list(_KEPT)).to_numpy() & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
     outer = _calls_around(parent, call, np.flatnonzero((category == cat.DRIVER).to_numpy()))
+    talk = _communications_around(trace, parent, call)
+    outer = np.where(talk >= 0, talk, outer)
     kept &= outer < 0
     polls = _polling_lanes(trace, kept, call)
     left_out = kept & polls[lane_of]
@@ -130,6 +132,28 @@ def _calls_around(parent: Ints, call: Bools, driver: Ints) -> Ints:
         todo = todo[above[todo] >= 0]
     outer = np.full(parent.size, -1, dtype=np.int64)
     outer[driver] = above
+    return outer
+
+
+def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
+    """For each event the outermost communication on the host around it; -1 for none.
+
+    One in which something calls a device is not meant: what it gives the device to do is work of its own.
+    """
+    outer = np.full(parent.size, -1, dtype=np.int64)
+    chosen = named(trace.events["name"], HOST_BACKENDS).to_numpy() & (trace.events["category"] != cat.PYTHON).to_numpy()
+    if not chosen.any():
+        return outer
+    here = np.flatnonzero(parent >= 0)
+    above = parent[here]
+    while here.size:  # one turn per level of nesting: the last communication met is the outermost
+        outer[here] = np.where(chosen[above], above, outer[here])
+        above = parent[above]
+        here, above = here[above >= 0], above[above >= 0]
+    on_device = np.zeros(parent.size, dtype=np.bool_)
+    calling = outer[call & (outer >= 0)]
+    on_device[calling] = True
+    outer[(outer >= 0) & on_device[outer]] = -1
     return outer
 
 

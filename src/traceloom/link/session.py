@@ -47,7 +47,9 @@ class _Remembered:
 _REMEMBERED = _Remembered()
 
 
-def link_session(session: Session, *, step: int | None = None, progress: Say | None = None) -> Graph:
+def link_session(
+    session: Session, *, step: int | None = None, progress: Say | None = None, remember: bool = True
+) -> Graph:
     """Link the traces of a loaded session into one calibrated graph; the files are not read again.
 
     With a `step`, every rank is cut to that step before it is linked, so that a step of a large job fits in memory.
@@ -61,6 +63,7 @@ def link_session(session: Session, *, step: int | None = None, progress: Say | N
         session: The run.
         step: The number of a step; None links all of it.
         progress: Told in words what is being done.
+        remember: Whether the graph is kept for who asks next.
 
     Returns:
         The graph, as `traceloom.link.link` gives it.
@@ -94,6 +97,8 @@ def link_session(session: Session, *, step: int | None = None, progress: Say | N
     give_back()
     graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
     give_back()
+    if not remember:
+        return graph
     if len(remembered) >= _KEPT:
         del remembered[next(iter(remembered))]
     remembered[step] = graph

@@ -7,17 +7,17 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.link.calls import HOST_BACKENDS
+from traceloom.link.cpu_time import CpuTime
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
+from traceloom.link.wakers import Wakers, calls_for, wakers
 from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
-_GAP_NS = 100_000  # a worker that has had nothing to do for this long was given something
-_GIVEN_NS = 1_000_000  # by what ended no longer ago than this
 _SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
 _BUSY = 0.3  # of that work's span in which something is recorded
 _AWAKE_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
@@ -37,6 +37,8 @@ class HandOffs(Struct, frozen=True):
         source: Segment whose end hands over, one per hand-off.
         target: Segment that is held back.
         to_end: Whether its end is held back (it waits), else its start.
+        certain: Whether a hand-off is more than a guess.
+        unknown: Segments in which a thread waits for what nothing tells: they end when they ended.
     """
 
     host: Segments
@@ -44,6 +46,8 @@ class HandOffs(Struct, frozen=True):
     source: Ints
     target: Ints
     to_end: Bools
+    certain: Bools
+    unknown: Ints
 
 
 class _Waits(Struct, frozen=True):
@@ -77,8 +81,8 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
 
     A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
     three: until that work begins, which is when it was handed over; the waiting; and what the main thread did alone
-    after it. A worker's work after a gap waits for that, else for the last thing that ended before it. In its self time
-    any thread may wait for communication that another one does.
+    after it. A worker's work after a gap waits for that, else for who woke it (see `traceloom.link.wakers`). In its
+    self time any thread may wait for communication that another one does.
 
     Args:
         trace: The trace.
@@ -88,8 +92,10 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     lanes = np.unique(host.lane)
     nothing = np.zeros(0, dtype=np.int64)
     if lanes.size < 2:
-        return HandOffs(host, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
+        never = np.zeros(0, dtype=np.bool_)
+        return HandOffs(host, nothing, nothing, nothing, never, never, nothing)
     quiet = _quiet(trace, tree, host)
+    cpu = CpuTime.of(trace)
     gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
     autograd = np.unique(tree.lane[tree.named(_AUTOGRAD)])
     main = _main_lane(trace, tree, lanes)
@@ -114,14 +120,44 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     waiting = number[mine] + 1
     given = head >= 0
     heads, givers = number[head[given]], number[mine[given]]
-    woken = _woken(cut, tree, heads, main)
-    source = np.concatenate([number[tail] + _parts_after(host, number, tail), givers, woken[0]])
-    target, to_end = _held(cut, np.concatenate([heads, woken[1]]))
-    waits = np.unique(np.concatenate([waiting, target[to_end]]))
+    source = np.concatenate([number[tail] + _parts_after(host, number, tail), givers])
+    still = _quiet(trace, tree, cut)
+    still[waiting] = False
+    return _with_wakers(cut, waiting, source, heads, wakers(cut, tree, still, heads, main, cpu))
+
+
+def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: Wakers) -> HandOffs:
+    """All hand-overs: what was found of quiet times that work fills, and who woke threads that were idle.
+
+    Args:
+        cut: Segments.
+        waiting: Those in which a thread waits for work that is known.
+        source: What ends those waits, one for each; then what hands over that work.
+        heads: The work that is handed over.
+        woken: Other work that was handed over.
+    """
+    nothing_known = woken.of(woken.source < 0)
+    woken = woken.of(woken.source >= 0)
+    again = np.flatnonzero(woken.cut_ns >= 0)
+    again = again[np.lexsort((woken.cut_ns[again], woken.source[again]))]
+    segment = woken.source[again]
+    host, number = cut.cut(segment, woken.cut_ns[again])
+    givers = number[woken.source] + _parts_after(cut, number, woken.source)
+    first = np.searchsorted(segment, segment, side="left")
+    givers[again] = number[segment] + np.arange(segment.size) - first
+    target, to_end = _held(host, number[np.concatenate([heads, woken.head])])
+    unknown, idle = _held(host, number[nothing_known.head])
+    waiting = number[waiting]
+    known = np.ones(source.size, dtype=np.bool_)
     return HandOffs(
-        cut, waits, source, np.concatenate([waiting, target]),
-        np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
-    )  # fmt: skip
+        host,
+        waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
+        source=np.concatenate([number[source] + _parts_after(cut, number, source), givers]),
+        target=np.concatenate([waiting, target]),
+        to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
+        certain=np.concatenate([known, woken.certain]),
+        unknown=unknown[idle],
+    )
 
 
 def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
@@ -239,43 +275,21 @@ def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found:
     count = np.maximum(np.searchsorted(low, tree.end[talk], side="left") - first, 0)
     event = np.repeat(talk, count)
     quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    since, until = np.maximum(tree.start[event], low[quiet]), np.minimum(tree.end[event], high[quiet])
+    call = np.repeat(calls_for(tree, talk), count)
+    asked = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
+    since = np.where(asked, low[quiet], np.maximum(tree.start[event], low[quiet]))
+    until = np.minimum(tree.end[event], high[quiet])
     order = np.lexsort((since - until, event))
     order = order[np.append(True, event[order[1:]] != event[order[:-1]])[: order.size]]
     order = order[np.argsort(until[order], kind="stable")]  # of several in one quiet time the last
-    event, quiet, since, until = event[order], quiet[order], since[order], until[order]
+    event, quiet, since, until, asked = (column[order] for column in (event, quiet, since, until, asked))
     fits = until - since >= np.maximum(_QUIET_NS, _SHARE * (high[quiet] - low[quiet]))
     event, quiet = event[fits], quiet[fits]
     begin[quiet], done[quiet] = since[fits], until[fits]
-    head[quiet] = np.where(tree.start[event] >= low[quiet], host.first[event], -1)
+    head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~asked[fits], host.first[event], -1)
     tail[quiet] = host.last[event]
     taken: Ints = event
     return taken
-
-
-def _woken(host: Segments, tree: HostTree, heads: Ints, main: int) -> tuple[Ints, Ints]:
-    """Other heads of workers' work after gaps, with the last thing that ended on another thread before each.
-
-    Returns:
-        Segments that hand over, and the heads.
-    """
-    gap = (host.owner < 0) & (host.end - host.start >= _GAP_NS)
-    first = np.flatnonzero(np.append(True, host.lane[1:] != host.lane[:-1]))
-    after = np.flatnonzero(gap[:-1] & (host.lane[1:] == host.lane[:-1])) + 1
-    head = np.setdiff1d(np.concatenate([first, after]), heads)
-    head = head[host.lane[head] != main]
-    ends = np.argsort(tree.end, kind="stable")
-    lane, times = tree.lane[ends], tree.end[ends]
-    # the last event of another thread than the one that ended last: before the run of that thread's events
-    opens = np.append(True, lane[1:] != lane[:-1])[: lane.size]
-    before_run = np.maximum.accumulate(np.where(opens, np.arange(lane.size), 0)) - 1
-    at = np.searchsorted(times, host.start[head], side="right") - 1
-    own = (at >= 0) & (lane[at] == host.lane[head])
-    at = np.where(own, before_run[at], at)
-    best = np.where(at >= 0, ends[at], -1)
-    recent = best >= 0
-    recent[recent] = host.start[head[recent]] - tree.end[best[recent]] <= _GIVEN_NS
-    return host.last[best[recent]], head[recent]
 
 
 def _held(host: Segments, head: Ints) -> tuple[Ints, Bools]:
@@ -286,8 +300,11 @@ def _held(host: Segments, head: Ints) -> tuple[Ints, Bools]:
 
 
 def hand_off_edges(edges: Edges, found: HandOffs, segment_node: Ints) -> None:
-    """From the end of what hands over to what is held back by it."""
+    """From the end of what hands over to what is held back by it; from the origin where nobody knows what it is."""
     edges.add(
-        "cross-thread", "inferred", segment_node[found.source], segment_node[found.target],
-        from_end=True, to_end=found.to_end,
+        "cross-thread", np.where(found.certain, "inferred", "assumed"), segment_node[found.source],
+        segment_node[found.target], from_end=True, to_end=found.to_end,
     )  # fmt: skip
+    edges.add(
+        "origin", "assumed", np.zeros_like(found.unknown), segment_node[found.unknown], from_end=True, to_end=True
+    )

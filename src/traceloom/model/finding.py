@@ -42,6 +42,9 @@ class Finding:
         saving_ns: Per step, from re-timing with the fix and all findings above it applied; None for memory findings.
         saving_fraction: Of the step as it was.
         alone_ns: What it saves when nothing else is fixed.
+        saving_low_ns: What it saves at least, by the steps of the window; None where only one was looked at.
+        saving_high_ns: The same at most.
+        step_count: Steps in which it was evaluated: `saving_ns` is of the middle one.
         saving_bytes: What a memory finding frees; None else.
         risk: What will go wrong, and on which ground; None where nothing will.
         confidence: From 0 to 1: how sure the rule is that this is so, and that the fix does what it says.
@@ -49,6 +52,7 @@ class Finding:
         advice: What to do, in one or two sentences.
         learn_more: The page about the rule.
         change: What was evaluated, in words.
+        lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
     """
 
     slug: str
@@ -59,11 +63,15 @@ class Finding:
     saving_ns: int | None = None
     saving_fraction: float | None = None
     alone_ns: int | None = None
+    saving_low_ns: int | None = None
+    saving_high_ns: int | None = None
+    step_count: int = 1
     saving_bytes: int | None = None
     risk: str | None = None
     evidence: tuple[Evidence, ...] = field(default_factory=tuple)
     learn_more: str = ""
     change: str = ""
+    lower_bound: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as it stands in report JSON."""

@@ -82,7 +82,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "name": pl.String,
             "start_ns": pl.Int64,
             "end_ns": pl.Int64,  # start of the next step; for the last one the end of its own span
-            "evidence": pl.Enum(["profiler-step", "mark", "annotation"]),
+            "evidence": pl.Enum(["profiler-step", "mark", "annotation", "request"]),
             "complete": pl.Boolean,  # False where the recording cuts it off
         }
     ),

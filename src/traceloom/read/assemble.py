@@ -238,7 +238,7 @@ def _linked(
     is_op = made.category == _OP
     launch = launches(made.correlation, is_launch, is_work)
     op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, made.external)
-    steps, notices = find_steps(events, lanes, made.texts.names)
+    steps, notices = find_steps(events, lanes, made.texts.names, made.file.capture, made.file.path)
     step = event_steps(steps, made.start, launch, is_work)
     linked = events.with_columns(
         row_numbers(op).alias("op"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,13 +19,41 @@ _PLAIN = "unrecorded"
 _MOST_BYTES = 1 << 30
 
 
+class Steps(NamedTuple):
+    """All steps of a run in order.
+
+    Attributes:
+        duration_ns: Wall times, shape (steps,).
+        state: What the recorder did in each.
+        ran_ns: How long the thread that makes them ran in each; None where unknown.
+    """
+
+    duration_ns: NDArray[np.int64]
+    state: list[str]
+    ran_ns: list[int | None]
+
+
+def all_steps(meta: Meta) -> Steps | None:
+    """Every whole step of the run, from its first; None where it kept no such table, or one that is none."""
+    table = captured_table(meta.capture, meta.path, "steps") or {}
+    durations, states = table.get("duration_ns"), table.get("state")
+    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
+        return None
+    if not all(isinstance(took, int) and 0 <= took < 1 << 53 for took in durations):
+        return None
+    ran = table.get("cpu_ns")
+    ran = ran if isinstance(ran, list) and len(ran) == len(durations) else [None] * len(durations)
+    known = [one if isinstance(one, int) and 0 <= one < 1 << 53 else None for one in ran]
+    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states], known)
+
+
 def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Steps after the warm-up that ran while nothing was recorded.
 
     Returns:
         Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no such table.
     """
-    table = _table(meta)
+    table = captured_table(meta.capture, meta.path, "steps")
     if table is None:
         return None
     durations, states = table.get("duration_ns"), table.get("state")
@@ -40,9 +68,15 @@ def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     return columns[:, 0], columns[:, 1]
 
 
-def _table(meta: Meta) -> dict[str, Any] | None:
-    """The columns: in the part itself, or in a file beside the trace where they are long."""
-    table = (meta.capture or {}).get("steps")
+def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[str, Any] | None:
+    """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long.
+
+    Args:
+        capture: A rank's part of capture.json.
+        path: Of its trace.
+        key: Name of the table.
+    """
+    table = (capture or {}).get(key)
     if not isinstance(table, dict):
         return None
     name = table.get("file")
@@ -51,7 +85,7 @@ def _table(meta: Meta) -> dict[str, Any] | None:
     if Path(name).name != name:  # a name from a stranger's file never leaves the directory
         return None
     try:
-        data = read_small(Path(meta.path).parent / name, _MOST_BYTES)
+        data = read_small(Path(path).parent / name, _MOST_BYTES)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(wbits=31).decompress(data, _MOST_BYTES)
         found: dict[str, Any] = msgspec.json.decode(data, type=dict)

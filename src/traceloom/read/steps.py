@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS, empty
 from traceloom.read.ondisk import lookup
+from traceloom.read.requests import find_requests
 
 Ints = NDArray[np.int64]
 _NO_STEP = -(2**31)
+REQUEST = "request"
+"""Evidence of steps that are requests."""
 _FEWEST = 3  # occurrences that make an annotation regular
 _LEAST_COVER = 0.5  # of the host's window, from the first to the last of them
 _MOST_VARIATION = 0.5  # standard deviation of the distances over their mean
@@ -24,16 +27,24 @@ _MARK = r"^traceloom\.step#\s*(\d+)$"
 _NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
 
 
-def find_steps(events: pl.DataFrame, lanes: pl.DataFrame, texts: list[str]) -> tuple[pl.DataFrame, list[Notice]]:
+def find_steps(
+    events: pl.DataFrame,
+    lanes: pl.DataFrame,
+    texts: list[str],
+    capture: dict[str, Any] | None = None,
+    path: str = "",
+) -> tuple[pl.DataFrame, list[Notice]]:
     """The `steps` frame and what must be said about it.
 
     `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last mark closes the
-    last step), else the most regular host annotation, else none.
+    last step), else the most regular host annotation, else the requests of a program that waits for them, else none.
 
     Args:
         events: The events in time order.
         lanes: Their lanes.
         texts: All different texts of the file, names among them.
+        capture: This rank's part of capture.json.
+        path: Of the trace.
     """
     hosts = lanes.filter(pl.col("kind") == "host")["lane"]
     on_host = pl.col("lane").is_in(hosts.implode())
@@ -47,7 +58,21 @@ def find_steps(events: pl.DataFrame, lanes: pl.DataFrame, texts: list[str]) -> t
         if spans.height >= fewest:
             return _numbered(spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence)
     annotations = events.filter((pl.col("category") == "annotation") & on_host)
-    return _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events)
+    regular = _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events)
+    if regular[0].height:
+        return regular
+    requests = find_requests(events, hosts, capture, path)
+    return _requests(requests) if requests.height else regular
+
+
+def _requests(spans: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
+    """Steps that are requests: between two of them there is none."""
+    said = (
+        f"there are no steps; {spans.height} bursts of work between waits, most of which begin alike, are taken as "
+        "requests, and looked at as steps"
+    )
+    numbered = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
+    return _frame(numbered, REQUEST), [Notice("requests-assumed", "info", said, spans.height)]
 
 
 def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:

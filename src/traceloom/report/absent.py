@@ -85,6 +85,8 @@ REASONS = {
     "findings[*].saving_ns": "it is about memory, not time",
     "findings[*].saving_fraction": "it is about memory, not time",
     "findings[*].alone_ns": "it is about memory, not time",
+    "findings[*].saving_low_ns": "it is about memory, or only one step was looked at",
+    "findings[*].saving_high_ns": "it is about memory, or only one step was looked at",
     "findings[*].saving_bytes": "it is about time, or only a risk",
     "findings[*].risk": "nothing fails because of it",
     "findings[*].evidence[*].rank": "the file does not say its rank",

@@ -53,7 +53,9 @@ def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
 
 def _row(finding: Finding, kind: str, absent: Absent) -> Row:
     row = finding.to_dict() | {"list": kind}
-    for key in ("saving_ns", "saving_fraction", "alone_ns", "saving_bytes", "risk"):
+    for key in (
+        "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
+    ):  # fmt: skip
         absent.value(row[key], f"findings[*].{key}")
     for one in row["evidence"]:
         if one["start_ns"] is not None:
@@ -67,6 +69,7 @@ def _ground(ground: Ground, found: Ranked, absent: Absent) -> Row:
     law = ground.law
     return {
         "step": absent.value(ground.step, "findings_ground.step"),
+        "unit": ground.unit,
         "whole_ns": ground.whole_ns,
         "law": law.sentence,
         "holds": law.holds,

@@ -163,7 +163,9 @@ def _findings(document: Row) -> Iterator[str]:
     """What to fix first: what it saves, and what to do."""
     rows = [
         [
-            units.share(row["saving_fraction"], 1) if row["list"] == "time" else units.size(row["saving_bytes"]),
+            ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
+            if row["list"] == "time"
+            else units.size(row["saving_bytes"]),
             text(row["title"]),
             text(row["advice"]),
         ]

@@ -46,6 +46,7 @@ def build(name: str, step: int | None, changes: list[Change], found: WhatIf, kep
         "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
                 "residual_share": kept.residual_share},
         "trusted": found.trusted,
+        "lower_bound": found.lower_bound,
     }  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def sentence(found: WhatIf, step: int | None) -> str:
     if not found.saved_ns:
         return f"{what[0].upper()}{what[1:]} would take {after} as before: nothing of this decides how long it takes."
     word = "save" if found.saved_ns > 0 else "cost"
+    word += " at least" if found.lower_bound and found.saved_ns > 0 else ""
     share = units.share(abs(found.saved_ns), found.before_ns)
     said = f"This would {word} {units.duration(abs(found.saved_ns))} ({share}) of {what}: {before} to {after}"
     if found.rescaled_saved_ns != found.saved_ns:

@@ -38,7 +38,8 @@ class Classes:
         of: Number of each edge's class; -1 where the edge only orders, or its time is its own.
         table: `kind` and `place` of each class.
         transfer: Edges from a rendezvous to the end of a part.
-        given: Edges whose time is given from outside: from the origin, and into an assumed arrival.
+        given: Edges whose time is given from outside: from the origin, into an assumed arrival, and where it is a guess
+            who woke a thread.
         running: Rows of the edges to work that starts while the one before on its stream runs: a part of that work.
     """
 
@@ -73,6 +74,8 @@ def _classes(graph: Graph) -> Classes:
     from_kind, to_kind = node_kind[source], node_kind[target]
     transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
     given = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
+    guessed = array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
+    given |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
     timed = np.isin(kind, _codes(TIMED)) & ~transfer & ~given
     # What orders the ends of works that overlap takes no time.
     timed &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))

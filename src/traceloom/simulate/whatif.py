@@ -19,6 +19,7 @@ from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.retime.running import in_proportion
 from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import among
 
@@ -49,6 +50,7 @@ class WhatIf(Result):
         times: New times of all points (2i start, 2i + 1 end of node i), ns since the graph's epoch.
         error_ns: The graph's honest error: how far it is off without any change.
         trusted: Whether the saving is larger than that error, and the law holds.
+        lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
     """
 
     changes: tuple[str, ...]
@@ -63,6 +65,7 @@ class WhatIf(Result):
     times: Ints
     error_ns: int
     trusted: bool
+    lower_bound: bool
 
 
 def whatif(
@@ -108,6 +111,7 @@ def whatif(
         times=times,
         error_ns=abs(kept.honest_error_ns),
         trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns),
+        lower_bound=saves_more(Scenario.of(graph), scenario, saved, round(_COUNTS * before), plan),
     )
 
 
@@ -132,6 +136,7 @@ def _together(arrays: list[Ints]) -> Ints:
     return arrays[0] if len(arrays) == 1 else np.stack([plain(one) for one in arrays])
 
 
+_COUNTS = 0.01  # of the time: a saving that may be larger by this much is a lower bound
 _TOGETHER = 8
 _MOST = 2_000_000  # works and delays evaluated together
 

@@ -203,3 +203,30 @@ def test_a_frame_around_the_whole_loop_opens_no_phase() -> None:
         trace.step(number, 10 * number, 10).annotation("Optimizer.step#SGD.step", 10 * number + 6, 3)
     phases = {(step, phase) for step, phase, _ in account(trace.build())}
     assert phases == {(step, phase) for step in range(3) for phase in ("other", "optimizer")} | {(None, "other")}
+
+
+def test_a_closure_inside_the_optimizer_is_forward_and_backward() -> None:
+    built = cpu().step(1, 0, 100).annotation("Optimizer.step#LBFGS.step", 0, 100)
+    built.op("aten::linear", 5, 20, sequence=3)
+    built.op("autograd::engine::evaluate_function: AddmmBackward0", 30, 40, sequence=3, forward_thread=1)
+    built.op("aten::add_", 80, 10)
+    account = host(built.build()).account
+    by_phase = dict(account.group_by(pl.col("phase").cast(pl.String)).agg(pl.col("ns").sum()).rows())
+    assert by_phase == {"forward": 20_000, "backward": 40_000, "optimizer": 40_000}
+
+
+def test_the_main_thread_waits_in_the_optimizer_for_the_backward_pass_of_another_thread() -> None:
+    built = cpu().step(1, 0, 100).annotation("Optimizer.step#LBFGS.step", 0, 100)
+    built.op("aten::linear", 5, 20, sequence=3).op("aten::add_", 80, 10)
+    built.op("autograd::engine::evaluate_function: MmBackward0", 30, 40, sequence=3, forward_thread=1, thread=2)
+    trace = built.build()
+    told = host(trace)
+    main = told.account.join(told.threads.filter("main").select("lane"), on="lane", how="semi")
+    by_phase = dict(main.group_by(pl.col("phase").cast(pl.String)).agg(pl.col("ns").sum()).rows())
+    assert by_phase == {"forward": 20_000, "backward": 40_000, "optimizer": 40_000}
+
+
+def test_a_trace_without_a_backward_pass_keeps_its_optimizer() -> None:
+    built = cpu().step(1, 0, 100).annotation("Optimizer.step#SGD.step", 0, 100).op("aten::add_", 5, 20)
+    account = host(built.build()).account
+    assert set(account["phase"].cast(pl.String)) == {"optimizer"}

@@ -115,7 +115,7 @@ def test_a_finding_and_a_what_if_tell_the_same_without_recording(text: str) -> N
     slowed = Ground(here.session, here.step)
     slowed.__dict__["host_ratio"] = 1.25
     asked = whatif(here.graph, [parse(text)], host_ratio=1.25)
-    told = rank(slowed, [rule("some", candidate(text))]).time
+    told = rank(slowed, [rule("some", candidate(text))], steps=1).time
     assert [one.saving_ns for one in told] == ([asked.rescaled_saved_ns] if asked.rescaled_saved_ns else [])
 
 
@@ -136,7 +136,7 @@ def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
 def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
     here = ground("device")
     some = Chosen("one kernel", np.arange(here.graph.nodes.height) == 5)
-    found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))])
+    found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))], steps=1)
     assert found.time == ()
 
 

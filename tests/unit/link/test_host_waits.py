@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -175,7 +177,7 @@ def test_a_thread_of_the_backward_pass_waits_in_self_time_for_communication(ends
     found = graph.nodes.filter(pl.col("kind") == "wait", pl.col("lane") == lane)
     assert found.height == waits
     if waits:
-        assert (found["start_ns"][0] // 1000, found["duration_ns"][0] // 1000) == (165, 1830)
+        assert (found["start_ns"][0] // 1000, found["duration_ns"][0] // 1000) == (160, 1835)  # since it asked for it
         into = graph.edges.filter(pl.col("target") == found["node"][0], pl.col("to_end"))
         assert graph.nodes["name"].gather(into["source"]).to_list() == ["gloo:all_reduce"]
 
@@ -266,3 +268,45 @@ def test_a_barrier_put_on_a_stream_is_no_waiting_host() -> None:
     kernel(built, "a", 0, 10, 100)
     graph = link_rank(built.launch("urEnqueueEventsWait", 12, 105, correlation=99, flow=False).build())
     assert edges(graph, "synchronize") == []
+
+
+def idle_worker(*, main: str) -> TraceBuilder:
+    """A worker that is idle for 40 ms, while the main thread does something else than operators, or nothing at all."""
+    built = TraceBuilder().op("work", 0, 500, thread=2).op("work", 40_500, 500, thread=2)
+    built.op("aten::mm", 1000, 100)
+    return built.op("aten::mm", 60_000, 100) if main == "goes on" else built
+
+
+def test_an_idle_thread_waits_however_long_for_the_one_that_was_at_it() -> None:
+    graph = link_rank(idle_worker(main="goes on").build())
+    graph.check()
+    wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(500, 40_000)]
+    into = graph.edges.filter(pl.col("target") == wait[0]["node"], pl.col("to_end")).to_dicts()
+    assert [(edge["kind"], edge["evidence"], edge["delay_ns"]) for edge in into] == [("cross-thread", "assumed", 0)]
+    giver = graph.nodes.row(into[0]["source"], named=True)  # the main thread until then, outside of its operators
+    assert (giver["kind"], giver["start_ns"] // 1000, giver["duration_ns"] // 1000) == ("think", 1100, 39_400)
+
+
+def test_what_ended_before_an_idle_time_began_woke_nobody() -> None:
+    built = TraceBuilder().op("aten::mm", 0, 100).op("work", 50, 500, thread=2).op("work", 40_500, 500, thread=2)
+    graph = link_rank(built.build())
+    graph.check()
+    wait = graph.nodes.filter(pl.col("kind") == "wait").to_dicts()
+    assert [(row["start_ns"] // 1000, row["duration_ns"] // 1000) for row in wait] == [(550, 39_950)]
+    into = graph.edges.filter(pl.col("target") == wait[0]["node"], pl.col("to_end")).to_dicts()
+    assert [(edge["kind"], edge["source"], edge["evidence"]) for edge in into] == [("origin", 0, "assumed")]
+
+
+def test_a_thread_that_ran_all_the_time_was_not_idle() -> None:
+    built = idle_worker(main="is silent")
+    trace = built.build()
+    times = [trace.start_ns + time for time in (400_000, 600_000, 40_400_000, 41_000_000)]
+
+    def kinds(ran: list[int]) -> list[str]:
+        samples = {"thread": [2] * 4, "time_ns": times, "cpu_ns": ran}
+        sampled = replace(trace, meta=replace(trace.meta, clock="unix", capture={"thread_cpu": samples}))
+        return link_rank(sampled).nodes["kind"].cast(pl.String).to_list()
+
+    assert "wait" not in kinds([0, 200_000, 39_900_000, 40_400_000])
+    assert "wait" in kinds([0, 100_000, 150_000, 650_000])

@@ -50,14 +50,21 @@ def usual_step(traces: Iterable[Trace]) -> int | None:
 
     The length of a step is that of its slowest rank. Of an even number the longer of the two in the middle is taken.
     """
+    common = common_steps(traces)
+    return common[len(common) // 2] if common else None
+
+
+def common_steps(traces: Iterable[Trace]) -> list[int]:
+    """The whole steps that most ranks have, from the shortest to the longest on their slowest rank."""
     steps = [trace.steps.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")) for trace in traces]
     found = pl.concat(steps).filter(pl.col("ns") > 0) if steps else pl.DataFrame()
     if not found.height:
-        return None
+        return []
     whole = found.filter("complete")
     by_step = (whole if whole.height else found).group_by("step").agg(pl.col("ns").max(), pl.len().alias("ranks"))
     common = by_step.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
-    return int(common["step"][common.height // 2])
+    numbers: list[int] = common["step"].to_list()
+    return numbers
 
 
 def usual_step_of(graph: Graph) -> int | None:

@@ -26,8 +26,11 @@ def findings(document: Row, reasons: Reasons) -> str:
 
 def _card(row: Row, place: dict[int | None, int]) -> str:
     of_time = row["list"] == "time"
-    figure = units.share(row["saving_fraction"], 1) if of_time else _bytes(row)
+    least = "≥ " if row["lower_bound"] else ""
+    figure = least + units.share(row["saving_fraction"], 1) if of_time else _bytes(row)
     saved = units.duration(row["saving_ns"]) if of_time else "memory"
+    if of_time and row["saving_low_ns"] is not None:
+        saved += f" ({units.duration(row['saving_low_ns'])} to {units.duration(row['saving_high_ns'])})"
     if of_time and not row["saving_ns"]:
         figure, saved = "note", "saves nothing by itself"
     width = min(row["saving_fraction"] or 0, 1) * 100

@@ -27,8 +27,10 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     ground = document.get("findings_ground")
     if ground is None:
         return
-    where = "of the window" if ground["step"] is None else f"of step {ground['step']}"
-    yield from heading("What to fix first", f"savings {where} by re-timing; they do not overlap", width)
+    where = "of the window" if ground["step"] is None else f"of {ground['unit']} {ground['step']}"
+    steps = max((row["step_count"] for row in rows), default=1)
+    where += f", the middle one of {steps}" if steps > 1 else ""
+    yield from heading("What to fix first", f"savings {where}, by re-timing; they do not overlap", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of it.")
     shown = rows if full else rows[:_MOST]
@@ -46,13 +48,13 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
 def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     if row["list"] == "time":
         fraction = row["saving_fraction"]
-        figure = units.share(fraction, 1) if row["saving_ns"] else "note"
+        figure = ("≥ " if row["lower_bound"] else "") + units.share(fraction, 1) if row["saving_ns"] else "note"
     else:
         figure, fraction = ("memory" if row["saving_bytes"] is None else units.size(row["saving_bytes"])), 0.0
     style = _STYLE[row["severity"]]
     bar = plain(min(fraction, 1.0), _BAR, style)
     head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
-    title = harmless(f"{row['title']} [{row['slug']}]")
+    title = harmless(f"{row['title']}{_between(row)} [{row['slug']}]")
     for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
         yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
     if not full:
@@ -60,6 +62,16 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
         for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
             yield Text(" " * head.cell_len + part, DIM)
+
+
+def _between(row: Row) -> str:
+    """Between which values the saving lies, by the steps of the window."""
+    if not row["saving_ns"] or row["saving_low_ns"] is None:
+        return ""
+    low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
+    if not row["saving_low_ns"]:
+        return f": saves up to {high}"
+    return f": saves {low}" if low == high else f": saves {low} to {high}"
 
 
 def _evidence(row: Row) -> Iterator[str]:

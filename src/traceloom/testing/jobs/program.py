@@ -217,7 +217,18 @@ class Await:
     delay: int
 
 
-Instruction = Begin | End | Work | Submit | Record | StreamWait | Synchronize | Post | Await
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """The thread itself takes part in a communication, as back ends that work on the host do.
+
+    Attributes:
+        meeting: The communication; its transfer begins when all members have come.
+    """
+
+    meeting: Meeting
+
+
+Instruction = Begin | End | Work | Submit | Record | StreamWait | Synchronize | Post | Await | Meet
 
 
 @dataclass(frozen=True, slots=True)

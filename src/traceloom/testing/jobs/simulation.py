@@ -190,6 +190,7 @@ class _Rank:
             do.Record: self._record,
             do.StreamWait: self._stream_wait,
             do.Synchronize: self._synchronize,
+            do.Meet: self._meet_here,
         }
 
     def thread(self, number: int, instructions: list[do.Instruction]) -> Process:
@@ -340,15 +341,23 @@ class _Rank:
         )  # fmt: skip
         self._done(stream, item)
 
-    def _meet(self, stream: _Stream, item: _Item, submit: do.Submit, meeting: do.Meeting) -> Process:
-        start, gathering = self.engine.now, self.sim.meeting(meeting)
+    def _meet_here(self, _thread: int, step: do.Meet) -> Process:
+        yield from self._met(step.meeting)
+
+    def _met(self, meeting: do.Meeting) -> Process:
+        """Until all members have come, and for the transfer."""
+        gathering = self.sim.meeting(meeting)
         gathering.come += 1
         if gathering.come == len(meeting.members):
             self.engine.fire(gathering.all_here)
         yield gathering.all_here
         transfer = meeting.transfer - (meeting.slowed if meeting.label in self.sim.change.without else 0)
         yield round(transfer * self.sim.change.collectives)
-        about = {**submit.args, "meeting": meeting, "met": gathering.all_here.at}
+
+    def _meet(self, stream: _Stream, item: _Item, submit: do.Submit, meeting: do.Meeting) -> Process:
+        start = self.engine.now
+        yield from self._met(meeting)
+        about = {**submit.args, "meeting": meeting, "met": self.sim.meeting(meeting).all_here.at}
         self._log("kernel", submit.name, start, stream=stream.number, correlation=item.correlation, args=about)
         stream.free_at = stream.early_at = self.engine.now
         self._done(stream, item)

@@ -103,6 +103,8 @@ class _Writing:
         number = self.records[id(span)]
         args: dict[str, Any] = {"external_id": number, "Record function id": number}
         if span.kind == "annotation":
+            if "meeting" in span.args:
+                args |= communication(span.args["meeting"], self.rank.rank, self.world_size)
             self.builder.annotation(span.name, at, took, thread=thread, **args)
             return
         about = dict(span.args)

@@ -1,0 +1,189 @@
+"""Operators of a run on the host that need not be, or not one by one: extra copies, many tiny operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.host_bound import between_operators, looped
+from traceloom.findings.rule import Candidate, Rule, Said
+from traceloom.findings.wording import brief
+from traceloom.model import Trace, units
+from traceloom.model import category as cat
+from traceloom.model import graph_schema as gs
+from traceloom.model.finding import Abstention
+from traceloom.simulate.changes import Change
+from traceloom.simulate.selection import Chosen
+
+Ints = NDArray[np.int64]
+
+_COPIES = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten|repeat)$"
+_COPIES_BACK = r"^autograd::engine::evaluate_function: (?:CloneBackward|ToCopyBackward|CopyBackwards|CopySlices)"
+_COPYING = r"^aten::(?:copy_|clone|_to_copy)$"
+# Copies that these make are theirs: the bytes have to get from one place to another.
+_OWN = r"^(?:Optimizer\.|FSDP::|gloo:|enumerate\(DataLoader\))"
+_LEAST_SHARE = 0.02
+_SHORT_NS = 100_000  # Python behind an operator that takes no longer is part of calling it
+_NO_LANE = 2**32 - 1
+_PERIOD = 6  # operators at most of which a stretch of tiny ones is made
+_TIMES = 24  # at least that these come one after the other
+_TINY_NS = 40_000  # most of them take no longer, recorded
+_LEAST_TINY = 0.05  # of the step
+_HOST = (gs.HOST, gs.THINK)
+
+
+def extra_copies(ground: Ground) -> Iterator[Said]:
+    """Copies that the program asks for itself."""
+    if ground.on_device:
+        yield Abstention("host-copies", "the device computes: see device-copies and needless-copies")
+        return
+    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    count, by_name = 0, pl.DataFrame()
+    for trace in ground.traces:
+        rows = ground.in_step(ground.ask(trace, _copies))
+        count += rows.height
+        by_name = pl.concat([by_name, rows.select("name", "duration_ns")])
+        if rows.height:
+            mask |= ground.below(trace, rows["event"])
+    mask |= _behind(ground, mask)
+    time = ground.work_ns(mask & ground.of_kind(*_HOST))
+    if not count or time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
+        return
+    sums = by_name.group_by("name").agg(pl.col("duration_ns").sum())
+    sums = sums.sort("duration_ns", "name", descending=[True, False])
+    yield Candidate(
+        title=f"{units.count(count)} copies of tensors on the host take {units.duration(time)} of {ground.where}"
+        f"{ground.over_ranks}, most of it in {brief(sums['name'][0])}",
+        changes=(Change("remove", Chosen("copies of tensors on the host", mask, "ops")),),
+        confidence=0.4,
+        advice="Leave out clones and conversions that nobody needs; keep one layout and one type: each "
+        "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient, too.",
+        evidence=ground.evidence(mask),
+    )
+
+
+def _behind(ground: Ground, mask: Bools) -> Bools:
+    """The short stretch of Python behind each: it calls the next one, and gives the memory back."""
+    nodes = ground.graph.nodes
+    order = (
+        nodes.select("rank", "lane", "start_ns", "node").with_row_index("at").sort("rank", "lane", "start_ns", "node")
+    )
+    at = order["at"].to_numpy()
+    lane = order["lane"].fill_null(_NO_LANE).to_numpy()
+    follows = np.zeros(at.size, dtype=np.bool_)
+    follows[at[1:]] = mask[at[:-1]] & (lane[1:] == lane[:-1])
+    found: Bools = follows & between_operators(ground) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
+    return found
+
+
+def _copies(trace: Trace) -> pl.DataFrame:
+    """Outermost operators that copy, without those of the optimizer, of FSDP and of the loader."""
+    events = trace.events
+    names, parent = events["name"], events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    is_op = (events["category"] == cat.OP).to_numpy()
+    copying = names.str.contains(_COPYING).to_numpy() & is_op
+    back = names.str.contains(_COPIES_BACK).to_numpy()
+    candidate = np.flatnonzero((names.str.contains(_COPIES).to_numpy() & is_op) | back)
+    outer = candidate[(parent[candidate] < 0) | ~is_op[np.maximum(parent[candidate], 0)]]
+    inside = _has_below(parent, copying, outer) | copying[outer] | back[outer]
+    own = _below(parent, names.str.contains(_OWN).to_numpy(), outer)
+    kept = outer[inside & ~own]
+    rows: pl.DataFrame = events.select("event", pl.col("name").cast(pl.String), "duration_ns", "step")[kept]
+    return rows
+
+
+def _has_below(parent: Ints, marked: Bools, roots: Ints) -> Bools:
+    """Which of some events have a marked one inside."""
+    found = np.zeros(parent.size, dtype=np.bool_)
+    above = parent[np.flatnonzero(marked)]
+    while (above := above[above >= 0]).size:  # one turn per level of nesting
+        found[above] = True
+        above = parent[above]
+    inside: Bools = found[roots]
+    return inside
+
+
+def _below(parent: Ints, marked: Bools, events: Ints) -> Bools:
+    """Which of some events lie inside a marked one."""
+    found = np.zeros(events.size, dtype=np.bool_)
+    above = parent[events]
+    while (above >= 0).any():
+        found |= (above >= 0) & marked[np.maximum(above, 0)]
+        above = np.where(above >= 0, parent[np.maximum(above, 0)], -1)
+    return found
+
+
+def tiny_operators(ground: Ground) -> Iterator[Said]:
+    """The same few small operators again and again."""
+    if ground.on_device:
+        yield Abstention("tiny-operators", "the device computes: see launch-bound and small-kernels")
+        return
+    known, _ = looped(ground)
+    nodes = ground.graph.nodes
+    start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
+    host = ground.of_kind(*_HOST) & ~known
+    mask, left = np.zeros(nodes.height, dtype=np.bool_), np.ones(nodes.height)
+    calls = 0
+    for trace in ground.traces:
+        for row in ground.in_step(ground.ask(trace, _stretches)).to_dicts():
+            ends = [np.flatnonzero(ground.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
+            if not ends[0].size or not ends[1].size:
+                continue
+            mine = host & (lane == lane[ends[0][0]]) & (start >= start[ends[0]].min()) & (start <= start[ends[1]].max())
+            mask |= mine
+            left[mine] = 1 / row["times"]
+            calls += row["calls"]
+    work = nodes["work_ns"].to_numpy()
+    time = int(work[mask].sum())
+    if time < _LEAST_TINY * ground.whole_ns * max(ground.rank_count, 1):
+        return
+    remains = float((work[mask] * left[mask]).sum() / max(time, 1))
+    yield Candidate(
+        title=f"{units.count(calls)} tiny operators, the same few again and again, take {units.duration(time)} of "
+        f"{ground.where}{ground.over_ranks}",
+        changes=(Change("scale", Chosen("tiny operators, each kind once", mask, "host"), remains),),
+        confidence=0.5,
+        advice="Do it for all elements at once: stack the tensors and call each operator once, use the `_foreach_` or "
+        "fused variant, or compile the function (torch.compile).",
+        evidence=ground.evidence(mask),
+    )
+
+
+def _stretches(trace: Trace) -> pl.DataFrame:
+    """Stretches in which a few outermost operators repeat: first and last (events), step, calls, times."""
+    schema = {"first": pl.UInt32, "last": pl.UInt32, "step": pl.Int32, "calls": pl.Int64, "times": pl.Int64}
+    events = trace.events
+    above = events["parent"].fill_null(0)
+    is_op = events["category"] == cat.OP
+    inner = events["parent"].is_not_null() & is_op.gather(above)
+    ops = (
+        events.filter(is_op & ~inner)
+        .select("event", "name", "lane", "parent", "step", "start_ns", "duration_ns")
+        .sort("lane", "start_ns")
+        .with_columns(key=pl.struct("name", "lane", "parent", "step").rank("dense"))
+    )
+    key, took = ops["key"].to_numpy(), ops["duration_ns"].to_numpy()
+    taken = np.zeros(key.size, dtype=np.bool_)
+    found: list[tuple[int, int, int | None, int, int]] = []
+    for period in range(1, min(_PERIOD, key.size - 1) + 1):
+        same = np.flatnonzero(
+            np.diff(np.concatenate([[False], key[period:] == key[:-period], [False]]).astype(np.int8))
+        )
+        for low, high in same.reshape(-1, 2).tolist():
+            last = high + period - 1
+            times = (last + 1 - low) // period
+            if times < _TIMES or taken[low : last + 1].any() or np.median(took[low : last + 1]) > _TINY_NS:
+                continue
+            taken[low : last + 1] = True
+            found.append((ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times))
+    return pl.DataFrame(found, schema=schema, orient="row")
+
+
+RULES = (
+    Rule("host-copies", "copies of tensors on the host", extra_copies),
+    Rule("tiny-operators", "many tiny operators on the host", tiny_operators),
+)

@@ -1,0 +1,54 @@
+"""Whether a saving is only the least that a change saves: threads wait for what nothing recorded tells."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.retime import ABSENT, Plan
+from traceloom.simulate.changes import Scenario
+from traceloom.simulate.selection import among
+
+Bools = NDArray[np.bool_]
+
+
+def unknown_wakers(graph: Graph) -> Bools:
+    """Edges that end an idle time when it ended, since nothing tells for certain who woke the thread; shape (edges,).
+
+    Those of the origin hold a wait's end; guesses hold it by what another thread did long before.
+    """
+    edges = graph.edges
+    pinned = among(edges["kind"], gs.EDGE_KINDS, ("origin",)) & edges["to_end"].to_numpy()
+    guessed = among(edges["kind"], gs.EDGE_KINDS, ("cross-thread",)) & (edges["delay_ns"].to_numpy() > 0)
+    assumed = among(edges["evidence"], gs.EVIDENCE, ("assumed",))
+    found: Bools = (pinned | guessed) & assumed
+    return found
+
+
+def saves_more(before: Scenario, after: Scenario, saved_ns: int, least_ns: int, plan: Plan) -> bool:
+    """Whether a change would save more if threads whose waker is unknown waited for nothing.
+
+    Args:
+        before: Without the change.
+        after: With it.
+        saved_ns: What it saves as the graph stands.
+        least_ns: A difference that counts, ns.
+        plan: Of the graph.
+    """
+    edges = unknown_wakers(before.graph)
+    if not edges.any():
+        return False
+    free = [_span(_released(scenario, edges), plan) for scenario in (before, after)]
+    return free[0] - free[1] > saved_ns + least_ns
+
+
+def _released(scenario: Scenario, edges: Bools) -> Scenario:
+    out = scenario.copy()
+    out.delay_ns[edges] = ABSENT
+    return out
+
+
+def _span(scenario: Scenario, plan: Plan) -> int:
+    return int(np.ptp(plan.evaluate(scenario.work_ns, scenario.delay_ns, residuals=False)))
