@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 2
 
-.PHONY: help demo test lowest lint format bench docs clean
+.PHONY: help demo test ecosystem lowest lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -27,6 +27,10 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) install --constraint constraints.txt --group test
 	@touch $@
 
+$(VENV)/.ecosystem: $(VENV)/.test
+	$(PIP) install --constraint constraints.txt --group ecosystem
+	@touch $@
+
 $(VENV)/.lint: $(VENV)/.pip pyproject.toml
 	$(PIP) install --editable . --group lint
 	@touch $@
@@ -44,6 +48,8 @@ demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal 
 test: $(VENV)/.test ## Run the whole test suite
 	$(BIN)/python -m compileall -q src  # many tests start processes, which may not be allowed to keep bytecode
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+ecosystem: $(VENV)/.ecosystem ## Install what the tests of programs of the ecosystem need; without it they are skipped
 
 lowest: ## Run the tests that need no PyTorch with the oldest dependencies that are allowed
 	$(PYTHON) -m venv .venv-lowest
