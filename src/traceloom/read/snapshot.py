@@ -254,11 +254,7 @@ class _Reader:
         told: Frame = ("", 0, "?")
         if isinstance(frame, dict):
             file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            told = (
-                str(file or "")[:1000],
-                line if isinstance(line, int) and _is_size(line) else 0,
-                str(name or "?")[:1000],
-            )
+            told = (_name(file), line if isinstance(line, int) and _is_size(line) else 0, _name(name) or "?")
         number = self._known.setdefault(told, len(self._frames))
         if number == len(self._frames):
             self._frames.append(told)
