@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 2
+CASES ?= 20000
+SEED ?= 1
 
-.PHONY: help demo test lowest lint format bench docs clean
+.PHONY: help demo test fuzz lowest lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -44,6 +46,9 @@ demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal 
 test: $(VENV)/.test ## Run the whole test suite
 	$(BIN)/python -m compileall -q src  # many tests start processes, which may not be allowed to keep bytecode
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+fuzz: $(VENV)/.test ## Try every verb on 20,000 damaged inputs of all formats (CASES=N SEED=S)
+	$(BIN)/python scripts/fuzz.py --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
 lowest: ## Run the tests that need no PyTorch with the oldest dependencies that are allowed
 	$(PYTHON) -m venv .venv-lowest
