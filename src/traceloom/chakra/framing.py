@@ -9,6 +9,9 @@ from traceloom.errors import InputError
 
 # A message larger than this is damage: the largest real ones hold the whole text of an input in their metadata.
 MOST_BYTES = 1 << 28
+# A node has a name or a type, an id and a length; whoever needs fewer bytes makes nodes out of nothing.
+_LEAST_BYTES = 6
+_FEW = 100_000
 _LENGTH_BYTES = 5  # a length has at most 32 bits
 
 
@@ -67,7 +70,7 @@ def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
         cut: Filled in when the stream ends inside a message (`there` > 0).
 
     Raises:
-        InputError: `chakra-damaged`: a message claims more bytes than any has.
+        InputError: `chakra-damaged`: a message claims more bytes than any has; there are many, and nothing is in them.
     """
     at = first = 0
     rest = b""
@@ -81,6 +84,10 @@ def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
         data = b"".join([rest, *waiting])
         waiting = []
         starts, stops, end, missing, damage = _messages(data, at, first)
+        if first + len(starts) > _FEW and at + end < _LEAST_BYTES * (first + len(starts)):
+            raise _damaged(
+                first, at, f"nothing, as most of the others: {first + len(starts):,} messages hardly say a thing"
+            )
         if starts:
             yield Block(data, starts, stops, at, first)
             first += len(starts)

@@ -20,6 +20,7 @@ class WorkByTime:
         self.work = work
         self.lanes, bounds = work.lanes()
         self._streams = [_Stream(work, low, high) for low, high in pairwise(bounds.tolist())]
+        self._by_lane = dict(zip(self.lanes.tolist(), self._streams, strict=True))
         submitted = np.flatnonzero(work.call >= 0)
         thread = tree.lane[work.call[submitted]]
         order = np.lexsort((work.start[submitted], work.asked[submitted], thread))
@@ -38,10 +39,17 @@ class WorkByTime:
         return self._asked_streams("launched_after", lane, time)
 
     def _asked_streams(self, question: str, lane: Ints, time: Ints) -> Ints:
+        """Of each stream at once; only those that are asked for are looked at."""
         out = np.full(lane.shape, -1, dtype=np.int64)
-        for number, stream in zip(self.lanes.tolist(), self._streams, strict=True):
-            here = lane == number
-            if here.any():
+        if not lane.size:
+            return out
+        order = np.argsort(lane, kind="stable")
+        asked = lane[order]
+        bounds = np.flatnonzero(np.diff(asked, prepend=asked[0] - 1, append=asked[-1] + 1))
+        for low, high in pairwise(bounds.tolist()):
+            stream = self._by_lane.get(int(asked[low]))
+            if stream is not None:
+                here = order[low:high]
                 out[here] = getattr(stream, question)(time[here])
         return out
 

@@ -167,20 +167,32 @@ def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool
 
     A stream is awaited as far as it has been filled (`ended_by` False), an event as far as it was then recorded.
     """
-    start, end = tree.start[call], tree.end[call]
     best = np.full(call.size, -1, dtype=np.int64)
-    best_end = np.full(call.size, np.iinfo(np.int64).min)
-    for number in times.lanes.tolist():
-        lane = np.full(call.size, number)
-        of = times.launched_before(lane, start)
-        if ended_by:
-            done = times.ended_by(lane, end + _EARLY_NS // 10)
-            of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
-        finished = times.work.end[of]
-        fits = (of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS) & (end - start >= _LONG_NS)
-        better = fits & (finished > best_end)
-        best, best_end = np.where(better, of, best), np.where(better, finished, best_end)
+    at, lane = _ending_streams(times, tree, call)
+    start, end = tree.start[call[at]], tree.end[call[at]]
+    of = times.launched_before(lane, start)
+    if ended_by:
+        done = times.ended_by(lane, end + _EARLY_NS // 10)
+        of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
+    finished = times.work.end[of]
+    fits = np.flatnonzero((of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS))
+    # The last one written stays: the latest end, and the first stream of those that end at once.
+    order = fits[np.lexsort((-lane[fits], finished[fits]))]
+    best[at[order]] = of[order]
     return best
+
+
+def _ending_streams(times: WorkByTime, tree: HostTree, call: Ints) -> tuple[Ints, Ints]:
+    """Of each long call, the streams on which work ends when it returns: places in `call`, and the streams' lanes."""
+    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
+    until = tree.end[call[long]]
+    by_end = np.argsort(times.work.end, kind="stable")
+    ends = times.work.end[by_end]
+    low = np.searchsorted(ends, until - _AT_ONCE_NS, side="left")
+    count = np.searchsorted(ends, until + _EARLY_NS, side="right") - low
+    place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
+    pairs = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[place]]]), axis=1)
+    return pairs[0], pairs[1]
 
 
 def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:

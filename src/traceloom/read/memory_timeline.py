@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ CATEGORIES = (
 ACTIONS = {1: "preexisting", 2: "create", 3: "increment_version", 4: "destroy"}
 PREEXISTING, CREATE, INCREMENT_VERSION, DESTROY = ACTIONS
 MOST_BYTES = 1 << 30  # of text
+_FEW_BYTES = 1 << 24
+_MOST_EXPANSION = 100  # numbers in text become ten times smaller
 _LARGEST = 1 << 62
 Ints = NDArray[np.int64]
 
@@ -124,8 +127,15 @@ def _text(path: Path) -> bytes:
             if not packed:
                 text = file.read(MOST_BYTES + 1)
             else:
+                most = min(MOST_BYTES, max(_FEW_BYTES, _MOST_EXPANSION * os.fstat(file.fileno()).st_size))
                 with gzip.open(file) as inner:
-                    text = inner.read(MOST_BYTES + 1)
+                    text = inner.read(most + 1)
+                if len(text) > most:
+                    raise InputError(
+                        f"the compressed timeline expands more than {_MOST_EXPANSION} times, which none does",
+                        slug="gzip-bomb",
+                        where=str(path),
+                    )
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _bad(path, "its gzip is cut or damaged") from error
     except OSError as error:

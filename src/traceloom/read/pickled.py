@@ -17,6 +17,7 @@ from traceloom.files import read_small
 from traceloom.plain_text import clean
 
 MOST_BYTES = 1 << 30
+_KEYS = {str, int, bytes, float, bool, type(None)}
 _TURN = 1 << 14  # instructions between two looks at what was made
 _LEAST_PER_OBJECT = 8  # bytes of file; whoever needs fewer makes objects out of nothing
 _SLACK = 10_000
@@ -168,12 +169,12 @@ def _setitems(self: _Reader) -> None:
     target = self.stack[-1]
     if type(target) is not dict or len(items) % 2:
         raise TypeError
-    target.update(zip(items[::2], items[1::2], strict=True))
+    target.update(_dict_of(items))
 
 
 def _setitem(self: _Reader) -> None:
     value, key = self.stack.pop(), self.stack.pop()
-    if type(self.stack[-1]) is not dict:
+    if type(self.stack[-1]) is not dict or type(key) not in _KEYS:
         raise TypeError
     self.stack[-1][key] = value
 
@@ -206,6 +207,9 @@ def _text(self: _Reader, size: int) -> None:
 
 
 def _dict_of(items: list[Any]) -> dict[Any, Any]:
+    # A tuple that holds tuples again and again takes for ever to look up.
+    if not {*map(type, items[::2])} <= _KEYS:
+        raise TypeError
     return dict(zip(items[::2], items[1::2], strict=True))
 
 

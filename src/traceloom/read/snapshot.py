@@ -45,6 +45,9 @@ BLOCKS = pl.Schema(
     }
 )
 _MOST_FRAMES = 512
+_LEAST_PER_ROW = 16  # bytes of file; an entry has five values or more, and their keys
+_FRAMES_PER_ROW = 8  # a frame that is known takes two bytes
+_FEW_ROWS = 100_000
 _LARGEST = 1 << 62
 _LATEST_US = _LARGEST // 1000
 _BETWEEN = " < "
@@ -81,11 +84,18 @@ def read_snapshot(path: str | Path) -> Snapshot:
         InputError: as `traceloom.read.pickled.load`; `not-a-snapshot`, where the pickle holds something else.
     """
     document, replaced = load(path)
-    return snapshot_of(document, str(path), replaced)
+    return snapshot_of(document, str(path), replaced, Path(path).stat().st_size)
 
 
-def snapshot_of(document: Any, path: str, replaced: int = 0) -> Snapshot:
-    """The snapshot in the data of a pickle, in which so many texts were replaced; see `read_snapshot`."""
+def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = None) -> Snapshot:
+    """The snapshot in the data of a pickle; see `read_snapshot`.
+
+    Args:
+        document: The data.
+        path: The file.
+        replaced: How many texts of it were replaced.
+        size: Bytes of the file. In a pickle things may be shared without end; what is made of them grows with the file.
+    """
     whole = {"segments": document} if isinstance(document, list) else document
     traces = whole.get("device_traces", []) if isinstance(whole, dict) else None
     segments = whole.get("segments", []) if isinstance(whole, dict) else None
@@ -96,7 +106,7 @@ def snapshot_of(document: Any, path: str, replaced: int = 0) -> Snapshot:
             where=path,
             hint="make one with torch.cuda.memory._dump_snapshot(), or with traceloom record --memory",
         )
-    reader = _Reader()
+    reader = _Reader(path, None if size is None else size // _LEAST_PER_ROW + _FEW_ROWS)
     for device, trace in enumerate(traces):
         reader.history(device, trace)
     for segment in segments:
@@ -121,7 +131,9 @@ def snapshot_of(document: Any, path: str, replaced: int = 0) -> Snapshot:
 class _Reader:
     """Turns objects into columns; what does not fit is counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str, most: int | None) -> None:
+        self._path, self._most, self._rows = path, most, 0
+        self._by_list: dict[int, int] = {}  # lists of frames are shared, too
         self.odd = 0
         self._total = 0
         self.entries: list[list[Any]] = [[] for _ in ENTRIES]
@@ -139,6 +151,7 @@ class _Reader:
             self.odd += 1
             return
         devices, actions, addresses, sizes, times, stacks = self.entries
+        self._count(len(trace))
         for entry in trace:
             if type(entry) is not dict:
                 self.odd += 1
@@ -172,6 +185,7 @@ class _Reader:
         number, at = len(self.segments), address
         stream = segment.get("stream", 0)
         self.segments.append((device, address, size, stream if _is_size(stream) else 0))
+        self._count(len(blocks))
         for block in blocks:
             whole: Any = block.get("size") if isinstance(block, dict) else None
             state = block.get("state") if isinstance(block, dict) else None
@@ -202,16 +216,35 @@ class _Reader:
         """The number of a stack."""
         if not frames or not isinstance(frames, list):
             return 0
-        seen = self._seen
+        known = self._by_list.get(id(frames))
+        if known is not None:
+            return known
+        seen, some = self._seen, frames[:_MOST_FRAMES]
         try:
-            key = tuple([seen[id(frame)] for frame in frames])
+            key = tuple([seen[id(frame)] for frame in some])
         except KeyError:
-            key = tuple([self._frame(frame) for frame in frames[:_MOST_FRAMES]])
+            key = tuple([self._frame(frame) for frame in some])
         number = self._stack.get(key)
         if number is None:
             number = self._stack[key] = len(self.stacks)
+            self._count(len(key) // _FRAMES_PER_ROW)
             self.stacks.append(tuple(self._frames[k] for k in key))
+        self._by_list[id(frames)] = number
         return number
+
+    def _count(self, rows: int) -> None:
+        """Count what is made of the file.
+
+        Raises:
+            InputError: slug `pickle-damaged`: more than its size allows.
+        """
+        self._rows += rows
+        if self._most is not None and self._rows > self._most:
+            raise InputError(
+                "the snapshot holds more entries than its size allows: they are the same ones again and again",
+                slug="pickle-damaged",
+                where=self._path,
+            )
 
     def _frame(self, frame: Any) -> int:
         """The number of a frame; its object is kept by the document as long as we are."""
@@ -221,11 +254,7 @@ class _Reader:
         told: Frame = ("", 0, "?")
         if isinstance(frame, dict):
             file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            told = (
-                str(file or "")[:1000],
-                line if isinstance(line, int) and _is_size(line) else 0,
-                str(name or "?")[:1000],
-            )
+            told = (_name(file), line if isinstance(line, int) and _is_size(line) else 0, _name(name) or "?")
         number = self._known.setdefault(told, len(self._frames))
         if number == len(self._frames):
             self._frames.append(told)

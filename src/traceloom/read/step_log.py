@@ -16,7 +16,9 @@ from traceloom.model.trace import Meta
 WARM_UP = 3
 """Steps at the beginning of a run that stand for no other, as in `overhead` of capture.json."""
 _PLAIN = "unrecorded"
-_MOST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 27  # of a file
+_FEW_BYTES = 1 << 24
+_MOST_EXPANSION = 100  # what is larger is cut, and read as nothing
 
 
 class Steps(NamedTuple):
@@ -87,7 +89,7 @@ def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[
     try:
         data = read_small(Path(path).parent / name, _MOST_BYTES)
         if data[:2] == b"\x1f\x8b":
-            data = zlib.decompressobj(wbits=31).decompress(data, _MOST_BYTES)
+            data = zlib.decompressobj(wbits=31).decompress(data, max(_FEW_BYTES, _MOST_EXPANSION * len(data)))
         found: dict[str, Any] = msgspec.json.decode(data, type=dict)
     except (OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -223,7 +223,7 @@ def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
 
 def _sentence(ranks: list[Row], ends: list[Row]) -> str:
     """Where memory ran out, if it did; the peak, and who holds most of it."""
-    if not ranks:
+    if not any(entry["memories"] for entry in ranks):
         return _ran_out(ends) or "No allocations were recorded."
     entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
     where = _device(memory) + (f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else "")

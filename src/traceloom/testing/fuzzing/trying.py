@@ -115,10 +115,10 @@ def attempt(case: Case, seeds: Path) -> Outcome:
     home = Path(tempfile.mkdtemp(dir=seeds))
     try:
         what, source = damaged_input(case, seeds, home)
-        before = time.process_time()
+        before, peak = time.process_time(), _peak()
         code, said = _lost(source) if case.verb == LOST else _run(case, source, seeds, home)
         seconds = time.process_time() - before
-        return Outcome(case, code, seconds, _fault(code, said, seconds, what))
+        return Outcome(case, code, seconds, _fault(code, said, seconds, what, peak))
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -179,9 +179,14 @@ def captured() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
             stream.detach()
 
 
-def _fault(code: int, said: str, seconds: float, what: str) -> str:
+def _peak() -> int:
+    """The most memory that this process ever had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _fault(code: int, said: str, seconds: float, what: str, before: int) -> str:
     match = _FAULTS.search(_without_refusal(said))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _peak()
     wrong = ""
     if code == 1 or match:
         lines = [line for line in said.splitlines() if line.strip()]
@@ -190,7 +195,7 @@ def _fault(code: int, said: str, seconds: float, what: str) -> str:
         wrong = said
     elif seconds > MOST_SECONDS:
         wrong = f"{seconds:.1f} s of processor time"
-    elif peak > MOST_BYTES:
+    elif peak > max(before, MOST_BYTES):
         wrong = f"{peak / 1e9:.1f} GB of memory"
     return f"{wrong} [{what}]" if wrong else ""
 
