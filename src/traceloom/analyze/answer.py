@@ -258,7 +258,7 @@ def _of_threads(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
         more.append(f"the DataLoader is waited for {share(_waited(told), whole)}")
     ran = _ran(told)
     if ran is not None and ran[0] < _WAITING * ran[1]:
-        more.append(f"the main thread runs on a processor {share(*ran)} of the time, and waits the rest of it")
+        more.append(f"the main thread runs on a processor {share(*ran)} of the time (else it waits, or others run)")
     return f"{text}; {_listed(more)}" if more else text
 
 

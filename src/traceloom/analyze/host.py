@@ -112,6 +112,13 @@ def host(trace: Trace) -> HostTime:
 
 
 @per_trace
+def of_passes(trace: Trace) -> Bools:
+    """Which host events, in the forest's order, are of the forward or the backward pass."""
+    found: Bools = np.isin(_phase(trace, forest(trace), meaning(trace)), (FORWARD, BACKWARD))
+    return found
+
+
+@per_trace
 def main_lane(trace: Trace) -> int | None:
     """The lane that runs the program: a process's first thread where it has ops or calls, else the lane with most.
 

@@ -33,6 +33,7 @@ from traceloom.simulate import Scenario
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import among, of_events
 
+Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 T = TypeVar("T")
 
@@ -153,17 +154,27 @@ class Ground:
 
     def ran_ns(self, nodes: Bools) -> tuple[int, int] | None:
         """How long the threads of some nodes ran in them, at least and at most, ns; None where nobody knows of one."""
-        rows = self.graph.nodes.filter(pl.Series(nodes)).select("rank", "lane", "start_ns", "duration_ns")
-        least = most = 0
+        least, most = self._ran(nodes)
+        return None if (least[nodes] < 0).any() else (int(least[nodes].sum()), int(most[nodes].sum()))
+
+    def asleep(self, nodes: Bools, share: float) -> Bools:
+        """Those of some nodes whose threads ran at most this share of them, for certain."""
+        least, most = self._ran(nodes)
+        found: Bools = nodes & (least >= 0) & (most <= share * self.graph.nodes["duration_ns"].to_numpy())
+        return found
+
+    def _ran(self, nodes: Bools) -> tuple[Ints, Ints]:
+        """How long their threads ran in some nodes, at least and at most, ns, shape (nodes,); -1 where nobody knows."""
+        least, most = (np.full(nodes.size, -1, dtype=np.int64) for _ in range(2))
+        rows = self.graph.nodes.with_row_index("at").filter(pl.Series(nodes))
         for (rank, lane), some in rows.group_by("rank", "lane"):
             trace = self.trace_of(rank)
             threads = self.graph.lanes.filter(pl.col("lane") == lane)["thread"].to_list()
-            samples = None if trace is None else self.ask(trace, _samples).get(str(threads[0]))
-            if samples is None:
-                return None
-            low = some["start_ns"].to_numpy() + self.graph.epoch_ns - self._offsets.get(rank, 0)
-            sums = samples.ran(low, low + some["duration_ns"].to_numpy())
-            least, most = least + int(sums[0].sum()), most + int(sums[1].sum())
+            samples = None if trace is None or not threads else self.ask(trace, _samples).get(str(threads[0]))
+            if samples is not None:
+                low = some["start_ns"].to_numpy() + self.graph.epoch_ns - self._offsets.get(rank, 0)
+                at = some["at"].to_numpy()
+                least[at], most[at] = samples.ran(low, low + some["duration_ns"].to_numpy())
         return least, most
 
     @cached_property

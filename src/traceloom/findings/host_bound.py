@@ -102,6 +102,8 @@ def pauses(ground: Ground) -> Iterator[Said]:
     python = between_operators(ground)
     work = ground.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
+    if ground.step is None:  # threads of a program without steps that sleep, wait for work: that is no pause
+        long &= ~ground.asleep(long, _ASLEEP)
     if not long.any():
         return
     ranks = ground.ranks_of(long)

@@ -9,6 +9,7 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.host import of_passes
 from traceloom.analyze.recompute import recomputed
 from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.rule import Candidate, Rule, Said
@@ -78,8 +79,8 @@ def unfused_optimizer(ground: Ground) -> Iterator[Said]:
         reason = rule["reason"] or reason
         rows = ground.in_step(told.matches).filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer")
         count += rows.height
-        if rows.height:
-            mask |= ground.below(trace, rows["event"])
+        if rows.height:  # a closure makes the passes inside of it
+            mask |= ground.below(trace, rows["event"]) & ~ground.inside(trace, ground.ask(trace, of_passes))
     if not checked:
         yield Abstention("unfused-optimizer", reason)
         return

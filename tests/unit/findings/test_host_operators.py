@@ -64,3 +64,21 @@ def test_a_few_of_them_are_a_model() -> None:
 @pytest.mark.parametrize("slug", ["host-copies", "tiny-operators"])
 def test_with_a_device_others_tell_that(slug: str) -> None:
     assert slug in {abstention.slug for abstention in run(copies=8, tiny=500, device=True).abstentions}
+
+
+def test_what_a_closure_does_inside_the_optimizer_is_not_the_optimizers() -> None:
+    built, at = TraceBuilder(), 0
+    for number in range(3):
+        built.mark(number, at).annotation("Optimizer.step#Adam.step", at, 9_000)
+        built.op("aten::linear", at + 10, 3_000, sequence=5)
+        name = "autograd::engine::evaluate_function: AddmmBackward0"
+        built.op(name, at + 3_100, 3_000, sequence=5, forward_thread=1)
+        for update in range(20):
+            begin = at + 6_200 + 100 * update
+            correlation = 100 * number + update + 1
+            built.op("aten::addcmul_", begin, 90).launch("cudaLaunchKernel", begin + 5, 80, correlation=correlation)
+            built.kernel("adam", begin + 90, 5, correlation=correlation)
+        at += 10_000
+    ranked = findings(Session((built.mark(3, at).build(),), "made"))
+    (finding,) = of(ranked, "unfused-optimizer")
+    assert "3.00 ms of host time" in finding.title  # of the 9 ms in its annotation

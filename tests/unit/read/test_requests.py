@@ -113,6 +113,25 @@ def test_what_a_program_without_steps_waits_for_costs_nothing(tmp_path: Path) ->
     assert [finding.slug for finding in busy.time] == ["host-pause"]
 
 
+def test_a_thread_that_sleeps_beside_busy_ones_makes_no_pause(tmp_path: Path) -> None:
+    built = TraceBuilder(base_ns=BASE).op("aten::last", 900_000, 100)
+    for number in range(8):
+        built.op(f"aten::first{number}", 10 * number, 9)
+    for number in range(59):  # threads that serve for most of the time
+        built.op(f"aten::op{number}", 10_000 * number, 9_800, thread=10 + number % 2)
+    path = built.write(tmp_path / "rank0.kineto.json")
+    times = list(range(-20, 1_000, 20))
+    columns = [(thread, time, ran) for time in times
+               for thread, ran in ((1, 0), (10, 0.4 * (time + 20)), (11, 0.4 * (time + 20)))]  # fmt: skip
+    samples = {"thread": [row[0] for row in columns], "time_ns": [BASE + row[1] * MS for row in columns],
+               "cpu_ns": [round(row[2] * MS) for row in columns]}  # fmt: skip
+    trace = traceloom.read.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
+    assert not trace.steps.height
+    assert "host-pause" not in {finding.slug for finding in findings(Session((trace,), "made")).time}
+    unknown = traceloom.read.kineto.read_kineto(path, capture=None)
+    assert "host-pause" in {finding.slug for finding in findings(Session((unknown,), "made")).time}
+
+
 def test_samples_bound_what_a_thread_ran() -> None:
     samples = Samples(np.array([0, 20, 40, 60]) * MS, np.array([0, 10, 10, 30]) * MS)
     low, high = np.array([0, 20, 25, 70]) * MS, np.array([20, 40, 35, 80]) * MS
