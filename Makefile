@@ -6,10 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 2
 CASES ?= 20000
-.PHONY: help demo test ecosystem fuzz lowest lint format bench docs clean
 SEED ?= 1
 
-.PHONY: help demo test fuzz lowest lint format bench docs clean
+.PHONY: help demo test ecosystem fuzz lowest lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -53,6 +52,7 @@ test: $(VENV)/.test ## Run the whole test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 ecosystem: $(VENV)/.ecosystem ## Install what the tests of programs of the ecosystem need; without it they are skipped
+
 fuzz: $(VENV)/.test ## Try every verb on 20,000 damaged inputs of all formats (CASES=N SEED=S)
 	$(BIN)/python scripts/fuzz.py --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
