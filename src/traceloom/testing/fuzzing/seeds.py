@@ -78,11 +78,9 @@ def _graph(home: Path) -> Path:
 
 def _directory(home: Path) -> Path:
     folder = home / "folder"
-    for rank in range(2):
-        _written(folder / f"rank{rank}.json", trace(rank).text())
     _written(folder / "notes.json", '{"mine": 1}')
-    (folder / "other").mkdir()
-    trace(None).write(folder / "other" / "trace.json.gz")
+    for rank in range(2):
+        trace(rank).write(folder / f"rank{rank}.json.gz")
     return folder
 
 
