@@ -213,3 +213,11 @@ def test_a_report_shows_itself_in_a_notebook_and_at_a_prompt(tmp_path: Path) -> 
     assert "&lt;script&gt;" in page
     assert repr(shown).splitlines()[2].startswith(" Rank 0, 3 steps")
     assert shown.to_dict()["format"] == "traceloom-report"
+
+
+def test_thousands_of_files_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1_001):
+        (tmp_path / f"rank{number}.json").write_text("not read")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "1,001 traces; at most 1,000 are read together" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--rank", "3"]) == 3, "the choice of ranks is what the message advises"
