@@ -123,7 +123,27 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     source = np.concatenate([number[tail] + _parts_after(host, number, tail), givers])
     still = _quiet(trace, tree, cut)
     still[waiting] = False
-    return _with_wakers(cut, waiting, source, heads, wakers(cut, tree, still, heads, main, cpu))
+    works = np.isin(host.lane[tail], list(spells))  # not communication, which waits itself
+    awake = np.union1d(heads, _awaited(cut, host.lane[tail[works]], begin[works], done[works]))
+    return _with_wakers(cut, waiting, source, heads, wakers(cut, tree, still, awake, main, cpu))
+
+
+def _awaited(host: Segments, lane: Ints, begin: Ints, done: Ints) -> Ints:
+    """Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
+
+    Args:
+        host: Segments.
+        lane: Of each such work its thread.
+        begin: Of each when it begins, ns.
+        done: Of each when it ends, ns.
+    """
+    awaited = [np.zeros(0, dtype=np.int64)]
+    for number in np.unique(lane).tolist():
+        here = np.flatnonzero(host.lane == number)
+        begun = np.searchsorted(np.sort(begin[lane == number]), host.start[here], side="left")
+        over = np.searchsorted(np.sort(done[lane == number]), host.start[here], side="left")
+        awaited.append(here[begun > over])
+    return np.concatenate(awaited)
 
 
 def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: Wakers) -> HandOffs:

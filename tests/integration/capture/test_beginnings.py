@@ -24,7 +24,7 @@ def with_cap(text: str, seconds: float) -> str:
     return HIDDEN_CAP.replace("CAP", str(seconds)) + text
 
 
-@pytest.mark.parametrize("iterations", [3, 3000])
+@pytest.mark.parametrize("iterations", [3, pytest.param(3000, marks=pytest.mark.thorough)])
 def test_bare_operators_are_recorded_from_the_first_one_on(recorder: Any, iterations: int) -> None:
     run = recorder.python(
         f"""

@@ -62,7 +62,9 @@ def test_a_module_with_dashes_and_a_script_with_a_shebang_are_recorded(recorder:
     assert len(run.rank()["steps"]["start_ns"]) == 2
 
 
-@pytest.mark.parametrize("options", [(), ("--memory",), ("--stacks",)])
+@pytest.mark.parametrize(
+    "options", [("--stacks",), *(pytest.param(o, marks=pytest.mark.thorough) for o in ((), ("--memory",)))]
+)
 def test_the_users_own_profile_holds_no_event_of_ours(recorder: Any, options: tuple[str, ...]) -> None:
     script = recorder.script(
         """

@@ -149,6 +149,8 @@ def test_the_overhead_of_two_unrecorded_steps_is_unknown_and_without_processor_t
 
 def test_the_closing_line_tells_what_was_recorded() -> None:
     rank = {
+        "name": "rank0",
+        "job": "0",
         "window": {"first_step": 3, "step_count": 5, "start_ns": 0, "end_ns": 1},
         "steps": {"start_ns": [0] * 12},
         "overhead": {

@@ -60,13 +60,18 @@ def archive(tmp_path: Path, imported: set[str]) -> Path:
     "arguments",
     [
         ["report", "."],
-        ["report", ".", "-o", "../out.html", "-o", "../out.json", "-o", "../out.perfetto.json.gz"],
-        ["link", ".", "-o", "../out.graph"],
-        ["whatif", ".", "--set", "kernels * 0.5"],
-        ["memory", "."],
-        ["diff", ".", "."],
-        ["baseline", "save", "main", ".", "--store", "../baselines"],
         ["anonymize", ".", "-o", "../shared"],
+        *(
+            pytest.param(words, marks=pytest.mark.thorough)
+            for words in (
+                ["report", ".", "-o", "../out.html", "-o", "../out.json", "-o", "../out.perfetto.json.gz"],
+                ["link", ".", "-o", "../out.graph"],
+                ["whatif", ".", "--set", "kernels * 0.5"],
+                ["memory", "."],
+                ["diff", ".", "."],
+                ["baseline", "save", "main", ".", "--store", "../baselines"],
+            )
+        ),
     ],
     ids=" ".join,
 )
