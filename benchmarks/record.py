@@ -69,7 +69,8 @@ def bare(step: Callable[[], None], arguments: argparse.Namespace) -> list[int]:
         record_shapes=arguments.shapes, with_stack=arguments.stacks, profile_memory=arguments.memory
     ) as profiler:
         times = [timed(step) for _ in range(STEPS)]
-    profiler.export_chrome_trace(os.devnull)
+    with tempfile.TemporaryDirectory() as directory:
+        profiler.export_chrome_trace(str(Path(directory) / "trace.json"))
     return times
 
 

@@ -472,7 +472,8 @@ def test_menus_lead_to_their_sections_and_close(open_page: Open) -> None:
     tab.page.locator("nav .menu[open] a", has_text="Launches").click()
     assert tab.page.locator("nav .menu[open]").count() == 0
     tab.page.wait_for_selector("nav .menu[data-current] [aria-current][href='#launches']", state="attached")
-    assert 0 <= tab.page.evaluate("document.getElementById('launches').getBoundingClientRect().top") < 200
+    top = "document.getElementById('launches').getBoundingClientRect().top"
+    tab.page.wait_for_function(f"0 <= {top} && {top} < 200")  # sections above may still be laid out
 
 
 def test_further_tables_of_a_section_unfold(open_page: Open) -> None:
