@@ -160,8 +160,6 @@ def _run(args: argparse.Namespace) -> int:
         except InputError as error:
             if error.slug != "no-traces" or not _holds_memory_alone(args.inputs):
                 raise
-            loaded = None
-        if loaded is None:
             return _memory_alone(args)
         progress.say("analysing")
         report = _report(loaded.runs, args, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from traceloom.read import capture_document
 _DEPTH = 4  # levels below a directory
 _ENDINGS = (".json", ".json.gz")
 _CAPTURE = "capture.json"
+_Capture = tuple[dict[str, Any], list[Notice]]
 _MOST_CAPTURE = 1 << 28  # bytes
 _OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
 
@@ -54,6 +56,7 @@ def find(paths: tuple[str, ...]) -> Found:
     """
     found = Found()
     seen: set[Path] = set()
+    captures: dict[Path, _Capture | None] = {}
     for text in paths:
         path = Path(text)
         if text != "-":
@@ -68,19 +71,20 @@ def find(paths: tuple[str, ...]) -> Found:
         elif path.name == _CAPTURE:
             _directory(path.parent, found, seen, 0)
         else:
-            _add(found, seen, _of_its_capture(path, found) or Input(path, given=True))
+            _add(found, seen, _of_its_capture(path, found, captures) or Input(path, given=True))
     return found
 
 
-def _of_its_capture(path: Path, found: Found) -> Input | None:
+def _of_its_capture(path: Path, found: Found, captures: dict[Path, _Capture | None]) -> Input | None:
     """A window that lies in its capture, together with what the capture knows of it; None for any other file."""
     if not _OF_CAPTURE.match(path.name):
         return None
     folder = path.parent
-    try:
-        capture = read_capture(folder)
-    except InputError:
-        return None  # the file itself may be good
+    if folder not in captures:
+        captures[folder] = None
+        with contextlib.suppress(InputError):  # the file itself may be good
+            captures[folder] = read_capture(folder)
+    capture = captures[folder]
     if capture is None:
         return None
     document, found.notices[folder] = capture
@@ -143,7 +147,7 @@ def _natural(path: Path) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def read_capture(folder: Path) -> tuple[dict[str, Any], list[Notice]] | None:
+def read_capture(folder: Path) -> _Capture | None:
     """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
 
     Returns:
@@ -176,7 +180,7 @@ def _note_all(folder: Path) -> None:
             note_input(path)
 
 
-def _decoded(path: Path) -> tuple[dict[str, Any], list[Notice]] | None:
+def _decoded(path: Path) -> _Capture | None:
     try:
         return capture_document.decode(read_small(path, _MOST_CAPTURE))
     except OSError:
@@ -200,13 +204,7 @@ def job_of(entry: dict[str, Any]) -> str | int:
 
 def of_jobs(document: dict[str, Any], jobs: set[str | int]) -> dict[str, Any]:
     """The document of a capture with the parts of these jobs only."""
-    ranks = document.get("ranks")
-    kept = (
-        [entry for entry in ranks if isinstance(entry, dict) and job_of(entry) in jobs]
-        if isinstance(ranks, list)
-        else []
-    )
-    return {**document, "ranks": kept}
+    return {**document, "ranks": [entry for entry in document.get("ranks", []) if job_of(entry) in jobs]}
 
 
 def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

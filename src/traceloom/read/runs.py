@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -130,14 +131,10 @@ def names(runs: list[list[Peek]], given: tuple[str, ...]) -> list[str]:
     """A name for each run: what the user gave where there is one run, else what its files have in common."""
     if len(runs) == 1:
         return [given[0] if len(given) == 1 else _common([peek.source.path for peek in runs[0]])]
-    homes = [{peek.source.capture for peek in run} for run in runs]
+    homes = [run[0].source.capture for run in runs]  # that of all its files
+    runs_in = Counter(homes)
     return [
-        _common(
-            [
-                peek.source.capture if peek.source.capture and homes.count(home) == 1 else peek.source.path
-                for peek in run
-            ]
-        )
+        str(home) if home is not None and runs_in[home] == 1 else _common([peek.source.path for peek in run])
         for run, home in zip(runs, homes, strict=True)
     ]
 
