@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.data_loading import loader_calls
 from traceloom.findings.ground import Bools, Ground
 from traceloom.findings.host_bound import between_operators, looped
 from traceloom.findings.rule import Candidate, Rule, Said
@@ -154,14 +155,21 @@ def tiny_operators(ground: Ground) -> Iterator[Said]:
 
 
 def _stretches(trace: Trace) -> pl.DataFrame:
-    """Stretches in which a few outermost operators repeat: first and last (events), step, calls, times."""
+    """Stretches in which a few outermost operators repeat: first and last (events), step, calls, times.
+
+    Those that make a batch are the loader's: `data-starved` has them.
+    """
     schema = {"first": pl.UInt32, "last": pl.UInt32, "step": pl.Int32, "calls": pl.Int64, "times": pl.Int64}
     events = trace.events
     above = events["parent"].fill_null(0)
     is_op = events["category"] == cat.OP
     inner = events["parent"].is_not_null() & is_op.gather(above)
+    loading = np.zeros(events.height, dtype=np.bool_)
+    loading[loader_calls(trace)] = True
+    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    makes_batch = pl.Series(_below(parent, loading, np.arange(events.height)))
     ops = (
-        events.filter(is_op & ~inner)
+        events.filter(is_op & ~inner & ~makes_batch)
         .select("event", "name", "lane", "parent", "step", "start_ns", "duration_ns")
         .sort("lane", "start_ns")
         .with_columns(key=pl.struct("name", "lane", "parent", "step").rank("dense"))

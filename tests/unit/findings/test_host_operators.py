@@ -61,6 +61,20 @@ def test_a_few_of_them_are_a_model() -> None:
     assert not of(run(tiny=20), "tiny-operators")
 
 
+def test_those_that_make_a_batch_are_the_loaders() -> None:
+    built, at = TraceBuilder(), 0
+    for number in range(4):
+        built.mark(number, at).annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at, 12_900)
+        for _ in range(64):
+            at += 200
+            built.op("aten::full", at - 20, 10)
+        built.op("aten::mm", at + 200, 10_000)
+        at += 10_300
+    ranked = findings(Session((built.mark(4, at).build(),), "made"))
+    assert ranked.time[0].slug == "data-starved"
+    assert not of(ranked, "tiny-operators")
+
+
 @pytest.mark.parametrize("slug", ["host-copies", "tiny-operators"])
 def test_with_a_device_others_tell_that(slug: str) -> None:
     assert slug in {abstention.slug for abstention in run(copies=8, tiny=500, device=True).abstentions}
