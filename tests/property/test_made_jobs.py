@@ -12,34 +12,8 @@ from hypothesis import strategies as st
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.retime import Plan, calibrate
-from traceloom.testing.jobs import Clock, Job, Recipe, training_job
-
-
-@st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
-    ranks = draw(st.integers(1, 3))
-    sharded = ranks > 1 and draw(st.booleans())
-    return Recipe(
-        steps=draw(st.integers(1, 3)),
-        layers=draw(st.integers(1, 4)),
-        kernel_us=draw(st.sampled_from([2, 20, 150])),
-        op_us=draw(st.sampled_from([2, 12, 40])),
-        think_us=draw(st.sampled_from([5, 200])),
-        item=draw(st.booleans()),
-        sync=draw(st.sampled_from(["", "device", "stream", "event"])),
-        pageable_input=draw(st.booleans()),
-        side_stream=draw(st.booleans()),
-        autograd=draw(st.booleans()),
-        loader_us=draw(st.sampled_from([0, 400])),
-        ranks=ranks,
-        sharded=sharded,
-        pipeline=ranks > 1 and not sharded and draw(st.booleans()),
-        delay_us={0: 800} if draw(st.booleans()) else {},
-        clocks={2: Clock("host1", draw(st.integers(-(10**6), 10**6)))},
-        queue_limit=draw(st.sampled_from([2, 1022])),
-        spread=draw(st.sampled_from([0.0, 0.3])),
-        seed=draw(st.integers(0, 1000)),
-    )
+from traceloom.testing.job_strategies import training_recipes
+from traceloom.testing.jobs import Job, Recipe, training_job
 
 
 def order_holds(job: Job) -> None:
@@ -58,7 +32,7 @@ def order_holds(job: Job) -> None:
 
 
 @settings(max_examples=25)
-@given(recipe=recipes(), sync_records=st.booleans())
+@given(recipe=training_recipes(), sync_records=st.booleans())
 def test_any_made_job_links_into_a_graph_that_gives_it_back(recipe: Recipe, sync_records: bool) -> None:
     job = training_job(recipe)
     order_holds(job)

@@ -7,74 +7,16 @@ from typing import Any
 import numpy as np
 import polars as pl
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.retime import Plan, calibrate, law
+from traceloom.testing.job_strategies import parallel_recipes
 from traceloom.testing.jobs import (
-    Fault,
-    LateHost,
     ParallelRecipe,
     Run,
-    SlowLink,
-    SlowRank,
-    StragglingStep,
-    TokenImbalance,
     parallel_job,
 )
-
-
-@st.composite
-def faults(draw: st.DrawFn, ranks: int, steps: int) -> tuple[Fault, ...]:
-    rank, step = draw(st.integers(0, ranks - 1)), draw(st.integers(0, steps - 1))
-    return tuple(
-        draw(
-            st.lists(
-                st.sampled_from(
-                    [
-                        SlowRank(rank, 1.5),
-                        LateHost(rank, 3000, steps=(step,)),
-                        StragglingStep(step, 2.0),
-                        SlowLink(3.0),
-                        TokenImbalance((2, 1)),
-                    ]
-                ),
-                max_size=2,
-                unique=True,
-            )
-        )
-    )
-
-
-@st.composite
-def recipes(draw: st.DrawFn, /, **fixed: Any) -> ParallelRecipe:
-    data, tensor, pipeline = draw(st.sampled_from([(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2)]))
-    steps = draw(st.integers(1, 3))
-    return ParallelRecipe(
-        data=data,
-        tensor=tensor,
-        pipeline=pipeline,
-        expert=draw(st.sampled_from([1, data])),
-        steps=steps,
-        layers=draw(st.integers(1, 2)),
-        microbatches=draw(st.integers(1, 4)),
-        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
-        sharded=draw(st.booleans()),
-        kernel_us=draw(st.sampled_from([10, 60])),
-        item=draw(st.booleans()),
-        autograd=draw(st.booleans()),
-        graphs=draw(st.booleans()),
-        stacks=draw(st.booleans()),
-        ranks_per_host=2,
-        faults=draw(faults(data * tensor * pipeline, steps)),
-        seed=draw(st.integers(0, 100)),
-        **{
-            "programmatic": draw(st.booleans()),
-            "clocks": {1: (draw(st.integers(-(10**6), 10**6)), 0.0)},
-            **fixed,
-        },
-    )
 
 
 def parts_are_true(run: Run, rank: int, trace: Any) -> None:
@@ -91,7 +33,7 @@ def parts_are_true(run: Run, rank: int, trace: Any) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(recipe=recipes())
+@given(recipe=parallel_recipes())
 def test_traces_of_any_schedule_show_its_truth(recipe: ParallelRecipe) -> None:
     run = parallel_job(recipe).run()
     truth = run.truth
@@ -110,7 +52,7 @@ def test_traces_of_any_schedule_show_its_truth(recipe: ParallelRecipe) -> None:
 
 # Kernels that overlap on one stream are left out: what lets the second go is in no trace.
 @settings(max_examples=12, deadline=None)
-@given(recipe=recipes(programmatic=False, clocks={}))
+@given(recipe=parallel_recipes(programmatic=False, clocks={}))
 def test_the_graph_of_any_schedule_gives_it_back(recipe: ParallelRecipe) -> None:
     run = parallel_job(recipe).run()
     graph = calibrate(join([link_rank(builder.build()) for builder in run.traces()]))

@@ -278,13 +278,17 @@ class Ground:
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
         """The scenario with changes in the step that is looked at, and in no other of which the graph has work."""
+        if self.elsewhere is None:
+            for change in changes:
+                base = base.apply(change)
+            return base
         out = base
         for change in changes:
-            out = out.apply(change)
-        if self.elsewhere is not None and out is not base:
-            out.work_ns[self.elsewhere] = base.work_ns[self.elsewhere]
-            edges = self.elsewhere[self.graph.edges["target"].to_numpy()]
-            out.delay_ns[edges] = base.delay_ns[edges]
+            before, out = out, out.apply(change, ~self.elsewhere)
+            if out.graph is before.graph:  # some changes are about more than what was chosen
+                out.work_ns[self.elsewhere] = before.work_ns[self.elsewhere]
+                edges = self.elsewhere[out.graph.edges["target"].to_numpy()]
+                out.delay_ns[edges] = before.delay_ns[edges]
         return out
 
     def ranks_of(self, nodes: Bools) -> list[int]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.findings.ground import Ground
 from traceloom.findings.rule import Candidate, Rule
+from traceloom.retime import Plan
 from traceloom.simulate import Scenario, unrecorded_saving_ns, whatif_many
 
 Key = tuple[str, tuple[tuple[str, str], ...], int]
@@ -28,24 +29,26 @@ class Step:
         candidates: By what they are about, which is the same in every step.
         base: The step with what was fixed so far.
         now_ns: How long that takes.
+        plan: Of its graph.
     """
 
     ground: Ground
     candidates: dict[Key, Candidate]
     base: Scenario = field(init=False)
     now_ns: int = field(init=False)
+    plan: Plan = field(init=False)
 
     def __post_init__(self) -> None:
         """Nothing is fixed yet."""
-        self.base = Scenario.of(self.ground.graph)
-        self.now_ns = int(whatif_many(self.ground.graph, [self.base], self.ground.plan)[0])
+        self.base, self.plan = Scenario.of(self.ground.graph), self.ground.plan
+        self.now_ns = int(whatif_many(self.ground.graph, [self.base], self.plan)[0])
 
     def after(self, keys: Sequence[Key]) -> dict[Key, int]:
         """How long the step takes with each of these fixed, too, where it has them; ns."""
         mine = [key for key in keys if key in self.candidates]
         # one after the other: each scenario is large
         scenarios = (self.ground.changed(self.base, self.candidates[key].changes) for key in mine)
-        times = whatif_many(self.ground.graph, chain(scenarios), self.ground.plan)
+        times = whatif_many(self.ground.graph, chain(scenarios), self.plan)
         return dict(zip(mine, times.tolist(), strict=True))
 
     def saved_ns(self, key: Key, after_ns: int | None) -> int:
@@ -68,8 +71,11 @@ class Step:
 
     def fix(self, key: Key, after_ns: int | None) -> None:
         """From now on this is fixed."""
-        if after_ns is not None:
-            self.base, self.now_ns = self.ground.changed(self.base, self.candidates[key].changes), after_ns
+        if after_ns is None:
+            return
+        self.base, self.now_ns = self.ground.changed(self.base, self.candidates[key].changes), after_ns
+        if self.base.graph is not self.plan.graph:
+            self.plan = Plan(self.base.graph)
 
 
 def others(ground: Ground, rules: Sequence[Rule], most: int) -> Iterator[Step]:

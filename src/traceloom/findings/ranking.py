@@ -105,7 +105,7 @@ def _held(steps: list[Step], key: Key, saved: list[int], after: list[dict[Key, i
     return any(
         saves_more(
             step.base, step.ground.changed(step.base, step.candidates[key].changes),
-            step.now_ns - times[key], round(_COUNTS * step.ground.step_ns), step.ground.plan,
+            step.now_ns - times[key], round(_COUNTS * step.ground.step_ns), step.plan,
         )
         for step, times, mine in zip(steps, after, saved, strict=True) if key in times and mine
     )  # fmt: skip

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime import ABSENT
+from traceloom.retime import ABSENT, Plan
 from traceloom.retime.arrays import array
 from traceloom.retime.running import running
+from traceloom.simulate.beside import set_beside
 from traceloom.simulate.selection import TARGETS, Chosen, Selection, among
 
 Ints = NDArray[np.int64]
@@ -31,7 +32,8 @@ ASSUMES = {
     "remove": "the work chosen takes no time; what waited for it waits for nothing longer",
     "async": "the calls of these copies return at once; what uses the data is ordered on the device as before",
     "drop": "these calls no longer wait for the device; what they themselves cost stays",
-    "overlap": "nothing before the optimizer needs the result of this communication, and it slows no kernel down",
+    "overlap": "this runs beside what comes behind it: nothing before the optimizer needs its result, and it slows no "
+    "kernel down; what other kernels covered already is not saved again",
     "network": "the transfer of every communication is so many times as fast; waiting for late ranks stays",
     "delay": "this rank begins no later and works no slower than the middle one of the others, step by step and name "
     "by name; what most others do not do takes no time",
@@ -126,28 +128,40 @@ class Scenario:
     """Works and delays to evaluate a graph with; changes are applied one after the other.
 
     Attributes:
-        graph: The graph.
+        graph: The graph; with other edges than the measured one where work runs beside its stream.
         work_ns: Work of each node, residual included, shape (nodes,).
         delay_ns: Delay of each edge, residual included, shape (edges,); `ABSENT` where it does not hold.
+        beside: Nodes that are out of the order of their streams, shape (nodes,).
     """
 
     graph: Graph
     work_ns: Ints
     delay_ns: Ints
+    beside: Bools
 
     @classmethod
     def of(cls, graph: Graph) -> Scenario:
         """The graph as it was measured."""
         nodes, edges = graph.nodes, graph.edges
         work = array(graph, nodes["work_ns"]) + array(graph, nodes["residual_ns"])
-        return cls(graph, work, array(graph, edges["delay_ns"]) + array(graph, edges["residual_ns"]))
+        delay = array(graph, edges["delay_ns"]) + array(graph, edges["residual_ns"])
+        return cls(graph, work, delay, np.zeros(nodes.height, dtype=np.bool_))
 
     def copy(self) -> Scenario:
         """One to change further."""
-        return Scenario(self.graph, self.work_ns.copy(), self.delay_ns.copy())
+        return Scenario(self.graph, self.work_ns.copy(), self.delay_ns.copy(), self.beside)
 
-    def apply(self, change: Change) -> Scenario:
+    def times(self, plan: Plan) -> Ints:
+        """When everything happens, shape (2 x nodes,); `plan` is that of the measured graph, or of its own."""
+        own = plan if plan.graph is self.graph else Plan(self.graph)
+        return own.evaluate(self.work_ns, self.delay_ns, residuals=False)
+
+    def apply(self, change: Change, inside: Bools | None = None) -> Scenario:
         """The same with one more change; this one is left as it is.
+
+        Args:
+            change: What changes.
+            inside: Of what it is about only these nodes, shape (nodes,); all where None.
 
         Raises:
             UsageError: slug `nothing-chosen`: the graph has nothing that the change is about.
@@ -156,7 +170,7 @@ class Scenario:
         if not chosen.any():
             raise UsageError(f"`{change}` is about nothing in this run", slug="nothing-chosen")
         out = self.copy()
-        _APPLY[change.action](out, change, chosen)
+        _APPLY[change.action](out, change, chosen if inside is None else chosen & inside)
         return out
 
 
@@ -207,27 +221,10 @@ def _async(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 
 def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
-    """Work of the device no longer waits for the communication; the host, other communication and the optimizer do."""
-    source, target = _ends(out.graph)
-    compute = _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL) & ~_of_optimizer(out.graph)
-    out.delay_ns[_edges(out.graph, "stream", "wait", "occupancy") & chosen[source] & compute[target]] = ABSENT
-
-
-def _of_optimizer(graph: Graph) -> Bools:
-    """Work that is launched in a step from the beginning of its optimizer on."""
-    source, target = _ends(graph)
-    nodes = graph.nodes.select("rank", pl.col("step").fill_null(-1), "start_ns", "name")
-    steps = (
-        nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
-        .group_by("rank", "step")
-        .agg(begins=pl.col("start_ns").min())
-    )
-    begins = nodes.join(steps, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True)
-    inside = begins.select((pl.col("start_ns") >= pl.col("begins")).fill_null(value=False))["start_ns"]
-    launches = _edges(graph, "launch")
-    found = np.zeros(nodes.height, dtype=np.bool_)
-    found[target[launches]] = inside.to_numpy()[source[launches]]
-    return found
+    """What came behind the chosen work waits for what came before it; see `beside.py`."""
+    on_device = chosen & _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+    out.graph, out.delay_ns = set_beside(out.graph, on_device, out.work_ns, out.delay_ns)
+    out.beside = out.beside | on_device
 
 
 def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:

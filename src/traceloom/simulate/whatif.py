@@ -19,6 +19,7 @@ from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.retime.running import in_proportion
 from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.limits import least_ns
 from traceloom.simulate.lower_bound import saves_more
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import among
@@ -94,9 +95,11 @@ def whatif(
     plan = plan or Plan(graph)
     kept = kept or law(graph, plan)
     scenario = scenario_of(graph, changes)
-    times = plan.evaluate(scenario.work_ns, scenario.delay_ns, residuals=False)
+    times = scenario.times(plan)
     measured = point_times(graph)
-    before, after = _span(measured), _span(times)
+    before = _span(measured)
+    least = least_ns(graph, scenario, before)
+    after = max(_span(times), least)
     saved = before - after
     return WhatIf(
         changes=tuple(str(change) for change in changes),
@@ -110,7 +113,7 @@ def whatif(
         path=_path(graph, scenario, times),
         times=times,
         error_ns=abs(kept.honest_error_ns),
-        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns),
+        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _span(times) == after,
         lower_bound=saves_more(Scenario.of(graph), scenario, saved, round(_COUNTS * before), plan),
     )
 
@@ -122,13 +125,28 @@ def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None =
     """
     plan = plan or Plan(graph)
     together = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
-    waiting, out = iter(scenarios), [np.zeros(0, dtype=np.int64)]
+    whole = _span(point_times(graph))
+    waiting, out = iter(scenarios), []
     while some := list(islice(waiting, together)):
-        works, delays = _together([s.work_ns for s in some]), _together([s.delay_ns for s in some])
+        least = [least_ns(graph, scenario, whole) for scenario in some]
+        out += [max(pair) for pair in zip(_spans(some, plan), least, strict=True)]
         some.clear()
+    return np.array(out, dtype=np.int64)
+
+
+def _spans(scenarios: list[Scenario], plan: Plan) -> Ints:
+    """The whole time of a few scenarios, ns; those with the plan's graph are evaluated together."""
+    spans = np.zeros(len(scenarios), dtype=np.int64)
+    same = [number for number, scenario in enumerate(scenarios) if scenario.graph is plan.graph]
+    if same:
+        works, delays = (
+            _together([getattr(scenarios[number], name) for number in same]) for name in ("work_ns", "delay_ns")
+        )
         times = np.atleast_2d(plan.evaluate(works, delays, residuals=False))
-        out.append(times.max(axis=1) - times.min(axis=1))
-    return np.concatenate(out)
+        spans[same] = times.max(axis=1) - times.min(axis=1)
+    for number in set(range(len(scenarios))) - set(same):
+        spans[number] = _span(scenarios[number].times(plan))
+    return spans
 
 
 def _together(arrays: list[Ints]) -> Ints:
@@ -190,8 +208,8 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
         work_ns=pl.Series(np.maximum(work, 0)), residual_ns=pl.lit(0, pl.Int64),
     )  # fmt: skip
     kept = scenario.delay_ns > ABSENT // 2
-    delay = in_proportion(graph, scenario.work_ns, scenario.delay_ns)
-    edges = graph.edges.with_columns(delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64))
+    delay = in_proportion(scenario.graph, scenario.work_ns, scenario.delay_ns)
+    edges = scenario.graph.edges.with_columns(delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64))
     return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
 
 
@@ -199,18 +217,14 @@ def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
     """What a scenario is about, shape (nodes,).
 
     Nodes whose work is another; parts of communication whose transfer is; calls whose wait for the device is; and
-    communication that others no longer wait for.
+    what others no longer wait for.
     """
     base = Scenario.of(graph)
-    found: Bools = scenario.work_ns != base.work_ns
-    edges = graph.edges
-    moved = scenario.delay_ns != base.delay_ns
-    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
-    found[target[moved & among(edges["kind"], gs.EDGE_KINDS, ("rendezvous", "synchronize"))]] = True
-    apart = moved & (scenario.delay_ns <= ABSENT // 2)
-    of = source[apart]
-    found[of[among(graph.nodes["kind"], gs.NODE_KINDS, gs.COMMUNICATION)[of]]] = True
-    return found
+    changed: Bools = (scenario.work_ns != base.work_ns) | scenario.beside
+    moved = scenario.delay_ns[: graph.edges.height] != base.delay_ns
+    moved &= among(graph.edges["kind"], gs.EDGE_KINDS, ("rendezvous", "synchronize"))
+    changed[graph.edges["target"].to_numpy()[moved]] = True
+    return changed
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Work that runs beside all else of its device: what came behind it waits for what came before it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze.intervals import EMPTY, Spans, coverage, difference, merge, union
+from traceloom.model import graph_schema as gs
+from traceloom.model.graph import Graph
+from traceloom.retime.arrays import array
+from traceloom.simulate.selection import among
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_ORDER = ("stream", "wait", "occupancy")
+_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
+_FILLER = -(10**9)  # stands for no rank
+
+
+def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tuple[Graph, Ints]:
+    """The graph with some work of the device out of the order of its streams.
+
+    Who waited for the end of hidden work waits for its start, and for as long as other work of the device covered it:
+    only what was exposed is saved. Hidden work stays in its own order; the host, other communication and the optimizer
+    of its step wait for its end as before.
+
+    Args:
+        graph: The graph.
+        hidden: Which work, shape (nodes,).
+        work_ns: Work of each node, shape (nodes,).
+        delay_ns: Delay of each edge, shape (edges,).
+
+    Returns:
+        The graph with other edges, the first of them in their old order, and their delays.
+    """
+    source, target = (array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
+    kind = graph.edges["kind"]
+    from_end, to_end = (graph.edges[end].to_numpy() for end in ("from_end", "to_end"))
+    optimizer = of_optimizer(graph)
+    moved = among(kind, gs.EDGE_KINDS, _ORDER) & from_end & ~to_end & hidden[source]
+    moved &= hidden[target] | (among(graph.nodes["kind"], gs.NODE_KINDS, _DEVICE)[target] & ~optimizer[target])
+    delay = delay_ns.copy()
+    delay[moved] += covered_ns(graph, hidden)[source[moved]]
+    edges = graph.edges.with_columns(
+        from_end=pl.Series(from_end & ~moved),
+        # between starts `stream` means a part of the work before: see retime/running.py
+        kind=pl.when(pl.Series(moved)).then(pl.lit("wait", dtype=gs.EdgeKind)).otherwise(pl.col("kind")),
+    )
+    within = np.flatnonzero(moved & hidden[target])
+    last, first = _before_optimizers(graph, hidden, optimizer)
+    more = pl.DataFrame(
+        {
+            "source": np.concatenate([source[within], last]),
+            "target": np.concatenate([target[within], first]),
+            "to_end": np.repeat([True, False], [within.size, last.size]),
+            "delay_ns": np.concatenate([_own_ns(graph, work_ns, delay_ns)[target[within]], np.zeros_like(last)]),
+        }
+    ).select(
+        pl.col("source", "target").cast(gs.Node),
+        pl.lit("wait", dtype=gs.EdgeKind).alias("kind"),
+        pl.lit("assumed", dtype=gs.Evidence).alias("evidence"),
+        pl.lit(value=True).alias("from_end"),
+        "to_end",
+        "delay_ns",
+        pl.lit(0, pl.Int64).alias("residual_ns"),
+    )
+    both = pl.concat([edges, more.select(edges.columns)])
+    return replace(graph, edges=both), np.concatenate([delay, more["delay_ns"].to_numpy()])
+
+
+def exposed(graph: Graph, nodes: Bools) -> Spans:
+    """The time in which some work runs on a device and no other kernel of its rank does, over all ranks."""
+    start, end, rank = _times(graph)
+    kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
+    out = [EMPTY]
+    for one in np.unique(rank[nodes]):
+        some, others = nodes & (rank == one), kernels & (rank == one)
+        out.append(difference(union(start[some], end[some]), union(start[others], end[others])))
+    return merge(*out)
+
+
+def covered_ns(graph: Graph, nodes: Bools) -> Ints:
+    """For how much of some work another kernel of its rank runs, shape (nodes,); 0 for all else."""
+    start, end, rank = _times(graph)
+    kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
+    out = np.zeros(nodes.size, dtype=np.int64)
+    for one in np.unique(rank[nodes]):
+        some, others = nodes & (rank == one), kernels & (rank == one)
+        out[some] = coverage(union(start[others], end[others]), start[some], end[some])
+    return out
+
+
+def _times(graph: Graph) -> tuple[Ints, Ints, Ints]:
+    start, duration = (array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
+    return start, start + duration, graph.nodes["rank"].cast(pl.Int64).fill_null(_FILLER).to_numpy()
+
+
+def _own_ns(graph: Graph, work_ns: Ints, delay_ns: Ints) -> Ints:
+    """What each node takes itself: its work, or the transfer of its communication; shape (nodes,)."""
+    own: Ints = work_ns.copy()
+    transfers = among(graph.edges["kind"], gs.EDGE_KINDS, ("rendezvous",)) & graph.edges["to_end"].to_numpy()
+    np.maximum.at(own, graph.edges["target"].to_numpy()[transfers], delay_ns[transfers])
+    return own
+
+
+def of_optimizer(graph: Graph) -> Bools:
+    """Work that is launched in a step from the beginning of its optimizer on, shape (nodes,)."""
+    source, target = (graph.edges[end].to_numpy() for end in ("source", "target"))
+    nodes = graph.nodes.select("rank", pl.col("step").fill_null(-1), "start_ns", "name")
+    steps = (
+        nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
+        .group_by("rank", "step")
+        .agg(begins=pl.col("start_ns").min())
+    )
+    begins = nodes.join(steps, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True)
+    inside = begins.select((pl.col("start_ns") >= pl.col("begins")).fill_null(value=False))["start_ns"]
+    launches = among(graph.edges["kind"], gs.EDGE_KINDS, ("launch",))
+    of = np.zeros(nodes.height, dtype=np.bool_)
+    of[target[launches]] = inside.to_numpy()[source[launches]]
+    return of
+
+
+def _before_optimizers(graph: Graph, hidden: Bools, optimizer: Bools) -> tuple[Ints, Ints]:
+    """The last hidden work of each stream before an optimizer, and the first work of that optimizer; node numbers."""
+    nodes = graph.nodes.select(
+        "node",
+        pl.col("rank").fill_null(-1),
+        "lane",
+        "step",
+        "start_ns",
+        end_ns=pl.col("start_ns") + pl.col("duration_ns"),
+    )
+    device = among(graph.nodes["kind"], gs.NODE_KINDS, _DEVICE)
+    firsts = nodes.filter(pl.Series(optimizer & device & ~hidden)).sort("start_ns", "node")
+    firsts = firsts.unique(["rank", "step"], keep="first", maintain_order=True).select("rank", "start_ns", first="node")
+    before = nodes.filter(pl.Series(hidden)).select("rank", "lane", "end_ns", last="node").sort("end_ns", "last")
+    pairs = before.join_asof(
+        firsts, left_on="end_ns", right_on="start_ns", by="rank", strategy="forward", check_sortedness=False
+    ).drop_nulls("first")
+    pairs = pairs.unique(["lane", "first"], keep="last", maintain_order=True)
+    return pairs["last"].cast(pl.Int64).to_numpy(), pairs["first"].cast(pl.Int64).to_numpy()

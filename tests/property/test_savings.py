@@ -1,0 +1,75 @@
+"""Whatever a job or a public trace is asked: no answer is below what is left to do, or saves what nobody waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import traceloom
+from traceloom.errors import UsageError
+from traceloom.link import link_session
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.model import Graph
+from traceloom.retime import Plan, calibrate
+from traceloom.simulate import Scenario, parse
+from traceloom.simulate.limits import busiest_lane_ns, most_saved_ns
+from traceloom.simulate.selection import TARGETS
+from traceloom.testing.job_strategies import parallel_recipes, training_recipes
+from traceloom.testing.jobs import ParallelRecipe, Recipe, parallel_job, training_job
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+PUBLIC = sorted((DATA / "kineto").glob("*.json.gz")) + sorted((DATA / "diff").glob("*.json.gz"))
+CHANGES = (
+    *(f"{target} {action}" for target in TARGETS for action in ("* 0.3", "* 1.7", "remove")),
+    *(f"{target} overlap" for target in ("copies", "collectives", "kernels", "gpu")),
+    "copies async", "network * 3", "idle remove", "kernels fuse", "kernels graph", "kernels balance",
+    "loading workers 3", "rank 0 delay remove", "rank 1 delay remove",
+)  # fmt: skip
+
+
+def check(graph: Graph, *texts: str) -> bool:
+    """Whether the graph has what the changes are about; what they come to is possible."""
+    plan, scenario = Plan(graph), Scenario.of(graph)
+    whole = int(np.ptp(graph.point_times()))
+    try:
+        for text in texts:
+            scenario = scenario.apply(parse(text))
+    except UsageError:
+        return False
+    after = int(np.ptp(scenario.times(plan)))
+    rounding = graph.nodes.height  # half a nanosecond at each node that is scaled
+    assert after >= busiest_lane_ns(scenario) - rounding, texts
+    assert whole - after <= most_saved_ns(graph, scenario) + rounding, texts
+    return True
+
+
+def linked(recipe: Recipe | ParallelRecipe) -> Graph:
+    job = parallel_job(recipe) if isinstance(recipe, ParallelRecipe) else training_job(recipe)
+    return calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+
+
+@settings(max_examples=12)
+@given(
+    recipe=st.one_of(training_recipes(), parallel_recipes()),
+    pairs=st.lists(st.tuples(st.sampled_from(CHANGES), st.sampled_from(CHANGES)), max_size=8),
+)
+def test_no_change_of_a_job_saves_more_than_can_be_saved(
+    recipe: Recipe | ParallelRecipe, pairs: list[tuple[str, str]]
+) -> None:
+    graph = linked(recipe)
+    assert sum(check(graph, text) for text in CHANGES) > len(CHANGES) // 2
+    for texts in pairs:
+        check(graph, *texts)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.name.split(".")[0])
+def test_no_change_of_a_public_trace_saves_more_than_can_be_saved(path: Path) -> None:
+    graph = link_session(traceloom.load(path))
+    for text in CHANGES:
+        check(graph, text)
