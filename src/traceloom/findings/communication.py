@@ -77,7 +77,7 @@ def small_messages(ground: Ground) -> Iterator[Said]:
         yield Abstention("small-collectives", "no communication was recorded")
         return
     for (kind,), some in rows.group_by("kind", maintain_order=True):
-        if some.height < _MANY * max(ground.rank_count, 1) or kind in _MESSAGES:
+        if some.height < _MANY * max(ground.rank_count, 1) * ground.step_count or kind in _MESSAGES:
             continue
         mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
         mask[some["node"].to_numpy()] = True

@@ -25,8 +25,7 @@ def data_starved(ground: Ground) -> Iterator[Said]:
     for trace in ground.traces:
         waits = ground.ask(trace, analyze.data_loading).waits
         seen |= bool(waits.height)
-        if ground.step is not None:
-            waits = waits.filter(pl.col("step") == ground.step)
+        waits = ground.in_step(waits)
         workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
         waited += int(waits["duration_ns"].sum())
         longest = waits.sort("duration_ns", descending=True).head(3).to_dicts()

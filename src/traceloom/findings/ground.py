@@ -1,8 +1,8 @@
-"""What rules stand on: the step that is looked at, its linked graph, and every analysis of it."""
+"""What rules stand on: the steps that are looked at, their linked graph, and every analysis of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -44,39 +44,51 @@ _MOST_OF = 0.6  # of a stretch of host time: what it is called by covers so much
 
 @dataclass
 class Ground:
-    """One step of a session, ready to be asked.
+    """Steps of a session, ready to be asked; most often one.
 
     Attributes:
         session: The run.
-        step: The step of median length; None where there are no steps: then the whole window is looked at.
+        steps: Their numbers, which follow each other; None where there are no steps: then the whole window is looked
+            at.
         remembers: Whether others may ask for its graph.
     """
 
     session: Session
-    step: int | None = field(default=None)
+    steps: tuple[int, ...] | None = field(default=None)
     _kept: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
     remembers: bool = field(default=True, kw_only=True)
 
     @classmethod
     def of(cls, session: Session) -> Ground:
-        """The usual step of a session."""
-        return cls(session, usual_step(session.traces))
+        """The step of median length, or the whole window where there are no steps."""
+        step = usual_step(session.traces)
+        return cls(session, None if step is None else (step,))
 
-    def beside(self, room: int) -> Iterator[Ground]:
-        """Other steps, at most so many, from the shortest to the longest; analyses of whole traces are shared."""
-        lengths = [] if self.step is None else common_steps(self.traces)
-        rest = [step for step in lengths if step != self.step]
-        if room < 1 or not rest:
-            return
-        for at in np.unique(np.linspace(0, len(rest) - 1, min(room, len(rest))).round().astype(int)).tolist():
-            other = Ground(self.session, rest[at], self._kept, remembers=False)
-            other.__dict__.update(across=self.across, host_ratio=self.host_ratio)
-            yield other
+    def around(self, most: int) -> tuple[int, ...]:
+        """At most so many whole steps that follow each other, with those that are looked at in the middle."""
+        if self.steps is None:
+            return ()
+        numbers = set(common_steps(self.traces))
+        low, high = self.steps[0], self.steps[-1]
+        while low - 1 in numbers and high - low + 1 < 2 * most:
+            low -= 1
+        while high + 1 in numbers and high - self.steps[-1] < most:
+            high += 1
+        first = max(low, min(self.steps[0] - most // 2, high + 1 - most))
+        return tuple(range(first, min(first + most, high + 1)))
+
+    def over(self, steps: tuple[int, ...]) -> Ground:
+        """Other steps of the same session; analyses of whole traces are shared."""
+        other = Ground(self.session, steps, self._kept, remembers=False)
+        other.__dict__.update(across=self.across, host_ratio=self.host_ratio)
+        return other
 
     @cached_property
     def graph(self) -> Graph:
-        """The linked, calibrated graph of the step."""
-        return link_session(self.session, step=self.step, remember=self.remembers)
+        """The linked, calibrated graph of the steps."""
+        if self.steps is None:
+            return link_session(self.session, remember=self.remembers)
+        return link_session(self.session, step=self.steps[0], last=self.steps[-1], remember=self.remembers)
 
     @cached_property
     def plan(self) -> Plan:
@@ -96,12 +108,32 @@ class Ground:
 
     @cached_property
     def step_ns(self) -> int:
-        """From the end of the device's work of earlier steps (or the step's beginning) to the end of its own.
+        """How long a step takes, the mean of those that are looked at.
+
+        From the end of the device's work of earlier steps (or the beginning of the first step) to the end of their own.
 
         The graph spans more where the host runs ahead of the device: what the device still has to do of earlier steps.
         Stages of a pipeline are in a step at different times: there it is the step of the rank where it takes longest.
         """
-        return self._lengths[0]
+        return self._lengths[0] // self.step_count
+
+    @property
+    def step(self) -> int | None:
+        """The step that is looked at; None where it is none or several."""
+        return self.steps[0] if self.steps is not None and len(self.steps) == 1 else None
+
+    @property
+    def step_count(self) -> int:
+        """Steps that are looked at; 1 where there are none."""
+        return 1 if self.steps is None else len(self.steps)
+
+    @cached_property
+    def step_place(self) -> Ints:
+        """For each node which of the steps it is of, shape (nodes,): 0 for the first; -1 for nodes of others."""
+        of = self.graph.nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
+        place = of - (self.steps[0] if self.steps else 0)
+        place[(of < 0) | (place < 0) | (place >= self.step_count)] = -1
+        return place
 
     @cached_property
     def _lengths(self) -> tuple[int, int]:
@@ -126,11 +158,11 @@ class Ground:
 
     @cached_property
     def elsewhere(self) -> Bools | None:
-        """Nodes of other steps than the one looked at, shape (nodes,); None where there are none."""
-        if self.step is None:
+        """Nodes of other steps than those looked at, shape (nodes,); None where there are none."""
+        if self.steps is None:
             return None
-        found: Bools = (self.graph.nodes["step"] != self.step).fill_null(value=False).to_numpy()
-        return found if found.any() else None
+        others: Bools = (self.step_place < 0) & self.graph.nodes["step"].is_not_null().to_numpy()
+        return others if others.any() else None
 
     @cached_property
     def host_ratio(self) -> float | None:
@@ -145,7 +177,9 @@ class Ground:
     @property
     def where(self) -> str:
         """What is looked at, as it stands in a sentence."""
-        return "the window" if self.step is None else f"the {self.unit}"
+        if self.steps is None:
+            return "the window"
+        return f"the {self.unit}" if self.step_count == 1 else f"{self.step_count} {self.unit}s"
 
     @property
     def unit(self) -> str:
@@ -179,18 +213,16 @@ class Ground:
 
     @cached_property
     def step_ran_ns(self) -> int | None:
-        """How long the thread that makes the step ran in it, on the rank where most; None where nobody knows of one."""
+        """How long the thread that makes the steps ran in them, on the rank where most; None where nobody knows."""
         most = 0
         for trace in self.traces:
-            steps = all_steps(trace.meta)
-            ran = (
-                None
-                if steps is None or self.step is None or self.step >= len(steps.ran_ns)
-                else steps.ran_ns[self.step]
-            )
-            if ran is None:
+            log = all_steps(trace.meta)
+            if log is None or self.steps is None or self.steps[-1] >= len(log.ran_ns):
                 return None
-            most = max(most, ran)
+            ran = [log.ran_ns[step] for step in self.steps]
+            if None in ran:
+                return None
+            most = max(most, sum(time for time in ran if time is not None))
         return most
 
     @cached_property
@@ -214,8 +246,8 @@ class Ground:
         return found
 
     def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """The rows of the step that is looked at, of a frame with a column `step`."""
-        return rows if self.step is None else rows.filter(pl.col("step") == self.step)
+        """The rows of the steps that are looked at, of a frame with a column `step`."""
+        return rows if self.steps is None else rows.filter(pl.col("step").is_in(list(self.steps)))
 
     @cached_property
     def across(self) -> AcrossRanks | None:
@@ -301,8 +333,8 @@ class Ground:
 
     @cached_property
     def _per_step(self) -> float:
-        share = self.step_ns / max(self._lengths[1], 1)
-        return share if share < _RUNS_AHEAD else 1.0
+        share = self._lengths[0] / max(self._lengths[1], 1)
+        return (share if share < _RUNS_AHEAD else 1.0) / self.step_count
 
     def in_words(self, time_ns: int) -> str:
         """A time in the graph, as what it comes to in one step."""

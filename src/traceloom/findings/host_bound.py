@@ -1,16 +1,15 @@
-"""The host cannot keep the device busy: launches, Python, long pauses, many small kernels."""
+"""The host cannot keep the device busy: launches, Python, many small kernels."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.host_wait import COLLECTIONS
-from traceloom.findings.ground import NAMELESS, Bools, Ground
+from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.pauses import IDLE, between_operators, long_ns, waits_for_requests
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -18,12 +17,10 @@ from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import LOADING, Chosen, Selection, named
+from traceloom.simulate.selection import LOADING, Chosen, Selection
 
 _LEAST_PYTHON = 0.15  # of the window
 _LEAST_GAP = 0.02  # of the window
-_LONG = 0.02  # of the window: one stretch of host time this long is a pause,
-_LONG_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
 _LEFT = 0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
 _LOOP = 64  # calls in a row, from which on somebody loops over the elements of a tensor
 # What Python calls for one element; runs of others may be a loop in C++ over many tensors.
@@ -31,14 +28,8 @@ _OF_ELEMENTS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero",
 _MOST_LOOPS = 16  # of a trace that are looked at, those of the most calls
 _LATE = ("host_op", "host_launch", "host_python", "host_unobserved")
 _ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of everything shortens as well
-_STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
 _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
-_BUSY = 0.5  # of its time a thread runs at least: it works
-_MOST_RANKS = 4
-_FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
-_ASLEEP = 0.2  # at most: it waits
-_IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
 
 
 def _gaps(ground: Ground) -> tuple[int, int, tuple[Evidence, ...]]:
@@ -66,7 +57,7 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
     idle, most, evidence = _gaps(ground)
     if idle < _LEAST_GAP * ground.whole_ns:
         return
-    most = min(most, ground.step_ns)  # a pause may go on into the next step
+    most = min(most, ground.step_ns * ground.step_count)  # a pause may go on into the next step
     yield Candidate(
         title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {ground.where}"
         f"{ground.over_ranks}"
@@ -82,79 +73,6 @@ def launch_bound(ground: Ground) -> Iterator[Said]:
         evidence=evidence,
         at_most_ns=most,
     )
-
-
-def between_operators(ground: Ground) -> Bools:
-    """Host time between operators that no other rule is about."""
-    nodes = ground.graph.nodes
-    frames = pl.Series(ground.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
-    mine = ground.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
-    others = (named(ground.graph, LOADING) | named(ground.graph, COLLECTIONS)).fill_null(value=False).to_numpy()
-    found: Bools = mine & ~others
-    return found
-
-
-def pauses(ground: Ground) -> Iterator[Said]:
-    """The host does one other thing for long: a pause, a write, a log."""
-    if _waits_for_requests(ground):
-        yield Abstention("host-pause", _IDLE)
-        return
-    python = between_operators(ground)
-    work = ground.graph.nodes["work_ns"].to_numpy()
-    long = python & (work >= max(_LONG * ground.whole_ns, _LONG_NS))
-    if ground.step is None:  # threads of a program without steps that sleep, wait for work: that is no pause
-        long &= ~ground.asleep(long, _ASLEEP)
-    if not long.any():
-        return
-    ranks = ground.ranks_of(long)
-    if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
-        rank_of = ground.graph.nodes["rank"].fill_null(-1).to_numpy()
-        times = {rank: ground.work_ns(long & (rank_of == rank)) for rank in ranks}
-        by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
-        for rank in by_time[:_MOST_RANKS]:
-            yield _pause(ground, long & (rank_of == rank), (rank,))
-        others = [times[rank] for rank in by_time[1:]] + [0] * (ground.rank_count - len(ranks))
-        if times[by_time[0]] >= _FAR_MORE * float(np.median(others)):
-            return  # the others pause now and then
-    yield _pause(ground, long, tuple(ranks))
-
-
-def _pause(ground: Ground, long: Bools, ranks: tuple[int, ...]) -> Candidate:
-    """The long stretches of some ranks."""
-    time = ground.work_ns(long)
-    evidence = ground.evidence(long)
-    what = evidence[0].what
-    count = int(long.sum())
-    known = "" if _STEP.match(what) or what == NAMELESS else f": {what}"
-    alone = ground.rank_count > 1 and len(ranks) == 1
-    who = f"the host of rank {ranks[0]}" if alone else "the host"
-    over = "" if len(ranks) == 1 else ground.over_ranks
-    return Candidate(
-        title=f"{who} {_how(ground, long, time)} {units.duration(time)} outside of operators"
-        + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
-        + known,
-        changes=(
-            Change("remove", Chosen(f"{f'rank {ranks[0]}: ' if alone else ''}long host stretches between operators",
-                                    long, "think", ranks if alone else ())),
-        ),
-        confidence=0.6 if ground.stacks else 0.5,
-        advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
-        "with `--stacks` to see what it is.",
-        evidence=evidence,
-    )  # fmt: skip
-
-
-def _waits_for_requests(ground: Ground) -> bool:
-    """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
-    return ground.step is None and ground.running is not None and ground.running < _BUSY
-
-
-def _how(ground: Ground, nodes: Bools, time_ns: int) -> str:
-    """Whether the host works or waits in some stretches, as far as the processor time of its threads tells."""
-    ran = ground.ran_ns(nodes)
-    if ran is None:
-        return "spends"
-    return "works" if ran[0] >= _BUSY * time_ns else "waits" if ran[1] <= _ASLEEP * time_ns else "spends"
 
 
 def _loops(trace: Trace) -> pl.DataFrame:
@@ -232,14 +150,14 @@ def python_bound(ground: Ground) -> Iterator[Said]:
     if not ground.of_kind(gs.HOST).any() or not (ground.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
         return
-    if _waits_for_requests(ground):
-        yield Abstention("python-bound", _IDLE)
+    if waits_for_requests(ground):
+        yield Abstention("python-bound", IDLE)
         return
     loops, calls = looped(ground)
     if ground.work_ns(loops & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
         yield _loop(ground, loops, calls)
     work = ground.graph.nodes["work_ns"].to_numpy()
-    short = between_operators(ground) & ~loops & (work < max(_LONG * ground.whole_ns, _LONG_NS))
+    short = between_operators(ground) & ~loops & (work < long_ns(ground))
     if not short.any():
         return
     time = ground.work_ns(short)
@@ -262,14 +180,14 @@ def small_kernels(ground: Ground) -> Iterator[Said]:
     chosen = Selection("kernels", _ELEMENTWISE)
     mask = chosen.nodes(ground.graph)
     count = int(mask.sum())
-    if count < _MANY:
+    if count < _MANY * ground.step_count:
         return
     source, target = (ground.graph.edges[end].to_numpy() for end in ("source", "target"))
     streams = (ground.graph.edges["kind"].cast(pl.String) == "stream").to_numpy()
     following = np.zeros(mask.size, dtype=np.bool_)
     following[target[streams & mask[source] & mask[target]]] = True
     many = int(following.sum())
-    if many < _MANY // 2:
+    if many < _MANY // 2 * ground.step_count:
         return
     yield Candidate(
         title=f"{ground.many(many)} of {ground.many(count)} elementwise kernels follow another one: they could be one",
@@ -284,7 +202,6 @@ def small_kernels(ground: Ground) -> Iterator[Said]:
 
 
 RULES = (
-    Rule("host-pause", "the host does something else for long", pauses),
     Rule("launch-bound", "launches come too late for the GPU", launch_bound),
     Rule("python-bound", "Python between operators decides the step", python_bound),
     Rule("small-kernels", "many small kernels that could be one", small_kernels),

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.data_loading import loader_calls
 from traceloom.findings.ground import Bools, Ground
-from traceloom.findings.host_bound import between_operators, looped
+from traceloom.findings.host_bound import looped
+from traceloom.findings.pauses import between_operators
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units

@@ -85,7 +85,7 @@ def compiling(ground: Ground) -> Iterator[Said]:
         title=f"torch.compile compiles {units.count(count)} times in {ground.where}{again}: "
         f"{units.duration(ground.work_ns(mask))}",
         changes=(Change("remove", Chosen("compilation", mask, "host")),),
-        confidence=0.8 if ground.step is not None else 0.5,
+        confidence=0.8 if ground.steps is not None else 0.5,
         advice="Compile before the part that is measured (warm up); avoid recompilations: mark sizes that change with "
         "mark_dynamic, keep Python numbers out of guards.",
         evidence=ground.evidence(mask),
@@ -122,9 +122,9 @@ def graph_breaks(ground: Ground) -> Iterator[Said]:
     for trace in ground.traces:
         told = ground.ask(trace, analyze.compiled)
         seen |= told.seen
-        steps = max(trace.steps.height, 1) if ground.step is not None else 1
+        share = 1.0 if ground.steps is None else ground.step_count / max(trace.steps.height, 1)
         for row in told.breaks.to_dicts():
-            between += row["between_ns"] / steps
+            between += row["between_ns"] * share
             count += row["count"]
             line = brief(row["place"] or row["resumed"] or "an unknown line")
             evidence.append(Evidence(f"break at {line}", trace.rank, count=row["count"], total_ns=row["between_ns"]))

@@ -65,7 +65,7 @@ def bubbles(ground: Ground) -> Iterator[Said]:
             Evidence(f"bubbles of stage {row['stage']}", row["rank"], total_ns=row["bubble_ns"])
             for row in worst.to_dicts()
         ),
-        at_most_ns=round(better.bubble_ns - better.left_ns),
+        at_most_ns=round((better.bubble_ns - better.left_ns) * ground.step_count),
     )
 
 
@@ -85,7 +85,7 @@ def _shorter(ground: Ground, share: float, better: _Schedule) -> Change:
     gone = share * wanted / max(better.bubble_ns, 1.0)
     for _ in range(_TRIES):
         times = whatif_many(ground.graph, (base, ground.changed(base, [change(gone)])), ground.plan)
-        saved = float(times[0] - times[1])
+        saved = float(times[0] - times[1]) / ground.step_count
         if saved <= 0 or saved >= (1 - _NEAR) * wanted:
             break
         gone = min(gone * wanted / saved, 1.0)
@@ -116,13 +116,15 @@ def _better(ground: Ground, rows: pl.DataFrame) -> _Schedule:
 
 def _microbatches(ground: Ground, rows: pl.DataFrame) -> int | None:
     """How many activations each rank of the last stages gets in the step; None where that is not one number."""
-    if ground.step is None:
+    if ground.steps is None:
         return None
     last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]
     received = ground.graph.nodes.filter(
-        pl.Series(ground.of_kind(gs.RECEIVE)), pl.col("rank").is_in(last.implode()), pl.col("step") == ground.step
+        pl.Series(ground.of_kind(gs.RECEIVE)),
+        pl.col("rank").is_in(last.implode()),
+        pl.col("step").is_in(list(ground.steps)),
     )
-    counts = received.group_by("rank").len()["len"].unique().to_list()
+    counts = received.group_by("rank", "step").len()["len"].unique().to_list()
     return int(counts[0]) if len(counts) == 1 else None
 
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from traceloom.findings.ground import Ground
-from traceloom.findings.over_steps import MOST_STEPS, Key, Step, interval, keyed, middle, others
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
-from traceloom.model.finding import Abstention, Finding, Severity
+from traceloom.findings.steady import MOST_STEPS, Key, Steady, interval, keyed, middle, steady
+from traceloom.model.finding import Abstention, Alternative, Finding, Severity
 from traceloom.simulate.lower_bound import saves_more
+
+Ints = NDArray[np.int64]
 
 LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
 _COUNTS = 0.01  # of the step: a saving that may be larger by this much is a lower bound
 _SAME = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
+_NEARLY = 0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
+_LIMIT = "one step was evaluated: what a fix saves because the next step begins earlier is not in it"
+_SHARED = 0.5  # of a saving that another fix has as well: they are about the same time
 _MOST = 24  # candidates that are evaluated on top of each other
 
 
@@ -27,19 +35,21 @@ class Ranked:
             nothing.
         memory: By risk, then bytes.
         abstentions: Rules that could not know, and why.
+        limit: What the savings leave out; empty where they leave out nothing.
     """
 
     time: tuple[Finding, ...]
     memory: tuple[Finding, ...]
     abstentions: tuple[Abstention, ...]
+    limit: str = ""
 
 
 def rank(ground: Ground, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> Ranked:
     """Ask all rules, and put their candidates in order.
 
     Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and so on. What is left
-    of a saving is what the fix adds to those above it. All is evaluated in several steps of the window, and the middle
-    one of them counts.
+    of a saving is what the fix adds to those above it. All is evaluated over steps that follow each other, and the
+    middle one of them counts.
 
     Args:
         ground: The usual step.
@@ -60,85 +70,119 @@ def rank(ground: Ground, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> R
                 remarks.append(_of_remark(rule, said))
             else:
                 time.append((rule, said))
-    found = _greedy(ground, keyed(time), rules, steps) if ground.whole_ns else ()
-    return Ranked((*found, *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained))
+    found, limit = _greedy(ground, keyed(time), rules, steps) if ground.whole_ns else ((), "")
+    return Ranked((*found, *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained), limit)
 
 
-def _greedy(ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int) -> tuple[Finding, ...]:
+def _greedy(
+    ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int
+) -> tuple[tuple[Finding, ...], str]:
     """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on."""
-    steps = [Step(ground, usual), *others(ground, rules, most)]
+    steps = steady(ground, usual, rules, most)
     order = {rule.slug: number for number, rule in enumerate(rules)}
-    left = sorted(dict.fromkeys(key for step in steps for key in step.candidates), key=lambda key: order[key[0]])
+    left = sorted(steps.candidates, key=lambda key: order[key[0]])
     place = {key: number for number, key in enumerate(left)}
     least = LEAST * ground.step_ns
-    alone: dict[Key, list[int]] = {}
-    found: list[Finding] = []
+    alone: dict[Key, Ints] = {}
+    before: dict[Key, Ints] = {}
+    ranked: list[Finding] = []
     room = ground.step_ns
     while left:
-        after = [step.after(left) for step in steps]
-        saved = {
-            key: [step.saved_ns(key, times.get(key)) for step, times in zip(steps, after, strict=True)] for key in left
-        }
+        after = steps.after(left)
+        saved = {key: steps.saved_ns(key, after.get(key)) for key in left}
         if not alone:
             alone = saved
-            left = sorted((key for key in left if middle(saved[key]) >= least), key=lambda key: -middle(saved[key]))
-            left = left[:_MOST]
-            if not left:
-                break
-        largest = max(middle(saved[key]) for key in left)
-        best = min((key for key in left if middle(saved[key]) >= _SAME * largest), key=place.__getitem__)
-        if middle(saved[best]) < least:
+        else:
+            same = [key for key in left if _about_the_same(saved[key], before[key], least)]
+            others = tuple(_alternative(steps, key, usual.get(key), alone[key]) for key in same)
+            ranked[-1] = replace(ranked[-1], alternatives=others)
+        left = sorted((key for key in left if middle(saved[key]) >= least), key=lambda key: -middle(saved[key]))[:_MOST]
+        if not left:
             break
-        finding = _finding(steps, best, saved[best], alone[best], room)
+        best = _first(steps, {key: middle(saved[key]) for key in sorted(left, key=place.__getitem__)})
+        finding = _finding(steps, best, (usual.get(best), ground), (saved[best], alone[best]), room)
         room -= finding.saving_ns or 0
-        found.append(replace(finding, lower_bound=_held(steps, best, saved[best], after)))
-        for step, times in zip(steps, after, strict=True):
-            step.fix(best, times.get(best))
-        left = [key for key in left if key != best and middle(saved[key]) >= least]
+        ranked.append(replace(finding, lower_bound=_held(steps, best)))
+        steps.fix(best, after.get(best))
+        before = saved
+        left.remove(best)
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
-    kept = [one for one in found if (one.saving_fraction or 0) >= LEAST]
-    return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0)))
+    kept = [one for one in ranked if (one.saving_fraction or 0) >= LEAST]
+    alone_in_time = ground.steps is not None and steps.count == steps.ground.step_count == 1
+    return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0))), _LIMIT if alone_in_time else ""
 
 
-def _held(steps: list[Step], key: Key, saved: list[int], after: list[dict[Key, int]]) -> bool:
-    """Whether in any of the steps threads whose waker is unknown hold the saving back."""
-    return any(
-        saves_more(
-            step.base, step.ground.changed(step.base, step.candidates[key].changes),
-            step.now_ns - times[key], round(_COUNTS * step.ground.step_ns), step.plan,
-        )
-        for step, times, mine in zip(steps, after, saved, strict=True) if key in times and mine
-    )  # fmt: skip
+def _first(steps: Steady, saved: dict[Key, int]) -> Key:
+    """What to fix first: what saves most, or a cause of it that saves nearly as much of the same time.
+
+    Args:
+        steps: With what is fixed so far.
+        saved: What each fix saves on top of that, ns; causes before symptoms.
+    """
+    largest = max(saved.values())
+    most = next(key for key, saving in saved.items() if saving >= _SAME * largest)
+    for key, saving in saved.items():
+        if key == most:
+            break
+        if saving < _NEARLY * largest:
+            continue
+        together = middle(steps.now_ns - steps.after_both(key, most))
+        if saving + saved[most] - together >= _SHARED * saving:
+            return key
+    return most
 
 
-def _finding(steps: list[Step], key: Key, saved: list[int], alone: list[int], room: int) -> Finding:
+def _about_the_same(saved: Ints, before: Ints, least: float) -> bool:
+    """Whether a fix saves next to nothing now that another one is made, which it did not before."""
+    return middle(saved) < min(least, _SHARED * middle(before))
+
+
+def _alternative(steps: Steady, key: Key, usual: Candidate | None, alone_ns: Ints) -> Alternative:
+    alone = steps.unrecorded_ns(key, middle(alone_ns))
+    return Alternative(key[0], (usual or steps.candidates[key]).title, alone)
+
+
+def _held(steps: Steady, key: Key) -> bool:
+    """Whether threads whose waker is unknown hold the saving back."""
+    ground = steps.ground
+    fixed = ground.changed(steps.base, steps.candidates[key].changes)
+    saved = int(np.ptp(steps.base.times(steps.plan)) - np.ptp(fixed.times(steps.plan)))
+    return saves_more(steps.base, fixed, saved, round(_COUNTS * ground.step_ns * ground.step_count), steps.plan)
+
+
+def _finding(
+    steps: Steady, key: Key, usual: tuple[Candidate | None, Ground], savings: tuple[Ints, Ints], room: int
+) -> Finding:
     """A finding from what it saves in each step: the middle one, and between which values that lies.
 
-    It is told in the words of the usual step, else of the step in which it saves most nearly that. Together no more is
-    told than the usual step takes.
+    It is told in the words of the usual step, else of all that were looked at. Together no more is told than the usual
+    step takes.
+
+    Args:
+        steps: What was evaluated.
+        key: What is to be fixed.
+        usual: The same in the usual step, and that step.
+        savings: On top of what is above it, and alone; ns, shape (counted steps,).
+        room: What is left of the usual step, ns.
     """
-    usual = steps[0].ground
-    told = [step.unrecorded_ns(key, one) for step, one in zip(steps, saved, strict=True)]
-    first = [step.unrecorded_ns(key, one) for step, one in zip(steps, alone, strict=True)]
+    told, first = ([steps.unrecorded_ns(key, max(one, 0)) for one in values.tolist()] for values in savings)
     low, high = interval(told)
     saving = min(middle(told), room)
-    having = [number for number, step in enumerate(steps) if key in step.candidates]
-    near = min(having, key=lambda number: abs(told[number] - saving))
-    step = steps[0 if 0 in having and low <= told[0] <= high else near]
-    candidate = step.candidates[key]
-    fraction = saving / usual.step_ns
+    in_usual, ground = usual
+    candidate = steps.candidates[key] if in_usual is None else in_usual
+    fraction = saving / ground.step_ns
     return Finding(
         slug=key[0],
         title=candidate.title,
         severity=_severity(fraction),
-        confidence=candidate.confidence * (1.0 if usual.law.holds else 0.5),
+        confidence=candidate.confidence * (1.0 if ground.law.holds else 0.5),
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
-        alone_ns=min(middle(first), usual.step_ns),
-        saving_low_ns=min(low, saving) if len(steps) > 1 else None,
-        saving_high_ns=min(max(high, saving), usual.step_ns) if len(steps) > 1 else None,
-        step_count=len(steps),
+        alone_ns=min(middle(first), ground.step_ns),
+        saving_low_ns=min(low, saving) if steps.count > 1 else None,
+        saving_high_ns=min(max(high, saving), ground.step_ns) if steps.count > 1 else None,
+        step_count=steps.count,
         evidence=candidate.evidence,
         learn_more=_page(key[0]),
         change="; ".join(str(change) for change in candidate.changes),

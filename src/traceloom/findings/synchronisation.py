@@ -114,7 +114,7 @@ def _of(slug: str, ground: Ground) -> Iterator[Said]:
         yield Candidate(
             title=f"{_KINDS[one.kind][1]}{pageable} holds the host {units.duration(one.blocked_ns)}{at}",
             changes=(Change("drop", chosen), *gone),
-            confidence=0.4 if slug in _GONE and ground.step is None else 0.7,
+            confidence=0.4 if slug in _GONE and ground.steps is None else 0.7,
             advice=_ADVICE[slug],
             evidence=tuple(sorted(one.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
         )

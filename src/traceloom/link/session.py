@@ -28,10 +28,10 @@ class _Remembered:
 
     def __init__(self) -> None:
         self._traces: tuple[weakref.ref[Trace], ...] = ()
-        self._graphs: dict[int | None, Graph] = {}
+        self._graphs: dict[tuple[int, int] | None, Graph] = {}
 
-    def of(self, traces: tuple[Trace, ...]) -> dict[int | None, Graph]:
-        """The graphs of these traces by step, to be read and added to."""
+    def of(self, traces: tuple[Trace, ...]) -> dict[tuple[int, int] | None, Graph]:
+        """The graphs of these traces by first and last step, to be read and added to."""
         if len(traces) != len(self._traces) or any(
             ref() is not trace for ref, trace in zip(self._traces, traces, strict=True)
         ):
@@ -48,7 +48,12 @@ _REMEMBERED = _Remembered()
 
 
 def link_session(
-    session: Session, *, step: int | None = None, progress: Say | None = None, remember: bool = True
+    session: Session,
+    *,
+    step: int | None = None,
+    last: int | None = None,
+    progress: Say | None = None,
+    remember: bool = True,
 ) -> Graph:
     """Link the traces of a loaded session into one calibrated graph; the files are not read again.
 
@@ -62,6 +67,7 @@ def link_session(
     Args:
         session: The run.
         step: The number of a step; None links all of it.
+        last: The last of several steps of which `step` is the first; one step where None.
         progress: Told in words what is being done.
         remember: Whether the graph is kept for who asks next.
 
@@ -79,16 +85,17 @@ def link_session(
         >>> graph = link_session(traceloom.load("run"), step=12)  # doctest: +SKIP
     """
     remembered = _REMEMBERED.of(session.traces)
-    if step in remembered:
-        return remembered[step]
+    steps = None if step is None else (step, step if last is None else last)
+    if steps in remembered:
+        return remembered[steps]
     say = progress or _silent
-    chosen, notices = _chosen(session, step)
+    chosen, notices = _chosen(session, steps)
     several = many(chosen)
     parts, lot = [], Lot()
     for number, trace in enumerate(chosen, 1):
         who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
         say(f"linking {who}")
-        part = link_rank(trace) if step is None else _step_of(trace, step)
+        part = link_rank(trace) if steps is None else _steps_of(trace, *steps)
         parts.append(lot.graph(part) if several else part)
     say("joining ranks and calibrating")
     merged = join(parts, session.name)
@@ -101,18 +108,18 @@ def link_session(
         return graph
     if len(remembered) >= _KEPT:
         del remembered[next(iter(remembered))]
-    remembered[step] = graph
+    remembered[steps] = graph
     return graph
 
 
-def _chosen(session: Session, step: int | None) -> tuple[list[Trace], list[Notice]]:
-    """One trace per rank: with a step those that have it, else all."""
-    if step is None:
+def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
+    """One trace per rank: with steps those that have the first and the last, else all."""
+    if steps is None:
         _one_per_rank(session.traces)
         return list(session.traces), []
-    having = [trace for trace in session.traces if step_bounds(trace, step) is not None]
+    having = [trace for trace in session.traces if all(step_bounds(trace, step) is not None for step in steps)]
     if not having:
-        raise UsageError(_no_step(session, step), slug="no-such-step")
+        raise UsageError(_no_step(session, steps), slug="no-such-step")
     first: dict[int | None, Trace] = {}
     for trace in having:
         first.setdefault(trace.rank, trace)
@@ -122,7 +129,7 @@ def _chosen(session: Session, step: int | None) -> tuple[list[Trace], list[Notic
     notices = []
     if lacking:
         who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
-        said = f"step {step} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
+        said = f"{_in_words(steps)} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
         notices.append(Notice("step-missing", "warning", said, len(lacking)))
     return list(first.values()), notices
 
@@ -146,17 +153,24 @@ def _one_per_rank(traces: Iterable[Trace]) -> None:
         seen[trace.rank] = trace
 
 
-def _no_step(session: Session, step: int) -> str:
+def _in_words(steps: tuple[int, int]) -> str:
+    first, last = steps
+    return f"step {first}" if first == last else f"step {first} to {last}"
+
+
+def _no_step(session: Session, steps: tuple[int, int]) -> str:
+    wanted = _in_words(steps)
     known = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
     if not known:
-        return f"there is no step {step}: the traces have no steps"
-    return f"there is no step {step}; the traces have {known[0]} to {known[-1]}"
+        return f"there is no {wanted}: the traces have no steps"
+    return f"there is no {wanted}; the traces have {known[0]} to {known[-1]}"
 
 
-def _step_of(trace: Trace, step: int) -> Graph:
-    bounds = step_bounds(trace, step)
-    assert bounds is not None, "only traces that have the step are chosen"
-    part = cut_to_step(trace, *bounds)
+def _steps_of(trace: Trace, first: int, last: int) -> Graph:
+    begin, end = step_bounds(trace, first), step_bounds(trace, last)
+    assert begin is not None, "only traces that have the steps are chosen"
+    assert end is not None, "only traces that have the steps are chosen"
+    part = cut_to_step(trace, begin[0], end[1])
     return _with_rows(link_rank(part.trace), part)
 
 

@@ -32,6 +32,21 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another fix for the same time.
+
+    Attributes:
+        slug: Its rule.
+        title: One line with the main figure.
+        alone_ns: What it saves where the other is not fixed, per step.
+    """
+
+    slug: str
+    title: str
+    alone_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What to fix.
 
@@ -53,6 +68,7 @@ class Finding:
         learn_more: The page about the rule.
         change: What was evaluated, in words.
         lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
+        alternatives: Other fixes that save nothing more once this is done: they are about the same time.
     """
 
     slug: str
@@ -72,10 +88,12 @@ class Finding:
     learn_more: str = ""
     change: str = ""
     lower_bound: bool = False
+    alternatives: tuple[Alternative, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as it stands in report JSON."""
-        return asdict(self) | {"evidence": [asdict(one) for one in self.evidence]}
+        lists = {name: [asdict(one) for one in getattr(self, name)] for name in ("evidence", "alternatives")}
+        return asdict(self) | lists
 
 
 @dataclass(frozen=True, slots=True)

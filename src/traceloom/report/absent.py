@@ -94,6 +94,7 @@ REASONS = {
     "findings[*].evidence[*].duration_ns": "it is no single moment",
     "findings[*].evidence[*].lane": "it is on no lane of its own",
     "findings[*].evidence[*].total_ns": "it is a single thing",
+    "findings_ground.limit": "savings were evaluated over several steps, or there are no steps",
     "findings_ground.step": "the trace marks no steps: the whole window is looked at",
     "findings_ground.host_ratio": "nobody measured what recording cost",
     "runs[*].world_size": "the files do not say how many ranks the job has",

@@ -1,6 +1,7 @@
 """What if? A linked graph evaluated with changes."""
 
 from traceloom.simulate.changes import Change, Scenario, parse
+from traceloom.simulate.limits import most_saved_ns
 from traceloom.simulate.recording import unrecorded_saving_ns
 from traceloom.simulate.selection import Selection
 from traceloom.simulate.whatif import (
@@ -8,6 +9,7 @@ from traceloom.simulate.whatif import (
     WhatIf,
     changed_graph,
     changed_nodes,
+    evaluations,
     scenario_of,
     sweep,
     whatif,
@@ -22,6 +24,8 @@ __all__ = [
     "WhatIf",
     "changed_graph",
     "changed_nodes",
+    "evaluations",
+    "most_saved_ns",
     "parse",
     "scenario_of",
     "sweep",

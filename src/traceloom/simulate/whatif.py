@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -119,34 +119,30 @@ def whatif(
 
 
 def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
-    """The whole time (first to last moment) of each scenario, ns, shape (scenarios,).
-
-    Few are evaluated together, so that of scenarios made one after the other no more are held at once.
-    """
-    plan = plan or Plan(graph)
-    together = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
+    """The whole time (first to last moment) of each scenario, ns, shape (scenarios,)."""
     whole = _span(point_times(graph))
-    waiting, out = iter(scenarios), []
-    while some := list(islice(waiting, together)):
-        least = [least_ns(graph, scenario, whole) for scenario in some]
-        out += [max(pair) for pair in zip(_spans(some, plan), least, strict=True)]
+    spans = [
+        max(_span(times), least_ns(graph, scenario, whole))
+        for scenario, times in evaluations(scenarios, plan or Plan(graph))
+    ]
+    return np.array(spans, dtype=np.int64)
+
+
+def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Scenario, Ints]]:
+    """When everything happens in each scenario, shape (2 x nodes,); a few with the plan's graph are evaluated together.
+
+    Of scenarios made one after the other no more than these few are held at once.
+    """
+    graph = plan.graph
+    room = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
+    waiting = iter(scenarios)
+    while some := list(islice(waiting, room)):
+        if all(scenario.graph is graph for scenario in some):
+            works, delays = _together([s.work_ns for s in some]), _together([s.delay_ns for s in some])
+            yield from zip(some, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
+        else:
+            yield from ((scenario, scenario.times(plan)) for scenario in some)
         some.clear()
-    return np.array(out, dtype=np.int64)
-
-
-def _spans(scenarios: list[Scenario], plan: Plan) -> Ints:
-    """The whole time of a few scenarios, ns; those with the plan's graph are evaluated together."""
-    spans = np.zeros(len(scenarios), dtype=np.int64)
-    same = [number for number, scenario in enumerate(scenarios) if scenario.graph is plan.graph]
-    if same:
-        works, delays = (
-            _together([getattr(scenarios[number], name) for number in same]) for name in ("work_ns", "delay_ns")
-        )
-        times = np.atleast_2d(plan.evaluate(works, delays, residuals=False))
-        spans[same] = times.max(axis=1) - times.min(axis=1)
-    for number in set(range(len(scenarios))) - set(same):
-        spans[number] = _span(scenarios[number].times(plan))
-    return spans
 
 
 def _together(arrays: list[Ints]) -> Ints:

@@ -19,6 +19,7 @@ def findings(document: Row, reasons: Reasons) -> str:
         return reasons.line("findings", "Findings")
     ground = document.get("findings_ground") or {}
     hint = "" if ground.get("holds", True) else f'<p class="quiet">Take the savings as hints: {text(ground["law"])}</p>'
+    hint += f'<p class="quiet">Of savings: {text(ground["limit"])}.</p>' if ground.get("limit") else ""
     place = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
     cards = "".join(_card(row, place) for row in rows)
     return f'{hint}<ol class="findings">{cards}</ol>{_abstained(ground)}'
@@ -42,11 +43,19 @@ def _card(row: Row, place: dict[int | None, int]) -> str:
     return (
         f'<li class="finding {text(row["severity"])}">'
         f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
-        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}'
+        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}{_alternatives(row)}'
         f'<ul class="evidence">{"".join(_evidence(one, place) for one in row["evidence"])}</ul>'
         f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{_alone(row)} · '
         f"evaluated: {text(row['change'] or 'no change')}</p></li>"
     )
+
+
+def _alternatives(row: Row) -> str:
+    """Other fixes for the same time."""
+    items = "".join(
+        f"<li>{text(one['title'])} ({escape(units.duration(one['alone_ns']))})</li>" for one in row["alternatives"]
+    )
+    return f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{items}</ul>' if items else ""
 
 
 def _bytes(row: Row) -> str:

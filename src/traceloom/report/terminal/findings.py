@@ -38,6 +38,9 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
         yield from _one(row, width, full=full)
     if len(rows) > len(shown):
         yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
+    if ground["limit"]:
+        for part in textwrap.wrap(f"Of savings: {ground['limit']}.", width - 2):
+            yield Text(" " + part, DIM)
     if not ground["holds"]:
         for part in textwrap.wrap(f"Take the savings as hints: {ground['law']}", width - 2):
             yield Text(" " + part, "yellow")
@@ -58,6 +61,9 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
         yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
     if not full:
+        if row["alternatives"]:
+            slugs = ", ".join(dict.fromkeys(one["slug"] for one in row["alternatives"]))
+            yield Text(f"{' ' * head.cell_len}or, for the same time: {harmless(slugs)}", DIM)
         return
     for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
         for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
@@ -82,6 +88,8 @@ def _evidence(row: Row) -> Iterator[str]:
         shown.append(f"{one['what']}{when}" + ("" if long is None else f" ({units.duration(long)})"))
     if shown:
         yield f"See {'; '.join(shown)}."
+    for one in row["alternatives"]:
+        yield f"Or: {one['title']} ({units.duration(one['alone_ns'])}) [{one['slug']}]"
     alone = row["alone_ns"]
     if alone is not None and alone != row["saving_ns"]:
         yield f"Alone it would save {units.duration(alone)}. Confidence {row['confidence']:.1f}; {row['learn_more']}"

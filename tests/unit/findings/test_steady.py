@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from traceloom.findings import RULES, Ground, findings, rank
-from traceloom.findings.over_steps import interval, middle
+from traceloom.findings.steady import interval, middle
 from traceloom.model import Session
 from traceloom.testing.builder import TraceBuilder
 

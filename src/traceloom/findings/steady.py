@@ -1,0 +1,169 @@
+"""What a fix saves per step of a steady run: steps that follow each other, evaluated together.
+
+A step that is looked at alone ends with all that it launched. In a run the host begins the next step meanwhile: what
+holds the host back at the end of a step costs what the next step could have begun earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from traceloom.findings.ground import Ground
+from traceloom.findings.rule import Candidate, Rule
+from traceloom.retime import Plan
+from traceloom.retime.arrays import point_times
+from traceloom.simulate import Scenario, evaluations, most_saved_ns, unrecorded_saving_ns
+
+Ints = NDArray[np.int64]
+Key = tuple[str, tuple[tuple[str, str], ...], int]
+
+MOST_STEPS = 5
+_MOST_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
+_NEVER = int(np.iinfo(np.int64).min)
+
+
+@dataclass
+class Steady:
+    """Steps, and what could be fixed in them.
+
+    Attributes:
+        ground: Steps that follow each other, or one step.
+        candidates: By what they are about.
+        base: The steps with what was fixed so far.
+        plan: Of its graph.
+        now_ns: How long each counted step takes with that, shape (counted steps,).
+    """
+
+    ground: Ground
+    candidates: dict[Key, Candidate]
+    base: Scenario = field(init=False)
+    plan: Plan = field(init=False)
+    now_ns: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is fixed yet."""
+        self.base, self.plan = Scenario.of(self.ground.graph), self.ground.plan
+        self.now_ns = self._lengths(point_times(self.ground.graph))
+
+    @property
+    def count(self) -> int:
+        """Steps that count."""
+        return int(self.now_ns.size)
+
+    def after(self, keys: Sequence[Key]) -> dict[Key, Ints]:
+        """How long each step takes with each of these fixed, too, where there is something to fix; ns."""
+        present = [key for key in keys if key in self.candidates]
+        graph = self.ground.graph
+        # one after the other: each scenario is large
+        scenarios = (self.ground.changed(self.base, self.candidates[key].changes) for key in present)
+        measured = point_times(graph)
+        lengths = {}
+        for key, (scenario, times) in zip(present, evaluations(scenarios, self.plan), strict=True):
+            lengths[key] = self._lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
+        return lengths
+
+    def after_both(self, one: Key, other: Key) -> Ints:
+        """How long each step takes with two of these fixed, too; ns."""
+        changes = (*self.candidates[one].changes, *self.candidates[other].changes)
+        return self._lengths(self.ground.changed(self.base, changes).times(self.plan))
+
+    def saved_ns(self, key: Key, after_ns: Ints | None) -> Ints:
+        """What a fix saves in each step on top of those before it, together at most what it can; ns."""
+        if after_ns is None:
+            return np.zeros(self.count, dtype=np.int64)
+        saved = self.now_ns - after_ns
+        most, whole = self.candidates[key].at_most_ns, int(saved.sum())
+        if most is not None and whole > most * self.count / self.ground.step_count:
+            saved = np.floor(saved * (most * self.count / self.ground.step_count / whole)).astype(np.int64)
+        return saved
+
+    def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
+        """A saving of one step when nobody records."""
+        if key not in self.candidates:
+            return 0
+        ground = self.ground
+        return unrecorded_saving_ns(
+            ground.graph, self.candidates[key].changes, min(saved_ns, ground.step_ns),
+            whole_ns=ground.step_ns, ratio=ground.host_ratio,
+        )  # fmt: skip
+
+    def fix(self, key: Key, after_ns: Ints | None) -> None:
+        """From now on this is fixed."""
+        if after_ns is None:
+            return
+        self.base, self.now_ns = self.ground.changed(self.base, self.candidates[key].changes), after_ns
+        if self.base.graph is not self.plan.graph:
+            self.plan = Plan(self.base.graph)
+
+    def _lengths(self, times: Ints) -> Ints:
+        """How long each counted step takes: from where the step before it ends, on the last rank, to where it does."""
+        steps = self.ground.steps
+        if steps is None or len(steps) == 1:
+            return np.array([np.ptp(times) if times.size else 0], dtype=np.int64)
+        ends = np.full(len(steps), _NEVER)
+        of = self.ground.step_place
+        np.maximum.at(ends, of[of >= 0], times[1::2][of >= 0])
+        begin = times[0::2][of == 0].min()
+        lengths = np.diff(np.maximum.accumulate(np.append(begin, ends)))
+        # the first one may begin with what others left behind: it counts where there are too few others
+        return lengths[1:] if len(steps) == 2 or len(steps) > MOST_STEPS else lengths
+
+
+def steady(ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int) -> Steady:
+    """Steps around the usual one, with what the rules find in them; the usual one alone where there are no others.
+
+    Args:
+        ground: The usual step.
+        usual: What the rules find in it.
+        rules: All of them.
+        most: Steps that count at most, fewer of large graphs.
+    """
+    room = min(most + 1, _MOST_NODES // max(ground.graph.nodes.height, 1))
+    steps = ground.around(room) if most > 1 and room > 1 else ()
+    if len(steps) < 2:
+        return Steady(ground, usual)
+    several = ground.over(steps)
+    said = [(rule, one) for rule in rules for one in rule.look(several) if isinstance(one, Candidate)]
+    return Steady(several, keyed(said))
+
+
+def keyed(candidates: Iterable[tuple[Rule, Candidate]]) -> dict[Key, Candidate]:
+    """Candidates by rule and what they change, figures left out."""
+    found: dict[Key, Candidate] = {}
+    for rule, candidate in candidates:
+        about = tuple((change.action, str(change.selection)) for change in candidate.changes)
+        number = sum(key[:2] == (rule.slug, about) for key in found)
+        found[rule.slug, about, number] = candidate
+    return found
+
+
+def middle(values: ArrayLike) -> int:
+    """The median; of an even number the mean of the two in the middle, rounded down."""
+    return int(np.median(np.asarray(values, dtype=np.int64)))
+
+
+def interval(values: Sequence[int]) -> tuple[int, int]:
+    """Between which values the median of all such steps lies, nine times of ten where there are at least five.
+
+    By the order of the values alone; of fewer than five it is the smallest and the largest.
+    """
+    ordered = np.sort(np.array(values, dtype=np.int64))
+    left = _left_out(ordered.size)
+    return int(ordered[left]), int(ordered[ordered.size - 1 - left])
+
+
+def _left_out(count: int) -> int:
+    """How many values at each end can be left out: a coin shows so few heads in one of twenty throws at most."""
+    chances = np.cumsum(_binomial(count))
+    return max(int(np.searchsorted(chances, 0.05, side="right")) - 1, 0)
+
+
+def _binomial(count: int) -> NDArray[np.float64]:
+    row = np.ones(1)
+    for _ in range(count):
+        row = (np.append(row, 0.0) + np.append(0.0, row)) / 2
+    return row
