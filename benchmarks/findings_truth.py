@@ -1,12 +1,14 @@
 """Findings against the truth: faults planted into made jobs and into real training runs on the CPU.
 
     python benchmarks/findings_truth.py [made] [real] [--only FAULT] [--repeats 3] [--first]
+    python benchmarks/findings_truth.py random [--jobs 100] [--seed 1]
 
 Made jobs: the saving that the expected finding predicts, against the same job simulated again without the fault. Real
 runs: the same against the time of a step after the real fix, by the wall times of steps that nobody recorded: in each
 run steps with and without the fault take turns after those that are recorded (see findings_job.py). `--first` asks for
-the processor ahead of all others (needs the right to), without which a busy machine measures its other work. Prints
-Markdown.
+the processor ahead of all others (needs the right to), without which a busy machine measures its other work. Random
+jobs: how far changes and findings are off, by kind, against the same jobs simulated again with the change, or without
+what makes a rank late. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -19,17 +21,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import traceloom
 from traceloom.findings import RULES, Ground, Ranked, findings, rank
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.retime import Plan, calibrate
+from traceloom.simulate import parse, scenario_of
+from traceloom.simulate.limits import least_ns
+from traceloom.testing.jobs.at_random import to_change, with_a_late_rank
 from traceloom.testing.jobs.planted import clean_jobs, several_ranks, single_rank
 
 HERE = Path(__file__).parent
 TRIES, ENOUGH = 4, 16  # runs, until one has so many steps that tell what the fault costs
 FROM = 12  # as in findings_job.py: from here on every other step is without the fault
+_COUNTS = 0.02  # of the step: smaller savings are not judged
+_LATE = ("straggler", "host-pause", "data-starved")
 EXPECTED = {
     "none": (), "sleep": ("host-pause",), "loader": ("data-starved",), "workers": ("data-starved",),
     "elements": ("python-bound",), "python": ("host-pause",), "recomputation": ("recomputation",), "item": (),
@@ -177,15 +190,81 @@ def _middle(found: list[Ranked], expected: tuple[str, ...]) -> Ranked:
     return sorted(found, key=saving)[statistics.median_low(range(len(found)))]
 
 
+def distributions(count: int, seed: int) -> Iterator[str]:
+    """How far what-ifs of random jobs are off, and the first finding of random jobs with a late rank; Markdown."""
+    times: dict[str, list[float]] = defaultdict(list)
+    savings: dict[str, list[float]] = defaultdict(list)
+    beyond = 0
+    for changed in to_change(count, seed):
+        run = changed.job.run()
+        graph = calibrate(join([link_rank(builder.build()) for builder in run.traces()]))
+        plan = Plan(graph)
+        for text, change in changed.changes:
+            truth = changed.job.run(change).window_ns
+            scenario = scenario_of(graph, [parse(text)])
+            after = int(np.ptp(scenario.times(plan)))
+            beyond += after < least_ns(graph, scenario, run.window_ns) - graph.nodes.height
+            saved = run.window_ns - truth
+            times[text].append(abs(after / truth - 1))
+            if abs(saved) >= _COUNTS * run.window_ns:
+                savings[text].append(abs((run.window_ns - after - saved) / saved))
+    yield "| change | jobs | new time, p50 | p95 | savings of 2 % and more | p50 | p95 | most |"
+    yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
+    for text, errors in times.items():
+        big = savings[text] or [0.0]
+        yield (
+            f"| {text} | {len(errors)} | {np.median(errors):.2%} | {np.percentile(errors, 95):.2%} | "
+            f"{len(savings[text])} | {np.median(big):.1%} | {np.percentile(big, 95):.1%} | {max(big):.1%} |"
+        )
+    every = [error for errors in times.values() for error in errors]
+    big = [error for errors in savings.values() for error in errors]
+    yield (
+        f"| all | {len(every)} | {np.median(every):.2%} | {np.percentile(every, 95):.2%} | {len(big)} | "
+        f"{np.median(big):.1%} | {np.percentile(big, 95):.1%} | {max(big):.1%} |"
+    )
+    yield f"\n{beyond} answers beyond what is possible\n"
+    yield from _late(count, seed)
+
+
+def _late(count: int, seed: int) -> Iterator[str]:
+    errors, missed, false = [], 0, 0
+    for late in with_a_late_rank(count, seed):
+        with tempfile.TemporaryDirectory() as folder:
+            session = traceloom.load(late.job.run().write(Path(folder) / "run"))
+            time = findings(session).time
+            step = Ground.of(session).step_ns
+        told = next((finding for finding in time if finding.slug in _LATE), None)
+        if late.cost_ns < _COUNTS * step:
+            false += told is not None and (told.saving_fraction or 0) >= 2 * _COUNTS
+        elif told is None or told is not time[0]:
+            missed += 1
+        else:
+            errors.append(abs((told.saving_ns or 0) / late.cost_ns - 1))
+    yield "| a late rank is | jobs | off by, p50 | p95 | most |"
+    yield "| --- | --: | --: | --: | --: |"
+    yield (
+        f"| found first | {len(errors)} | {np.median(errors):.1%} | {np.percentile(errors, 95):.1%} | "
+        f"{max(errors):.1%} |"
+    )
+    yield f"| not found first | {missed} | | | |"
+    yield f"| found though it costs nothing | {false} | | | |"
+
+
 def main() -> None:
     """Run what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["made", "real"], help="made, real, or both")
+    parser.add_argument("what", nargs="*", default=["made", "real"], help="made, real, random")
+    parser.add_argument("--jobs", type=int, default=100, help="random jobs of each kind")
+    parser.add_argument("--seed", type=int, default=1, help="of random jobs")
     parser.add_argument("--only", default="", help="one fault, by its name; or clean")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each real job")
     parser.add_argument("--first", action="store_true", help="take the processor ahead of others")
     parser.add_argument("--ranks", type=int, default=2, help="of jobs with several")
     arguments = parser.parse_args()
+    if "random" in arguments.what:
+        for line in distributions(arguments.jobs, arguments.seed):
+            print(line, flush=True)
+        return
     print(HEAD)
     if "made" in arguments.what:
         for row in made(arguments.only):

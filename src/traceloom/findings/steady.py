@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.findings.ground import Ground
 from traceloom.findings.rule import Candidate, Rule
+from traceloom.model import graph_schema as gs
 from traceloom.retime import Plan
 from traceloom.retime.arrays import point_times
 from traceloom.simulate import Scenario, evaluations, most_saved_ns, unrecorded_saving_ns
@@ -23,6 +24,7 @@ Key = tuple[str, tuple[tuple[str, str], ...], int]
 
 MOST_STEPS = 5
 _MOST_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
+_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
 _NEVER = int(np.iinfo(np.int64).min)
 
 
@@ -100,13 +102,17 @@ class Steady:
             self.plan = Plan(self.base.graph)
 
     def _lengths(self, times: Ints) -> Ints:
-        """How long each counted step takes: from where the step before it ends, on the last rank, to where it does."""
+        """How long each counted step takes: from where the step before it ends, on the last rank, to where it does.
+
+        A step ends with its work on the device; what a thread does at the end of a step may wait for the next one.
+        """
         steps = self.ground.steps
         if steps is None or len(steps) == 1:
             return np.array([np.ptp(times) if times.size else 0], dtype=np.int64)
         ends = np.full(len(steps), _NEVER)
         of = self.ground.step_place
-        np.maximum.at(ends, of[of >= 0], times[1::2][of >= 0])
+        counts = (of >= 0) & (self.ground.of_kind(*_DEVICE) if self.ground.on_device else True)
+        np.maximum.at(ends, of[counts], times[1::2][counts])
         begin = times[0::2][of == 0].min()
         lengths = np.diff(np.maximum.accumulate(np.append(begin, ends)))
         # the first one may begin with what others left behind: it counts where there are too few others

@@ -81,8 +81,13 @@ def _possible(times: WorkByTime, source: Ints, target: Ints) -> tuple[Ints, Ints
 
 
 def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Ints]:
-    """One source per wait: with k waits before a work, the k streams whose fitting work ends last."""
-    target = times.thread_launches_after(tree.lane[waits], tree.start[waits])
+    """One source per wait: with k waits before a work, the k streams whose fitting work ends last.
+
+    The stream that waits is the one that the thread submits to next; what waits is what anybody submits to it next, as
+    the backward pass does on a thread of its own.
+    """
+    own = times.thread_launches_after(tree.lane[waits], tree.start[waits])
+    target = times.launches_on_after(np.where(own >= 0, times.work.lane[own], UNKNOWN), tree.start[waits])
     waits, target = waits[target >= 0], target[target >= 0]
     if not waits.size:
         return waits, target
