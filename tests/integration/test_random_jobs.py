@@ -16,7 +16,15 @@ from traceloom.model import Graph
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import parse, scenario_of
 from traceloom.testing.jobs import Job, Recipe, training_job
-from traceloom.testing.jobs.at_random import Changed, Late, awaited_by_autograd, step_ends, to_change, with_a_late_rank
+from traceloom.testing.jobs.at_random import (
+    Changed,
+    Late,
+    awaited_by_autograd,
+    step_ends,
+    that_never_meet,
+    to_change,
+    with_a_late_rank,
+)
 from traceloom.testing.jobs.planted import at_each_step, reads
 
 COUNTS = 0.02  # of the step: smaller savings are not judged
@@ -63,6 +71,14 @@ def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: P
         assert not told or (told[0].saving_ns or 0) < 2 * COUNTS * step
         return
     assert told[0].saving_ns == pytest.approx(late.cost_ns, rel=0.10, abs=0.01 * step)
+
+
+def test_nobody_makes_others_wait_that_it_never_meets(tmp_path: Path) -> None:
+    run = that_never_meet(Recipe(steps=4, kernel_us=40), 4).run()
+    ranked = findings(traceloom.load(run.write(tmp_path / "run")))
+    alone = {"straggler", "compute-imbalance", "shard-imbalance"}
+    assert not alone & {finding.slug for finding in ranked.time}
+    assert {one.slug for one in ranked.abstentions if "nobody waits" in one.reason} == alone
 
 
 def test_reading_a_value_at_the_end_of_a_step_costs_what_the_next_one_could_have_begun_earlier(tmp_path: Path) -> None:

@@ -265,6 +265,15 @@ class Ground:
         return self.graph.nodes["rank"].drop_nulls().n_unique()
 
     @cached_property
+    def meeting(self) -> frozenset[int]:
+        """Ranks that share communication with another one: only they can wait for each other."""
+        parts = self.graph.communication.drop_nulls("instance").select(
+            "instance", rank=self.graph.nodes["rank"].gather(self.graph.communication.drop_nulls("instance")["node"])
+        )
+        shared = parts.filter(pl.col("rank").n_unique().over("instance") > 1)
+        return frozenset(shared["rank"].drop_nulls().to_list())
+
+    @cached_property
     def kinds(self) -> pl.Series:
         """Kind of each node, as text."""
         return self.graph.nodes["kind"].cast(pl.String)

@@ -20,6 +20,7 @@ from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen, Selection
 
 _MOST_RANKS = 4
+_APART = "the ranks share no communication: nobody waits for another"
 _UNEVEN = 1.05
 _WORK = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
 _OTHER_CAUSES = {
@@ -57,9 +58,13 @@ def straggler(ground: Ground) -> Iterator[Said]:
     if ground.rank_count < 2 or ground.across is None:
         yield Abstention("straggler", "only one rank was recorded")
         return
+    if not ground.meeting:
+        yield Abstention("straggler", _APART)
+        return
     roots = _roots(ground)
     by_rank = roots.group_by("root_rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_rank", descending=True)
-    ranks = list(dict.fromkeys([*by_rank["root_rank"].to_list(), *_latest(ground)]))[:_MOST_RANKS]
+    late = dict.fromkeys([*by_rank["root_rank"].to_list(), *_latest(ground)])
+    ranks = [rank for rank in late if rank in ground.meeting][:_MOST_RANKS]
     uneven = _given_more(ground)
     for rank in ranks:
         mine = roots.filter(pl.col("root_rank") == rank)
@@ -162,6 +167,9 @@ def imbalance(ground: Ground) -> Iterator[Said]:
     if ground.piped:
         yield Abstention("compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles")
         return
+    if not ground.meeting:
+        yield Abstention("compute-imbalance", _APART)
+        return
     found = _worst(ground, mask)
     if found is None:
         return
@@ -216,6 +224,9 @@ def shards(ground: Ground) -> Iterator[Said]:
     """Embedding tables that are spread unevenly."""
     if ground.rank_count < 2:
         yield Abstention("shard-imbalance", "only one rank was recorded")
+        return
+    if not ground.meeting:
+        yield Abstention("shard-imbalance", _APART)
         return
     mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
     for trace in ground.traces:

@@ -101,7 +101,7 @@ def test_savings_of_the_host_are_divided_by_what_recording_cost() -> None:
     slowed = Ground(here.session, here.steps)
     slowed.__dict__["host_ratio"] = 1.25
     scaled = rank(slowed, [rule("host", candidate("host * 0.5"))]).time[0]
-    assert scaled.saving_ns == pytest.approx((plain.saving_ns or 0) / 1.25, rel=1e-3)
+    assert scaled.saving_ns == pytest.approx((plain.saving_ns or 0) / 1.25, rel=5e-3)
     of_device = rank(slowed, [rule("gpu", candidate("gpu * 0.2"))]).time
     assert [one.saving_ns for one in of_device] == [
         one.saving_ns for one in rank(here, [rule("gpu", candidate("gpu * 0.2"))]).time

@@ -6,7 +6,7 @@ import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from traceloom.testing.jobs import Fault, Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
 from traceloom.testing.jobs import program as do
@@ -95,6 +95,16 @@ def awaited_by_autograd(job: Job) -> Job:
         return out
 
     return edited(job, edit)
+
+
+def that_never_meet(recipe: Recipe, ranks: int) -> Job:
+    """Processes of one job that share no communication; the last one's kernels take twice as long."""
+    last = ranks - 1
+    alone = [
+        training_job(replace(recipe, seed=rank, kernel_us=recipe.kernel_us * (2 if rank == last else 1))).ranks[0]
+        for rank in range(ranks)
+    ]
+    return Job([do.Rank(rank, one.threads, one.clock, one.queue_limit) for rank, one in enumerate(alone)])
 
 
 def to_change(count: int, seed: int) -> Iterator[Changed]:
