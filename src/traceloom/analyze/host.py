@@ -15,12 +15,14 @@ from traceloom.analyze.phases import (
     BACKWARD,
     COMMUNICATION,
     FORWARD,
+    LOADING,
     OPTIMIZER,
     OTHER,
     PHASES,
     UNOBSERVED,
     Meaning,
     activity,
+    around_passes,
     meaning,
 )
 from traceloom.analyze.remembered import per_trace
@@ -168,7 +170,8 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
 
     An op that autograd recorded (it has a sequence number and no forward thread) says forward where nothing above it
     says otherwise; in a trace without any backward pass every op inside a step does. Inside an optimizer's step the
-    forward and the backward pass say so themselves: a closure makes them (LBFGS, Lightning).
+    forward and the backward pass say so themselves: a closure makes them (LBFGS, Lightning). So does every part of the
+    step inside a region that is named communication.
     """
     events = trace.events
     phase = said.phase.copy()
@@ -182,7 +185,11 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
     of_top = np.append(phase, _UNKNOWN)[top]
     inner = tree.outermost_or_self(of_closure)
     called = (of_top == OPTIMIZER) & (inner >= 0)
-    return np.where(called, np.append(phase, _UNKNOWN)[inner], of_top)
+    of_event = np.where(called, np.append(phase, _UNKNOWN)[inner], of_top)
+    if not around_passes(trace).any():
+        return of_event
+    part = tree.outermost_or_self(np.isin(said.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+    return np.where((of_top == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], of_event)
 
 
 def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:

@@ -92,6 +92,18 @@ class Meaning:
 
 
 @per_trace
+def around_passes(trace: Trace) -> Bools:
+    """Which host events, in the forest's order, are named communication and hold a part of the step of another kind.
+
+    They are regions around that part, not calls: only what is left of them communicates.
+    """
+    phase = meaning(trace).phase
+    others = np.isin(phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER))
+    around: Bools = (phase == COMMUNICATION) & (forest(trace).subtree_sums(others.astype(np.int64)) > 0)
+    return around
+
+
+@per_trace
 def meaning(trace: Trace) -> Meaning:
     """Read names and categories of the host events."""
     tree = forest(trace)

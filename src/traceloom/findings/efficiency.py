@@ -196,13 +196,14 @@ def slow_kernels(ground: Ground) -> Iterator[Said]:
     """Kernels of the step that take longer than the same kernels elsewhere in the run."""
     for trace in ground.traces:
         slow = ground.ask(trace, _slow)
-        mask = ground.nodes_of(trace, slow["event"])
+        mask = ground.nodes_of(trace, slow["event"]) & ground.of_kind(gs.KERNEL)  # communication waits for others
         if not mask.any():
             continue
         slow = slow.filter(pl.col("event").is_in(ground.graph.nodes["event"].filter(pl.Series(mask)).implode()))
         lost = int((slow["duration_ns"] - slow["usual"]).sum())
         factor = float(slow["usual"].sum()) / max(float(slow["duration_ns"].sum()), 1.0)
-        beside = _beside_communication(ground, mask)
+        shared = _beside_communication_ns(ground, mask)
+        beside = 2 * shared > ground.work_ns(mask)
         of_rank = f" of rank {trace.rank}" if len(ground.traces) > 1 else ""
         yield Candidate(
             title=f"{ground.many(slow.height)} kernels{of_rank} take {ground.in_words(lost)} longer than the same ones "
@@ -213,17 +214,19 @@ def slow_kernels(ground: Ground) -> Iterator[Said]:
             "may be lost where it was hidden." if beside else "Look at clocks, power and temperature at that time, and "
             "at what else runs on the device.",
             evidence=ground.evidence(mask),
+            at_most_ns=min(lost, shared) if beside else None,
         )  # fmt: skip
 
 
-def _beside_communication(ground: Ground, mask: Bools) -> bool:
-    """Whether communication runs during most of the time of some kernels."""
+def _beside_communication_ns(ground: Ground, mask: Bools) -> int:
+    """For how long communication of the same rank runs beside some kernels."""
     nodes = ground.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-    talk = nodes.filter(pl.Series(ground.of_kind(*gs.COMMUNICATION)))
+    kernels = nodes.filter(pl.Series(mask))
+    talk = nodes.filter(
+        pl.Series(ground.of_kind(*gs.COMMUNICATION)), pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True)
+    )
     spans = union(talk["start_ns"].to_numpy(), talk["end_ns"].to_numpy())
-    mine = nodes.filter(pl.Series(mask))
-    shared = coverage(spans, mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy()).sum()
-    return bool(2 * shared > int(mine["duration_ns"].sum()))
+    return int(coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
 
 
 def _slow(trace: Trace) -> pl.DataFrame:

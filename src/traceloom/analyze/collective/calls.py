@@ -11,8 +11,8 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.kernel_names import backend_of
 from traceloom.analyze.collective_names import described, host_calls, kind_of_kernel
-from traceloom.analyze.intervals import union
-from traceloom.analyze.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, meaning
+from traceloom.analyze.intervals import Ints, union
+from traceloom.analyze.phases import BACKWARD, FORWARD, LOADING, OPTIMIZER, PHASES, around_passes, meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import contains
 from traceloom.model import Trace
@@ -108,11 +108,24 @@ def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
 
 
 def _hosted(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls of the host; a region around other parts of the step takes as long as without these."""
+    calls = calls.with_columns(end_ns=pl.col("end_ns") - pl.Series(_others_ns(trace, calls["event"]), dtype=pl.Int64))
     names = trace.events["name"].gather(calls["event"])
     none = [pl.lit(None, kind).alias(name) for name, kind in (("device", pl.Int32), ("stream", pl.Int64))]
     return calls.with_columns(
         names.alias("name"), pl.lit(None, pl.UInt32).alias("launch"), pl.lit(None, pl.UInt32).alias("op"), *none
     ).with_columns(pl.col("name").str.extract(r"^(\w+):").str.to_lowercase().alias("backend"))
+
+
+def _others_ns(trace: Trace, events: pl.Series) -> Ints:
+    """For how much of each event other parts of the step run inside of it."""
+    tree = forest(trace)
+    if not events.len() or not around_passes(trace).any():
+        return np.zeros(events.len(), dtype=np.int64)
+    part = tree.topmost(np.isin(meaning(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+    at = tree.position[events.to_numpy()]
+    sums = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
+    return np.where(around_passes(trace)[at] & ~part[at], sums[at], 0)
 
 
 def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:
