@@ -28,7 +28,7 @@ from traceloom.testing.jobs.at_random import (
 from traceloom.testing.jobs.planted import at_each_step, reads
 
 COUNTS = 0.02  # of the step: smaller savings are not judged
-TO_CHANGE = list(to_change(12, seed=5))
+TO_CHANGE = list(to_change(8, seed=5))
 LATE = list(with_a_late_rank(12, seed=5))
 
 
@@ -53,13 +53,15 @@ def off(changed: Changed) -> tuple[list[float], list[float]]:
 def test_changes_of_random_jobs_come_to_what_the_simulation_says() -> None:
     both = [off(changed) for changed in TO_CHANGE]
     times, savings = (np.array([error for job in both for error in job[side]]) for side in (0, 1))
-    assert times.size > 40
-    assert savings.size > 30
+    assert times.size > 25
+    assert savings.size > 20
     assert np.percentile(times, 95) <= 0.01
     assert np.percentile(savings, 95) <= 0.10
 
 
-@pytest.mark.parametrize("number", range(len(LATE)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.thorough) if n % 2 else n for n in range(len(LATE))]
+)
 def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: Path) -> None:
     late: Late = LATE[number]
     session = traceloom.load(late.job.run().write(tmp_path / "run"))

@@ -214,7 +214,13 @@ def _skip_without(names: tuple[str, ...]) -> None:
         pytest.skip(f"{', '.join(missing)} not installed: pip install --group ecosystem")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Others of their kind are tried each time; these take longest.
+SELDOM = ("FSDP2 on two ranks", "Accelerate on two ranks", "a GAN")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in SELDOM else name for name in PROGRAMS]
+)
 def test_a_program_of_the_ecosystem_is_recorded_and_left_alone(recorder: Any, name: str) -> None:
     program = PROGRAMS[name]
     _skip_without(program.needs)

@@ -148,7 +148,7 @@ def test_the_model_without_a_leak_has_none(plain: Any) -> None:
     assert _cpu(_document(plain.directory))["growth"] == []
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("mode", ["not reentrant", pytest.param("reentrant", marks=pytest.mark.thorough)])
 def test_checkpointed_code_is_named_as_in_eager(mode: str, plain: Any, recorder: Any, tmp_path: Path) -> None:
     eager = {row["name"].rpartition(".")[0] for row in _rows(plain.directory, tmp_path)}
     run = recorder.python(MLP.format(mode=mode), "--memory", train=False)

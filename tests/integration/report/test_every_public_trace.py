@@ -29,7 +29,14 @@ def _name(path: Path) -> str:
     return f"{path.parent.name}/{path.name.removesuffix('.json.gz')}"
 
 
-@pytest.mark.parametrize("path", TRACES, ids=_name)
+def seldom(path: Path) -> bool:
+    """Large ones, and those of which others are the like."""
+    return path.stat().st_size > 1_000_000 or re.match(r"dlrm_rank[2-7]|mi300_qwen", path.name) is not None
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.thorough) if seldom(path) else path for path in TRACES], ids=_name
+)
 def test_a_trace_gives_a_report_in_every_format(
     path: Path, tmp_path: Path, check_document: Check, check_perfetto: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +104,7 @@ def test_the_eight_ranks_of_one_run_are_one_report(
     assert {row["pid"] for row in slices["steps"]} == set(range(1, 9))
 
 
-@pytest.mark.parametrize("name", ["a100_ddp_nccl", "v100_ns_resolution"])
+@pytest.mark.parametrize("name", ["a100_ddp_nccl", pytest.param("v100_ns_resolution", marks=pytest.mark.thorough)])
 def test_steps_have_the_same_figures_alone_and_in_the_whole_report(
     name: str, check_document: Check, tmp_path: Path
 ) -> None:

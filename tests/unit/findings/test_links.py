@@ -63,7 +63,15 @@ def test_a_slow_group_between_hosts_is_still_seen_by_its_peers(tmp_path: Path) -
     assert "ranks 0, 1 takes" in one.title
 
 
-@pytest.mark.parametrize(("schedule", "item"), [("1f1b", True), ("gpipe", True), ("1f1b", False), ("gpipe", False)])
+@pytest.mark.parametrize(
+    ("schedule", "item"),
+    [
+        ("1f1b", True),
+        ("gpipe", False),
+        pytest.param("gpipe", True, marks=pytest.mark.thorough),
+        pytest.param("1f1b", False, marks=pytest.mark.thorough),
+    ],
+)
 def test_stages_that_are_in_a_step_at_different_times_do_not_straggle(
     schedule: str, item: bool, tmp_path: Path
 ) -> None:
