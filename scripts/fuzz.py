@@ -61,6 +61,9 @@ def run(todo: list[Case], home: Path, jobs: int) -> list[Outcome]:
         outcomes = of_batch(batches[number], seeds)
         subprocess.run(["rm", "-rf", str(seeds)], check=False)
         with lock:
+            for outcome in outcomes:
+                if outcome.fault:
+                    print(f"{outcome.case}: {outcome.fault}", file=sys.stderr)
             done["cases"] += len(outcomes)
             done["wrong"] += sum(bool(outcome.fault) for outcome in outcomes)
             minutes = (time.monotonic() - began) / 60

@@ -71,7 +71,7 @@ def device_frame(metadata: dict[str, Any], used: set[int]) -> pl.DataFrame:
         index = whole(item.get("id")) if isinstance(item, dict) else None
         if index is None or not -(2**31) <= index < 2**31:
             continue
-        major, minor = item.get("computeMajor"), item.get("computeMinor")
+        major, minor = whole(item.get("computeMajor")), whole(item.get("computeMinor"))
         name = item.get("name")
         rows[index] = {
             "device": index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import shutil
@@ -115,3 +116,17 @@ def test_names_of_64_kilobytes_in_chakra_files(tmp_path, length, others):
     assert main(["convert", str(tmp_path / "again.graph"), str(tmp_path / "again"), "--quiet"]) == 0
     assert all(b"n" * length in path.read_bytes() for path in (tmp_path / "again").glob("*.et"))
     assert len(list((tmp_path / "again").glob("*.et"))) == 2
+
+
+@pytest.mark.parametrize("value", ["../../etc/passwd", 2**70, [3], {"a": 1}, -1, 0.5, True])
+@pytest.mark.parametrize("key", ["computeMajor", "totalGlobalMem", "numSms", "name", "id"])
+def test_properties_of_a_device_of_other_types(tmp_path, key, value):
+    document = json.loads(trace().text())
+    document["deviceProperties"][0][key] = value
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    with captured() as (out, err):
+        code = main(["report", str(path), "--no-cache"])
+    said = (out.getvalue() + err.getvalue()).decode("utf-8", "replace")
+    assert code == 0
+    assert "section-failed" not in said
