@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import msgspec
@@ -119,6 +121,9 @@ _WHOLE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 )
 
 
+_WITH_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
+
+
 def all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
     """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is the whole event."""
     if isinstance(args, _Loose):
@@ -137,8 +142,17 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
     Raises:
         msgspec.DecodeError: The text is no JSON list of objects.
     """
-    entries = _LOOSE.decode(text)
+    try:
+        entries = _LOOSE.decode(text)
+    except msgspec.ValidationError:
+        entries = _LOOSE.decode(_WITH_EXPONENT.sub(_finite, text))
     return entries, sum(_tidy(entry) for entry in entries)
+
+
+def _finite(match: re.Match[bytes]) -> bytes:
+    """A string as it is, a number that no double holds as null."""
+    token = match[0]
+    return token if token.startswith(b'"') or math.isfinite(float(token)) else b"null"
 
 
 def _tidy(entry: Any) -> bool:
