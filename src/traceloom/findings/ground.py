@@ -38,6 +38,9 @@ Bools = NDArray[np.bool_]
 T = TypeVar("T")
 
 NAMELESS = "host time that nothing names"
+_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+_NEVER = int(np.iinfo(np.int64).min)
+_BETWEEN = 0.1  # of the steps: more time between them is not theirs
 _RUNS_AHEAD = 0.8  # of the graph is the step at most: else what is counted in the graph is that of the step
 _MOST_OF = 0.6  # of a stretch of host time: what it is called by covers so much of it
 
@@ -102,9 +105,42 @@ class Ground:
 
     @cached_property
     def whole_ns(self) -> int:
-        """From the first to the last moment of the graph."""
+        """From the first to the last moment of the graph; of steps that stand apart, the sum of each."""
         times = point_times(self.graph)
+        if self.apart:
+            return int(self.lengths_ns(times).sum())
         return int(np.ptp(times)) if times.size else 0
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether there are several steps and time between them that is of none: a server's requests."""
+        if self.step_count == 1:
+            return False
+        for trace in self.traces:
+            steps = trace.steps.filter(pl.col("step").is_in(list(self.steps or ()))).sort("start_ns")
+            between = int((steps["start_ns"] - steps["end_ns"].shift(1)).clip(0).sum())
+            if between > _BETWEEN * int((steps["end_ns"] - steps["start_ns"]).sum()):
+                return True
+        return False
+
+    def lengths_ns(self, times: Ints) -> Ints:
+        """How long each step takes in a graph with these times of its points, shape (steps,); ns.
+
+        From where the step before it ends, on the last rank, to where it does; of steps that stand apart, from its own
+        beginning. A step ends with its work on the device: what a thread does at its end may wait for the next one.
+        """
+        if self.step_count == 1:
+            return np.array([np.ptp(times) if times.size else 0], dtype=np.int64)
+        place, begin, end = self.step_place, times[0::2], times[1::2]
+        counts = (place >= 0) & (self.of_kind(*_DEVICE) if self.on_device else True)
+        ends = np.full(self.step_count, _NEVER)
+        np.maximum.at(ends, place[counts], end[counts])
+        if self.apart:
+            begins = np.full(self.step_count, np.iinfo(np.int64).max)
+            np.minimum.at(begins, place[place >= 0], begin[place >= 0])
+            return np.where(ends > begins, ends - begins, 0)
+        lengths: Ints = np.diff(np.maximum.accumulate(np.append(begin[place == 0].min(), ends)))
+        return lengths
 
     @cached_property
     def step_ns(self) -> int:
@@ -144,6 +180,8 @@ class Ground:
         return max(self._length_of(rank == one) for one in np.unique(rank))
 
     def _length_of(self, mine: Bools) -> tuple[int, int]:
+        if self.apart:
+            return self.whole_ns, self.whole_ns
         times = point_times(self.graph)
         begin, end = times[0::2][mine], times[1::2][mine]
         whole = int(end.max() - begin.min()) if end.size else 0
@@ -161,7 +199,9 @@ class Ground:
         """Nodes of other steps than those looked at, shape (nodes,); None where there are none."""
         if self.steps is None:
             return None
-        others: Bools = (self.step_place < 0) & self.graph.nodes["step"].is_not_null().to_numpy()
+        others: Bools = self.step_place < 0
+        if not self.apart:  # what lies between steps that follow each other costs each of them
+            others &= self.graph.nodes["step"].is_not_null().to_numpy()
         return others if others.any() else None
 
     @cached_property

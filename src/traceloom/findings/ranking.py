@@ -108,7 +108,7 @@ def _greedy(
         left.remove(best)
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
     kept = [one for one in ranked if (one.saving_fraction or 0) >= LEAST]
-    alone_in_time = ground.steps is not None and steps.count == steps.ground.step_count == 1
+    alone_in_time = ground.steps is not None and steps.count == steps.ground.step_count == 1 and ground.unit == "step"
     return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0))), _LIMIT if alone_in_time else ""
 
 

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.findings.ground import Ground
 from traceloom.findings.rule import Candidate, Rule
-from traceloom.model import graph_schema as gs
 from traceloom.retime import Plan
 from traceloom.retime.arrays import point_times
 from traceloom.simulate import Scenario, evaluations, most_saved_ns, unrecorded_saving_ns
@@ -24,8 +23,6 @@ Key = tuple[str, tuple[tuple[str, str], ...], int]
 
 MOST_STEPS = 5
 _MOST_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
-_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
-_NEVER = int(np.iinfo(np.int64).min)
 
 
 @dataclass
@@ -102,21 +99,10 @@ class Steady:
             self.plan = Plan(self.base.graph)
 
     def _lengths(self, times: Ints) -> Ints:
-        """How long each counted step takes: from where the step before it ends, on the last rank, to where it does.
-
-        A step ends with its work on the device; what a thread does at the end of a step may wait for the next one.
-        """
-        steps = self.ground.steps
-        if steps is None or len(steps) == 1:
-            return np.array([np.ptp(times) if times.size else 0], dtype=np.int64)
-        ends = np.full(len(steps), _NEVER)
-        of = self.ground.step_place
-        counts = (of >= 0) & (self.ground.of_kind(*_DEVICE) if self.ground.on_device else True)
-        np.maximum.at(ends, of[counts], times[1::2][counts])
-        begin = times[0::2][of == 0].min()
-        lengths = np.diff(np.maximum.accumulate(np.append(begin, ends)))
+        """How long each step that counts takes."""
+        lengths = self.ground.lengths_ns(times)
         # the first one may begin with what others left behind: it counts where there are too few others
-        return lengths[1:] if len(steps) == 2 or len(steps) > MOST_STEPS else lengths
+        return lengths[1:] if lengths.size == 2 or lengths.size > MOST_STEPS else lengths
 
 
 def steady(ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int) -> Steady:
