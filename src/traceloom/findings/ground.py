@@ -421,7 +421,7 @@ class Ground:
         if trace is not None and row["event"] is not None and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL):
             start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
         of_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
-        doing = self.doing(trace, start, start + row["duration_ns"]) if of_host and trace is not None else None
+        doing = self._doing(trace, row, start) if of_host and trace is not None else None
         what = doing or (brief(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
         return Evidence(what, row["rank"], start, row["duration_ns"], lane)
 
@@ -435,9 +435,16 @@ class Ground:
         mine = [trace for trace in self.traces if len(self.traces) == 1 or trace.rank == rank]
         return mine[0] if len(mine) == 1 else None
 
-    def doing(self, trace: Trace, start: int, end: int) -> str | None:
-        """The innermost Python frame that covers most of a stretch of host time; None where none is recorded."""
-        frames = self.ask(trace, _frames)
+    def _doing(self, trace: Trace, row: dict[str, Any], start: int) -> str | None:
+        """The innermost Python frame of a node's thread that covers most of it; None where none is recorded."""
+        if row["lane"] is None:
+            return None
+        end = start + row["duration_ns"]
+        thread = self.graph.lanes.row(row["lane"], named=True)
+        lane = trace.lanes.filter(
+            pl.col("kind") == "host", pl.col("process") == thread["process"], pl.col("thread") == thread["thread"]
+        )["lane"]
+        frames = self.ask(trace, _frames).filter(pl.col("lane").is_in(lane.implode()))
         room = _MOST_OF * max(end - start, 1)
         shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
         found = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
@@ -451,7 +458,7 @@ def _samples(trace: Trace) -> dict[str, Samples]:
 
 def _frames(trace: Trace) -> pl.DataFrame:
     python = trace.events.filter(pl.col("category") == cat.PYTHON)
-    return python.select("name", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    return python.select("name", "lane", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
 
 
 def _spans(frame: pl.DataFrame, mask: Bools) -> Spans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,12 +115,15 @@ def where(row: Row) -> str:
 def _summary(value: Row) -> str | None:
     kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
     whole = sum(row["blocked_ns"] for row in kinds)
-    top = value["sites"][0]
-    kind = _WORDS.get(top["kind"], top["kind"])
-    share = units.share(top["blocked_ns"], max(whole, 1))
+    by_place: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
+    for row in value["sites"]:
+        if any(row["kind"] == kind["kind"] for kind in kinds):
+            by_place[row["kind"], where(row)] += row["blocked_ns"]
+    kind, place = max(by_place, key=lambda key: by_place[key])
+    share = units.share(by_place[kind, place], max(whole, 1))
     return (
         f"{units.duration(whole)} of host time in calls that wait; "
-        f"{share} of it for {kind} at {short(where(top), _NAME)}"
+        f"{share} of it for {_WORDS.get(kind, kind)} at {short(place, _NAME)}"
     )
 
 

@@ -16,7 +16,7 @@ from traceloom.report.icicle import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.chains import shortened
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Col, Row, Section, Study, Table, on_rank
 from traceloom.report.sections.shapes import or_null, ranked, record, rows
 
 MOST_FRAMES = 1000  # of the tree in the document; exports hold all
@@ -136,7 +136,7 @@ def _summary(value: Row) -> str | None:
     if top is None or not top["main_self_ns"]:
         return None
     name, time = short(frame_name(top), _NAME), units.duration(top["main_self_ns"])
-    return f"the main thread spends the most time of its own, {time}, in {name}"
+    return f"the main thread{on_rank(top, value['functions'])} spends the most time of its own, {time}, in {name}"
 
 
 def _of_lanes(tree: list[Row], lanes: set[int]) -> list[Row]:

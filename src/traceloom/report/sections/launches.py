@@ -15,7 +15,7 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.curves import curves
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Col, Row, Section, Study, Table, on_rank
 from traceloom.report.sections.shapes import or_null, ranked, record
 
 _ROWS = 100  # of each table of a rank
@@ -188,7 +188,10 @@ def _summary(value: Row | None) -> str | None:
     short = sum(row["short_count"] for row in value["bins"])
     kernels = sum(row["kernel_count"] for row in value["bins"])
     held = sum(row["held_ns"] for row in value["queues"])
-    words = [f"work begins {units.duration(worst['latency_median_ns'])} (median) after nothing holds it back any more"]
+    whose = on_rank(worst, told)
+    words = [
+        f"work{whose} begins {units.duration(worst['latency_median_ns'])} (median) after nothing holds it back any more"
+    ]
     if kernels:
         words.append(f"{units.count(short)} of {units.count(kernels)} kernels are shorter than their launch call")
     if held:

@@ -9,7 +9,7 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Col, Row, Section, Study, Table, on_rank
 from traceloom.report.sections.shapes import ranked, record
 
 _NAME = 48
@@ -64,7 +64,7 @@ def _summary(value: Row) -> str | None:
     low, high = top[f"min_{column}"], top[f"max_{column}"]
     spread = "" if low == high else f" ({units.duration(low)} to {units.duration(high)})"
     mean = units.duration(round(top[f"mean_{column}"]))
-    return f"the largest is {short(top['name'], _NAME)}: {mean} per step{spread}"
+    return f"the largest is {short(top['name'], _NAME)}{on_rank(top, rows)}: {mean} per step{spread}"
 
 
 SECTION = Section(

@@ -104,6 +104,11 @@ class Study(Generic[Measured]):
         )
 
 
+def on_rank(row: Row, rows: Iterable[Row]) -> str:
+    """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
+    return f" of rank {row['rank']}" if len({one["rank"] for one in rows}) > 1 else ""
+
+
 def _of_rank(frame: pl.DataFrame, rank: int | None) -> pl.DataFrame:
     """The frame with the rank as its first column."""
     ranks = pl.Series("rank", [rank], dtype=pl.Int32).new_from_index(0, frame.height)
