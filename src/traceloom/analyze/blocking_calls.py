@@ -84,6 +84,7 @@ _BY_CALL = (
     ("fill", re.compile(r"Memset")),
     ("other_copy", re.compile(r"Memcpy")),
 )
+_RECORDER = r"(^|/)traceloom/capture/"  # what the recorder waits for is none of the program's
 _FRAMEWORK = re.compile(r"^(<|nn\.Module: |torch/|.*/(torch|site-packages|dist-packages)/|.*/lib/python3[^/]*/)")
 
 
@@ -127,6 +128,10 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     if not rows.size:
         return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if _busy(trace).start.size else None)
     named = _named(trace, folded, tree.row[rows], folded.node[rows])
+    users = ~named["frame"].str.contains(_RECORDER).fill_null(value=False)
+    rows, named = rows[users.to_numpy()], named.filter(users)
+    if not rows.size:
+        return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if _busy(trace).start.size else None)
     calls = _calls(trace, rows)
     sites, site = _sites(trace, calls, named)
     frame = calls.with_columns(site=pl.Series(site)).select(list(CALLS)).cast(CALLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ Array = NDArray[Any]
 Ints = NDArray[np.int64]
 _CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
 _CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
-_OP, _ANNOTATION = _CODES[cat.OP], _CODES[cat.ANNOTATION]
+_OP, _ANNOTATION, _PYTHON, _OTHER = (_CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER))
+_OUR_THREAD = re.compile(r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$")
 
 
 def _flags(names: tuple[str, ...]) -> NDArray[np.bool_]:
@@ -98,6 +100,7 @@ class _Builder:
         self.name = self._span("name", np.int32)
         self.category = self._categories()
         self.place = self._span("place", np.int32)
+        self._leave_out_our_threads()
         self._rows: dict[str, Ints] = {}
         self.correlation = self.spread("correlation", "calls", "device")
         self.external = self.spread("external", "ops", "calls", "device")
@@ -116,6 +119,14 @@ class _Builder:
         if annotations:
             code[np.isin(self.name, annotations) & (code == _OP)] = _ANNOTATION
         return code
+
+    def _leave_out_our_threads(self) -> None:
+        """Python frames of threads that the recorder itself runs are no host work: stacks show them, too."""
+        ours = [number for number, text in enumerate(self.texts.names) if _OUR_THREAD.search(text)]
+        if ours:
+            python = self.category == _PYTHON
+            places = np.unique(self.place[python & np.isin(self.name, ours)])
+            self.category[python & np.isin(self.place, places)] = _OTHER
 
     def rows(self, table: str) -> Ints:
         """The event of each row of a side table."""

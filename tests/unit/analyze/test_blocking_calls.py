@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.analyze import blocking_calls
+from traceloom.analyze import blocking_calls, threads
 from traceloom.testing import TraceBuilder
 
 
@@ -124,3 +124,16 @@ def test_a_trace_without_waits_has_empty_frames_of_the_same_columns() -> None:
     none = blocking_calls(TraceBuilder().op("aten::mm", 0, 5).build())
     assert (none.sites.schema, none.calls.schema, none.blocked_ns) == (some.sites.schema, some.calls.schema, 0)
     assert isinstance(none.sites, pl.DataFrame)
+
+
+def test_what_the_recorder_waits_for_is_in_no_account() -> None:
+    made = TraceBuilder()
+    made.python("train.py(4): <module>", 0, 1000).python("<built-in function sleep>", 100, 300)
+    made.python("traceloom/capture/crossing.py(93): settle", 500, 300).python("<built-in function sleep>", 510, 280)
+    made.python("threading.py(1002): _bootstrap", 0, 1000, thread=7)
+    made.python("/x/traceloom/capture/moments.py(128): _watch", 0, 1000, thread=7)
+    made.python("<built-in method wait of Event object>", 0, 1000, thread=7)
+    trace = made.build()
+    found = blocking_calls(trace)
+    assert (found.sites["frame"].to_list(), found.blocked_ns) == (["train.py(4): <module>"], 300_000)
+    assert threads(trace).threads.height == 1
