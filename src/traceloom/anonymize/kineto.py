@@ -242,6 +242,10 @@ class Rewriter:
             return b""
         try:
             args = _ARGUMENTS.decode(raw)
+        except UnicodeDecodeError:  # of a key; what is no UTF-8 is read as U+FFFD
+            return self._rewritten(
+                {"args": msgspec.Raw(bytes(raw).decode("utf-8", "replace").encode())}, talking=talking
+            )
         except (msgspec.DecodeError, RecursionError):
             self._account.refuse("args", bytes(raw))
             return b""

@@ -143,3 +143,15 @@ def test_numbers_that_no_double_holds(tmp_path, place):
         code = main(["report", str(path), "--no-cache"])
     said = (out.getvalue() + err.getvalue()).decode("utf-8", "replace")
     assert (code, "section-failed" in said) == (0, False), said[-500:]
+
+
+@pytest.mark.parametrize("key", [b'"context"', b'"args"', b'"dur"', b'"name"', b'"traceEvents"'])
+def test_keys_that_are_no_utf8_end_no_anonymizing(tmp_path, key):
+    path = tmp_path / "trace.json"
+    text = trace().text().encode()
+    assert key in text
+    path.write_bytes(text.replace(key, key[:2] + b"\xa9" + key[2:], 1))
+    with captured() as (_, err):
+        code = main(["anonymize", str(path), "-o", str(tmp_path / "out")])
+    assert code in {0, 3}, err.getvalue()[-800:]
+    assert b"a defect of Traceloom" not in err.getvalue()
