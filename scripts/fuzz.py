@@ -88,7 +88,7 @@ def of_batch(todo: list[Case], seeds: Path) -> list[Outcome]:
                 text=True,
                 errors="replace",
                 timeout=len(rest) * MOST_SECONDS,
-                env={**os.environ, "TRACELOOM_CACHE_DIR": str(seeds / "cache"), "POLARS_MAX_THREADS": "2"},
+                env={**os.environ, "TRACELOOM_CACHE_DIR": str(seeds / "cache"), "POLARS_MAX_THREADS": "1"},
                 check=False,
             )
             answers, code, said = ran.stdout.splitlines(), ran.returncode, ran.stderr[-300:]
