@@ -14,6 +14,7 @@ from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import Scenario, parse, scenario_of, sweep, whatif, whatif_many
+from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.jobs import Change, Job, ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.testing.jobs.training import DELAY
 
@@ -129,6 +130,21 @@ def test_a_change_of_nothing_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         whatif(graph, [parse(text)], plan=plan)
     assert caught.value.slug == "nothing-chosen"
+
+
+def test_a_kind_of_kernels_takes_those_that_are_not_called_so() -> None:
+    made = TraceBuilder()
+    for number, name in enumerate(("Cijk_Alik_Bljk_B_BS_BH", "nvjet_hsh_64x32", "vectorized_elementwise_kernel")):
+        made.launch("cudaLaunchKernel", 10 * number, 2, correlation=number + 1)
+        made.kernel(name, 100 + 50 * number, 50, correlation=number + 1)
+    graph = calibrate(join([link_rank(made.build())]))
+    assert parse("kernels ~ gemm * 0.5").selection.nodes(graph).sum() == 2
+    with pytest.raises(UsageError) as caught:
+        Scenario.of(graph).apply(parse("kernels ~ elementwize * 0.5"))
+    assert caught.value.hint == "there are, for example: `vectorized_elementwise_kernel`"
+    with pytest.raises(UsageError) as caught:
+        Scenario.of(graph).apply(parse("collectives remove"))
+    assert caught.value.hint == "the run has no collectives at all"
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:

@@ -52,6 +52,7 @@ _TEXT = re.compile(
     r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
     r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
 )
+_SHOWN = 80  # characters of a name
 EXAMPLES = "`kernels ~ gemm * 0.5`, `copies async`, `rank 7 delay remove`, `network * 2`, `loading workers 4`"
 
 
@@ -168,10 +169,22 @@ class Scenario:
         """
         chosen = change.selection.nodes(self.graph)
         if not chosen.any():
-            raise UsageError(f"`{change}` is about nothing in this run", slug="nothing-chosen")
+            raise UsageError(
+                f"`{change}` is about nothing in this run", slug="nothing-chosen", hint=_hint(self, change)
+            )
         out = self.copy()
         _APPLY[change.action](out, change, chosen if inside is None else chosen & inside)
         return out
+
+
+def _hint(scenario: Scenario, change: Change) -> str:
+    """Which names it could have meant."""
+    if isinstance(change.selection, Chosen):
+        return ""
+    names = change.selection.nearest(scenario.graph)
+    if not names:
+        return f"the run has no {change.selection.target} at all"
+    return "there are, for example: " + ", ".join(f"`{name[:_SHOWN]}`" for name in names)
 
 
 def _edges(graph: Graph, *kinds: str) -> Bools:

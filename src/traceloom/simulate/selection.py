@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.analyze.kind_rules import KINDS, Matcher, built_in_kind_rules
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
@@ -68,6 +70,15 @@ class Selection:
         found: Bools = chosen.fill_null(value=False).to_numpy()
         return found
 
+    def nearest(self, graph: Graph, most: int = 3) -> list[str]:
+        """Names that the selection could mean where it means nothing: the most alike, else those of the most work."""
+        everything = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
+        work = graph.nodes.filter(everything).group_by("name").agg(pl.col("work_ns").sum()).drop_nulls()
+        names: list[str] = work.sort("work_ns", "name", descending=[True, False])["name"].to_list()
+        alike = {name.lower(): name for name in reversed(names)}
+        wanted = re.sub(r"[^\w:]+", " ", self.pattern).lower()
+        return [alike[name] for name in get_close_matches(wanted, alike, most, 0.4)] or names[:most]
+
     def __str__(self) -> str:
         ranks = f"rank {','.join(map(str, self.ranks))} " if self.ranks else ""
         return f"{ranks}{self.target}" + (f" ~ {self.pattern}" if self.pattern else "")
@@ -117,12 +128,23 @@ def among(column: pl.Series, known: Sequence[str], kinds: Sequence[str]) -> Bool
     return found
 
 
+def _of_kind(names: pl.Series, pattern: str) -> pl.Series:
+    """Which names are those of kernels of the kind that the pattern is: matrix products are seldom called `gemm`."""
+    kind = next((kind for kind in KINDS if kind == pattern.lower() and kind != "other"), None)
+    if kind is None:
+        return pl.Series([False]).new_from_index(0, names.len())
+    matcher = Matcher.of(built_in_kind_rules())
+    nothing = np.zeros(names.len(), dtype=np.uint64)
+    first = matcher.first(names, np.arange(names.len()), nothing, nothing)
+    return pl.Series([[*(rule.kind for rule in matcher.rules), ""][rule] == kind for rule in first], dtype=pl.Boolean)
+
+
 def named(graph: Graph, pattern: str) -> pl.Series:
-    """Which nodes have a name that holds the pattern, or a communication of that kind."""
+    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind."""
     try:
         re.compile(pattern)
         distinct = graph.nodes["name"].unique().drop_nulls()
-        fitting = distinct.filter(distinct.str.contains(f"(?i){pattern}"))
+        fitting = distinct.filter(distinct.str.contains(f"(?i){pattern}") | _of_kind(distinct, pattern))
     except (re.error, pl.exceptions.ComputeError) as error:
         raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
     by_name = graph.nodes["name"].is_in(fitting.implode())
