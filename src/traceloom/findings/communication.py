@@ -58,6 +58,7 @@ def exposed(ground: Ground) -> Iterator[Said]:
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
             evidence=ground.evidence(mask & ~ground.of_kind(gs.KERNEL)),
             at_most_ns=_beside(ground, links, change) if links else None,
+            seen_ns=alone // max(ground.rank_count, 1),
         )
 
 

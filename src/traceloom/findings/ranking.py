@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,6 +71,7 @@ def rank(ground: Ground, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> R
             else:
                 time.append((rule, said))
     found, limit = _greedy(ground, keyed(time), rules, steps) if ground.whole_ns else ((), "")
+    abstained += _untold(ground, [(rule.slug, candidate) for rule, candidate in time], found)
     return Ranked((*found, *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained), limit)
 
 
@@ -110,6 +111,16 @@ def _greedy(
     kept = [one for one in ranked if (one.saving_fraction or 0) >= LEAST]
     alone_in_time = ground.steps is not None and steps.count == steps.ground.step_count == 1 and ground.unit == "step"
     return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0))), _LIMIT if alone_in_time else ""
+
+
+def _untold(ground: Ground, seen: list[tuple[str, Candidate]], told: tuple[Finding, ...]) -> Iterator[Abstention]:
+    """Why what looks large is no finding: without it the step would take as long."""
+    slugs = {finding.slug for finding in told} | {one.slug for finding in told for one in finding.alternatives}
+    for slug, candidate in seen:
+        if slug not in slugs and (candidate.seen_ns or 0) >= HIGH * ground.step_ns:
+            yield Abstention(
+                slug, f"{candidate.title}: hiding it saves nothing, what comes behind waits for more than that"
+            )
 
 
 def _first(steps: Steady, saved: dict[Key, int]) -> Key:

@@ -21,6 +21,8 @@ class Candidate:
         advice: What to do.
         evidence: Things to look at.
         at_most_ns: A bound on what it can save, where re-timing would promise more than the fix can; None for none.
+        seen_ns: The time that looks as if it could be saved, where a reader sees it elsewhere and asks why it is not
+            told; None where there is none.
     """
 
     title: str
@@ -29,6 +31,7 @@ class Candidate:
     advice: str
     evidence: tuple[Evidence, ...] = field(default_factory=tuple)
     at_most_ns: int | None = None
+    seen_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
