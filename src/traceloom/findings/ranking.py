@@ -186,7 +186,7 @@ def _finding(
         slug=key[0],
         title=candidate.title,
         severity=_severity(fraction),
-        confidence=candidate.confidence * (1.0 if ground.law.holds else 0.5),
+        confidence=candidate.confidence * (1.0 if ground.law.holds and ground.law.points_hold else 0.5),
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,

@@ -75,6 +75,7 @@ def _ground(ground: Ground, found: Ranked, absent: Absent) -> Row:
         "holds": law.holds,
         "exact_error_ns": law.exact_error_ns,
         "honest_error": law.honest_error,
+        "point_error": law.point_error,
         "residual_share": law.residual_share,
         "limit": absent.value(found.limit or None, "findings_ground.limit"),
         "host_ratio": absent.value(ground.host_ratio, "findings_ground.host_ratio"),

@@ -44,7 +44,7 @@ def build(name: str, step: int | None, changes: list[Change], found: WhatIf, kep
         "ranks": found.ranks.to_dicts(),
         "path": found.path.to_dicts(),
         "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
-                "residual_share": kept.residual_share},
+                "point_error": kept.point_error, "residual_share": kept.residual_share},
         "trusted": found.trusted,
         "lower_bound": found.lower_bound,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from traceloom.model import units
 from traceloom.model.graph import Graph
 from traceloom.model.result import Result
-from traceloom.retime.arrays import point_times
+from traceloom.retime.arrays import plain, point_times
 from traceloom.retime.critical_path import Path, critical_path, parts, unexplained
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.plan import Plan
@@ -26,6 +26,8 @@ from traceloom.retime.plan import Plan
 Ints = NDArray[np.int64]
 
 HONEST = 0.02  # of the window
+POINTS = 0.05  # of the window
+_SAMPLE = 2_000_000  # points at most that the usual error is taken from
 _LONG = 60  # letters of a name in a sentence
 
 
@@ -40,6 +42,11 @@ class Law(Result):
         exact_error_ns: Largest difference of any point, with residuals.
         honest_error_ns: Difference of the window, with class delays alone.
         honest_error: The same as a fraction of the window.
+        point_error_ns: What 95 % of all points are off by at most, with class delays alone: the window may come back
+            while what happens within it does not.
+        point_error: The same as a fraction of the window.
+        points_hold: Exact with residuals, and points within `POINTS` without: what rests on single moments can be
+            trusted.
         residual_ns: Residuals on the critical path.
         residual_share: The same as a fraction of the window.
         assumed_ns: Delays of `assumed` edges on the critical path: what is taken as given without being recorded.
@@ -57,6 +64,9 @@ class Law(Result):
     exact_error_ns: int
     honest_error_ns: int
     honest_error: float
+    point_error_ns: int
+    point_error: float
+    points_hold: bool
     residual_ns: int
     residual_share: float
     assumed_ns: int
@@ -99,13 +109,19 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
     exact_error = int(np.abs(exact - measured).max(initial=0))
     honest_error = int(honest.max() - measured.max()) if measured.size else 0
     fraction = honest_error / max(window, 1)
+    some = slice(None, None, measured.size // _SAMPLE + 1)
+    points = int(np.percentile(np.abs(plain(honest[some]) - plain(measured[some])), 95)) if measured.size else 0
+    off = points / max(window, 1)
     return Law(
-        sentence=_sentence(exact_error, fraction, window, residual, assumed, largest),
+        sentence=_sentence(exact_error, (fraction, off), window, residual, assumed, largest),
         holds=exact_error == 0 and abs(fraction) <= HONEST,
         window_ns=window,
         exact_error_ns=exact_error,
         honest_error_ns=honest_error,
         honest_error=fraction,
+        point_error_ns=points,
+        point_error=off,
+        points_hold=exact_error == 0 and off <= POINTS,
         residual_ns=residual,
         residual_share=residual / max(window, 1),
         assumed_ns=assumed,
@@ -121,15 +137,18 @@ _NO_PARTS = pl.DataFrame(schema={"what": pl.String, "kind": pl.String, "count": 
 
 
 def _sentence(  # noqa: PLR0917  (the figures in the order in which they are told)
-    exact_error: int, fraction: float, window: int, residual: int, assumed: int, largest: pl.DataFrame
+    exact_error: int, errors: tuple[float, float], window: int, residual: int, assumed: int, largest: pl.DataFrame
 ) -> str:
     exact = "exactly" if not exact_error else f"but for {units.duration(exact_error)}"
+    fraction, points = errors
     honest = f"{fraction:+.2%}".replace("%", " %")
     ok = "" if abs(fraction) <= HONEST else " (more than the 2 % at which it can be trusted)"
+    within = f", and 95 % of what happens within {units.share(points, 1)} of its time"
+    within += "" if points <= POINTS else " (more than the 5 % at which single moments can be trusted)"
     share = residual / max(window, 1)
     said = [
         f"Re-timed without any measured start, the {units.duration(window)} come back {exact}",
-        f"with the usual delay of each kind of edge alone {honest}{ok}",
+        f"with the usual delay of each kind of edge alone {honest}{ok}{within}",
         f"unexplained delays are {units.share(share, 1)} of the critical path",
     ]
     if share > HONEST and largest.height:
