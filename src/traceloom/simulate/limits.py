@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.intervals import merge, union
 from traceloom.model.graph import Graph
 from traceloom.retime import ABSENT
-from traceloom.retime.arrays import array, point_times, points
+from traceloom.retime.arrays import array, plain, point_times, points
 from traceloom.simulate.beside import covered_ns, exposed
 from traceloom.simulate.changes import Scenario
 
@@ -46,11 +46,11 @@ def busiest_lane_ns(scenario: Scenario) -> int:
     if not order.height:
         return 0
     at, lane = order["node"].to_numpy().astype(np.int64), order["lane"].to_numpy().astype(np.int64)
-    start, duration = order["start_ns"].to_numpy(), array(scenario.graph, nodes["duration_ns"])[at]
+    start, duration = order["start_ns"].to_numpy(), plain(array(scenario.graph, nodes["duration_ns"])[at])
     until = np.minimum(np.append(start[1:], start[-1] + duration[-1]), start + duration)
     until[np.flatnonzero(np.diff(lane))] = (start + duration)[np.flatnonzero(np.diff(lane))]
     alone = np.divide(np.maximum(until - start, 0), duration, out=np.ones(at.size), where=duration > 0)
-    left = np.maximum(scenario.work_ns[at], 0) * alone
+    left = np.maximum(plain(scenario.work_ns[at]), 0) * alone
     return int(np.bincount(lane, weights=left).max())
 
 
