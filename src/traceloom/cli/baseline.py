@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import math
 import shlex
 import sys
 import time
@@ -23,6 +24,7 @@ examples:
   traceloom baseline save main runs/                keep the runs of a directory as `main`
   traceloom baseline list
   traceloom baseline compare main new-runs/ --fail-if 'step_time > 3%' -o check.md
+  traceloom baseline compare main new-runs/ --power 5%          how many runs would show 5 %
   traceloom baseline compare main run1 run2 --store s3://bucket/baselines
 
 {checking.CONDITIONS}"""
@@ -48,7 +50,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "--store", default=_STORE, metavar="DIR_OR_URL",
         help=f"where baselines are kept: a directory ({_STORE}) or a URL that fsspec knows, as s3://...",
     )  # fmt: skip
-    checking.add_conditions(parser.add_argument_group("compare"))
+    compare = parser.add_argument_group("compare")
+    checking.add_conditions(compare)
+    compare.add_argument(
+        "--power", type=_share, metavar="CHANGE", help="say how many runs a side would show a change of this size: 5%%"
+    )
     checking.add_output(parser, "result")
     return parser
 
@@ -72,8 +78,20 @@ def _check_usage(args: argparse.Namespace) -> None:
             raise wrong("`list` takes no name")
     elif args.name is None or not args.runs:
         raise wrong(f"`{args.action}` needs a name and at least one run")
-    if args.action != "compare" and (args.conditions or args.strict or args.output):
-        raise wrong("--fail-if, --strict and -o belong to `compare`")
+    if args.action != "compare" and (args.conditions or args.strict or args.output or args.power is not None):
+        raise wrong("--fail-if, --strict, --power and -o belong to `compare`")
+
+
+def _share(text: str) -> float:
+    """A change in per cent."""
+    number = text.strip().removesuffix("%").strip()
+    try:
+        share = float(number) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 100:
+        raise argparse.ArgumentTypeError(f"`{text}` is no change, as 5%")
+    return share
 
 
 def _save(args: argparse.Namespace) -> int:
@@ -171,7 +189,7 @@ def _compare(args: argparse.Namespace) -> int:
         progress.say("comparing")
         judged = gate.judge(base.runs, runs, conditions)
         sides = ((f"baseline {args.name}", base.runs), (checking.named(args.runs), runs))
-        document = verdict.build(judged, *sides, strict=args.strict)
+        document = verdict.build(judged, *sides, strict=args.strict, effect=args.power)
         written = checking.write(args, chosen, document)
     checking.show(args, document)
     again = ["traceloom", "baseline", "compare", args.name, *args.runs, *_at(args)]

@@ -45,12 +45,14 @@ class Drawn:
         new: Of the new run.
         freedom: Degrees of freedom of the noise: what the samples know about it.
         effect: Difference of the sides in standard deviations of a sample (Cohen's d); None without any noise.
+        scatter: Standard deviation of a run, as a fraction of its side's value; None where nobody knows.
     """
 
     base: Floats
     new: Floats
     freedom: float
     effect: float | None
+    scatter: float | None = None
 
 
 def over_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Drawn:
@@ -87,7 +89,8 @@ def over_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statisti
         draw = generator.integers(DRAWS, size=(DRAWS, count))
         sides.append(centre[side] * (1 + scale * (drawn[run, draw] - 1 - scatter.mean()).mean(axis=1)))
     deviation = math.sqrt(max(variance, floor))
-    return Drawn(sides[0], sides[1], freedom, _effect(centre, deviation * abs(float(centre[0]))))
+    effect = _effect(centre, deviation * abs(float(centre[0])))
+    return Drawn(sides[0], sides[1], freedom, effect, math.sqrt(variance))
 
 
 def within_runs(base: Floats, new: Floats, statistic: Statistic) -> Drawn:

@@ -39,6 +39,7 @@ CHECKS = pl.Schema(
         "limit": pl.Float64(),
         "relative": pl.Boolean(),
         "effect_size": pl.Float64(),
+        "scatter": pl.Float64(),
         "sample": pl.String(),
         "source": pl.String(),
         "base_runs": pl.Int64(),
@@ -60,7 +61,8 @@ class Verdict(Result):
         checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as `measure` says);
             `change`: new less base, as a fraction of the base where `relative`, else in the unit of the measure;
             `low`, `high`: its 95 % interval; `limit`: what it was held against; `effect_size`: the difference in
-            standard deviations of a sample (null without noise); `sample`: `runs`, or `within one run only`;
+            standard deviations of a sample (null without noise); `scatter`: standard deviation of a run as a fraction
+            of its side (null within one run); `sample`: `runs`, or `within one run only`;
             `source`: wall times of undisturbed steps, or recorded steps. Unknown is null, and `reason` says why.
         conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
         causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest differences first.
@@ -166,7 +168,12 @@ def _judged(condition: Condition, drawn: Drawn, base: float, new: float) -> dict
     change = float(_change(base, new, relative=condition.relative))
     if not math.isfinite(change):  # of nothing: more than any share of it
         verdict = FAIL if condition.above else PASS
-        return {"verdict": verdict, "reason": "the base has none of it", "effect_size": drawn.effect}
+        return {
+            "verdict": verdict,
+            "reason": "the base has none of it",
+            "effect_size": drawn.effect,
+            "scatter": drawn.scatter,
+        }
     draws = np.asarray(_change(drawn.base, drawn.new, relative=condition.relative))
     draws = draws[np.isfinite(draws)]
     low, high = interval(draws, change, drawn.freedom) if draws.size else (change, change)
@@ -176,7 +183,7 @@ def _judged(condition: Condition, drawn: Drawn, base: float, new: float) -> dict
         beyond, within = high < condition.limit, low >= condition.limit
     verdict = FAIL if beyond else PASS if within else INCONCLUSIVE
     reason = "" if verdict != INCONCLUSIVE else "the limit lies inside the interval"
-    told = {"change": change, "low": low, "high": high, "effect_size": drawn.effect}
+    told = {"change": change, "low": low, "high": high, "effect_size": drawn.effect, "scatter": drawn.scatter}
     return {"verdict": verdict, "reason": reason, **told}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from traceloom import __version__
 from traceloom.analyze.gate import RunSummary, Verdict
+from traceloom.analyze.gate.power import power
 
 FORMAT = "traceloom-verdict"
 VERSION = 1
@@ -19,6 +20,7 @@ def build(
     *,
     strict: bool,
     comparison: dict[str, Any] | None = None,
+    effect: float | None = None,
 ) -> dict[str, Any]:
     """The verdict as one JSON object. Keys: docs/how-to/gate.md; version 1 only gains keys.
 
@@ -28,6 +30,7 @@ def build(
         new: The same of the new side.
         strict: Whether `inconclusive` fails the check.
         comparison: Of `traceloom.report.comparison.build`, where both sides' traces are at hand.
+        effect: A change, as a fraction of the base: how many runs would show it is told, too.
     """
     return {
         "format": FORMAT,
@@ -38,6 +41,7 @@ def build(
         "base": _side(*base),
         "new": _side(*new),
         **found.to_dict(),
+        "power": [] if effect is None else power(found.checks, effect).to_dicts(),
         "comparison": comparison,
     }
 

@@ -1,0 +1,77 @@
+"""How many runs a check needs to see a change of a wanted size.
+
+Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.4: two groups of equal size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import polars as pl
+
+from traceloom.analyze.gate.resampling import student
+
+POWER = 0.8  # how often the change is to be found
+_ONE_SIDED = 0.8416  # quantile of the normal distribution at POWER
+_MOST = 1_000
+
+ROWS = pl.Schema(
+    {
+        "condition": pl.String(),
+        "effect": pl.Float64(),
+        "scatter": pl.Float64(),
+        "runs": pl.Int64(),
+        "reason": pl.String(),
+    }
+)
+
+
+def runs_needed(scatter: float, room: float) -> int | None:
+    """Runs a side with which a change beyond the limit by `room` fails the check eight times of ten.
+
+    Args:
+        scatter: Standard deviation of a run, as a fraction of the base.
+        room: The change less the limit, as a fraction of the base.
+
+    Returns:
+        At least 2; None where no number of runs up to 1,000 is enough.
+    """
+    if room <= 0:
+        return None
+    return next(
+        (
+            runs
+            for runs in range(2, _MOST + 1)
+            if (student(2 * runs - 2) + _ONE_SIDED) * scatter * math.sqrt(2 / runs) <= room
+        ),
+        None,
+    )
+
+
+def power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
+    """How many runs a side each check needs to fail for a change of this size.
+
+    Args:
+        checks: Of a verdict.
+        effect: The change, as a fraction of the base; positive, for conditions with `<` a decrease of that size.
+
+    Returns:
+        Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run a side says nothing of
+        it), `runs` a side, and the `reason` where that is null.
+    """
+    return pl.DataFrame([_row(check, effect) for check in checks.to_dicts()], schema=ROWS)
+
+
+def _row(check: dict[str, Any], effect: float) -> dict[str, Any]:
+    row = {"condition": check["condition"], "effect": effect, "scatter": check["scatter"], "runs": None, "reason": None}
+    if not check["relative"]:
+        return row | {"reason": "the limit is no share of the base"}
+    if check["scatter"] is None:
+        return row | {"reason": "how runs scatter is not known: several runs of a side are needed"}
+    runs = runs_needed(check["scatter"], effect - abs(check["limit"]))
+    if runs is None:
+        within = effect <= abs(check["limit"])
+        reason = "the change is within the limit" if within else f"more than {_MOST:,} runs a side"
+        return row | {"reason": reason}
+    return row | {"runs": runs}
