@@ -105,8 +105,14 @@ def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame)
 
 
 def _cause(roots: pl.DataFrame) -> str | None:
-    """The cause of most of the waiting."""
-    causes = roots.group_by("root_cause").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_cause", descending=True)
+    """The cause of most of the waiting, where it begins in each step.
+
+    Computing goes on beside communication: who came late to the first collective of a step comes late to the next ones,
+    for which it then seems to compute for longer.
+    """
+    first = roots.sort("start_ns").unique("step", keep="first", maintain_order=True)
+    begins = first if first["step"].null_count() == 0 else roots
+    causes = begins.group_by("root_cause").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_cause", descending=True)
     cause: str | None = causes["root_cause"].cast(pl.String)[0] if causes.height else None
     return cause
 
