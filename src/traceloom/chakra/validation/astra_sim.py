@@ -48,7 +48,6 @@ def _check_nodes(table: NodeTable, place: Place, findings: Findings) -> None:
             collective & (pl.col("comm_type") == CollectiveCommType.BROADCAST) & (pl.col("duration_us") == 0),
             "is a broadcast without duration",
         ),
-        ("host-node", (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op"), "is work of the CPU"),
         (
             "memory-node",
             pl.col("type").is_in([NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE]),
@@ -58,6 +57,11 @@ def _check_nodes(table: NodeTable, place: Place, findings: Findings) -> None:
         rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
         if len(rows):
             findings.add(rule, place, each(table, rows, said), ids(table, rows))
+    host = (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
+    rows = np.flatnonzero(table.nodes.select(host.fill_null(value=False)).to_series().to_numpy())
+    if len(rows):  # about the simulation as a whole, however many they are
+        said = f"{len(rows):,} node{'s are' if len(rows) > 1 else ' is'} work of the CPU"
+        findings.add("host-node", place, [(None, said)], ids(table, rows), count=1)
     if len(table.control.row):
         rows = np.unique(table.control.row)
         findings.add("control-dependency", place, each(table, rows, "has control dependencies"), ids(table, rows))
