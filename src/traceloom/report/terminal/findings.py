@@ -29,7 +29,8 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
         return
     where = "of the window" if ground["step"] is None else f"of {ground['unit']} {ground['step']}"
     steps = max((row["step_count"] for row in rows), default=1)
-    where += f", the middle one of {steps}" if steps > 1 else ""
+    if steps > 1:
+        where = f"per {ground['unit']}, the middle one of {steps}"
     yield from heading("What to fix first", f"savings {where}, by re-timing; they do not overlap", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of it.")
