@@ -117,6 +117,22 @@ def test_four_key_numbers(page: str) -> None:
     assert found[1].count("<dt>") == 4
 
 
+def test_the_numbers_are_of_the_time_that_the_sentence_and_the_bar_are_of(
+    page: str, made_document: dict[str, Any]
+) -> None:
+    parts = made_document["answer"]["parts"]
+    whole, idle = sum(part["ns"] for part in parts), sum(part["ns"] for part in parts if part["kind"] == "idle")
+    found = re.search(r'<dl class="key">(.*?)</dl>', page, re.DOTALL)
+    assert found
+    numbers = dict(
+        zip(re.findall(r"<dt>(.*?)</dt>", found[1]), re.findall(r'<b title="(.*?)">', found[1]), strict=True)
+    )
+    assert numbers["GPU busy"] == f"{whole - idle} of {whole} ns"
+    exposed = sum(part["ns"] for part in parts if part["kind"] == "communication")
+    assert numbers["Communication not hidden"] == f"{exposed} of {whole} ns"
+    assert numbers["Idle, mostly"] == f"{max(part['ns'] for part in parts if part['kind'] == 'idle')} ns"
+
+
 def test_missing_parts_say_why_in_one_line(page: str, made_document: dict[str, Any]) -> None:
     reasons = {entry["path"]: entry["reason"] for entry in made_document["absent"]}
     shown = "".join(Elements(page).texts)

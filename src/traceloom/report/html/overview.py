@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from traceloom.analyze.idle import CAUSES
 from traceloom.model import units
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.bars import bar, group, legend
@@ -112,6 +111,7 @@ def key_numbers(document: Row) -> str:
 
 
 Number = tuple[str, str, str, str]
+_ON_GPU = ("compute", "communication", "memory")
 
 
 def _step_time(document: Row) -> Number | None:
@@ -144,45 +144,42 @@ def _window(document: Row) -> Number | None:
     return "Recorded", units.duration(longest), f"{longest} ns", f"{units.count(events)} events"
 
 
+def _gpu_parts(document: Row) -> tuple[int, dict[str, int]]:
+    """The time of the answer, as the sentence and the bar have it, and its parts by kind; nothing without GPUs."""
+    parts = (document.get("answer") or {}).get("parts") or []
+    if not _devices(document) or not any(part["kind"] in _ON_GPU for part in parts):
+        return 0, {}
+    kinds: dict[str, int] = {}
+    for part in parts:
+        kinds[part["kind"]] = kinds.get(part["kind"], 0) + part["ns"]
+    return sum(kinds.values()), kinds
+
+
 def _busy(document: Row) -> Number | None:
-    devices = _devices(document)
-    window, busy = _sum(devices, "window_ns"), _sum(devices, "busy_ns")
-    if not window:
+    whole, kinds = _gpu_parts(document)
+    if not whole:
         return None
-    more = f"{units.duration(busy)} of {units.duration(window)}" + (", all GPUs" if len(devices) > 1 else "")
-    return "GPU busy", units.share(busy, window), f"{busy} of {window} ns", more
+    busy = whole - kinds.get("idle", 0)
+    more = f"{units.duration(busy)} of {units.duration(whole)}" + (", all GPUs" if len(_devices(document)) > 1 else "")
+    return "GPU busy", units.share(busy, whole), f"{busy} of {whole} ns", more
 
 
 def _communication(document: Row) -> Number | None:
-    devices = _devices(document)
-    window, total = _sum(devices, "window_ns"), _sum(devices, "communication_ns")
-    exposed = _sum(devices, "exposed_communication_ns")
-    if not total:
+    whole, kinds = _gpu_parts(document)
+    if not whole or not _sum(_devices(document), "communication_ns"):
         return None
-    more = f"of GPU time; {units.share(exposed, total)} of all communication"
-    return "Communication not hidden", units.share(exposed, window), f"{exposed} of {total} ns", more
+    exposed = kinds.get("communication", 0)
+    return "Communication not hidden", units.share(exposed, whole), f"{exposed} of {whole} ns", "of GPU time"
 
 
 def _idle_cause(document: Row) -> Number | None:
-    causes: dict[str, int] = {}
-    for rank in document["ranks"]:
-        for row in rank.get("idle") or []:
-            causes[row["cause"]] = causes.get(row["cause"], 0) + row["idle_ns"]
-    idle = sum(causes.values())
-    if not idle:
+    whole, kinds = _gpu_parts(document)
+    causes = [part for part in (document["answer"] or {}).get("parts") or [] if part["kind"] == "idle"] if whole else []
+    if not causes:
         return None
-    worst = max(causes, key=causes.__getitem__)
-    label = f"Idle, mostly: {_words(worst)}"
-    return (
-        label,
-        units.share(causes[worst], idle),
-        f"{causes[worst]} ns",
-        f"of the idle time in the GPUs' windows: {CAUSES.get(worst, worst)}",
-    )
-
-
-def _words(slug: str) -> str:
-    return slug.replace("_", " ").replace("-", " ")
+    worst = max(causes, key=lambda part: int(part["ns"]))
+    cause = str(worst["label"]).removeprefix("idle: ")
+    return "Idle, mostly", units.share(worst["ns"], kinds["idle"]), f"{worst['ns']} ns", f"of the idle time: {cause}"
 
 
 def _memory(document: Row) -> Number | None:
