@@ -166,7 +166,7 @@ def _findings(document: Row) -> Iterator[str]:
             ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
             if row["list"] == "time"
             else units.size(row["saving_bytes"]),
-            text(row["title"]),
+            text("; or, for the same time: ".join([row["title"], *(one["title"] for one in row["alternatives"])])),
             text(row["advice"]),
         ]
         for row in (document.get("findings") or [])[:_MOST_FINDINGS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from traceloom.model import Session
 from traceloom.report.document import build
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.findings import findings as page
+from traceloom.report.markdown import render as markdown
 from traceloom.report.options import ReportOptions
 from traceloom.report.terminal.findings import findings as terminal
 from traceloom.testing import TraceBuilder
@@ -64,6 +66,23 @@ def test_names_in_the_page_are_text_and_evidence_leads_to_the_timeline() -> None
     assert "http" not in drawn
     first = document()["findings"][0]["evidence"][0]
     assert f'data-range="{first["start_ns"]}-{first["start_ns"] + first["duration_ns"]}"' in drawn
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_other_fixes_for_the_same_time_stand_below_a_finding(width: int) -> None:
+    made = deepcopy(document())
+    others = ("blocking-sync", "blocking-item", "straggler", "exposed-communication")
+    made["findings"][0]["alternatives"] = [{"slug": slug, "title": HOSTILE, "alone_ns": 5_000_000} for slug in others]
+    Draft202012Validator(SCHEMA).validate(made)
+    for full in (False, True):
+        lines = [line.plain for line in terminal(made, width, full=full)]
+        assert max(map(len, lines)) <= width
+        assert "blocking-item" in " ".join(lines)
+        assert not any("\x1b" in line for line in lines)
+    drawn = page(made, Reasons(made))
+    assert "for the same time" in drawn
+    assert "<img" not in drawn
+    assert "or, for the same time" in markdown(made, ReportOptions())
 
 
 def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:

@@ -64,7 +64,10 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
     if not full:
         if row["alternatives"]:
             slugs = ", ".join(dict.fromkeys(one["slug"] for one in row["alternatives"]))
-            yield Text(f"{' ' * head.cell_len}or, for the same time: {harmless(slugs)}", DIM)
+            for part in textwrap.wrap(
+                f"or, for the same time: {slugs}", max(width - _SIDE, 24), break_on_hyphens=False
+            ):
+                yield Text(" " * head.cell_len + part, DIM)
         return
     for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
         for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
