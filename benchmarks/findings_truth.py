@@ -212,8 +212,9 @@ def distributions(count: int, seed: int) -> Iterator[str]:
     yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
     for text, errors in times.items():
         big = savings[text] or [0.0]
+        name = text.replace("|", r"\|")
         yield (
-            f"| {text} | {len(errors)} | {np.median(errors):.2%} | {np.percentile(errors, 95):.2%} | "
+            f"| {name} | {len(errors)} | {np.median(errors):.2%} | {np.percentile(errors, 95):.2%} | "
             f"{len(savings[text])} | {np.median(big):.1%} | {np.percentile(big, 95):.1%} | {max(big):.1%} |"
         )
     every = [error for errors in times.values() for error in errors]
