@@ -40,7 +40,7 @@ from traceloom.testing.jobs.planted import clean_jobs, several_ranks, single_ran
 
 HERE = Path(__file__).parent
 TRIES, ENOUGH = 4, 16  # runs, until one has so many steps that tell what the fault costs
-FROM = 12  # as in findings_job.py: from here on every other step is without the fault
+FROM = 30  # as in findings_job.py: from here on every other step is without the fault
 _COUNTS = 0.02  # of the step: smaller savings are not judged
 _LATE = ("straggler", "host-pause", "data-starved")
 EXPECTED = {
@@ -104,8 +104,8 @@ def recorded(fault: str, folder: Path, *, fixed: bool, first: bool, ranks: int) 
     job = [sys.executable, str(HERE / "findings_job.py"), fault, *(["fixed"] if fixed else [])]
     if fault.startswith(("straggler", "busy")):
         job[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    # a loader with workers has batches in store at first
-    window = ["--steps", "20..25"] if fault == "workers" else []
+    # at first a loader with workers has batches in store, and memory is new
+    window = ["--steps", "20..25"]
     command = [
         sys.executable,
         "-m",
@@ -152,13 +152,13 @@ def predicted(folder: Path) -> Ranked:
     ground = Ground.of(traceloom.load(folder))
     ratios = []
     for part in json.loads((folder / "capture.json").read_text())["ranks"]:
-        told = enumerate(zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True))
-        by_state: dict[str, list[int]] = {}
-        for number, (time, state) in told:
-            if number < FROM or number % 2 == 0:
-                by_state.setdefault(state, []).append(time)
-        if by_state.keys() >= {"recorded", "unrecorded"}:
-            ratios.append(statistics.median(by_state["recorded"]) / statistics.median(by_state["unrecorded"]))
+        times, states = part["steps"]["cpu_ns"], part["steps"]["state"]
+        recorded = [number for number, state in enumerate(states) if state == "recorded"]
+        plain = [number for number, state in enumerate(states)
+                 if state == "unrecorded" and number > 2 and (number < FROM or number % 2 == 0)]  # fmt: skip
+        plain.sort(key=lambda number: max(recorded[0] - number, number - recorded[-1]))
+        medians = (statistics.median(times[number] for number in some) for some in (recorded, plain[:10]))
+        ratios.append(next(medians) / next(medians))
     ground.host_ratio = max(ratios, default=None)
     return rank(ground, RULES)
 

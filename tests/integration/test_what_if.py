@@ -16,6 +16,7 @@ from traceloom.retime import Plan, calibrate
 from traceloom.simulate import Scenario, parse, scenario_of, sweep, whatif, whatif_many
 from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.jobs import Change, Job, ParallelRecipe, Recipe, parallel_job, training_job
+from traceloom.testing.jobs.hosted import HostedRecipe, hosted_job
 from traceloom.testing.jobs.training import DELAY
 
 ALLOWED = 0.02  # of the new time
@@ -174,6 +175,14 @@ def test_savings_of_the_host_are_told_without_what_recording_cost_it() -> None:
     assert less("host * 0.9", "host * 0.8") == pytest.approx(0.28 * cost, abs=1)
     # what costs time costs less without recording
     assert less("host * 1.5") == pytest.approx(-0.5 * cost, abs=1)
+
+
+def test_the_delay_of_a_rank_that_records_as_much_as_the_others_is_no_recording() -> None:
+    builders = hosted_job(HostedRecipe(late_ns=20_000_000)).run().traces()
+    graph = calibrate(join([link_rank(builder.build()) for builder in builders]))
+    found = whatif(graph, [parse("rank 1 delay remove")], host_ratio=1.25)
+    assert found.saved_ns > 30_000_000
+    assert found.rescaled_saved_ns == pytest.approx(found.saved_ns, rel=0.01)
 
 
 def test_what_recording_cost_is_never_more_than_the_saving() -> None:

@@ -23,6 +23,7 @@ VERSION = 1
 STAGE = "profiled"  # as Chakra tells graphs apart: executed on a platform; not the model as written, nor as compiled
 NAME = "capture.json"
 FEWEST_STEPS = 3
+_NEIGHBOURS = 10  # unrecorded steps that recorded ones are compared with, at least
 """The median of fewer steps says nothing about what recording costs."""
 _PART = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
 _OURS = re.compile(
@@ -143,16 +144,19 @@ def clear_notes(directory: Path) -> None:
 
 
 def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
-    """What recording cost: recorded steps against unrecorded ones after the warm-up, by their medians.
+    """What recording cost: recorded steps against the nearest unrecorded ones after the warm-up, by their medians.
+
+    A run changes while it goes on (memory, caches, clocks, other programs): what lies far from the window compares less.
 
     The ratio is that of processor time, where the system tells it: how long a step takes depends on what else runs and
     on what it waits for, and a few steps of a busy machine differ by more than recording costs. Beside it stand the
     ratios of the quartiles that are nearest and farthest. Unknown figures are null: a run may end too early.
     """
     figures: dict[str, Any] = {}
-    skipped = {Mark.PLAIN: warm_up, Mark.RECORDED: 0, Mark.GRAPH: 0}
-    ran = {mark: log.processor_times(mark, skip=skip) for mark, skip in skipped.items()}
-    took = {mark: log.durations(mark, skip=skip) for mark, skip in skipped.items()}
+    numbers = {mark: log.numbers(mark) for mark in (Mark.RECORDED, Mark.GRAPH)}
+    numbers[Mark.PLAIN] = _nearest(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
+    ran = {mark: log.processor_times(steps) for mark, steps in numbers.items()}
+    took = {mark: log.durations(steps) for mark, steps in numbers.items()}
     for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
         figures[f"{name}_steps"] = len(took[mark])
         figures[f"{name}_median_ns"] = _median(took[mark])
@@ -167,6 +171,14 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
         figures[name] = _ratio(_quantile(recorded, low), _quantile(plain, high))
     figures["graph_step_ratio"] = _ratio(_quantile(compared[Mark.GRAPH], 0.5), _quantile(plain, 0.5))
     return figures
+
+
+def _nearest(steps: list[int], recorded: list[int]) -> list[int]:
+    """Of some steps the nearest to recorded ones, twice as many as those."""
+    if not recorded:
+        return steps
+    ordered = sorted(steps, key=lambda step: max(recorded[0] - step, step - recorded[-1]))
+    return sorted(ordered[: max(_NEIGHBOURS, 2 * len(recorded))])
 
 
 def _median(values: list[int]) -> int | None:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -164,17 +165,18 @@ class StepLog:
             if _CODES[self._marks[step]] is before:
                 self._marks[step] = _CODES.index(after)
 
-    def durations(self, mark: Mark, *, skip: int = 0) -> list[int]:
-        """Durations in nanoseconds of the steps with this mark, without the first `skip` steps of the run."""
-        return self._of(self._durations, mark, skip)
-
-    def processor_times(self, mark: Mark, *, skip: int = 0) -> list[int]:
-        """How long the thread of the steps ran in each of them, where that is known."""
-        return [ran for ran in self._of(self._ran, mark, skip) if ran >= 0]
-
-    def _of(self, column: array[int], mark: Mark, skip: int) -> list[int]:
+    def numbers(self, mark: Mark, *, skip: int = 0) -> list[int]:
+        """The steps with this mark, without the first `skip` steps of the run."""
         code = _CODES.index(mark)
-        return [column[i] for i in range(skip, len(self._marks)) if self._marks[i] == code]
+        return [number for number in range(skip, len(self._marks)) if self._marks[number] == code]
+
+    def durations(self, numbers: Iterable[int]) -> list[int]:
+        """Durations of these steps in nanoseconds."""
+        return [self._durations[number] for number in numbers]
+
+    def processor_times(self, numbers: Iterable[int]) -> list[int]:
+        """How long the thread of the steps ran in each of these, where that is known; ns."""
+        return [self._ran[number] for number in numbers if self._ran[number] >= 0]
 
     def to_dict(self) -> dict[str, Any]:
         """The table of `capture.json`: one list per column; the number of a step is its position."""

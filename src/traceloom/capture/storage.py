@@ -293,7 +293,7 @@ class Storage:
         """This process's entry of `capture.json`."""
         self.look_around()
         rank, size, local = self._place
-        graph_ns = self._log.durations(Mark.GRAPH)
+        graph_ns = self._log.durations(self._log.numbers(Mark.GRAPH))
         if rank is None:
             rank, size = 0, 1
         if self._graph is not None:

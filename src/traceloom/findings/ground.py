@@ -128,11 +128,12 @@ class Ground:
 
         From where the step before it ends, on the last rank, to where it does; of steps that stand apart, from its own
         beginning. A step ends with its work on the device: what a thread does at its end may wait for the next one.
+        Without a device it ends with its work on the host: a helper waits until the next step has something for it.
         """
         if self.step_count == 1:
             return np.array([np.ptp(times) if times.size else 0], dtype=np.int64)
         place, begin, end = self.step_place, times[0::2], times[1::2]
-        counts = (place >= 0) & (self.of_kind(*_DEVICE) if self.on_device else True)
+        counts = (place >= 0) & (self.of_kind(*_DEVICE) if self.on_device else ~self.of_kind(gs.WAIT))
         ends = np.full(self.step_count, _NEVER)
         np.maximum.at(ends, place[counts], end[counts])
         if self.apart:

@@ -286,8 +286,9 @@ def _in_order(waits: list[_Waits]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
 def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found: tuple[Ints, Ints, Ints, Ints]) -> Ints:
     """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
 
-    Of all quiet times that a communication shares, the one that shares most of it waited for it. It may end before:
-    the thread that communicates wakes the waiting one, and ends its own event when it is its turn again.
+    Of all quiet times that a communication shares and fills, the one in which it ends waited for it, else the one that
+    shares most of it: that may end before, since the thread that communicates wakes the waiting one, and ends its own
+    event when it is its turn again.
     """
     begin, done, head, tail = found
     low, high = host.start[mine], host.end[mine]
@@ -299,11 +300,12 @@ def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found:
     asked = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
     since = np.where(asked, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
-    order = np.lexsort((since - until, event))
+    fits = until - since >= np.maximum(_QUIET_NS, _SHARE * (high[quiet] - low[quiet]))
+    ends = fits & (tree.end[event] <= high[quiet])
+    order = np.lexsort((since - until, ~ends, event))
     order = order[np.append(True, event[order[1:]] != event[order[:-1]])[: order.size]]
     order = order[np.argsort(until[order], kind="stable")]  # of several in one quiet time the last
-    event, quiet, since, until, asked = (column[order] for column in (event, quiet, since, until, asked))
-    fits = until - since >= np.maximum(_QUIET_NS, _SHARE * (high[quiet] - low[quiet]))
+    event, quiet, since, until, asked, fits = (x[order] for x in (event, quiet, since, until, asked, fits))
     event, quiet = event[fits], quiet[fits]
     begin[quiet], done[quiet] = since[fits], until[fits]
     head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~asked[fits], host.first[event], -1)

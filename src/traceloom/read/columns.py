@@ -44,6 +44,7 @@ _GROUP_OF_CODE = np.array([_GROUP.get(name, 0) for name in cat.CATEGORIES], dtyp
 _COPY_CODES = (_CODE[cat.COPY], _CODE[cat.FILL])
 _SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
 _KERNEL_CODE = _CODE[cat.KERNEL]
+_COMMAND_CODE = _CODE[cat.COMMAND]
 
 _JOINED = 64  # arrays of slices made one
 _LIST = (b"[", b'"[')  # some writers put lists in quotes
@@ -319,6 +320,8 @@ class Columns:
         count = len(spans)
         categories = self._categories
         code = packed("B", [categories[span.cat] for span in spans])
+        if (code == _COMMAND_CODE).any():
+            code = _commands(code, spans)
         self._put(
             "spans",
             name=self._codes([span.name for span in spans]),
@@ -411,8 +414,10 @@ class Columns:
     def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
         if rows.size:
             args = arguments.rare(rows)
-            texts = {key: self._text_codes(list(map(attrgetter(key), args))) for key in _COPY_TEXTS}
-            self._put("copies", row=self._row(rows), bytes=numbers([a.bytes for a in args]), **texts)
+            texts = {key: self._text_codes(list(map(attrgetter(key), args))) for key in _COPY_TEXTS if key != "copy_kind"}
+            texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in args])
+            size = numbers([a.size if a.bytes == NULL else a.bytes for a in args])
+            self._put("copies", row=self._row(rows), bytes=size, **texts)
 
     def _add_syncs(self, arguments: _Arguments, rows: Array) -> None:
         if rows.size:
@@ -524,6 +529,16 @@ class Columns:
             value=np.array(values, dtype=np.float64),
             place=np.array(places, dtype=np.int32),
         )
+
+
+def _commands(code: Array, spans: list[Any]) -> Array:
+    """Categories in which what a command processor runs on a stream is what its name says: work of the device."""
+    code = code.copy()
+    for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
+        args = spans[row].args
+        if args is not None and args.stream != NULL:
+            code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
+    return code
 
 
 def _external(args: list[Any]) -> Array:

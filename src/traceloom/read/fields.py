@@ -72,6 +72,8 @@ RARE: dict[str, tuple[str, tuple[str, Any]]] = {
     "copy_kind": ("copy kind", _TEXT),
     "source_kind": ("src kind", _TEXT),
     "target_kind": ("dst kind", _TEXT),
+    "direction": ("direction", _TEXT),
+    "size": ("size", _NUMBER),
 }
 _ALL = ARGUMENTS | RARE
 _STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None, "any": Any}

@@ -13,7 +13,7 @@ from traceloom.simulate.selection import among
 
 _HOST = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
 _MOST = 2 / 3  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
-_FEWER_EVENTS = ("scale", "remove", "workers", "delay")  # what is recorded becomes less with the work
+_FEWER_EVENTS = ("scale", "remove", "workers")  # what is recorded becomes less with the work
 _HOST_WAITS_NO_MORE = ("graph", "idle")  # the step is the host's no longer, so neither is what recording made it wait
 
 
@@ -26,6 +26,9 @@ def unrecorded_saving_ns(
     what writing down the events of the work that is taken away cost. Work in which little is recorded, such as a pause,
     loses little; work of the device nothing. The ratio is of few steps, and of early ones: where nearly all events are
     those of the work that goes, as in a loop over the elements of a tensor, all of it would seem to be recording.
+
+    Ranks record side by side: that of which most events go counts. The delay of a rank is no more recorded than what
+    it does more than the others.
 
     Args:
         graph: What the saving was evaluated on.
@@ -41,6 +44,8 @@ def unrecorded_saving_ns(
         return saved_ns
     of_recording = 1 - 1 / ratio
     host = among(graph.nodes["kind"], gs.NODE_KINDS, _HOST)
+    rank = graph.nodes["rank"].rank("dense").fill_null(0).to_numpy()[host]
+    recorded = np.bincount(rank)
     left = np.ones(graph.nodes.height)
     less = 0.0
     for change in changes:
@@ -48,7 +53,11 @@ def unrecorded_saving_ns(
             less = saved_ns * of_recording
         elif change.action in _FEWER_EVENTS:
             left[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
-    events = max(int(np.count_nonzero(host)), 1)
-    gone = whole_ns * of_recording * float((1 - left[host]).sum()) / events
-    less = max(less, gone) if saved_ns >= 0 else min(less, gone)
+        elif change.action == "delay":
+            late = np.bincount(rank, change.selection.nodes(graph)[host], recorded.size) > 0
+            usual = np.median(recorded[(recorded > 0) & ~late]) if (~late & (recorded > 0)).any() else np.inf
+            left[host] *= np.where(late, np.minimum(usual / np.maximum(recorded, 1), 1.0), 1.0)[rank]
+    gone = whole_ns * of_recording * np.bincount(rank, 1 - left[host]) / np.maximum(recorded, 1)
+    if gone.size:
+        less = max(less, float(gone.max())) if saved_ns >= 0 else min(less, float(gone.min()))
     return saved_ns - round(min(max(less, min(_MOST * saved_ns, 0)), max(_MOST * saved_ns, 0)))

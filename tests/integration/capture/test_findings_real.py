@@ -45,12 +45,12 @@ def test_a_fault_of_a_run_without_a_gpu_is_found_first(recorder: Any, fault: str
 def truth_ns(run: Any) -> tuple[float, float]:
     """What the fault costs a step, and how long a step with it takes: by steps with and without it that take turns.
 
-    The job's steps from 12 on have it at even numbers alone; only those are compared during which nobody recorded. Of
+    The job's steps from 30 on have it at even numbers alone; only those are compared during which nobody recorded. Of
     several ranks the slowest counts.
     """
     medians = []
     for part in run.capture["ranks"]:
-        told = list(enumerate(zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True)))[12:]
+        told = list(enumerate(zip(part["steps"]["duration_ns"], part["steps"]["state"], strict=True)))[30:]
         times = [
             [took for number, (took, state) in told if state == "unrecorded" and number % 2 == odd] for odd in (0, 1)
         ]
@@ -67,7 +67,7 @@ def without_recording(run: Any) -> Ranked:
         steps = part["steps"]
         told = list(enumerate(zip(steps["cpu_ns"], steps["state"], strict=True)))
         recorded = [ran for _, (ran, state) in told if state == "recorded"]
-        plain = [ran for number, (ran, state) in told if state == "unrecorded" and number >= 12 and number % 2 == 0]
+        plain = [ran for number, (ran, state) in told if state == "unrecorded" and number >= 30 and number % 2 == 0]
         ratios.append(statistics.median(recorded) / statistics.median(plain))
     ground.__dict__["host_ratio"] = max(ratios)
     return rank(ground, RULES)

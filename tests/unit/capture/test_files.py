@@ -140,6 +140,14 @@ def test_the_overhead_compares_medians_of_processor_time_and_does_not_invent_any
     assert (empty["ratio"], empty["graph_step_ratio"], empty["unrecorded_median_ns"]) == (None, None, None)
 
 
+def test_the_overhead_compares_steps_that_are_near() -> None:
+    far, near = [(100, 100, Mark.PLAIN)] * 50, [(200, 200, Mark.PLAIN)] * 10
+    figures = manifest.overhead(log_of([*near, *[(220, 220, Mark.RECORDED)] * 5, *far]), warm_up=0)
+    assert (figures["unrecorded_steps"], figures["unrecorded_median_ns"]) == (10, 150)
+    figures = manifest.overhead(log_of([*[(220, 220, Mark.RECORDED)] * 5, *near, *far]), warm_up=0)
+    assert figures["ratio"] == 1.1
+
+
 def test_the_overhead_of_two_unrecorded_steps_is_unknown_and_without_processor_time_it_is_that_of_the_clock() -> None:
     recorded = [(120, 60, Mark.RECORDED)] * 5
     assert manifest.overhead(log_of([*recorded, *[(100, 50, Mark.PLAIN)] * 2]), warm_up=0)["ratio"] is None

@@ -53,6 +53,20 @@ def test_a_late_rank_is_the_first_finding_by_its_number(tmp_path: Path, ranks: i
     assert first.slug in ("straggler", "host-pause")
     assert f"rank {late} " in first.title
     assert first.saving_ns == pytest.approx(truth, rel=0.1)
+    # in each step: threads that wait for the next one end no step
+    assert first.saving_low_ns > 0.8 * truth
+    assert first.saving_high_ns < 1.2 * truth
+
+
+def test_each_of_several_waits_is_for_the_communication_that_ends_in_it() -> None:
+    built = TraceBuilder().op("aten::mm", 0, 500).op("aten::copy_", 40_000, 100).op("aten::copy_", 50_000, 100)
+    for thread, ends in ((5, 39_990), (6, 49_990)):
+        built.annotation("gloo:all_reduce", 400, ends - 400, thread=thread).op("aten::empty", 403, 4, thread=thread)
+    graph = link_rank(built.build())
+    graph.check()
+    main = graph.lanes.filter(pl.col("thread") == "1")["lane"][0]
+    waits = graph.nodes.filter(pl.col("kind") == "wait", pl.col("lane") == main).sort("start_ns")
+    assert (waits["start_ns"] + waits["duration_ns"]).to_list() == [39_990_000, 49_990_000]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

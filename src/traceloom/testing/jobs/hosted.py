@@ -115,7 +115,8 @@ class _Rank:
                 inside += call
                 pending.append(done)
             self._region("autograd::engine::evaluate_function: AddmmBackward0", inside)
-        self.main += [do.Await(done, _WAKE) for done in pending]
+        for done in pending:
+            self.main += [do.Await(done, _WAKE), *self._op("aten::copy_", 60_000)]
 
     def _gathered(self, kind: str, block: int) -> Instructions:
         """A communication that the main thread waits for at once."""
