@@ -271,3 +271,39 @@ def test_long_lists_are_paired_too() -> None:
     cut = np.delete(long, [10, 2_500])
     other = Items(cut, cut * 0, cut * 0, cut, np.ones(cut.size, dtype=np.int64))
     assert len(pairs(one, other)) == cut.size
+
+
+def test_operators_are_compared_by_what_they_launched_whenever_it_ran() -> None:
+    late = Op("aten::mm", "gemm", 200), Op("aten::add", "add", 100)
+    slower = late[0], replace(late[1], kernel_us=200)
+    found = compare(built(late, steps=1), built(slower, steps=1))  # a step of 300 us: most of `add` runs behind it
+    found.check()
+    row = found.operators.row(by_predicate=pl.col("operator") == "aten::add", named=True)
+    assert (row["base_duration_ns"], row["new_duration_ns"], row["duration_difference_ns"]) == (
+        100 * US, 200 * US, 100 * US
+    )  # fmt: skip
+    assert row["device_difference_ns"] == 0
+    assert (row["status"], found.operators["operator"][0]) == ("slower", "aten::add")
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_what_is_called_in_fewer_steps_is_no_longer_the_same(device: bool) -> None:
+    def run(*steps: bool) -> Trace:
+        builder = TraceBuilder()
+        for step, there in enumerate(steps):
+            at = 300.0 * step
+            builder.step(step, at, 300).op("aten::mm", at + 10, 20)
+            if there:
+                builder.op("c10d::allreduce_", at + 40, 0.5)
+            if there and device:
+                builder.launch("cudaLaunchKernel", at + 40.1, 0.3, correlation=step + 1)
+                builder.kernel("ncclDevKernel_AllReduce", at + 50, 0.5, correlation=step + 1)
+        return builder.build()
+
+    for sides, status in (((run(True, True), run(True, False)), "fewer"), ((run(False, True), run(True, True)), "more")):
+        found = compare(*sides)
+        found.check()
+        row = found.operators.row(by_predicate=pl.col("operator") == "c10d::allreduce_", named=True)
+        assert (row["status"], {row["base_count"], row["new_count"]}) == (status, {1.0, 0.5})
+        assert [row["status"] for row in changed(found.kernels)] == ([status] if device else [])
+        assert "No difference" not in found.sentence

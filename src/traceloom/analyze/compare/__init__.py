@@ -12,14 +12,14 @@ import polars as pl
 from traceloom.analyze.compare import conditions as same
 from traceloom.analyze.compare import tables
 from traceloom.analyze.compare.sides import STEPS, Side, side
-from traceloom.analyze.compare.tables import ADDED, FASTER, REMOVED, REPLACED, SAME, SLOWER
+from traceloom.analyze.compare.tables import ADDED, FASTER, FEWER, MORE, REMOVED, REPLACED, SAME, SLOWER
 from traceloom.analyze.compare.tree import Words
 from traceloom.analyze.compare.union import Union
 from traceloom.errors import UsageError
 from traceloom.model import Session, Trace, units
 from traceloom.model.result import Result
 
-__all__ = ["ADDED", "FASTER", "REMOVED", "REPLACED", "SAME", "SLOWER", "Comparison", "compare"]
+__all__ = ["ADDED", "FASTER", "FEWER", "MORE", "REMOVED", "REPLACED", "SAME", "SLOWER", "Comparison", "compare"]
 
 _HOST = "operators on the step's thread"
 _OUTSIDE = "the step's thread outside operators"
@@ -45,8 +45,10 @@ class Comparison(Result):
             `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves `base_ns`, `new_ns`,
             `difference_ns`, which add up to the step with the idle parts of `breakdown`. The status is by durations.
         operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`, `new_shapes`,
-            `base_count`, `new_count`; of the GPU work that they launched themselves `base_device_ns`, `new_device_ns`,
-            `device_difference_ns` (adds up to `kernels`); of the step's thread in them, not in operators below,
+            `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it ran,
+            `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`; what of it lies in the time of the steps
+            `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
+            them, not in operators below,
             `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean step).
         steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
     """
@@ -107,7 +109,7 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     breakdown = tables.breakdown(found) if by_device else _host_parts(operators)
     kernels = tables.kernels(found, places, words, *sides)
     if not by_device:
-        operators = operators.with_columns(pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n)
+        operators = operators.with_columns(pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n)
         kernels = kernels[:0]
     stated = pl.concat([same.conditions(*runs), _program(union, *reached)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == same.DECISIVE))

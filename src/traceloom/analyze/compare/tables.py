@@ -15,8 +15,9 @@ from traceloom.analyze.compare.union import Union
 
 Ints = NDArray[np.int64]
 
-ADDED, REMOVED, REPLACED, SLOWER, FASTER, SAME = "added", "removed", "replaced", "slower", "faster", "same"
-STATUSES = (ADDED, REMOVED, REPLACED, SLOWER, FASTER, SAME)
+ADDED, REMOVED, REPLACED, MORE, FEWER = "added", "removed", "replaced", "more", "fewer"
+SLOWER, FASTER, SAME = "slower", "faster", "same"
+STATUSES = (ADDED, REMOVED, REPLACED, MORE, FEWER, SLOWER, FASTER, SAME)
 StatusType = pl.Enum(list(STATUSES))
 OUTSIDE = "(outside operators)"
 SEPARATOR = " > "
@@ -58,6 +59,9 @@ OPERATORS = pl.Schema(
         "new_shapes": pl.String(),
         "base_count": pl.Float64(),
         "new_count": pl.Float64(),
+        "base_duration_ns": pl.Int64(),
+        "new_duration_ns": pl.Int64(),
+        "duration_difference_ns": pl.Int64(),
         "base_device_ns": pl.Int64(),
         "new_device_ns": pl.Int64(),
         "device_difference_ns": pl.Int64(),
@@ -237,13 +241,17 @@ def kernels(found: Device, places: Places, words: Words, base: Side, new: Side) 
             pl.col("base_name").is_null(),
             pl.col("new_name").is_null(),
             pl.col("base_name") != pl.col("new_name"),
+            pl.col("new_count") * base.device_steps - pl.col("base_count") * new.device_steps,
             ("base_duration_ns", "new_duration_ns"),
         ).alias("status"),
     )
     return _ordered(named, "difference_ns").select(list(KERNELS)).cast(KERNELS)
 
 
-def _status(added: pl.Expr, removed: pl.Expr, replaced: pl.Expr, durations: tuple[str, str]) -> pl.Expr:
+def _status(  # noqa: PLR0917  (what is known of a row)
+    added: pl.Expr, removed: pl.Expr, replaced: pl.Expr, oftener: pl.Expr, durations: tuple[str, str]
+) -> pl.Expr:
+    """What became of a row: a change of name before one of its count (more or less often per step), and of its time."""
     base, new = durations
     difference = pl.col(new) - pl.col(base)
     tells = (difference.abs() >= LEAST_NS) & (difference.abs() >= LEAST_SHARE * pl.max_horizontal(base, new))
@@ -251,6 +259,8 @@ def _status(added: pl.Expr, removed: pl.Expr, replaced: pl.Expr, durations: tupl
         pl.when(added).then(pl.lit(ADDED))
         .when(removed).then(pl.lit(REMOVED))
         .when(replaced).then(pl.lit(REPLACED))
+        .when(oftener > 0).then(pl.lit(MORE))
+        .when(oftener < 0).then(pl.lit(FEWER))
         .when(tells & (difference > 0)).then(pl.lit(SLOWER))
         .when(tells).then(pl.lit(FASTER))
         .otherwise(pl.lit(SAME))
@@ -262,7 +272,10 @@ def _ordered(frame: pl.DataFrame, by: str) -> pl.DataFrame:
 
 
 def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFrame:
-    """Operators by path and shapes, with the time of what they launched themselves, and of the host in them."""
+    """Operators by path and shapes, with the time of what they launched themselves, and of the host in them.
+
+    What they launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
+    """
     size = places.group.size
     table: dict[str, Ints] = {"group": places.group}
     for name, side, steps in (("base", base, base.steps.height), ("new", new, new.steps.height)):
@@ -276,16 +289,18 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
         table[f"{name}_device_ns"] = launched
         took = np.zeros(size, dtype=np.int64)
         np.add.at(took, found.kernels["place"].to_numpy(), found.kernels[f"{name}_sum"].to_numpy())
-        table[f"{name}_took"] = took // max(side.device_steps, 1)
+        table[f"{name}_duration_ns"] = apportioned(took, side.device_steps)
     frame = pl.DataFrame(table)
     summed = frame.group_by("group", maintain_order=True).agg(pl.all().sum())
     at = summed["group"]
     on_device = pl.col("new_device_ns") - pl.col("base_device_ns")
     on_host = pl.col("new_host_ns") - pl.col("base_host_ns")
-    by_device = pl.max_horizontal("base_took", "new_took") > 0
+    took = pl.col("new_duration_ns") - pl.col("base_duration_ns")
+    by_device = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
     outside = pl.col("group") == int(places.group[-1])
     added, removed = (pl.col("base_total") == 0) & ~outside, (pl.col("new_total") == 0) & ~outside
     never = pl.lit(value=False)
+    oftener = pl.col("new_total") * base.steps.height - pl.col("base_total") * new.steps.height
     told = summed.with_columns(
         pl.Series("operator", places.operator, dtype=pl.String).gather(at).alias("operator"),
         pl.Series("path", places.path, dtype=pl.String).gather(at).alias("path"),
@@ -293,16 +308,17 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
         pl.Series("new_shapes", places.new_shapes, dtype=pl.String).gather(at).alias("new_shapes"),
         (pl.col("base_total") / max(base.steps.height, 1)).alias("base_count"),
         (pl.col("new_total") / max(new.steps.height, 1)).alias("new_count"),
+        took.alias("duration_difference_ns"),
         on_device.alias("device_difference_ns"),
         on_host.alias("host_difference_ns"),
         pl.when(by_device)
-        .then(_status(added, removed, never, ("base_took", "new_took")))
-        .otherwise(_status(added, removed, never, ("base_host_ns", "new_host_ns")))
+        .then(_status(added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")))
+        .otherwise(_status(added, removed, never, oftener, ("base_host_ns", "new_host_ns")))
         .alias("status"),
     )
     # The root and the threads are no operators: they are never reached.
     told = told.filter(outside | (pl.col("base_total") > 0) | (pl.col("new_total") > 0))
-    primary = "device_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
+    primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
     return _ordered(told, primary).select(list(OPERATORS)).cast(OPERATORS)
 
 

@@ -15,6 +15,7 @@ _TIMES = [
     Col("new_ns", "New", "time", "mean per step"),
     Col("difference_ns", "Difference", "time", "new less base; adds up to the difference of the step"),
 ]
+_LAUNCHED = "of the GPU work that it launched itself, whenever it ran"
 _SEPARATOR = " > "
 _HALF = 33  # letters of each of two names that stand for each other
 _LEAST = 0.05  # per cent; less is not told as a number
@@ -119,9 +120,9 @@ def _operators(rows: list[Row], document: Row) -> Table:
     ]
     device = document["account"] == "device"
     gpu = [
-        Col("base_device_ns", "Base GPU", "time", "of the GPU work that it launched itself", narrow=False),
-        Col("new_device_ns", "New GPU", "time", "of the GPU work that it launched itself", narrow=False),
-        Col("device_difference_ns", "GPU difference", "time", "adds up to the kernels' difference"),
+        Col("base_duration_ns", "Base GPU", "time", _LAUNCHED, narrow=False),
+        Col("new_duration_ns", "New GPU", "time", _LAUNCHED, narrow=False),
+        Col("duration_difference_ns", "GPU difference", "time", _LAUNCHED),
     ]
     host = [
         Col("base_host_ns", "Base host", "time", "of the step's thread in it, not below it", narrow=False),
