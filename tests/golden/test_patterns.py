@@ -42,7 +42,8 @@ def times_without_overlap(lane: list[str], wanted: list[str]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "v100_ns_resolution"])  # its times are rounded
+# times of the one are rounded, work of the other has no plain category
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("v100_ns_resolution", "mtia_inference")])
 def test_every_sequence_occurs_as_often_as_a_plain_search_finds_it(name: str) -> None:
     found = patterns(load(DATA / f"{name}.json.gz").traces[0])
     lanes = streams(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -12,11 +13,12 @@ from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.flops import MODELS, Call, Work
 from traceloom.analyze.flops.attention import BATCH
-from traceloom.analyze.flops.call import parsed
+from traceloom.analyze.flops.call import Launched, parsed
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.read.again import readable, whole
 from traceloom.read.large import column
 from traceloom.read.ondisk import lookup
 
@@ -69,6 +71,7 @@ class ModelledCalls:
         above: For each host event itself; for calls that were read from another recording (see `replayed_calls`), which
             come after these in `group` and `owner`, the position of the graph launch that made them.
         unmapped: Work of graph replays (event) for which the other recording tells no call, with the reason.
+        recorded: What was recorded of each group, as its model saw it; see `remodelled`.
     """
 
     groups: pl.DataFrame
@@ -78,6 +81,7 @@ class ModelledCalls:
     link: Bools
     above: Ints
     unmapped: pl.DataFrame
+    recorded: pl.DataFrame
 
 
 _kept: dict[str, tuple[weakref.ref[Trace], int, ModelledCalls]] = {}
@@ -98,12 +102,26 @@ def _forget(gone: weakref.ref[Trace]) -> None:
         del _kept["last"]
 
 
-def modelled_below(trace: Trace, position: Ints) -> ModelledCalls:
-    """The modelled calls of a recording around some of its host events (positions in the forest), with work or not."""
-    return _modelled_calls(trace, position)
+def modelled_below(trace: Trace, position: Ints, batch: str = "") -> ModelledCalls:
+    """The modelled calls of a recording around some of its host events (positions in the forest), with work or not.
+
+    `batch` is that of the calls around which no annotation tells it.
+    """
+    return _modelled_calls(trace, position, batch)
 
 
-def _modelled_calls(trace: Trace, asked: Ints | None = None) -> ModelledCalls:
+def remodelled(calls: ModelledCalls, groups: Ints, batch: str) -> pl.DataFrame:
+    """Some groups as they are with another batch: rows as in `groups`."""
+    recorded = calls.recorded[groups].with_columns(pl.lit(batch).alias("batch"))
+    return _modelled(recorded, {})
+
+
+def batches(trace: Trace, events: pl.Series) -> pl.Series:
+    """Of host events the innermost annotation around each that tells the batch of a serving engine, else ""."""
+    return _batches(trace, forest(trace), pl.DataFrame({"event": events}))
+
+
+def _modelled_calls(trace: Trace, asked: Ints | None = None, batch: str = "") -> ModelledCalls:
     tree = forest(trace)
     work = launched_work(trace)
     link = _link_copies(trace)
@@ -112,15 +130,16 @@ def _modelled_calls(trace: Trace, asked: Ints | None = None) -> ModelledCalls:
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
     every = asked is None and not work.origin.size
     relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
-    calls = _distinct(_recorded(trace, tree, relevant))
-    groups = _modelled(calls)
+    calls = _distinct(_recorded(trace, tree, relevant, batch))
+    groups = _modelled(calls, _insides(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
     members = calls.select("group", "event").explode("event")
     group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
     known = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
     owner = tree.outermost_or_self(known[group])
     above = np.arange(tree.row.size, dtype=np.int64)
-    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, pl.DataFrame(schema=UNMAPPED))
+    recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
+    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
 
 
 def _link_copies(trace: Trace) -> Bools:
@@ -129,7 +148,7 @@ def _link_copies(trace: Trace) -> Bools:
     return events.is_in(copies.implode()).to_numpy()
 
 
-def _recorded(trace: Trace, tree: Forest, relevant: Bools) -> pl.DataFrame:
+def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.DataFrame:
     """Calls with recorded inputs that launch GPU work and whose operator has a model."""
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
@@ -140,7 +159,8 @@ def _recorded(trace: Trace, tree: Forest, relevant: Bools) -> pl.DataFrame:
     calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
     strides = pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").fill_null("")
     calls = calls.with_columns(strides.alias("strides"), pl.col("concrete").fill_null(""))
-    return calls.with_columns(_list_types(trace, calls), _batches(trace, tree, calls))
+    calls = calls.with_columns(_list_types(trace, calls), _batches(trace, tree, calls))
+    return calls.with_columns(pl.col("batch").replace("", batch)) if batch else calls
 
 
 def _list_types(trace: Trace, calls: pl.DataFrame) -> pl.Series:
@@ -183,9 +203,56 @@ def _distinct(calls: pl.DataFrame) -> pl.DataFrame:
     return calls.group_by(keys, maintain_order=True).agg("event").with_row_index("group")
 
 
-def _modelled(calls: pl.DataFrame) -> pl.DataFrame:
+def _insides(
+    trace: Trace, tree: Forest, calls: pl.DataFrame
+) -> dict[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]:
+    """By group what is inside its first call: calls with recorded inputs, and kernels with their grids.
+
+    Only of operators whose model asks for it; calls with the same inputs do the same.
+    """
+    names = [name for name in calls["name"].unique().to_list() if MODELS.looks_inside(name)]
+    found = {}
+    for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
+        at = int(tree.position[event])
+        rows = pl.Series(np.sort(tree.row[at + 1 : tree.stop[at]])).cast(pl.UInt32).implode()
+        told = trace.tensors.filter(pl.col("event").is_in(rows))
+        named = told.select(trace.events["name"].gather(told["event"]).alias("name"), "shapes", "types", "concrete")
+        found[group] = tuple(_call(*values) for values in named.rows()), _launched(trace, rows)
+    return found
+
+
+def _launched(trace: Trace, below: pl.Series) -> tuple[Launched, ...]:
+    """Kernels that calls below an event launched, where their grids are recorded; of captures the launching calls."""
+    events = trace.events.lazy()
+    kernels = events.filter(pl.col("category") == cat.KERNEL, pl.col("launch").is_in(below)).select("event", "name")
+    ran = kernels.collect()
+    if not ran.height:
+        calls = events.filter(pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(below))
+        ran = calls.select("event", pl.lit(None, pl.String).alias("name")).collect()
+    if not ran.height or not readable(trace):
+        return ()
+    ran = ran.sort("event")
+    arguments = zip(ran["name"].to_list(), whole(trace, ran["event"].to_numpy().astype(np.int64)), strict=True)
+    known = [(name or args.get("kernel"), _grid(args.get("grid"))) for name, args in arguments]
+    return tuple(Launched(name, grid) for name, grid in known if isinstance(name, str) and grid)
+
+
+def _grid(value: object) -> tuple[int, ...]:
+    """The blocks in each dimension; empty for what is no grid."""
+    grid = value if isinstance(value, list) else []
+    return tuple(grid) if all(isinstance(one, int) and one > 0 for one in grid) else ()
+
+
+def _modelled(
+    calls: pl.DataFrame, insides: Mapping[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]
+) -> pl.DataFrame:
     """Each distinct call goes through its model once."""
-    rows = [_row(values) for values in calls.drop("group", "event").rows()]
+    keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
+    rows = [
+        _row(replace(_call(*values), inside=inside, kernels=kernels))
+        for group, *values in calls.select("group", *keys).rows()
+        for inside, kernels in [insides.get(group, ((), ()))]
+    ]
     told = pl.DataFrame(
         rows,
         schema=["flops", "recomputed", "bytes", "dtype", "matrix", "reason"],
@@ -195,17 +262,14 @@ def _modelled(calls: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([calls.select("group", "name", "shapes", "types"), told], how="horizontal").cast(GROUPS)
 
 
-def _row(recorded: tuple[str, ...]) -> tuple[int | None, int | None, int | None, str | None, bool | None, str | None]:
-    name, shapes, types, concrete, strides, list_type, batch = recorded
-    call = Call(
-        name,
-        parsed(shapes),
-        [str(one) for one in parsed(types)],
-        [str(one) for one in parsed(concrete)],
-        parsed(strides),
-        list_type,
-        batch,
-    )
+def _call(  # noqa: PLR0917  (what is recorded of a call)
+    name: str, shapes: str, types: str, concrete: str, strides: str = "", list_type: str = "", batch: str = ""
+) -> Call:
+    of_types, values = ([str(one) for one in parsed(text)] for text in (types, concrete))
+    return Call(name, parsed(shapes), of_types, values, parsed(strides), list_type, batch)
+
+
+def _row(call: Call) -> tuple[int | None, int | None, int | None, str | None, bool | None, str | None]:
     work = MODELS.work(call)
     if isinstance(work, Work):
         return work.flops, work.recomputed, work.bytes, work.dtype, work.matrix, None

@@ -100,9 +100,9 @@ def absurd_durations(trace: Trace) -> Check | None:
 
 
 def unknown_categories(trace: Trace) -> Check | None:
-    """Events of a category that this version does not know, and of command processors on no stream."""
+    """Events of a category that this version does not know."""
     total = trace.events.height
-    unknown = trace.events.select("category", "name").filter(pl.col("category").is_in([cat.OTHER, cat.COMMAND]))
+    unknown = trace.events.select("category", "name").filter(pl.col("category") == cat.OTHER)
     names = ", ".join(sorted(unknown["name"].unique().to_list())[:3])
     message = (
         f"{many(unknown.height, 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "

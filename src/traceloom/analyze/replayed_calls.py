@@ -1,6 +1,7 @@
 """Modelled calls behind the kernels of graph replays, from a second recording that knows their operators and shapes.
 
-Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count once per replay. Where
+Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count once per replay, of
+attention those of the batch that is replayed: the annotation around the launch tells it, the capture has none. Where
 both recordings tell the grid of a kernel they must agree: other grids mean other shapes, as in the capture of the same
 graph for another batch size.
 """
@@ -13,10 +14,12 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.flops import MODELS
+from traceloom.analyze.flops.attention import PAGED
 from traceloom.analyze.graph_capture import mapped_nodes
 from traceloom.analyze.graph_launches import graph_launches, replayed_work
 from traceloom.analyze.intervals import Ints
-from traceloom.analyze.modelled_calls import ModelledCalls, modelled_below, modelled_calls
+from traceloom.analyze.modelled_calls import ModelledCalls, batches, modelled_below, modelled_calls, remodelled
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.read.again import readable, whole
@@ -36,7 +39,10 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     if not work.height:
         return base
     nodes = _operators(trace, capture)
-    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy())
+    launches = work["launch"].unique().sort()
+    batch_of = pl.DataFrame({"launch": launches, "batch": batches(trace, launches)})
+    told = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
+    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy(), told[0] if told else "")
     position = nodes["position"].fill_null(-1).to_numpy()
     theirs = np.append(below.owner, -1)[position]
     nodes = nodes.with_columns(
@@ -55,16 +61,42 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     work_owner = base.work_owner.copy()
     work_owner[made["at"].to_numpy()] = first + made["call"].to_numpy().astype(np.int64)
     numbers = np.arange(first, first + calls.height, dtype=np.int64)
+    groups, group = _of_batches(below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), told)
     offset = base.groups.height
     return replace(
         base,
-        groups=pl.concat([base.groups, below.groups.with_columns(pl.col("group") + offset)]),
-        group=np.append(base.group, below.group[calls["theirs"].to_numpy()] + offset),
+        groups=pl.concat([base.groups, groups.with_columns(pl.col("group") + offset)]),
+        group=np.append(base.group, group + offset),
         owner=np.append(base.owner, numbers),
         above=np.append(base.above, forest(trace).position[calls["launch"].to_numpy()]),
         work_owner=work_owner,
         unmapped=work.filter(pl.col("reason").is_not_null()).select("event", "reason"),
     )
+
+
+def _of_batches(below: ModelledCalls, calls: pl.DataFrame, told: list[str]) -> tuple[pl.DataFrame, Ints]:
+    """The groups of the calls that launches made (`theirs`, `batch`): of attention one for each batch.
+
+    Args:
+        below: The calls of the capture, attention as it is with the first batch.
+        calls: One row per call.
+        told: The batches.
+
+    Returns:
+        All groups, and the number of the group of each call.
+    """
+    group = below.group[calls["theirs"].to_numpy()]
+    names = [name for name in below.groups["name"].unique().to_list() if MODELS.family(name) == PAGED]
+    paged = below.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
+    groups, height = [below.groups], below.groups.height
+    for batch in told[1:] if paged.size else []:
+        mine = np.isin(group, paged) & (calls["batch"] == batch).to_numpy() & (group < below.groups.height)
+        if mine.any():
+            some = remodelled(below, np.unique(group[mine]), batch)
+            group[mine] = height + np.searchsorted(np.unique(group[mine]), group[mine])
+            groups.append(some.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
+            height += some.height
+    return pl.concat(groups), group
 
 
 def _operators(trace: Trace, capture: Trace) -> pl.DataFrame:

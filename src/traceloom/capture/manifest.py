@@ -146,7 +146,7 @@ def clear_notes(directory: Path) -> None:
 def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     """What recording cost: recorded steps against the nearest unrecorded ones after the warm-up, by their medians.
 
-    A run changes while it goes on (memory, caches, clocks, other programs): what lies far from the window compares less.
+    A run changes while it goes on (memory, caches, clocks, other programs): what lies far away compares less.
 
     The ratio is that of processor time, where the system tells it: how long a step takes depends on what else runs and
     on what it waits for, and a few steps of a busy machine differ by more than recording costs. Beside it stand the

@@ -281,8 +281,6 @@ def _work_kinds(trace: Trace, parts: Parts, held: Ints) -> Ints:
     for name, kind in of.items():
         kinds[(category == name).to_numpy()] = gs.NODE_KINDS.index(kind)
     kinds[parts.talk.work] = parts.talk.work_kind
-    moves = parts.work.command & trace.events["name"].gather(parts.work.row).str.starts_with("dma").to_numpy()
-    kinds[moves] = gs.NODE_KINDS.index(gs.COPY)
     kinds[held] = gs.NODE_KINDS.index(gs.WAIT)
     return kinds
 

@@ -15,7 +15,7 @@ GPU_EVENT = "gpu_event"  # cuda_event: an event record on a stream, about 1 ns w
 PYTHON = "python"  # python_function: frames and nn.Module calls
 OVERHEAD = "overhead"  # the profiler's own cost
 COLLECTIVE = "collective"  # collective_comm
-COMMAND = "command"  # of an accelerator's command processor (mtia_ccp_events), on no stream; see FROM_COMMAND
+COMMAND = "command"  # of an accelerator's command processor (mtia_ccp_events): events, waits; see FROM_COMMAND
 COUNTER_RANGE = "counter_range"  # cuda_profiler_range: CUPTI counters of a range
 PROFILER = "profiler"  # the "Trace" span of the whole recording
 OTHER = "other"  # a category this version does not know; kept and counted
@@ -72,13 +72,12 @@ FROM_KINETO = {
     "overhead": OVERHEAD,
     "collective_comm": COLLECTIVE,
     "mtia_ccp_events": COMMAND,
-    "mtia_insight": COMMAND,
     "cuda_profiler_range": COUNTER_RANGE,
     "trace": PROFILER,
 }
-# What a command processor runs on a stream, by name (MTIA); all other names are computing.
+# What a command processor runs, by name (MTIA); all other names are computing.
 FROM_COMMAND = {
     "dma_request": COPY,
-    "event_record": GPU_EVENT,
-    "event_wait": SYNC,
+    "event_record": COMMAND,
+    "event_wait": COMMAND,
 }

@@ -414,7 +414,9 @@ class Columns:
     def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
         if rows.size:
             args = arguments.rare(rows)
-            texts = {key: self._text_codes(list(map(attrgetter(key), args))) for key in _COPY_TEXTS if key != "copy_kind"}
+            texts = {
+                key: self._text_codes(list(map(attrgetter(key), args))) for key in _COPY_TEXTS if key != "copy_kind"
+            }
             texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in args])
             size = numbers([a.size if a.bytes == NULL else a.bytes for a in args])
             self._put("copies", row=self._row(rows), bytes=size, **texts)
@@ -532,12 +534,10 @@ class Columns:
 
 
 def _commands(code: Array, spans: list[Any]) -> Array:
-    """Categories in which what a command processor runs on a stream is what its name says: work of the device."""
+    """Categories in which what a command processor runs is what its name says: work of the device."""
     code = code.copy()
     for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
-        args = spans[row].args
-        if args is not None and args.stream != NULL:
-            code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
+        code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
     return code
 
 

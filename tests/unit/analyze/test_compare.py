@@ -300,7 +300,10 @@ def test_what_is_called_in_fewer_steps_is_no_longer_the_same(device: bool) -> No
                 builder.kernel("ncclDevKernel_AllReduce", at + 50, 0.5, correlation=step + 1)
         return builder.build()
 
-    for sides, status in (((run(True, True), run(True, False)), "fewer"), ((run(False, True), run(True, True)), "more")):
+    for sides, status in (
+        ((run(True, True), run(True, False)), "fewer"),
+        ((run(False, True), run(True, True)), "more"),
+    ):
         found = compare(*sides)
         found.check()
         row = found.operators.row(by_predicate=pl.col("operator") == "c10d::allreduce_", named=True)

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from traceloom.analyze import flops
 from traceloom.analyze.flops.attention import unmasked_pairs
-from traceloom.analyze.flops.call import Tensor, broadcast, promoted
+from traceloom.analyze.flops.call import Launched, Tensor, broadcast, promoted
+from traceloom.analyze.flops.serving import _row_tiles
 
 BF, F, H, L, I8, FP8 = "c10::BFloat16", "float", "c10::Half", "long int", "signed char", "c10::Float8_e4m3fn"
 S, SL, TL, NONE = "Scalar", "ScalarList", "TensorList", ""
@@ -27,6 +30,8 @@ def work(name: str, *inputs: tuple[Any, str] | tuple[Any, str, str], **more: Any
             more.get("strides", []),
             more.get("list_type", ""),
             more.get("batch", ""),
+            more.get("inside", ()),
+            more.get("kernels", ()),
         )
     )
 
@@ -437,10 +442,10 @@ def test_no_model_fails_on_inputs_it_does_not_know(name: str) -> None:
         [["a"], None, 5],
         [[0], [0], [0], [0]],
     ]
-    for given in shapes:
+    for some in shapes:
         for kind in (F, "Scalar", "TensorList", "", "unheard of"):
             for value in ("", "[1, 1]", "x", "True"):
-                call = flops.Call(plain, given, [kind] * len(given), [value] * len(given), [])
+                call = flops.Call(plain, some, [kind] * len(some), [value] * len(some), [])
                 assert isinstance(flops.MODELS.work(call), (flops.Work, str))
 
 
@@ -474,3 +479,53 @@ def test_patterns_give_way_to_exact_names() -> None:
     calls = [flops.Call(name, [], [], [], []) for name in ("my::one", "my::two", "your::one")]
     assert [getattr(registry.work(call), "flops", None) for call in calls] == [2, 1, None]
     assert json.dumps(registry.names()) == '{"my::one": "own", "my::*": "any"}'
+
+
+def test_triton_experts_are_told_by_their_grids() -> None:
+    """32 tokens, 4 of 32 experts each: 128 rows of 16 in at most 38 tiles; 46 and 24 tiles of 128 columns."""
+    sort = flops.Call("SortTokens", [[32, 4], [32, 4], []], [BF, "short int", S], ["", "", "32"], [])
+    name = "_matmul_ogs_NNT_bf16xbf16xmxfp4_16x128x256x1"
+    kernels = (
+        Launched("_topk_forward", (1, 1, 1)),
+        Launched(f"{name}_swiglu", (1748, 1, 1)),
+        Launched(name, (912, 1, 1)),
+    )
+    inputs = ([32, 3072], BF), ([32, 32], BF), none(), none()
+    weights = 3072 * 46 * 128 + 46 * 64 * 24 * 128
+    moved = 2 * 32 * 3072 * 2 + 32 * 32 * 2 + round(32 * weights * 17 / 32)
+    assert told("vllm::moe_forward", *inputs, inside=(sort,), kernels=kernels) == (
+        2 * 128 * weights,
+        moved,
+        "bf16",
+        True,
+    )
+    for missing in ({"kernels": kernels}, {"inside": (sort,)}, {"inside": (sort,), "kernels": kernels[:2]}):
+        assert work("vllm::moe_forward", *inputs, **missing) == "the sizes of the experts are not recorded"
+    others = (kernels[1], Launched(name, (913, 1, 1)))
+    assert "grids" in str(work("vllm::moe_forward", *inputs, inside=(sort,), kernels=others))
+
+
+@given(
+    rows=st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any), block=st.sampled_from([16, 32, 64, 128])
+)
+def test_no_spread_of_rows_over_experts_needs_more_tiles(rows: list[int], block: int) -> None:
+    assert sum(-(-count // block) for count in rows) <= _row_tiles(sum(rows), len(rows), block)
+
+
+def test_paged_attention_over_a_cache_takes_the_lengths_of_the_batch() -> None:
+    batch = "execute_2_context_0(sq0sk0sqsq0sqsk0)_generation_2(sq2sk30sqsq2sqsk30)"
+    query, cache = ([2, 8, 64], BF), ([999, 1, 4, 64], BF)
+    of_sglang = [([2, 8, 64], BF), ([7], "unsigned char"), query, cache, cache]
+    flop, moved = 2 * 8 * 30 * 128, (2 * 8 * 2 + 30 * 4 * 2) * 128
+    name = "sglang_profiler::attention_paged_attention_ragged_100"
+    assert told(name, *of_sglang, batch=batch) == (flop, moved, "bf16", True)
+    packed = ([999, 4, 8, 16, 8], BF)
+    assert told("_C::paged_attention_v1", query, query, packed, packed, batch=batch) == (flop, moved, "bf16", True)
+    assert "no annotation" in str(work(name, *of_sglang))
+
+
+def test_sums_and_norms_of_aiter_read_two_tensors_and_write_two() -> None:
+    x, weight = ([4, 8], BF), ([8], BF)
+    expected = (5 * 32, 4 * 64 + 16, "bf16", False)
+    assert told("aiter::add_rmsnorm", x, x, x, x, weight, scalar("1e-6")) == expected
+    assert told("aiter::rmsnorm", x, x, weight, scalar("1e-6")) == (4 * 32, 2 * 64 + 16, "bf16", False)

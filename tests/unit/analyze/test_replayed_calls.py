@@ -115,3 +115,23 @@ def test_a_made_job_with_graphs_has_the_flops_of_the_same_job_without() -> None:
         one.operators.group_by("name").agg(pl.col("count", "flops").sum()).sort("name") for one in (told, all_of_it)
     ]
     assert by_name[0].equals(by_name[1])
+
+
+def test_attention_of_a_replay_is_that_of_its_batch() -> None:
+    """Two replays of one graph, for batches of other lengths; the capture knows none."""
+    replayed, captured = TraceBuilder().step(1, 0, 3000), TraceBuilder()
+    for number, keys in enumerate((100, 300, 100)):
+        batch = f"execute_2_context_0(sq0sk0sqsq0sqsk0)_generation_2(sq2sk{keys}sqsq2sqsk{keys})"
+        replayed.annotation(batch, 1000 * number, 900)
+        replayed.launch("cudaGraphLaunch", 1000 * number + 5, 5, correlation=number + 1)
+        for place, name in enumerate("ab"):
+            replayed.kernel(name, 1000 * number + 20 + 10 * place, 10, correlation=number + 1)
+    inputs = {"vllm::unified_attention": [[2, 8, 64], [2, 4, 64], [2, 4, 64]], "aten::mm": [[100, 100]] * 2}
+    for number, (name, shapes) in enumerate(inputs.items()):
+        captured.op(name, 20 * number, 15, shapes=shapes, types=[BF] * len(shapes))
+        captured.launch("cudaLaunchKernel", 20 * number + 2, 3, correlation=number + 1)
+        captured.kernel("ab"[number], 500 + 10 * number, 9, correlation=number + 1)
+    found = roofline(replayed.build(), PEAK, captured.build())
+    assert found.unmodelled.height == 0
+    by_name = dict(found.operators.group_by("name").agg(pl.col("flops").sum()).rows())
+    assert by_name == {"vllm::unified_attention": 2 * 8 * 500 * 128, "aten::mm": 3 * 2 * 100**3}

@@ -114,7 +114,9 @@ def test_the_table_of_steps_has_start_duration_and_state() -> None:
     assert log.to_dict() == {
         "start_ns": [100, 120], "duration_ns": [10, 30], "cpu_ns": [4, None], "state": ["early", "recorded"],
     }  # fmt: skip
-    assert log.processor_times(log.numbers(Mark.RECORDED)) == [], "a step that ends on another thread has no processor time"
+    assert log.processor_times(log.numbers(Mark.RECORDED)) == [], (
+        "a step that ends on another thread has no processor time"
+    )
     log.relabel(0, 2, Mark.EARLY, Mark.RECORDED)
     assert log.durations(log.numbers(Mark.RECORDED)) == [10, 30]
     assert log.durations(log.numbers(Mark.RECORDED, skip=1)) == [30]

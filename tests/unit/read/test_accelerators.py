@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 import traceloom
-from traceloom.analyze import gpu_time, quality
+from traceloom.analyze import gpu_time
 from traceloom.model import Trace
 
 
@@ -30,7 +30,6 @@ def trace(tmp_path: Path) -> Trace:
         event("dma_request", 10, 20, stream=101, direction="HOST_TO_DEVICE", size=1024),
         event("merge", 30, 40, stream=101, correlation=7),
         event("event_record", 70, 0.5, stream=101),
-        event("firmware", 80, 5),
     ]
     path = tmp_path / "mtia.json"
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
@@ -40,17 +39,12 @@ def trace(tmp_path: Path) -> Trace:
 def test_what_runs_on_a_stream_is_what_its_name_says(trace: Trace) -> None:
     told = dict(trace.events.select("name", "category").rows())
     assert told == {
-        "runFunction": "runtime", "event_wait": "sync", "dma_request": "copy", "merge": "kernel",
-        "event_record": "gpu_event", "firmware": "command",
+        "runFunction": "runtime", "event_wait": "command", "dma_request": "copy", "merge": "kernel",
+        "event_record": "command",
     }  # fmt: skip
     assert trace.copies.select("kind", "bytes").rows() == [("HtoD", 1024)]
     kernel = trace.events.filter(pl.col("name") == "merge").row(0, named=True)
     assert trace.events["name"][kernel["launch"]] == "runFunction"
-
-
-def test_a_command_on_no_stream_is_counted_nowhere_and_that_is_said(trace: Trace) -> None:
-    rows = quality(trace).checks.filter(pl.col("check") == "unknown-category")
-    assert rows["affected_count"].to_list() == [1]
 
 
 def test_a_public_trace_has_all_its_work_in_the_accounts(shared_data: Path) -> None:

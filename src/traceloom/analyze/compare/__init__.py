@@ -109,7 +109,9 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     breakdown = tables.breakdown(found) if by_device else _host_parts(operators)
     kernels = tables.kernels(found, places, words, *sides)
     if not by_device:
-        operators = operators.with_columns(pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n)
+        operators = operators.with_columns(
+            pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n
+        )
         kernels = kernels[:0]
     stated = pl.concat([same.conditions(*runs), _program(union, *reached)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == same.DECISIVE))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from traceloom.analyze.flops.call import Call, Tensor, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
-FAMILY = "attention"
+FAMILY, PAGED = "attention", "paged attention"
 
 
 def unmasked_pairs(queries: int, keys: int, *, bottom_right: bool, left: int = -1, right: int = 0) -> int:
@@ -185,14 +186,40 @@ def batch_sums(annotation: str) -> tuple[int, int, int, int]:
     return queries, keys, squares, products
 
 
-@MODELS.register(*_PAGED, family="paged attention")
+@MODELS.register(*_PAGED, family=PAGED)
 def _paged(call: Call) -> Work:
     """Causal attention over a paged cache: a request with q queries and k keys has q·k - q·(q - 1)/2 pairs."""
     query, key, value = call.tensor(0), call.tensor(1), call.tensor(2)
     if len(query.shape) != 3 or len(key.shape) != 3:
         raise Unknown("the heads cannot be told from the recorded shapes")
-    queries, keys, squares, products = batch_sums(call.batch)
     (_, heads, d_qk), (_, kv_heads, d_v) = query.shape, value.shape
+    return _over_requests(call, query, key, (heads, kv_heads), (d_qk, d_v))
+
+
+_OVER_CACHE = {
+    "_C::paged_attention_v1": (1, 1),
+    "_C::paged_attention_v2": (4, 1),
+    "_rocm_C::paged_attention": (4, 1),
+    "aiter::paged_attention_ragged": (2, -2),
+    "sglang_profiler::attention_paged_attention_ragged*": (2, -2),
+}
+"""Place of the query, before both caches, and which dimension of a cache has the heads of the keys."""
+
+
+@MODELS.register(*_OVER_CACHE, family=PAGED, inputs=32)
+def _paged_over_cache(call: Call) -> Work:
+    """Decoding over a paged cache: one query a request, and all keys of it."""
+    at, dimension = next(places for name, places in _OVER_CACHE.items() if fnmatchcase(call.name, name))
+    query, key = call.tensor(at), call.tensor(at + 1)
+    if len(query.shape) != 3 or len(key.shape) < 4:
+        raise Unknown("the heads cannot be told from the recorded shapes")
+    _, heads, size = query.shape
+    return _over_requests(call, query, key, (heads, key.shape[dimension]), (size, size))
+
+
+def _over_requests(call: Call, query: Tensor, key: Tensor, heads: tuple[int, int], widths: tuple[int, int]) -> Work:
+    """Causal attention of all requests of the batch, with these heads (queries, keys) and widths (keys, values)."""
+    queries, keys, squares, products = batch_sums(call.batch)
     pairs = products - (squares - queries) // 2
-    moved = queries * heads * (d_qk + d_v) * query.size + keys * kv_heads * (d_qk + d_v) * key.size
-    return Work(2 * heads * pairs * (d_qk + d_v), moved, query.dtype, matrix=True)
+    moved = (queries * heads[0] * query.size + keys * heads[1] * key.size) * sum(widths)
+    return Work(2 * heads[0] * pairs * sum(widths), moved, query.dtype, matrix=True)

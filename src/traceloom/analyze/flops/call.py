@@ -82,6 +82,14 @@ def dtype_of(recorded: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """A kernel that a call launched: its name, and how many blocks it has in each dimension."""
+
+    name: str
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One recorded call: what a model is given.
 
@@ -94,6 +102,8 @@ class Call:
         list_type: Element type of the tensors in lists, which the profiler does not record; from the name of the
             kernel where that tells, else "".
         batch: Text of the innermost annotation around the call that tells the batch of a serving engine, else "".
+        inside: For operators whose model looks inside: the calls below it, in their order, themselves without `inside`.
+        kernels: The same: the kernels that it launched, where their grids are recorded.
     """
 
     name: str
@@ -103,6 +113,8 @@ class Call:
     strides: list[Any]
     list_type: str = ""
     batch: str = ""
+    inside: tuple[Call, ...] = ()
+    kernels: tuple[Launched, ...] = ()
 
     def has(self, at: int) -> bool:
         """Whether input `at` is a tensor."""

@@ -173,7 +173,7 @@ def _index(call: Call) -> Work:
 
 @MODELS.register(
     "_C_cache_ops::reshape_and_cache_flash", "_C_cache_ops::reshape_and_cache", "aiter::reshape_and_cache",
-    family="cache update",
+    "sglang::store_cache", family="cache update",
 )  # fmt: skip
 def _cache(call: Call) -> Work:
     """(key, value, key cache, value cache, slots, ...): keys and values are read, and written in the cache's type."""

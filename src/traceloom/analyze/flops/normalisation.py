@@ -121,11 +121,11 @@ def _group_norm_backward(call: Call) -> Work:
 
 @MODELS.register(
     "_C::rms_norm", "sgl_kernel::rmsnorm", "sgl_kernel::gemma_rmsnorm", "flashinfer::rmsnorm", "flashinfer::norm",
-    "aiter::rms_norm", "aiter::rmsnorm2d_fwd", family=FAMILY,
+    "aiter::rms_norm", "aiter::rmsnorm2d_fwd", "aiter::rmsnorm", family=FAMILY,
 )  # fmt: skip
 def _engine_rms_norm(call: Call) -> Work:
-    """Serving engines write the result into their first input, but for aiter, which returns it."""
-    if call.name.startswith("aiter::"):
+    """Serving engines write the result into their first input; some calls of aiter return it."""
+    if call.name in ("aiter::rms_norm", "aiter::rmsnorm2d_fwd"):
         x, weight = call.tensor(0), call.tensor(1)
         return _forward(x, [weight], 0, _RMS)
     out, x, weight = call.tensor(0), call.tensor(1), call.tensor(2)
@@ -142,6 +142,18 @@ def _engine_add_rms_norm(call: Call) -> Work:
     if x.shape != residual.shape:
         raise Unknown("the recorded shapes are no sum and normalisation")
     return Work((1 + _RMS + _AFFINE) * x.numel, 2 * (x.bytes + residual.bytes) + weight.bytes, x.dtype)
+
+
+@MODELS.register(
+    "aiter::add_rmsnorm", "aiter::rmsnorm2d_fwd_with_add", "aiter::rmsnorm2d_fwd_with_add_ck", family=FAMILY
+)
+def _aiter_add_rms_norm(call: Call) -> Work:
+    """(result, input, residual, new residual, weight): everything once."""
+    x = call.tensor(1)
+    if any(call.tensor(at).shape != x.shape for at in (0, 2, 3)):
+        raise Unknown("the recorded shapes are no sum and normalisation")
+    moved = sum(call.tensor(at).bytes for at in range(5))
+    return Work((1 + _RMS + _AFFINE) * x.numel, moved, x.dtype)
 
 
 @MODELS.register(

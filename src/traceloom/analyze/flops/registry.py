@@ -53,14 +53,18 @@ class Registry:
     def __init__(self) -> None:
         self._exact: dict[str, tuple[Model, str]] = {}
         self._patterns: dict[str, tuple[Model, str]] = {}
+        self._inside: set[str] = set()
         self.generation = 0  # grows with every change, so that remembered results are not used after it
 
-    def register(self, *names: str, family: str = "own", inputs: int | None = None) -> Callable[[Model], Model]:
+    def register(
+        self, *names: str, family: str = "own", inputs: int | None = None, inside: bool = False
+    ) -> Callable[[Model], Model]:
         """Give operators a model; a later one replaces an earlier one.
 
         Args:
             names: Names as they stand in traces; `*` stands for anything (an exact name goes before a pattern).
             family: What kind of operator it is; for tables.
+            inside: The model asks for the calls and kernels inside; then `names` are exact.
             inputs: The most inputs that it has. Old profilers sometimes record those of another operator before its
                 own; such a call is then not modelled.
         """
@@ -69,6 +73,7 @@ class Registry:
             model = given if inputs is None else _limited(given, inputs)
             for name in names:
                 (self._patterns if "*" in name else self._exact)[name] = (model, family)
+            self._inside = self._inside | set(names) if inside else self._inside - set(names)
             self.generation += 1
             return given
 
@@ -81,12 +86,25 @@ class Registry:
             self._patterns.pop(name, None)
         self.generation += 1
 
+    def looks_inside(self, name: str) -> bool:
+        """Whether the model of an operator asks for what is inside a call."""
+        return name in self._inside
+
+    def family(self, name: str) -> str | None:
+        """What kind of operator has that name; None where it has no model."""
+        found = self._found(name)
+        return found[1] if found else None
+
     def find(self, name: str) -> Model | None:
         """The model of an operator, or None."""
-        found = self._exact.get(name)
-        if found is None:
-            found = next((one for pattern, one in self._patterns.items() if fnmatchcase(name, pattern)), None)
+        found = self._found(name)
         return found[0] if found else None
+
+    def _found(self, name: str) -> tuple[Model, str] | None:
+        exact = self._exact.get(name)
+        if exact is not None:
+            return exact
+        return next((one for pattern, one in self._patterns.items() if fnmatchcase(name, pattern)), None)
 
     def names(self) -> dict[str, str]:
         """Name or pattern -> family, in the order of registration."""

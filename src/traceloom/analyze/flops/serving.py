@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
-from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.call import SIZES, Call, Tensor, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
 _EXPERTS = {
@@ -37,6 +38,45 @@ def _fused_experts(call: Call) -> Work:
     return Work(2 * chosen * (k * n1 + n2 * second.shape[1]), moved, first.dtype, matrix=True)
 
 
+_OGS = re.compile(r"^_matmul_ogs_[NT]{3}_(\w+?)x(\w+?)x(mx\w+?|\w+?)_(\d+)x(\d+)x\d+x1(_swiglu)?(?:_|$)")
+_BYTES = {"mxfp4": 17 / 32, "mxfp8": 33 / 32}  # with one byte of scale for 32 values
+
+
+@MODELS.register("vllm::moe_forward", family="mixture of experts", inside=True)
+def _triton_experts(call: Call) -> Work:
+    """Two products of triton_kernels, (tokens, scores of the experts); of their weights only the grids tell the sizes.
+
+    A grid has a block for each tile of columns of each tile of rows. Tiles of rows are as many as rows that are spread
+    over the experts can need at most, tiles of columns what is left; so columns are counted up to a whole tile. Of a
+    gated product half of the columns goes into the next one.
+    """
+    tokens, scores = call.tensor(0), call.tensor(1)
+    (count, width), experts = tokens.shape, scores.shape[-1]
+    per_token = next((one.shapes[0][-1] for one in call.inside if one.name == "SortTokens"), None)
+    products = [(found, kernel.grid) for kernel in call.kernels if (found := _OGS.match(kernel.name))]
+    if per_token is None or len(products) != 2:
+        raise Unknown("the sizes of the experts are not recorded")
+    chosen = count * per_token
+    flops = weights = 0
+    for found, grid in products:
+        block_rows, block_columns = int(found[4]), int(found[5])
+        columns, rest = divmod(math.prod(grid), _row_tiles(chosen, experts, block_rows))
+        if rest or not columns:
+            raise Unknown("the grids do not tell the sizes of the experts")
+        columns *= block_columns
+        flops += 2 * chosen * width * columns
+        weights += width * columns
+        width = columns // 2 if found[6] else columns
+    of_weights = _BYTES.get(products[0][0][3]) or SIZES.get(products[0][0][3], tokens.size)
+    moved = 2 * tokens.bytes + scores.bytes + round(min(experts, chosen) * weights * of_weights)
+    return Work(flops, moved, tokens.dtype, matrix=True)
+
+
+def _row_tiles(rows: int, experts: int, block: int) -> int:
+    """The most tiles of rows that so many rows need, however they are spread over the experts."""
+    return rows if rows <= experts else experts - 1 - (experts - rows - 1) // block
+
+
 @MODELS.register(
     "_moe_C::topk_softmax", "sgl_kernel::topk_softmax", "aiter::topk_softmax", "_moe_C::grouped_topk",
     "sgl_kernel::moe_fused_gate", family="mixture of experts",
@@ -55,7 +95,10 @@ def _combine(call: Call) -> Work:
     return Work(x.numel, x.bytes + out.bytes, x.dtype)
 
 
-@MODELS.register("_C::rotary_embedding", "aiter::rope_cached_positions_2c_fwd_inplace", family="rotary embedding")
+@MODELS.register(
+    "_C::rotary_embedding", "sgl_kernel::rotary_embedding", "aiter::rope_cached_positions_2c_fwd_inplace",
+    family="rotary embedding",
+)  # fmt: skip
 def _rotary(call: Call) -> Work:
     """(positions, query, key, ...): both are turned in place, 3 operations per element; cosines per position."""
     positions, query = call.tensor(0), call.tensor(1)
