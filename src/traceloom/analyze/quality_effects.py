@@ -24,6 +24,12 @@ EFFECTS: dict[str, dict[str, str]] = {
         "operators": "device time is unknown",
         "answer": "it can only speak of the host",
     },
+    "busy-before-window": {
+        "ranks[*].idle": "what the GPU did there is unknown, not idle",
+        "answer": "the GPU was busier than it says",
+        "findings": "no fix saves that time",
+        "critical_path": "that time is taken as given",
+    },
     "launches-without-work": {
         "ranks[*].devices": "busy time is too small, idle time too large",
         "ranks[*].idle": "gaps may hold work that was not recorded",

@@ -21,6 +21,9 @@ from traceloom.model.units import count, duration
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
 _SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
 _WAITS = ("Stream Wait Event", "Event Sync")
+_BEGINNING = 0.05  # of the window: who was launched so early can be behind what was launched before
+_MUCH = 0.01  # of the window
+_COLD_NS = 200_000  # the first launch of a kernel may take so long until it runs
 
 
 def orphan_gpu_work(trace: Trace) -> Check | None:
@@ -49,6 +52,26 @@ def gpu_work_missing(trace: Trace) -> Check | None:
         "the GPU (another profiler held it, or it was not asked to), so that device times are unknown, not zero"
     )
     return Check(launches.height, launches.height, "warning", message, slug="gpu-work-missing")
+
+
+def busy_before_window(trace: Trace) -> Check | None:
+    """GPUs that did nothing recorded at first, though work had been launched (`link` takes that time as given)."""
+    work = _work(trace)
+    if not work.height:
+        return None
+    window = max(trace.end_ns - trace.start_ns, 1)
+    first = work.sort("start_ns").unique("device", keep="first", maintain_order=True).drop_nulls("launch")
+    call = trace.events[first["launch"].to_list()].select("start_ns", "duration_ns")
+    early = call["start_ns"] - trace.start_ns <= _BEGINNING * window
+    waited = (first["start_ns"] - call["start_ns"] - call["duration_ns"]).filter(early)
+    long = waited.filter(waited >= max(_MUCH * window, _COLD_NS))
+    longest = int(long.max() or 0)  # type: ignore[arg-type]
+    message = (
+        f"for {duration(longest)} ({longest / window:.0%} of the window) a GPU did nothing that is recorded, though work "
+        "had been launched: it was behind what was launched before the recording; that time counts as idle, and no "
+        "change of recorded work moves it"
+    ).replace("%", " %", 1)
+    return Check(long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window")
 
 
 def launches_without_work(trace: Trace) -> Check | None:
@@ -208,6 +231,7 @@ def _ns(value: object) -> str:
 GPU_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (
     orphan_gpu_work,
     gpu_work_missing,
+    busy_before_window,
     launches_without_work,
     work_before_launch,
     overlapping_work,

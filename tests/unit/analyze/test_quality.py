@@ -45,6 +45,20 @@ def test_a_sound_capture_has_no_notices_but_a_list_of_checks_made() -> None:
     assert result.checks.height >= 14
 
 
+def test_a_gpu_that_was_busy_before_the_window_is_told_and_one_that_begins_at_once_is_not() -> None:
+    def begun(at: float) -> dict[str, int]:
+        builder = TraceBuilder().op("aten::mm", 0, 10).launch("cudaLaunchKernel", 2, 4, correlation=1)
+        builder.kernel("gemm", at, 100, correlation=1).op("aten::mm", 9_000, 1_000)
+        return found(builder.build())
+
+    assert begun(2_000)["busy-before-window"] == 1
+    assert "busy-before-window" not in begun(50)
+    # who is launched late is not behind what was there before
+    late = TraceBuilder().op("aten::mm", 0, 10).op("aten::mm", 5_000, 10)
+    late.launch("cudaLaunchKernel", 5_002, 4, correlation=1).kernel("gemm", 8_000, 100, correlation=1)
+    assert "busy-before-window" not in found(late.build())
+
+
 def test_what_the_reader_has_said_is_not_said_again() -> None:
     trace = sound().kernel("early", 1, 20).build()
     said = replace(trace, notices=(Notice("orphan-work", "info", "1 of 5 has no launch"),))
