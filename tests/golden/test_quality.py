@@ -109,3 +109,10 @@ def test_rules_that_public_traces_are_known_to_break() -> None:
         checks = {row["check"]: row for row in quality(load(DATA / path).traces[0]).checks.to_dicts()}
         assert checks[slug]["affected_count"] == count
         assert checks[slug]["affects"]
+
+
+def test_details_of_collectives_may_stand_in_an_annotation_inside() -> None:
+    trace = load(DATA / "multirank" / "dlrm_rank0.kineto.json.gz").traces[0]
+    (notice,) = [one for one in quality(trace).notices if one.slug == "collectives-without-details"]
+    assert notice.message.startswith("13 of 13 collective calls")
+    assert "missing: group in 13; kind, type, size in 5" in notice.message, "8 have an annotation that tells the rest"

@@ -125,18 +125,29 @@ def profiler_overhead(trace: Trace) -> Check | None:
     return Check(own.height, trace.events.height, graded(taken, window, 0.05), message, slug="profiler-overhead")
 
 
+_DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "group_size": "group"}
+
+
 def collectives_without_details(trace: Trace) -> Check | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
     calls = trace.events.select("event", "name").filter(pl.col("name") == "record_param_comms").select("event")
     if not calls.height:
         return None
-    told = calls.join(trace.collectives, on="event", how="inner").drop_nulls(
-        ["kind", "element_type", "in_elements", "out_elements", "group_size"]
+    # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
+    inside = trace.events.select("event", call="parent").filter(pl.col("call").is_in(calls["event"].implode()))
+    of_call = pl.concat([calls.select("event", call="event"), inside.drop_nulls()])
+    said = of_call.join(trace.collectives, on="event", how="inner").group_by("call").agg(
+        pl.col(name).is_not_null().any().alias(word) for name, word in _DETAILS.items()
     )
-    affected = calls.height - told["event"].n_unique()
+    said = calls.join(said, left_on="event", right_on="call", how="left")
+    missing = said.select(pl.col(word).fill_null(value=False).not_() for word in _DETAILS.values())
+    counts = {word: int(missing[word].sum()) for word in _DETAILS.values() if missing[word].any()}
+    parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in
+             sorted(set(counts.values()), reverse=True)]  # fmt: skip
+    affected = int(missing.select(pl.any_horizontal(pl.all()).sum()).item())
     message = (
-        f"{count(affected)} of {count(calls.height)} collective calls do not say kind, size, type or group (an older "
-        "PyTorch, or shapes were off): bytes and bandwidth of these are unknown"
+        f"{count(affected)} of {count(calls.height)} collective calls do not say all that they move (missing: "
+        f"{'; '.join(parts)}; an older PyTorch, or shapes were off): bytes and bandwidth of these may be unknown"
     )
     return Check(affected, calls.height, "info", message, slug="collectives-without-details")
 
