@@ -16,7 +16,7 @@ from traceloom.analyze.verdict import Check, graded, many
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.units import count, duration
+from traceloom.model.units import count, duration, share
 
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
 _SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
@@ -67,10 +67,10 @@ def busy_before_window(trace: Trace) -> Check | None:
     long = waited.filter(waited >= max(_MUCH * window, _COLD_NS))
     longest = int(long.max() or 0)  # type: ignore[arg-type]
     message = (
-        f"for {duration(longest)} ({longest / window:.0%} of the window) a GPU did nothing that is recorded, though work "
-        "had been launched: it was behind what was launched before the recording; that time counts as idle, and no "
-        "change of recorded work moves it"
-    ).replace("%", " %", 1)
+        f"for {duration(longest)} ({share(longest, window)} of the window) a GPU did nothing that is recorded, though "
+        "work had been launched: it was behind what was launched before the recording; that time counts as idle, and "
+        "no change of recorded work moves it"
+    )
     return Check(long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window")
 
 
