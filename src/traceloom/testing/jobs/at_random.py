@@ -13,7 +13,7 @@ from traceloom.testing.jobs import program as do
 from traceloom.testing.jobs.faults import LateHost, SlowRank
 from traceloom.testing.jobs.planted import Instructions, edited
 from traceloom.testing.jobs.simulation import Change
-from traceloom.testing.jobs.training import DELAY, SYNC
+from traceloom.testing.jobs.training import DELAY, LAST_SYNC, SYNC
 
 _COMPUTE, _NETWORK = 7, 20
 _STEP = "ProfilerStep#"
@@ -137,7 +137,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Change]]:
         yield "collectives * 4", Change(collectives=4)
         yield "collectives remove", Change(collectives=0)
     if recipe.sync and not recipe.item:
-        yield "syncs ~ cuda(Device|Stream|Event)Synchronize remove", Change(without=frozenset({SYNC}))
+        yield "syncs ~ cuda(Device|Stream|Event)Synchronize remove", Change(without=frozenset({SYNC, LAST_SYNC}))
     if recipe.delay_us and recipe.ranks > 2:
         yield "rank 0 delay remove", Change(without=frozenset({DELAY}))
 

@@ -12,6 +12,7 @@ COMPUTE = 7
 SIDE = 13
 NETWORK = 20
 SYNC = "step-sync"  # label of the synchronisation of every step
+LAST_SYNC = "last-sync"  # label of the one with which the job ends
 _NCCL = "ncclDevKernelArgsStorage<4096ul>"
 DELAY = "delay"  # label of what makes a rank late, and its name in traces
 DELAY_NAME = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -106,7 +107,7 @@ class _Writer:
     def threads(self) -> list[list[do.Instruction]]:
         for step in range(self.recipe.steps):
             self._step(step)
-        self.out.append(do.Synchronize(do.DEVICE, self._call(), self.chance.draw(self.recipe.back_us)))
+        self.out.append(do.Synchronize(do.DEVICE, self._call(), self.chance.draw(self.recipe.back_us), label=LAST_SYNC))
         return [self.main, *(thread for thread in (self.autograd, self.loader) if thread)]
 
     def _step(self, step: int) -> None:
