@@ -47,7 +47,8 @@ def summarise(run: Session) -> RunSummary:
         steps = list(range(min(of.step.len() for of in chosen)))
         of_rank = [_renumbered(rows, of) for rows, of in zip(of_rank, chosen, strict=True)]
     scalars, tables = _columns(of_rank, steps)
-    return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables)
+    began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
+    return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables, began)
 
 
 def _numbers(of: Samples) -> pl.Series:

@@ -27,23 +27,25 @@ ROWS = pl.Schema(
 )
 
 
-def runs_needed(scatter: float, room: float) -> int | None:
+def runs_needed(scatter: float, room: float, *, paired: bool = False) -> int | None:
     """Runs a side with which a change beyond the limit by `room` fails the check eight times of ten.
 
     Args:
-        scatter: Standard deviation of a run, as a fraction of the base.
+        scatter: Standard deviation of a run, as a fraction of the base; of pairs, that of their ratio.
         room: The change less the limit, as a fraction of the base.
+        paired: Whether runs of both sides take turns.
 
     Returns:
         At least 2; None where no number of runs up to 1,000 is enough.
     """
     if room <= 0:
         return None
+    sides = 1 if paired else 2
     return next(
         (
             runs
             for runs in range(2, _MOST + 1)
-            if (student(2 * runs - 2) + _ONE_SIDED) * scatter * math.sqrt(2 / runs) <= room
+            if (student((runs - 1) * sides) + _ONE_SIDED) * scatter * math.sqrt(sides / runs) <= room
         ),
         None,
     )
@@ -69,7 +71,7 @@ def _row(check: dict[str, Any], effect: float) -> dict[str, Any]:
         return row | {"reason": "the limit is no share of the base"}
     if check["scatter"] is None:
         return row | {"reason": "how runs scatter is not known: several runs of a side are needed"}
-    runs = runs_needed(check["scatter"], effect - abs(check["limit"]))
+    runs = runs_needed(check["scatter"], effect - abs(check["limit"]), paired=check["sample"] == "pairs of runs")
     if runs is None:
         within = effect <= abs(check["limit"])
         reason = "the change is within the limit" if within else f"more than {_MOST:,} runs a side"

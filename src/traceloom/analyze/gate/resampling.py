@@ -93,6 +93,35 @@ def over_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statisti
     return Drawn(sides[0], sides[1], freedom, effect, math.sqrt(variance))
 
 
+def over_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Drawn:
+    """The sample is a pair of runs, one of each side, that were made one after the other.
+
+    What both runs of a pair have in common (the machine of that hour) is in neither; what is left scatters from pair to
+    pair. It is never taken to be less than what the steps of the two runs make uncertain.
+
+    Args:
+        base: Steps of each run; each shape (steps,). At least two runs.
+        new: The same; its runs are those of the base's pairs, in their order.
+        statistic: What is taken over the steps of a run.
+    """
+    generator = np.random.default_rng(SEED)
+    values = np.array([[float(statistic(run)) for run in side] for side in (base, new)])
+    centre = values.mean(axis=1)
+    ratio = _relative(values[1], values[0])
+    apart = _relative(ratio, ratio.mean()) - 1
+    freedom = len(base) - 1
+    variance = float((apart**2).sum()) / freedom
+    runs = zip((*base, *new), values.ravel(), strict=True)
+    within = [_relative(_steps(generator, run, statistic), at) - 1 for run, at in runs]
+    floor = 2 * float(np.mean(np.square(within)))
+    spread = float(apart.var())
+    scale = math.sqrt(max(variance, floor) / spread) if spread > 0 else 0.0
+    pair = generator.integers(len(base), size=(DRAWS, len(base)))
+    drawn = centre[1] * (1 + scale * apart[pair].mean(axis=1))
+    effect = _effect(centre, math.sqrt(max(variance, floor)) * abs(float(centre[0])))
+    return Drawn(np.full(DRAWS, centre[0]), drawn, freedom, effect, math.sqrt(variance))
+
+
 def within_runs(base: Floats, new: Floats, statistic: Statistic) -> Drawn:
     """One run a side: draw blocks of steps. Says nothing about what differs from run to run.
 

@@ -43,6 +43,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         steps: Numbers of the recorded steps; the columns of what follows.
         scalars: By metric one value per recorded step; a metric that was not measured is absent.
         tables: By metric and name one value per recorded step.
+        began_unix_ns: When the recording of its steps began; null where its traces do not tell the time of day.
     """
 
     name: str
@@ -52,6 +53,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     steps: list[int]
     scalars: dict[str, list[float]]
     tables: dict[str, dict[str, list[float]]]
+    began_unix_ns: int | None = None
 
 
 class Baseline(msgspec.Struct, frozen=True):

@@ -14,15 +14,16 @@ from traceloom.analyze.compare.conditions import DECISIVE
 from traceloom.analyze.gate.causes import causes
 from traceloom.analyze.gate.comparable import comparable
 from traceloom.analyze.gate.condition import UNDISTURBED, Condition
-from traceloom.analyze.gate.resampling import Drawn, interval, over_runs, statistic_of, within_runs
+from traceloom.analyze.gate.resampling import Drawn, interval, over_pairs, over_runs, statistic_of, within_runs
 from traceloom.analyze.gate.summary import RunSummary
 from traceloom.analyze.gate.values import LEAST_STEPS, WALL, samples
 from traceloom.model.result import Result
 
 Floats = NDArray[np.float64]
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
-SEVERAL, ONE = "runs", "within one run only"
+SEVERAL, PAIRS, ONE = "runs", "pairs of runs", "within one run only"
 LEAST_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
+_LEAST_PAIRS = 4
 
 CHECKS = pl.Schema(
     {
@@ -62,8 +63,9 @@ class Verdict(Result):
             `change`: new less base, as a fraction of the base where `relative`, else in the unit of the measure;
             `low`, `high`: its 95 % interval; `limit`: what it was held against; `effect_size`: the difference in
             standard deviations of a sample (null without noise); `scatter`: standard deviation of a run as a fraction
-            of its side (null within one run); `sample`: `runs`, or `within one run only`;
-            `source`: wall times of undisturbed steps, or recorded steps. Unknown is null, and `reason` says why.
+            of its side, of pairs that of their ratio (null within one run); `sample`: `runs`, `pairs of runs` where
+            runs of both sides took turns, or `within one run only`; `source`: wall times of undisturbed
+            steps, or recorded steps. Unknown is null, and `reason` says why.
         conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
         causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest differences first.
     """
@@ -104,16 +106,17 @@ def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Seq
 def _check(
     condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], differ: list[str]
 ) -> dict[str, object]:
-    found = samples(condition, base, new)
     row: dict[str, object] = dict.fromkeys(CHECKS)
     several = len(base) > 1 or len(new) > 1
+    base, new, paired = in_pairs(base, new)
+    found = samples(condition, base, new)
     row |= {
         "condition": condition.text,
         "metric": condition.name,
         "measure": condition.measure,
         "limit": condition.limit,
         "relative": condition.relative,
-        "sample": SEVERAL if several else ONE,
+        "sample": PAIRS if paired else SEVERAL if several else ONE,
         "source": found.source,
         "base_runs": len(base),
         "new_runs": len(new),
@@ -132,12 +135,36 @@ def _check(
     if too_few := _too_few(found.base, found.new, several=several):
         row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
         return row | {"verdict": INCONCLUSIVE, "reason": too_few}
-    if several:
+    if paired:
+        drawn = over_pairs(found.base, found.new, statistic)
+    elif several:
         drawn = over_runs(found.base, found.new, statistic)
     else:
         drawn = within_runs(found.base[0], found.new[0], statistic)
     told = row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
     return told | _hint(condition, base, new, told) if told["verdict"] == INCONCLUSIVE else told
+
+
+def in_pairs(
+    base: Sequence[RunSummary], new: Sequence[RunSummary]
+) -> tuple[Sequence[RunSummary], Sequence[RunSummary], bool]:
+    """Both sides in the order in which they ran, where their runs took turns: a base, a new one, or the other way.
+
+    Returns:
+        Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of both, at least four,
+        whose times of day are known, and of each two that follow each other one of each side.
+    """
+    known = all(run.began_unix_ns is not None for run in (*base, *new))
+    if not known or len(base) != len(new) or len(base) < _LEAST_PAIRS:
+        return base, new, False
+    order = sorted(
+        [(run.began_unix_ns or 0, side, at) for side, runs in enumerate((base, new)) for at, run in enumerate(runs)]
+    )
+    pairs = [{order[at][1:], order[at + 1][1:]} for at in range(0, len(order), 2)]
+    if any({side for side, _ in pair} != {0, 1} for pair in pairs):
+        return base, new, False
+    places = [dict(pair) for pair in pairs]
+    return [base[pair[0]] for pair in places], [new[pair[1]] for pair in places], True
 
 
 def _hint(
