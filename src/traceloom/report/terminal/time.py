@@ -75,10 +75,15 @@ def _device_note(devices: Sequence[Row]) -> str:
     if hidden > 0:
         communication = sum(d["communication_ns"] for d in devices)
         notes.append(f"{units.share(hidden, communication)} of communication hidden behind compute")
-    edges = sum(d["edge_idle_before_ns"] + d["edge_idle_after_ns"] for d in devices)
-    if edges > sum(d["window_ns"] for d in devices) / 1000:
+    if edges := _edges_ns(devices):
         notes.append(f"from first to last GPU work; {units.duration(edges)} before and after")
     return "; ".join(notes)
+
+
+def _edges_ns(devices: Sequence[Row]) -> int:
+    """Time before the first and after the last work of the devices, where it is worth a word."""
+    edges = sum(d["edge_idle_before_ns"] + d["edge_idle_after_ns"] for d in devices)
+    return edges if edges > sum(d["window_ns"] for d in devices) / 1000 else 0
 
 
 def host(document: Row, width: int) -> Iterator[Text]:
@@ -215,7 +220,8 @@ def idle(document: Row, width: int) -> Iterator[Text]:
     whole = sum(ns for ns, _ in summed.values())
     if not whole:
         return
-    yield from heading("Why the GPU was idle", f"{units.duration(whole)} in all", width)
+    within = ", from first to last GPU work" if _edges_ns([d for r in document["ranks"] for d in r["devices"]]) else ""
+    yield from heading("Why the GPU was idle", f"{units.duration(whole)} in all{within}", width)
     found = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
     rows: list[list[str | Text]] = [
         [units.duration(ns), units.share(ns, whole), units.count(gaps), short(_words(cause), 40)]
