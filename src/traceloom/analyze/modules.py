@@ -13,7 +13,7 @@ from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Ints
 from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.phases import SCOPE_PREFIX
+from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX
 from traceloom.analyze.regions import BACKWARD, FORWARD, KINDS, MODULE, PARTS, RECOMPUTE, Regions, levels, regions
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
@@ -265,8 +265,9 @@ def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
 
 def _shown(name: str, above: str) -> str:
     """A region's name without the prefix of its kind, and without the dotted name of the scope around it."""
-    if name.startswith(MODULE):
-        return name[len(MODULE) :]
+    for prefix in (MODULE, MODULE_PREFIX):
+        if name.startswith(prefix):
+            return name[len(prefix) :]
     if name.startswith(SCOPE_PREFIX):
         return name[len(above) + 1 :] if name.startswith(f"{above}.") else name[len(SCOPE_PREFIX) :]
     return name

@@ -30,6 +30,7 @@ _NONE = -1
 _CODE: Any = np.int8  # what is remembered of every event takes no more than it needs
 
 SCOPE_PREFIX = "traceloom.scope:"
+MODULE_PREFIX = "traceloom.module:"  # of the mark around the call of a module, where memory is followed
 OURS = r"^traceloom\."
 STEP_MARK = r"^(ProfilerStep|traceloom\.step)"
 

@@ -13,7 +13,7 @@ import numpy as np
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.autograd import Backward, backward_of
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK
+from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
 from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -85,6 +85,9 @@ def _kinds(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     kind[module] = KINDS.index("module")
     kind[scope & (op | annotation)] = KINDS.index("scope")
     kind[annotation & ~scope & ~left_out] = KINDS.index("annotation")
+    # a call of a module has a mark of ours, a frame of Python, or both: then it is told once
+    marked = (op | annotation) & lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    kind[marked] = -1 if module.any() else KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
     return evidence, kind
 

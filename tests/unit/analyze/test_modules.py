@@ -203,3 +203,18 @@ def test_columns_do_not_depend_on_the_trace() -> None:
     for builder in (TraceBuilder(), TraceBuilder().kernel("k", 0, 5), TraceBuilder(device_name=None)):
         result = modules(builder.build())
         assert (result.tree.schema, result.evidence) == (some.tree.schema, "none")
+
+
+def test_a_module_that_memory_marks_and_stacks_name_is_one() -> None:
+    def marked(builder: TraceBuilder) -> TraceBuilder:
+        for start in (0, 100):
+            builder.annotation("traceloom.module:GPT", start + 2, 46).annotation(
+                "traceloom.module:Linear", start + 11, 18
+            )
+        return builder
+
+    plain, both = tree(nested()), tree(marked(nested()))
+    assert list(both) == list(plain)
+    assert [row["self_host_ns"] for row in both.values()] == [row["self_host_ns"] for row in plain.values()]
+    alone = tree(marked(TraceBuilder()))
+    assert {path: row["kind"] for path, row in alone.items()} == {"GPT": "module", "GPT/Linear": "module"}

@@ -11,7 +11,7 @@ import polars as pl
 from traceloom.analyze.ancestry import Forest
 from traceloom.analyze.autograd import backward_of
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.phases import SCOPE_PREFIX, STEP_MARK, meaning
+from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK, meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -21,7 +21,6 @@ from traceloom.read.ondisk import lookup
 NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"
 PYTHON_MODULE = "nn.Module: "
-MODULE_PREFIX = "traceloom.module:"
 _WRAPPER = r"^nn\.Module: (?:(?:Distributed|FullySharded)?DataParallel|CheckpointWrapper|OffloadWrapper)_\d+$"
 _WRAPPERS_OWN = r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
 _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
