@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 import traceloom
+from traceloom.capture.manifest import nearest
 from traceloom.findings import RULES, Ground, Ranked, findings, rank
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
@@ -156,9 +157,8 @@ def predicted(folder: Path) -> Ranked:
         recorded = [number for number, state in enumerate(states) if state == "recorded"]
         plain = [number for number, state in enumerate(states)
                  if state == "unrecorded" and number > 2 and (number < FROM or number % 2 == 0)]  # fmt: skip
-        plain.sort(key=lambda number: max(recorded[0] - number, number - recorded[-1]))
-        medians = (statistics.median(times[number] for number in some) for some in (recorded, plain[:10]))
-        ratios.append(next(medians) / next(medians))
+        ran, ran_plain = ([times[number] for number in some] for some in (recorded, nearest(plain, recorded)))
+        ratios.append(statistics.median(ran) / statistics.median(ran_plain))
     ground.host_ratio = max(ratios, default=None)
     return rank(ground, RULES)
 

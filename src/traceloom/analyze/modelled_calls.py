@@ -215,8 +215,9 @@ def _insides(
     for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
         at = int(tree.position[event])
         rows = pl.Series(np.sort(tree.row[at + 1 : tree.stop[at]])).cast(pl.UInt32).implode()
-        told = trace.tensors.filter(pl.col("event").is_in(rows))
-        named = told.select(trace.events["name"].gather(told["event"]).alias("name"), "shapes", "types", "concrete")
+        inputs = trace.tensors.filter(pl.col("event").is_in(rows))
+        names_below = trace.events["name"].gather(inputs["event"]).alias("name")
+        named = inputs.select(names_below, "shapes", "types", "concrete")
         found[group] = tuple(_call(*values) for values in named.rows()), _launched(trace, rows)
     return found
 

@@ -14,6 +14,7 @@ from traceloom.analyze.counters import kernel_launches
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.verdict import Check, graded, many
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.link.full_device import BEGINNING, MUCH
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.units import count, duration, share
@@ -21,8 +22,6 @@ from traceloom.model.units import count, duration, share
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
 _SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
 _WAITS = ("Stream Wait Event", "Event Sync")
-_BEGINNING = 0.05  # of the window: who was launched so early can be behind what was launched before
-_MUCH = 0.01  # of the window
 _COLD_NS = 200_000  # the first launch of a kernel may take so long until it runs
 
 
@@ -62,9 +61,9 @@ def busy_before_window(trace: Trace) -> Check | None:
     window = max(trace.end_ns - trace.start_ns, 1)
     first = work.sort("start_ns").unique("device", keep="first", maintain_order=True).drop_nulls("launch")
     call = trace.events[first["launch"].to_list()].select("start_ns", "duration_ns")
-    early = call["start_ns"] - trace.start_ns <= _BEGINNING * window
+    early = call["start_ns"] - trace.start_ns <= BEGINNING * window
     waited = (first["start_ns"] - call["start_ns"] - call["duration_ns"]).filter(early)
-    long = waited.filter(waited >= max(_MUCH * window, _COLD_NS))
+    long = waited.filter(waited >= max(MUCH * window, _COLD_NS))
     longest = int(long.max() or 0)  # type: ignore[arg-type]
     message = (
         f"for {duration(longest)} ({share(longest, window)} of the window) a GPU did nothing that is recorded, though "

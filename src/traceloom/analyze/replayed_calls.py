@@ -41,8 +41,8 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     nodes = _operators(trace, capture)
     launches = work["launch"].unique().sort()
     batch_of = pl.DataFrame({"launch": launches, "batch": batches(trace, launches)})
-    told = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
-    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy(), told[0] if told else "")
+    known = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
+    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy(), known[0] if known else "")
     position = nodes["position"].fill_null(-1).to_numpy()
     theirs = np.append(below.owner, -1)[position]
     nodes = nodes.with_columns(
@@ -61,7 +61,7 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     work_owner = base.work_owner.copy()
     work_owner[made["at"].to_numpy()] = first + made["call"].to_numpy().astype(np.int64)
     numbers = np.arange(first, first + calls.height, dtype=np.int64)
-    groups, group = _of_batches(below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), told)
+    groups, group = _of_batches(below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), known)
     offset = base.groups.height
     return replace(
         base,
@@ -74,13 +74,13 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     )
 
 
-def _of_batches(below: ModelledCalls, calls: pl.DataFrame, told: list[str]) -> tuple[pl.DataFrame, Ints]:
+def _of_batches(below: ModelledCalls, calls: pl.DataFrame, known: list[str]) -> tuple[pl.DataFrame, Ints]:
     """The groups of the calls that launches made (`theirs`, `batch`): of attention one for each batch.
 
     Args:
         below: The calls of the capture, attention as it is with the first batch.
         calls: One row per call.
-        told: The batches.
+        known: The batches.
 
     Returns:
         All groups, and the number of the group of each call.
@@ -89,11 +89,12 @@ def _of_batches(below: ModelledCalls, calls: pl.DataFrame, told: list[str]) -> t
     names = [name for name in below.groups["name"].unique().to_list() if MODELS.family(name) == PAGED]
     paged = below.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
     groups, height = [below.groups], below.groups.height
-    for batch in told[1:] if paged.size else []:
-        mine = np.isin(group, paged) & (calls["batch"] == batch).to_numpy() & (group < below.groups.height)
-        if mine.any():
-            some = remodelled(below, np.unique(group[mine]), batch)
-            group[mine] = height + np.searchsorted(np.unique(group[mine]), group[mine])
+    for batch in known[1:] if paged.size else []:
+        of_batch = np.isin(group, paged) & (calls["batch"] == batch).to_numpy()
+        if of_batch.any():
+            which, place = np.unique(group[of_batch], return_inverse=True)
+            group[of_batch] = height + place
+            some = remodelled(below, which, batch)
             groups.append(some.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
             height += some.height
     return pl.concat(groups), group

@@ -154,7 +154,7 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     """
     figures: dict[str, Any] = {}
     numbers = {mark: log.numbers(mark) for mark in (Mark.RECORDED, Mark.GRAPH)}
-    numbers[Mark.PLAIN] = _nearest(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
+    numbers[Mark.PLAIN] = nearest(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
     ran = {mark: log.processor_times(steps) for mark, steps in numbers.items()}
     took = {mark: log.durations(steps) for mark, steps in numbers.items()}
     for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
@@ -173,8 +173,8 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     return figures
 
 
-def _nearest(steps: list[int], recorded: list[int]) -> list[int]:
-    """Of some steps the nearest to recorded ones, twice as many as those."""
+def nearest(steps: list[int], recorded: list[int]) -> list[int]:
+    """Of some steps the nearest to recorded ones (both ascending): twice as many as those, and at least ten."""
     if not recorded:
         return steps
     ordered = sorted(steps, key=lambda step: max(recorded[0] - step, step - recorded[-1]))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.link.dataflow import DataFlow
 from traceloom.link.device_work import BY_OP, ORPHANS
-from traceloom.link.full_device import Late
+from traceloom.link.full_device import MUCH, Late
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 NOTHING_LATE = Late(0, *(np.zeros(0, dtype=np.int64) for _ in range(4)))
-_MUCH = 0.01  # of the window
 _LONG_NAME = 60
 
 
@@ -121,7 +120,7 @@ def late_notices(names: pl.Series, late: Late, window_ns: int, rank: int) -> lis
         window_ns: Length of the rank's window.
         rank: The rank.
     """
-    much = _MUCH * max(window_ns, 1)
+    much = MUCH * max(window_ns, 1)
     said_all = []
     longest = int(late.before_ns.max(initial=0))
     if longest >= much:

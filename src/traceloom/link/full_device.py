@@ -17,7 +17,8 @@ Bools = NDArray[np.bool_]
 _LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
 _AFTER_NS = 10_000  # it starts this soon after room was made
 _TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
-_BEGINNING = 0.05  # of the window: who was launched so early can be behind what was launched before
+BEGINNING = 0.05  # of the window: who was launched so early can be behind what was launched before
+MUCH = 0.01  # of the window: time that nothing recorded explains is worth a word
 _TAIL = 0.03  # or this share of the other's duration
 
 
@@ -93,7 +94,7 @@ def _held_from_before(  # noqa: PLR0917  (times of the work and of the window)
     """
     _, bounds = work.lanes()
     asked = work.asked[rest] - work.start[rest] + begun[rest]
-    early = np.isin(rest, bounds[:-1]) & (asked - low <= _BEGINNING * (high - low))
+    early = np.isin(rest, bounds[:-1]) & (asked - low <= BEGINNING * (high - low))
     for device in np.unique(work.device).tolist():
         mine = np.flatnonzero(work.device == device)
         ends = np.sort(work.end[mine])

@@ -55,7 +55,8 @@ def unrecorded_saving_ns(
             left[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
         elif change.action == "delay":
             late = np.bincount(rank, change.selection.nodes(graph)[host], recorded.size) > 0
-            usual = np.median(recorded[(recorded > 0) & ~late]) if (~late & (recorded > 0)).any() else np.inf
+            others = recorded[(recorded > 0) & ~late]
+            usual = np.median(others) if others.size else np.inf
             left[host] *= np.where(late, np.minimum(usual / np.maximum(recorded, 1), 1.0), 1.0)[rank]
     gone = whole_ns * of_recording * np.bincount(rank, 1 - left[host]) / np.maximum(recorded, 1)
     if gone.size:

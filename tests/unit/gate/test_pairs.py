@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,12 +13,8 @@ from traceloom.analyze.gate import resampling
 from traceloom.analyze.gate.power import power, runs_needed
 from traceloom.analyze.gate.summary import RunSummary
 from traceloom.analyze.gate.verdict import in_pairs
+from traceloom.testing import runs as made
 
-_SPEC = importlib.util.spec_from_file_location("made", Path(__file__).with_name("made.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-made = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(made)
 TEN_MS = 1e7
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,12 +11,8 @@ from traceloom.analyze.gate.power import power, runs_needed
 from traceloom.cli import main
 from traceloom.report import verdict as report
 from traceloom.report.verdict.tables import reasons
+from traceloom.testing import runs as made
 
-_SPEC = importlib.util.spec_from_file_location("made", Path(__file__).with_name("made.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-made = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(made)
 TEN_MS = 1e7
 
 

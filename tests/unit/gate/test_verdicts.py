@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +11,7 @@ from traceloom.analyze import gate
 from traceloom.analyze.gate import resampling
 from traceloom.analyze.gate.summary import Program, RunSummary
 from traceloom.errors import UsageError
-
-_SPEC = importlib.util.spec_from_file_location("made", Path(__file__).with_name("made.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-made = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(made)
+from traceloom.testing import runs as made
 
 TEN_MS = 1e7
 

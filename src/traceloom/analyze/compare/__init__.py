@@ -48,8 +48,8 @@ class Comparison(Result):
             `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it ran,
             `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`; what of it lies in the time of the steps
             `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
-            them, not in operators below,
-            `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean step).
+            them, not in operators below, `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean
+            step).
         steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
     """
 

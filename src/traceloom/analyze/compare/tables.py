@@ -295,7 +295,7 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
     at = summed["group"]
     on_device = pl.col("new_device_ns") - pl.col("base_device_ns")
     on_host = pl.col("new_host_ns") - pl.col("base_host_ns")
-    on_devices = pl.col("new_duration_ns") - pl.col("base_duration_ns")
+    longer = pl.col("new_duration_ns") - pl.col("base_duration_ns")
     by_device = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
     outside = pl.col("group") == int(places.group[-1])
     added, removed = (pl.col("base_total") == 0) & ~outside, (pl.col("new_total") == 0) & ~outside
@@ -308,7 +308,7 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
         pl.Series("new_shapes", places.new_shapes, dtype=pl.String).gather(at).alias("new_shapes"),
         (pl.col("base_total") / max(base.steps.height, 1)).alias("base_count"),
         (pl.col("new_total") / max(new.steps.height, 1)).alias("new_count"),
-        on_devices.alias("duration_difference_ns"),
+        longer.alias("duration_difference_ns"),
         on_device.alias("device_difference_ns"),
         on_host.alias("host_difference_ns"),
         pl.when(by_device)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from traceloom.analyze.flops.call import Call, Tensor, Unknown
-from traceloom.analyze.flops.registry import MODELS, Work
+from traceloom.analyze.flops.registry import MODELS, Model, Work
 
 FAMILY, PAGED = "attention", "paged attention"
 
@@ -206,15 +205,22 @@ _OVER_CACHE = {
 """Place of the query, before both caches, and which dimension of a cache has the heads of the keys."""
 
 
-@MODELS.register(*_OVER_CACHE, family=PAGED, inputs=32)
-def _paged_over_cache(call: Call) -> Work:
-    """Decoding over a paged cache: one query a request, and all keys of it."""
-    at, dimension = next(places for name, places in _OVER_CACHE.items() if fnmatchcase(call.name, name))
-    query, key = call.tensor(at), call.tensor(at + 1)
-    if len(query.shape) != 3 or len(key.shape) < 4:
-        raise Unknown("the heads cannot be told from the recorded shapes")
-    _, heads, size = query.shape
-    return _over_requests(call, query, key, (heads, key.shape[dimension]), (size, size))
+def _paged_over_cache(at: int, dimension: int) -> Model:
+    """The model of one spelling."""
+
+    def model(call: Call) -> Work:
+        """Decoding over a paged cache: one query a request, and all keys of it."""
+        query, key = call.tensor(at), call.tensor(at + 1)
+        if len(query.shape) != 3 or len(key.shape) < 4:
+            raise Unknown("the heads cannot be told from the recorded shapes")
+        _, heads, size = query.shape
+        return _over_requests(call, query, key, (heads, key.shape[dimension]), (size, size))
+
+    return model
+
+
+for _name, _places in _OVER_CACHE.items():
+    MODELS.register(_name, family=PAGED, inputs=32)(_paged_over_cache(*_places))
 
 
 def _over_requests(call: Call, query: Tensor, key: Tensor, heads: tuple[int, int], widths: tuple[int, int]) -> Work:

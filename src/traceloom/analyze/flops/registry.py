@@ -34,6 +34,17 @@ class Work:
 
 
 Model = Callable[[Call], Work]
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """A model, what kind of operator it is for, and whether it asks for what is inside a call."""
+
+    model: Model
+    family: str
+    inside: bool
+
+
 _MOST = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
 
 
@@ -51,9 +62,8 @@ class Registry:
     """Models by the names of operators."""
 
     def __init__(self) -> None:
-        self._exact: dict[str, tuple[Model, str]] = {}
-        self._patterns: dict[str, tuple[Model, str]] = {}
-        self._inside: set[str] = set()
+        self._exact: dict[str, _Registered] = {}
+        self._patterns: dict[str, _Registered] = {}
         self.generation = 0  # grows with every change, so that remembered results are not used after it
 
     def register(
@@ -64,7 +74,7 @@ class Registry:
         Args:
             names: Names as they stand in traces; `*` stands for anything (an exact name goes before a pattern).
             family: What kind of operator it is; for tables.
-            inside: The model asks for the calls and kernels inside; then `names` are exact.
+            inside: The model asks for the calls and kernels inside.
             inputs: The most inputs that it has. Old profilers sometimes record those of another operator before its
                 own; such a call is then not modelled.
         """
@@ -72,8 +82,7 @@ class Registry:
         def add(given: Model) -> Model:
             model = given if inputs is None else _limited(given, inputs)
             for name in names:
-                (self._patterns if "*" in name else self._exact)[name] = (model, family)
-            self._inside = self._inside | set(names) if inside else self._inside - set(names)
+                (self._patterns if "*" in name else self._exact)[name] = _Registered(model, family, inside)
             self.generation += 1
             return given
 
@@ -88,19 +97,20 @@ class Registry:
 
     def looks_inside(self, name: str) -> bool:
         """Whether the model of an operator asks for what is inside a call."""
-        return name in self._inside
+        registered = self._registered(name)
+        return registered is not None and registered.inside
 
     def family(self, name: str) -> str | None:
         """What kind of operator has that name; None where it has no model."""
-        found = self._found(name)
-        return found[1] if found else None
+        registered = self._registered(name)
+        return registered.family if registered else None
 
     def find(self, name: str) -> Model | None:
         """The model of an operator, or None."""
-        found = self._found(name)
-        return found[0] if found else None
+        registered = self._registered(name)
+        return registered.model if registered else None
 
-    def _found(self, name: str) -> tuple[Model, str] | None:
+    def _registered(self, name: str) -> _Registered | None:
         exact = self._exact.get(name)
         if exact is not None:
             return exact
@@ -108,7 +118,7 @@ class Registry:
 
     def names(self) -> dict[str, str]:
         """Name or pattern -> family, in the order of registration."""
-        return {name: family for table in (self._exact, self._patterns) for name, (_, family) in table.items()}
+        return {name: one.family for table in (self._exact, self._patterns) for name, one in table.items()}
 
     def work(self, call: Call) -> Work | str:
         """What the call has to do, or the reason why that is not known."""

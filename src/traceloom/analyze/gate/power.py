@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from traceloom.analyze.gate.resampling import student
+from traceloom.analyze.gate.verdict import PAIRS
 
 POWER = 0.8  # how often the change is to be found
 _ONE_SIDED = 0.8416  # quantile of the normal distribution at POWER
@@ -71,7 +72,7 @@ def _row(check: dict[str, Any], effect: float) -> dict[str, Any]:
         return row | {"reason": "the limit is no share of the base"}
     if check["scatter"] is None:
         return row | {"reason": "how runs scatter is not known: several runs of a side are needed"}
-    runs = runs_needed(check["scatter"], effect - abs(check["limit"]), paired=check["sample"] == "pairs of runs")
+    runs = runs_needed(check["scatter"], effect - abs(check["limit"]), paired=check["sample"] == PAIRS)
     if runs is None:
         within = effect <= abs(check["limit"])
         reason = "the change is within the limit" if within else f"more than {_MOST:,} runs a side"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from traceloom.analyze.gate.verdict import ONE, PAIRS
 from traceloom.model import units
 from traceloom.report.comparison import tables as comparison
 from traceloom.report.sections.section import Col, Table
@@ -36,12 +37,12 @@ def reasons(document: Row) -> list[str]:
     """What is to know about the checks: why they are inconclusive, and what their samples are."""
     checks = document["checks"]
     out = [f"{row['condition']}: {row['reason']}." for row in checks if row["reason"]]
-    if any(row["sample"] == "pairs of runs" for row in checks):
+    if any(row["sample"] == PAIRS for row in checks):
         out.append(
             "Runs of both sides took turns, so each is held against its neighbour: what the machine did to both is no "
             "change."
         )
-    if any(row["sample"] == "within one run only" for row in checks):
+    if any(row["sample"] == ONE for row in checks):
         out.append(
             "Within one run only: each side is one run, so that nothing is known of how runs differ from each other. "
             "Several runs a side make a verdict that holds."

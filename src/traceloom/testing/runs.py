@@ -15,7 +15,8 @@ def steps(chance: np.random.Generator, count: int, mean: float, noise: float, al
     for at in range(1, count):
         drawn[at] = alike * drawn[at - 1] + np.sqrt(1 - alike**2) * drawn[at]
     long = (chance.random(count) < 0.03) * 0.5 * chance.random(count)
-    return (mean * (1 + noise * drawn + long)).tolist()
+    times: list[float] = (mean * (1 + noise * drawn + long)).tolist()
+    return times
 
 
 def summary(wall: list[float] | None, name: str = "run", device: str = "H100", **scalars: list[float]) -> RunSummary:
