@@ -9,12 +9,13 @@ import polars as pl
 
 from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
+from traceloom.analyze.device_account import device_account, has_step_time
 from traceloom.analyze.first_step import first_step
 from traceloom.analyze.host import HostTime, host
 from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.idle import CAUSES, Idle, idle
 from traceloom.analyze.operators import Operators, operators
-from traceloom.analyze.steps import of_requests
+from traceloom.analyze.steps import of_requests, step_times
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
 from traceloom.model.units import count, duration, share
@@ -60,6 +61,7 @@ _AWAITED = {
 _WORTH_SAYING = 0.005
 _IDLE_WORTH_A_REASON = 0.05
 _WAITING = 0.8  # of the time that a thread runs at most: it waits, too
+_ALIKE = 0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
 _FIRST = 2.0  # usual steps that the first one takes longer by,
 _OF_RUN = 0.05  # and of the time of all steps: worth a sentence
 
@@ -85,12 +87,14 @@ class Answer(Result):
         parts: label, kind (compute, communication, memory, idle for GPUs; op, launch, blocking_call, python,
             unobserved for the main threads of a run without GPU work), ns, fraction; the largest first. They add up to
             `whole_ns` exactly.
+        step_ns: The middle one of the whole steps of all ranks (of all steps, where none is whole); None without steps.
         whole_ns: Time of all devices (without GPU work: of all main threads) in all steps; without steps, from the
             first to the last GPU work of each device (without GPU work: the window of the traces).
     """
 
     sentence: str
     parts: pl.DataFrame
+    step_ns: int | None
     whole_ns: int
 
 
@@ -111,10 +115,10 @@ def answer(session: Session, known: Sequence[Facts] | None = None) -> Answer:
     parts = _added(pl.concat([_gpu_parts(one) for one in on_gpu] or [_host_parts(one) for one in told]))
     whole = int(parts["ns"].sum())
     if not whole:
-        return Answer("Nothing to account for: the traces hold no timed events.", parts, 0)
+        return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
     where = _where(on_gpu or told)
     said = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, told)
-    return Answer(f"{where}: {said}.{_first(told)}", parts, whole)
+    return Answer(f"{where}: {said}.{_first(told)}", parts, _step_ns([one.trace for one in on_gpu or told]), whole)
 
 
 def _first(told: list[Facts]) -> str:
@@ -134,27 +138,20 @@ def _first(told: list[Facts]) -> str:
 
 
 def _gpu_parts(one: Facts) -> pl.DataFrame:
-    """What the devices did in the steps (without steps: in their windows); idle time by cause."""
-    stepped = _stepped(one.trace)
-    rows = one.gpu.steps.filter(pl.col("step").is_not_null()) if stepped else one.gpu.devices
-    causes = one.idle.causes.filter(pl.col("step").is_not_null()) if stepped else one.idle.totals
+    """What the devices did in the window of the account; idle time by cause."""
+    account = device_account(one.trace, one.gpu, one.idle)
+    rows = account.devices
     sums = {
         "compute": rows["compute_ns"].sum(),
         "communication": rows["exposed_communication_ns"].sum(),
         "memory": rows["exposed_memory_ns"].sum(),
     }
     busy: list[dict[str, object]] = [{"label": _GPU_LABELS[kind], "kind": kind, "ns": ns} for kind, ns in sums.items()]
-    idling = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum()).sort("cause")
+    idling = account.idle.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum()).sort("cause")
     waits: list[dict[str, object]] = [
         {"label": f"idle: {CAUSES[cause]}", "kind": "idle", "ns": ns} for cause, ns in idling.rows()
     ]
-    edges = rows.select((pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")).sum()).item() if stepped else 0
-    return _parts([*busy, *waits, {"label": f"idle: {_EDGE}", "kind": "idle", "ns": edges}])
-
-
-def _stepped(trace: Trace) -> bool:
-    """Whether the steps hold any time; damaged marks without a duration hold none."""
-    return bool((trace.steps["end_ns"] > trace.steps["start_ns"]).any())
+    return _parts([*busy, *waits, {"label": f"idle: {_EDGE}", "kind": "idle", "ns": rows["edge_idle_ns"].sum()}])
 
 
 def _host_parts(one: Facts) -> pl.DataFrame:
@@ -164,7 +161,7 @@ def _host_parts(one: Facts) -> pl.DataFrame:
         served = one.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
         threads = served.select("lane", "step").drop_nulls().unique()
         mine = one.host.account.join(threads, on=["lane", "step"], how="semi")
-    if _stepped(one.trace):
+    if has_step_time(one.trace):
         mine = mine.filter(pl.col("step").is_not_null())
     rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
     return _parts([{"label": _label(phase, kind), "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()])
@@ -192,19 +189,36 @@ def _where(told: list[Facts]) -> str:
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
     if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
-    stepped = [trace.steps for trace in traces if _stepped(trace)]
-    if stepped:
-        lengths = pl.concat(steps.select(ns=pl.col("end_ns") - pl.col("start_ns"))["ns"] for steps in stepped)
-        each = f"{duration(int(lengths.median()))}"  # type: ignore[arg-type]
+    step_ns = _step_ns(traces)
+    if step_ns is not None:
+        stepped = [trace.steps for trace in traces if has_step_time(trace)]
         number = max(steps.height for steps in stepped)
         word = "request" if any(of_requests(one.trace) for one in told) else "step"
-        span = f"{count(number)} {word}s of {each}" if number > 1 else f"1 {word} of {each}"
-        span += _taken(told, int(lengths.sum())) if word == "request" else ""
+        span = f"{count(number)} {word}s of {duration(step_ns)}" if number > 1 else f"1 {word} of {duration(step_ns)}"
+        span += _by_rank(traces)
+        if word == "request":
+            span += _taken(told, sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped))
     else:
         span = _window(told)
     who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
     text = f"{who}, {span}" if who else span
     return text[0].upper() + text[1:]
+
+
+def _step_ns(traces: list[Trace]) -> int | None:
+    """The middle one of the whole steps of all ranks; of all steps, where none is whole."""
+    steps = pl.concat([step_times(trace).steps.select("duration_ns", "complete") for trace in traces])
+    whole = pl.col("complete") | ~pl.col("complete").any()
+    middle = steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"].median()
+    return None if middle is None else int(middle)  # type: ignore[arg-type]
+
+
+def _by_rank(traces: list[Trace]) -> str:
+    """How far the middle steps of the ranks lie apart, where they do."""
+    each = [ns for trace in traces if (ns := _step_ns([trace])) is not None]
+    if max(each) - min(each) <= _ALIKE * max(each):
+        return ""
+    return f" ({duration(min(each))} to {duration(max(each))} by rank)"
 
 
 def _taken(told: list[Facts], served_ns: int) -> str:
@@ -301,8 +315,8 @@ def _largest_operator(told: list[Facts]) -> str | None:
 
 def _waited(told: list[Facts]) -> int:
     """Nanoseconds of waits for the DataLoader, in the steps where there are some."""
-    stepped = [one.data_loading.steps["wait_ns"].sum() for one in told if _stepped(one.trace)]
-    whole = [one.data_loading.total_ns or 0 for one in told if not _stepped(one.trace)]
+    stepped = [one.data_loading.steps["wait_ns"].sum() for one in told if has_step_time(one.trace)]
+    whole = [one.data_loading.total_ns or 0 for one in told if not has_step_time(one.trace)]
     return int(sum(stepped) + sum(whole))
 
 

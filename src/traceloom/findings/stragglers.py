@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.across.blame import Slow, slow_ranks
+from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.findings.communication import evened
 from traceloom.findings.ground import Bools, Ground
@@ -23,14 +24,7 @@ _MOST_RANKS = 4
 _APART = "the ranks share no communication: nobody waits for another"
 _UNEVEN = 1.05
 _WORK = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
-_OTHER_CAUSES = {
-    "compute": "it computes for longer",
-    "communication": "it communicates for longer",
-    "copies": "it copies for longer",
-    "began_later": "it began later",
-    "pipeline_schedule": "its place in the pipeline",
-    "peer_came_early": "its peer came early",
-}
+_ITS_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is called slow
 _MEASURES = {"tokens": "tokens", "exchanged_bytes": "exchanged bytes", "embedding_ns": "time in embedding tables"}
 
 
@@ -62,18 +56,17 @@ def straggler(ground: Ground) -> Iterator[Said]:
         yield Abstention("straggler", _APART)
         return
     roots = _roots(ground)
-    by_rank = roots.group_by("root_rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_rank", descending=True)
-    late = dict.fromkeys([*by_rank["root_rank"].to_list(), *_latest(ground)])
-    ranks = [rank for rank in late if rank in ground.meeting][:_MOST_RANKS]
+    slow = {one.rank: one for one in slow_ranks(ground.across.collectives) if one.fraction >= _ITS_SHARE}
+    ranks = [rank for rank in slow or _latest(ground) if rank in ground.meeting][:_MOST_RANKS]
     uneven = _given_more(ground)
     for rank in ranks:
-        mine = roots.filter(pl.col("root_rank") == rank)
+        cause = slow[rank].cause if rank in slow else None
         # who has more to do is not slow: see compute-imbalance and shard-imbalance
-        if not (rank in uneven and _cause(mine) == "compute"):
-            yield _late(ground, (rank,), f"rank {rank}", mine)
+        if not (rank in uneven and cause == "compute"):
+            yield _late(ground, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
     for host, members in _hosts(ground, ranks):
         yield _late(ground, members, f"host {host} (ranks {', '.join(map(str, members))})",
-                    roots.filter(pl.col("root_rank").is_in(list(members))))  # fmt: skip
+                    roots.filter(pl.col("root_rank").is_in(list(members))), _shared_cause(slow, members))  # fmt: skip
 
 
 def _hosts(ground: Ground, ranks: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -87,9 +80,13 @@ def _hosts(ground: Ground, ranks: list[int]) -> Iterator[tuple[str, tuple[int, .
             yield host, members
 
 
-def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame) -> Candidate:
-    cause = _cause(roots)
-    why = "" if cause is None else f": {_OTHER_CAUSES.get(cause) or CAUSES.get(cause) or cause}"
+def _shared_cause(slow: dict[int, Slow], members: tuple[int, ...]) -> str | None:
+    """What most of the waiting for these ranks is there for."""
+    return max((slow[rank] for rank in members if rank in slow), key=lambda one: one.waited_ns).cause if slow else None
+
+
+def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame, cause: str | None) -> Candidate:
+    why = "" if cause is None else f": {CAUSE_WORDS[cause]}"
     worst = roots.sort("wait_ns", descending=True).head(3).to_dicts()
     waited = units.duration(int(roots["wait_ns"].sum()))
     count = units.count(roots.height)
@@ -102,19 +99,6 @@ def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame)
         evidence=(*(one for row in worst if (one := _wait(ground, row)) is not None), *(seen if roots.height else ())),
         at_most_ns=_behind_ns(ground, ranks),
     )
-
-
-def _cause(roots: pl.DataFrame) -> str | None:
-    """The cause of most of the waiting, where it begins in each step.
-
-    Computing goes on beside communication: who came late to the first collective of a step comes late to the next ones,
-    for which it then seems to compute for longer.
-    """
-    first = roots.sort("start_ns").unique("step", keep="first", maintain_order=True)
-    begins = first if first["step"].null_count() == 0 else roots
-    causes = begins.group_by("root_cause").agg(pl.col("wait_ns").sum()).sort("wait_ns", "root_cause", descending=True)
-    cause: str | None = causes["root_cause"].cast(pl.String)[0] if causes.height else None
-    return cause
 
 
 def _behind_ns(ground: Ground, ranks: tuple[int, ...]) -> int:

@@ -18,6 +18,8 @@ REASONS = {
     "ranks[*].world_size": "the file does not say how many ranks the job has",
     "ranks[*].host_name": "the file does not name its host",
     "ranks[*].devices": "no GPU work was recorded",
+    "ranks[*].gpu_account": "no GPU work was recorded",
+    "answer.step_ns": "no trace marks steps that last",
     "ranks[*].devices[*].name": "the file does not name the device",
     "ranks[*].steps": "the trace marks no steps",
     "ranks[*].steps[*].devices[*].name": "the file does not name the device",

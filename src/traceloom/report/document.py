@@ -61,7 +61,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     notices = _distinct(whole.all_notices() + of_ranks + faults.notices())
     return {
         **_head(session.name, part.epoch_ns),
-        "answer": _answer(part, [m.facts for m in ranks]),
+        "answer": _answer(part, [m.facts for m in ranks], absent),
         "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
@@ -132,6 +132,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         **_head(name, 0),
         "answer": {
             "sentence": f"{len(sessions)} runs; choose one to see where its time goes.",
+            "step_ns": None,
             "whole_ns": 0,
             "parts": [],
         },
@@ -187,9 +188,16 @@ def _head(name: str, epoch_ns: int) -> Row:
     }
 
 
-def _answer(session: Session, facts: list[Facts]) -> Row:
+def _answer(session: Session, facts: list[Facts], absent: Absent) -> Row:
     answer = analyze.answer(session, facts)
-    return {"sentence": answer.sentence, "whole_ns": answer.whole_ns, "parts": answer.parts.to_dicts()}
+    if answer.step_ns is None:
+        absent.say("answer.step_ns")
+    return {
+        "sentence": answer.sentence,
+        "step_ns": answer.step_ns,
+        "whole_ns": answer.whole_ns,
+        "parts": answer.parts.to_dicts(),
+    }
 
 
 def _inputs(sessions: Sequence[Session], absent: Absent) -> list[Row]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Session
 from traceloom.model.finding import Finding
+from traceloom.model.units import duration
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import FINDINGS, NOT_ASKED
@@ -65,11 +66,24 @@ def _row(finding: Finding, kind: str, absent: Absent) -> Row:
     return row
 
 
+def _basis(ground: Ground, found: Ranked) -> str:
+    """What the savings are of, in words."""
+    length = duration(ground.step_ns)
+    steps = max((one.step_count for one in found.time), default=1)
+    if steps > 1:
+        return f"per {ground.unit} of {length}, the middle one of {steps}"
+    if ground.step is None:
+        return f"of the window of {length}"
+    start = "its first start on any rank" if ground.rank_count > 1 else "its start"
+    return f"of {ground.unit} {ground.step}, {length} from {start} to the end of its last work"
+
+
 def _ground(ground: Ground, found: Ranked, absent: Absent) -> Row:
     law = ground.law
     return {
         "step": absent.value(ground.step, "findings_ground.step"),
         "unit": ground.unit,
+        "basis": _basis(ground, found),
         "whole_ns": ground.whole_ns,
         "law": law.sentence,
         "holds": law.holds,

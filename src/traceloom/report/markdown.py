@@ -8,6 +8,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.report.accounts import gpu_accounts, main_account
 from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
@@ -94,7 +95,7 @@ def _label(rank: int | None) -> str:
 
 
 def _devices(document: Row) -> Iterator[str]:
-    found = [(rank, device) for rank in document["ranks"] for device in rank["devices"]]
+    found = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
     keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
     rows = [
         [f"rank {_label(rank['rank'])}, GPU {device['device']}", units.duration(device["window_ns"])]
@@ -116,8 +117,7 @@ def _host(document: Row) -> Iterator[str]:
     """Of ranks without a GPU: the phases of the main thread."""
     rows = []
     for rank in document["ranks"]:
-        lanes = {thread["lane"] for thread in rank["host"]["threads"] if thread["main"]}
-        account = [row for row in rank["host"]["account"] if row["lane"] in lanes]
+        account = main_account(rank)
         if rank["devices"] or not account:
             continue
         whole = sum(row["ns"] for row in account)

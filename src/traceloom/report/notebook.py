@@ -9,6 +9,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import Session, units
+from traceloom.report.accounts import gpu_accounts
 from traceloom.report.document import build
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
@@ -46,8 +47,8 @@ class Shown:
 
     def _repr_html_(self) -> str:
         parts = [f"<p><b>{_text(self.document['answer']['sentence'])}</b></p>"]
-        for rank in self.document["ranks"]:
-            parts += [_bar(rank["rank"], device) for device in rank["devices"]]
+        for rank, account in gpu_accounts(self.document):
+            parts += [_bar(rank["rank"], device) for device in account["devices"]]
         parts.append(_table("GPU work", self.document["kernels"], ("total_ns", "mean_ns"), self.options.top))
         parts.append(_table("Operators", self.document["operators"], ("self_ns", "total_ns"), self.options.top))
         notices = "".join(f"<li>{_text(notice['message'])}</li>" for notice in self.document["notices"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import polars as pl
 
+from traceloom.analyze.device_account import device_account
 from traceloom.report.absent import Absent
 from traceloom.report.measure import Measured
 
@@ -27,6 +28,7 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
         "devices": _devices(measured, absent),
         "steps": _steps(measured, absent),
         "outside": _outside(measured, absent),
+        "gpu_account": _gpu_account(measured, absent),
         "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
         "host": _host(measured, absent),
         "step_times": _step_times(measured, absent),
@@ -74,6 +76,18 @@ def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[i
     for step, row in zip(rows["step"].to_list(), told, strict=True):
         out.setdefault(step, []).append({**row, "idle_causes": named.get((step, row["device"]), {})})
     return out
+
+
+def _gpu_account(measured: Measured, absent: Absent) -> Row | None:
+    if not measured.gpu.devices.height:
+        absent.say("ranks[*].gpu_account")
+        return None
+    account = device_account(measured.trace, measured.gpu, measured.idle)
+    return {
+        "window": account.window,
+        "devices": absent.rows(account.devices, "ranks[*].devices"),
+        "idle": absent.rows(account.idle, "ranks[*].idle"),
+    }
 
 
 def _host(measured: Measured, absent: Absent) -> Row:

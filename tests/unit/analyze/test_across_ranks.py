@@ -82,13 +82,15 @@ def test_waits_of_a_parallel_job_are_those_of_its_simulation(slow: tuple[Run, Ac
 def test_a_slow_rank_is_blamed_for_the_waiting_that_it_causes_through_all_groups(
     slow: tuple[Run, AcrossRanks],
 ) -> None:
+    """Its partner computes beside its all-reduce: it is late for the next one as well, and it is not to blame."""
     run, found = slow
-    saved = int(run.truth.causes["saved_ns"].sum())
     top = found.reasons.row(0, named=True)
     assert (top["rank"], top["cause"]) == (3, "compute")
-    explained = int(run.truth.why["saved_ns"].sum())
-    assert top["waited_ns"] == pytest.approx(explained, rel=0.05)
-    assert top["waited_ns"] == pytest.approx(saved, rel=0.15)
+    assert found.slowest is not None
+    assert (found.slowest.rank, found.slowest.cause) == (3, "compute")
+    blamed = found.collectives.filter(kind="all_reduce", root_rank=3, root_cause="compute")
+    assert blamed.height == run.truth.why.height
+    assert blamed["wait_ns"].sum() == pytest.approx(int(run.truth.why["saved_ns"].sum()), rel=0.1)
     detail = found.chains.filter((pl.col("cause") == "compute") & (pl.col("rank") == 3))["detail"][0]
     assert "gemm" in detail
 

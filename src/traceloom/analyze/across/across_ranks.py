@@ -64,6 +64,11 @@ class AcrossRanks(Result):
         return int(self.parts["duration_ns"].sum())
 
     @property
+    def slowest(self) -> blame.Slow | None:
+        """The rank that most of the waiting goes back to; None where nobody waits for another."""
+        return next(iter(blame.slow_ranks(self.collectives)), None)
+
+    @property
     def wait_ns(self) -> int:
         """The part of it that was waiting."""
         return int(self.parts["wait_ns"].sum())

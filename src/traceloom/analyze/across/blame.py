@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import polars as pl
 
@@ -115,6 +117,42 @@ def heat(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
     filled = keys.with_columns(pl.col(name).fill_null(0) for name in ("wait_ns", "blame_ns", "root_ns"))
     ordered = filled.select(list(HEAT_SCHEMA)).cast(dict(HEAT_SCHEMA))  # type: ignore[arg-type]
     return ordered.sort("step", "rank", nulls_last=True)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that waiting goes back to.
+
+    Attributes:
+        rank: Which one.
+        waited_ns: How long others waited for it, added up over them, beyond what the order of a pipeline asks for.
+        fraction: Of all such waiting.
+        collective_count: At how many collectives.
+        cause: What most of it is there for, one of CAUSE_NAMES.
+    """
+
+    rank: int
+    waited_ns: int
+    fraction: float
+    collective_count: int
+    cause: str
+
+
+def slow_ranks(collectives: pl.DataFrame) -> list[Slow]:
+    """The ranks where the chains of these collectives end, the one with the most waiting first."""
+    waits = collectives.filter(_BEYOND > 0, pl.col("root_rank").is_not_null())
+    whole = int(waits.select(_BEYOND.sum()).item())
+    causes = (
+        waits.group_by("root_rank", "root_cause")
+        .agg(_BEYOND.sum().alias("ns"), count=pl.len())
+        .sort("ns", "root_cause", descending=[True, False])
+    )
+    ranks = (
+        causes.group_by("root_rank", maintain_order=True)
+        .agg(pl.col("ns", "count").sum(), pl.col("root_cause").first().cast(pl.String))
+        .sort("ns", "root_rank", descending=[True, False])
+    )
+    return [Slow(rank, ns, ns / whole, count, cause) for rank, ns, count, cause in ranks.rows()]
 
 
 def reasons(collectives: pl.DataFrame) -> pl.DataFrame:

@@ -10,9 +10,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.across.counterparts import pair_excess
-from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION
+from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION, COMPUTE, MEMORY
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.analyze.idle import CAUSES
 from traceloom.link.clocks import ENDS_TOGETHER
 
 Ints = NDArray[np.int64]
@@ -27,6 +28,17 @@ SCHEDULE = "pipeline_schedule"
 PEER = "peer_came_early"
 """What the account of the last arriver does not hold, because its peer came earlier than those of other pipelines."""
 
+CAUSE_WORDS = {
+    **CAUSES,
+    COMPUTE: "it computed longer",
+    COMMUNICATION: "it waited in an earlier communication",
+    MEMORY: "it copied longer",
+    SCHEDULE: "the order of the pipeline: other pipelines wait as well",
+    PEER: "its peer came earlier than those of other pipelines",
+    BEGAN: "it was behind already where counting begins (the last meeting, the step, the recording)",
+}
+"""Every cause of lateness in a few words."""
+
 CAUSE_NAMES = (*CLASSES, SCHEDULE, PEER, BEGAN)
 CauseType = pl.Enum(CAUSE_NAMES)
 NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER, BEGAN)
@@ -36,6 +48,7 @@ _ANCHORS = (*ENDS_TOGETHER, "send_recv")
 _COMMUNICATION = CLASSES.index(COMMUNICATION)
 _SCHEDULE, _PEER = CAUSE_NAMES.index(SCHEDULE), CAUSE_NAMES.index(PEER)
 _DEEPEST = 32
+_STANDS = 0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,8 @@ class Lateness:
         excess_ns: Parts of it by `CAUSE_NAMES`: what the last arriver spent on each since the anchor, less what the
             others did. They add up to `late_ns`.
         anchor: The collective before, at whose end all these ranks stood together; -1 where there is none: then it
-            is counted from the start of the step, else of the recording.
+            is counted from the start of the step, else of the recording. Who computes on beside a collective does not
+            stand: what it was late by there, it is late by afterwards.
         follow: The earlier collective of other ranks that the last arriver waited in, where that is the main cause;
             else -1.
         cause: Number of the main cause.
@@ -94,7 +108,7 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     """
     many = matched.instances.height
     rows = _rows(ranks, matched.parts)
-    anchor = _anchors(matched, rows.inst, many)
+    anchor = _anchors(matched, rows.inst, _stood(ranks, rows, many))
     base = _bases(ranks, rows, _same_rank(rows, anchor, len(ranks)))
     last = np.flatnonzero(rows.last)
     others = _others(rows, base)
@@ -142,13 +156,27 @@ def _own_times(one: RankPart, events: pl.Series) -> Ints:
     return found
 
 
-def _anchors(matched: Matched, inst: Ints, many: int) -> Ints:
-    """The last collective that held all recorded ranks of each and was over when the last of them came."""
+def _stood(ranks: Sequence[RankPart], rows: _Rows, many: int) -> Bools:
+    """Whether the ranks of each collective stood still while they waited in it, shape (collectives,)."""
+    exposed = np.zeros(rows.part.size, dtype=np.int64)
+    for number, one in enumerate(ranks):
+        mine = np.flatnonzero(rows.part == number)
+        sums = one.ledger.sums[:, _COMMUNICATION]
+        exposed[mine] = sums[rows.end_place[mine]] - sums[rows.start_place[mine]]
+    waited, stood = np.zeros((2, many), dtype=np.int64)
+    np.add.at(waited, rows.inst, rows.wait)
+    np.add.at(stood, rows.inst, np.minimum(exposed, rows.wait))
+    return stood >= _STANDS * waited
+
+
+def _anchors(matched: Matched, inst: Ints, stood: Bools) -> Ints:
+    """The last collective that held all recorded ranks of each, made them stand, and was over when the last came."""
     parts, instances = matched.parts, matched.instances
+    many = stood.size
     masks: list[int] = [0] * many
     for number, row in zip(inst.tolist(), parts["part"].to_list(), strict=True):
         masks[number] |= 1 << row
-    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy()
+    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy() & stood
     met = instances["met_ns"].to_numpy()
     ends = parts.group_by("instance", maintain_order=True).agg((pl.col("start_ns") + pl.col("duration_ns")).max())
     end = ends["start_ns"].to_numpy()

@@ -22,6 +22,8 @@ def findings(document: Row, reasons: Reasons) -> str:
     hint += f'<p class="quiet">Of savings: {text(ground["limit"])}.</p>' if ground.get("limit") else ""
     place = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
     cards = "".join(_card(row, place) for row in rows)
+    if ground:
+        hint += f'<p class="quiet">Savings {text(ground["basis"])}, by re-timing; they do not overlap.</p>'
     return f'{hint}<ol class="findings">{cards}</ol>{_abstained(ground)}'
 
 

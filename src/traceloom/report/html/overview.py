@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from traceloom.model import units
+from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.bars import bar, group, legend
 from traceloom.report.html.cells import Column, text
@@ -115,16 +116,17 @@ _ON_GPU = ("compute", "communication", "memory")
 
 
 def _step_time(document: Row) -> Number | None:
+    median = (document.get("answer") or {}).get("step_ns")
     times = [r["step_times"] for r in document["ranks"] if r.get("step_times") and r["step_times"].get("median_ns")]
-    if not times:
+    if median is None or not times:
         return None
-    slowest = max(times, key=lambda t: int(t["median_ns"]))
-    median, spread = slowest["median_ns"], slowest.get("spread_fraction")
-    more = f"median of {slowest['count']}" if slowest["count"] > 1 else "the only whole step"
-    if slowest["count"] > 1 and spread is not None:
-        more += f", middle half within {spread * 100:.1f} %"
     if len(times) > 1:
-        more += ", slowest rank"
+        slowest = max(int(t["median_ns"]) for t in times)
+        return "Step", units.duration(median), f"{median} ns", f"median of all ranks; slowest {units.duration(slowest)}"
+    count, spread = times[0]["count"], times[0].get("spread_fraction")
+    more = f"median of {count}" if count > 1 else "the only whole step"
+    if count > 1 and spread is not None:
+        more += f", middle half within {spread * 100:.1f} %"
     return "Step", units.duration(median), f"{median} ns", more
 
 
@@ -198,19 +200,10 @@ def allocator(row: Row) -> str:
     return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
 
 
-def main_account(rank: Row) -> tuple[int, list[Row]]:
-    """The window of the main thread (0: none) and its rows of the account."""
-    host = rank.get("host") or {}
-    main = next((t for t in host.get("threads") or [] if t["main"]), None)
-    if main is None:
-        return 0, []
-    return main["window_ns"], [row for row in host["account"] if row["lane"] == main["lane"]]
-
-
 def _share_of(document: Row, label: str, more: str, **wanted: str) -> Number | None:
-    accounts = [main_account(rank) for rank in document["ranks"]]
-    window = sum(whole for whole, _ in accounts)
-    part = sum(r["ns"] for _, rows in accounts for r in rows if all(r[k] == v for k, v in wanted.items()))
+    rows = [row for rank in document["ranks"] for row in main_account(rank)]
+    window = sum(row["ns"] for row in rows)
+    part = sum(row["ns"] for row in rows if all(row[k] == v for k, v in wanted.items()))
     if not window or not part:
         return None
     return label, units.share(part, window), f"{part} of {window} ns", more
@@ -235,27 +228,26 @@ _CANDIDATES = (
 
 def breakdown(document: Row, reasons: Reasons) -> str:
     """Where the time of every rank went: of its GPUs, or of the main thread where there is none."""
-    ranks = document["ranks"]
+    places = {id(rank): k for k, rank in enumerate(document["ranks"])}
     rows = [
         {
-            "rank": rank_name(rank, k),
+            "rank": rank_name(rank, places[id(rank)]),
             "device": f"{device['device']}" + (f" · {device['name']}" if device.get("name") else ""),
             "bar": bar(device_parts(device), device["window_ns"]),
             **device_shares(device),
             "window": device["window_ns"],
-            "busy": device["busy_ns"],
         }
-        for k, rank in enumerate(ranks)
-        for device in rank.get("devices") or []
+        for rank, account in gpu_accounts(document)
+        for device in account["devices"]
     ]
     if not rows:
-        return reasons.line("ranks[*].devices", "GPU time") + host_breakdown(ranks)
+        return reasons.line("ranks[*].devices", "GPU time") + host_breakdown(document)
     columns = [
         Column("rank", "Rank"),
         Column("device", "GPU"),
         Column("bar", "Time on the GPU", "bar"),
         *DEVICE_SHARES,
-        Column("window", "Window", "time", "from the first to the last GPU work; the time before and after is apart"),
+        Column("window", "Window", "time", gpu_window(document)),
     ]
     return table("breakdown", columns, rows, {}, "GPU time by rank") + _DEVICE_DEFINITION
 
@@ -263,15 +255,16 @@ def breakdown(document: Row, reasons: Reasons) -> str:
 _DEVICE_DEFINITION = """<details class="definition"><summary>How it is counted</summary>
 <p>A nanosecond is <b>compute</b> when any computing kernel runs on the device, else <b>communication</b> when any
 communication kernel runs, else <b>memory</b> when a copy or a fill runs, else <b>idle</b>. The four add up to the
-window, from the first to the last GPU work, to the nanosecond. Communication behind computing is hidden and costs
-nothing here.</p></details>"""
+window to the nanosecond: all steps, or without steps from the first to the last GPU work. Communication behind
+computing is hidden and costs nothing here.</p></details>"""
 
 
-def host_breakdown(ranks: list[Row]) -> str:
+def host_breakdown(document: Row) -> str:
     """The main thread of each rank by phase and by activity."""
     rows = []
-    for k, rank in enumerate(ranks):
-        window, account = main_account(rank)
+    for k, rank in enumerate(document["ranks"]):
+        account = main_account(rank)
+        window = sum(row["ns"] for row in account)
         if not window:
             continue
         by = {key: _added(account, key) for key in ("phase", "activity")}
@@ -285,7 +278,7 @@ def host_breakdown(ranks: list[Row]) -> str:
         Column("rank", "Rank"),
         Column("what", "By"),
         Column("bar", "Time of the main thread", "bar"),
-        Column("window", "Window", "time", "from the first to the last event of the trace"),
+        Column("window", "Window", "time", host_window(document)),
     ]
     return table("host-breakdown", columns, rows, {}, "Main thread by rank") + _host_legend() + _HOST_DEFINITION
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from traceloom.analyze.idle import CAUSES
+from traceloom.report.accounts import AT_EDGES, AT_EDGES_MEANING, idle_causes, main_account
 from traceloom.report.html.absence import Reasons
 from traceloom.report.html.bars import bar, group
 from traceloom.report.html.cells import Column
@@ -14,12 +15,12 @@ from traceloom.report.html.overview import (
     PHASES,
     device_parts,
     device_shares,
-    main_account,
     rank_name,
 )
 from traceloom.report.html.table import table
 
 Row = dict[str, Any]
+_MEANINGS = {**CAUSES, AT_EDGES: AT_EDGES_MEANING}
 MOST_RANKS = 64  # whose own tables stand in the page
 
 
@@ -103,8 +104,7 @@ def _summed(devices: list[Row]) -> Row:
 
 
 def _host_step(step: Row, rank: Row, longest: int) -> Row:
-    _, account = main_account(rank)
-    inside = [row for row in account if row["step"] == step["step"]]
+    inside = [row for row in main_account(rank) if row["step"] == step["step"]]
     parts = [(p, group(p), sum(r["ns"] for r in inside if r["phase"] == p)) for p in PHASES]
     return {
         "step": step["step"],
@@ -122,17 +122,18 @@ def idle(document: Row, reasons: Reasons) -> str:
 
 
 def _idle(rank: Row, position: int, reasons: Reasons) -> str:
-    windows = {device["device"]: device["window_ns"] for device in rank.get("devices") or []}
+    account = rank["gpu_account"] or {"devices": [], "idle": []}
+    windows = {device["device"]: device["window_ns"] for device in account["devices"]}
     rows = [
         {
             "device": row["device"],
             "cause": row["cause"].replace("_", " "),
-            "meaning": CAUSES.get(row["cause"], ""),
+            "meaning": _MEANINGS.get(row["cause"], ""),
             "time": row["idle_ns"],
             "share": row["idle_ns"] / windows[row["device"]] if windows.get(row["device"]) else None,
             "gaps": row["gap_count"],
         }
-        for row in rank.get("idle") or []
+        for row in idle_causes(account)
     ]
     if not rows:
         return reasons.line("ranks[*].devices", "Idle time") if not windows else '<p class="quiet">Never idle.</p>'
@@ -144,7 +145,8 @@ def _idle(rank: Row, position: int, reasons: Reasons) -> str:
         Column("share", "Of the window", "share"),
         Column("gaps", "Gaps", "count", "idle stretches that have this cause"),
     ]
-    return table(f"idle-{position}", columns, rows, {}, f"Causes of idle time of {rank_name(rank, position)}")
+    known = {"gaps": "the edges of the recording are no gaps"}
+    return table(f"idle-{position}", columns, rows, known, f"Causes of idle time of {rank_name(rank, position)}")
 
 
 def host(document: Row, reasons: Reasons) -> str:

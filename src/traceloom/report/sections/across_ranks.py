@@ -10,9 +10,9 @@ import polars as pl
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.across.blame import COLLECTIVE_SCHEMA, HEAT_SCHEMA, HOST_SCHEMA, RANK_SCHEMA, REASON_SCHEMA
 from traceloom.analyze.across.chain import LINK_SCHEMA
+from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.across.matched import CLOCK_SCHEMA
 from traceloom.analyze.across.rank_part import RankPart
-from traceloom.analyze.idle import CAUSES
 from traceloom.model import Notice, units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
@@ -24,17 +24,6 @@ _MOST = 100  # collectives, those with the longest waits
 _MOST_CELLS = 20_000
 COLLECTIVES = pl.Schema({name: kind for name, kind in COLLECTIVE_SCHEMA.items() if name != "met_ns"})
 UNMATCHED = pl.Schema({"rank": pl.Int32(), "kind": pl.String(), "group": pl.String(), "count": pl.Int64()})
-CAUSE_WORDS = {
-    **CAUSES,
-    "compute": "it computed longer",
-    "communication": "it waited in an earlier communication",
-    "copies": "copies and fills",
-    "pipeline_schedule": "the order of the pipeline: other pipelines wait as well",
-    "peer_came_early": "its peer came earlier than those of other pipelines",
-    "began_later": "it was behind already where counting begins (the last meeting, the step, the recording)",
-}
-"""Every cause of lateness in a few words."""
-
 _UNKNOWN = {
     "kind": "neither arguments nor name of the kernel tell what it does",
     "group": "the recording does not say which group communicates",
@@ -90,13 +79,12 @@ def _sentence(found: AcrossRanks) -> str:
         return f"No collective could be joined over ranks{calls}."
     share = units.share(found.wait_ns, found.collective_ns)
     said = f"{share} of {units.duration(found.collective_ns)} in joined collectives is waiting for other ranks"
-    if not found.wait_ns:
+    slowest = found.slowest
+    if slowest is None:
         return f"{said}."
-    most = found.ranks.sort("root_ns", "rank", descending=[True, False]).row(0, named=True)
-    of_it = units.share(most["root_ns"], found.wait_ns)
-    why = found.reasons.filter(pl.col("rank") == most["rank"]).head(1)
-    because = f", mostly because of: {CAUSE_WORDS[why['cause'][0]]}" if why.height else ""
-    return f"{said}; {of_it} of the waiting goes back to rank {most['rank']}{because}."
+    of_it = units.share(slowest.waited_ns, found.wait_ns)
+    because = f", mostly because of: {CAUSE_WORDS[slowest.cause]}"
+    return f"{said}; {of_it} of the waiting goes back to rank {slowest.rank}{because}."
 
 
 def _noticed(notice: Notice, absent: Absent) -> Row:

@@ -27,11 +27,7 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     ground = document.get("findings_ground")
     if ground is None:
         return
-    where = "of the window" if ground["step"] is None else f"of {ground['unit']} {ground['step']}"
-    steps = max((row["step_count"] for row in rows), default=1)
-    if steps > 1:
-        where = f"per {ground['unit']}, the middle one of {steps}"
-    yield from heading("What to fix first", f"savings {where}, by re-timing; they do not overlap", width)
+    yield from heading("What to fix first", f"savings {ground['basis']}, by re-timing; they do not overlap", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of it.")
     shown = rows if full else rows[:_MOST]

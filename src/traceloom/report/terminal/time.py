@@ -10,6 +10,7 @@ from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, idle_causes, main_account
 from traceloom.report.names import short
 from traceloom.report.terminal.bars import plain, sparkline, stacked
 from traceloom.report.terminal.columns import Column, with_bars
@@ -47,11 +48,11 @@ def heading(title: str, note: str, width: int) -> Iterator[Text]:
 
 
 def devices(document: Row, width: int) -> Iterator[Text]:
-    """One bar per device: compute, exposed communication, exposed memory, idle."""
-    found = [(rank, device) for rank in document["ranks"] for device in rank["devices"]]
+    """One bar per device: compute, exposed communication, exposed memory, idle, in the window of the answer."""
+    found = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
     if not found:
         return
-    yield from heading("GPU time", _device_note([device for _, device in found]), width)
+    yield from heading("GPU time", _device_note([device for _, device in found], gpu_window(document)), width)
     shown = found[:_MOST_BARS]
     rows: list[list[str | Text]] = []
     for rank, device in shown:
@@ -65,8 +66,8 @@ def devices(document: Row, width: int) -> Iterator[Text]:
         yield Text(f" … and {len(found) - len(shown)} more, in the JSON report", DIM)
 
 
-def _device_note(devices: Sequence[Row]) -> str:
-    """The device's name, and what the shares do not show: hidden communication, time outside the window."""
+def _device_note(devices: Sequence[Row], window: str) -> str:
+    """The device's name, of which time the shares are, and what they do not show: hidden communication."""
     notes = []
     names = {harmless(d["name"]) for d in devices if d["name"]}
     if len(names) == 1:
@@ -75,24 +76,16 @@ def _device_note(devices: Sequence[Row]) -> str:
     if hidden > 0:
         communication = sum(d["communication_ns"] for d in devices)
         notes.append(f"{units.share(hidden, communication)} of communication hidden behind compute")
-    if edges := _edges_ns(devices):
-        notes.append(f"from first to last GPU work; {units.duration(edges)} before and after")
-    return "; ".join(notes)
-
-
-def _edges_ns(devices: Sequence[Row]) -> int:
-    """Time before the first and after the last work of the devices, where it is worth a word."""
-    edges = sum(d["edge_idle_before_ns"] + d["edge_idle_after_ns"] for d in devices)
-    return edges if edges > sum(d["window_ns"] for d in devices) / 1000 else 0
+    return "; ".join([*notes, window])
 
 
 def host(document: Row, width: int) -> Iterator[Text]:
     """The main thread of every rank: by phase where there are phases, and by what it did."""
-    accounts = [(rank, _account(rank)) for rank in document["ranks"]]
+    accounts = [(rank, main_account(rank)) for rank in document["ranks"]]
     accounts = [(rank, account) for rank, account in accounts if account][:_MOST_BARS]
     if not accounts:
         return
-    yield from heading("Host time", "main thread", width)
+    yield from heading("Host time", f"main thread; {host_window(document)}", width)
     has_devices = any(rank["devices"] for rank in document["ranks"])
     phased = any(row["phase"] != "other" for _, account in accounts for row in account)
     if phased:
@@ -101,11 +94,6 @@ def host(document: Row, width: int) -> Iterator[Text]:
         if phased:
             yield Text("")
         yield from _bars(document, ACTIVITIES, "activity", accounts, width)
-
-
-def _account(rank: Row) -> list[Row]:
-    lanes = {thread["lane"] for thread in rank["host"]["threads"] if thread["main"]}
-    return [row for row in rank["host"]["account"] if row["lane"] in lanes]
 
 
 def _bars(
@@ -181,7 +169,7 @@ def _step_parts(step: Row, rank: Row) -> tuple[Sequence[Kind], list[int]]:
         parts = [sum(d[kind.key] for d in step["devices"]) for kind in DEVICE]
         parts[-1] += sum(d["edge_idle_before_ns"] + d["edge_idle_after_ns"] for d in step["devices"])
         return DEVICE, parts
-    account = [row for row in _account(rank) if row["step"] == step["step"]]
+    account = [row for row in main_account(rank) if row["step"] == step["step"]]
     return PHASES, [sum(row["ns"] for row in account if row["phase"] == kind.key) for kind in PHASES]
 
 
@@ -210,21 +198,20 @@ def _steps_of_many(ranks: list[Row], width: int) -> Iterator[Text]:
 
 
 def idle(document: Row, width: int) -> Iterator[Text]:
-    """Idle time of all devices by cause."""
+    """Idle time of all devices by cause, in the window of the answer."""
     summed: dict[str, list[int]] = {}
-    for rank in document["ranks"]:
-        for row in rank["idle"]:
+    for _, account in gpu_accounts(document):
+        for row in idle_causes(account):
             sums = summed.setdefault(row["cause"], [0, 0])
             sums[0] += row["idle_ns"]
-            sums[1] += row["gap_count"]
+            sums[1] += row["gap_count"] or 0
     whole = sum(ns for ns, _ in summed.values())
     if not whole:
         return
-    within = ", from first to last GPU work" if _edges_ns([d for r in document["ranks"] for d in r["devices"]]) else ""
-    yield from heading("Why the GPU was idle", f"{units.duration(whole)} in all{within}", width)
+    yield from heading("Why the GPU was idle", f"{units.duration(whole)} {gpu_window(document)}", width)
     found = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
     rows: list[list[str | Text]] = [
-        [units.duration(ns), units.share(ns, whole), units.count(gaps), short(_words(cause), 40)]
+        [units.duration(ns), units.share(ns, whole), units.count(gaps) if gaps else "-", short(_words(cause), 40)]
         for cause, ns, gaps in found
     ]
     columns = [Column("time"), Column("share"), Column("gaps"), Column("cause", right=False)]
