@@ -2,13 +2,14 @@
 
     python benchmarks/findings_truth.py [made] [real] [--only FAULT] [--repeats 3] [--first]
     python benchmarks/findings_truth.py random [--jobs 100] [--seed 1]
+    python benchmarks/findings_truth.py hidden [--jobs 100] [--seed 1]
 
 Made jobs: the saving that the expected finding predicts, against the same job simulated again without the fault. Real
 runs: the same against the time of a step after the real fix, by the wall times of steps that nobody recorded: in each
 run steps with and without the fault take turns after those that are recorded (see findings_job.py). `--first` asks for
 the processor ahead of all others (needs the right to), without which a busy machine measures its other work. Random
 jobs: how far changes and findings are off, by kind, against the same jobs simulated again with the change, or without
-what makes a rank late. Prints Markdown.
+what makes a rank late. Hidden: the same where one rank alone was recorded, and its peers were not. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from traceloom.link.rank import link_rank
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import parse, scenario_of
 from traceloom.simulate.limits import least_ns
+from traceloom.testing.jobs import Change, Job, Run
 from traceloom.testing.jobs.at_random import to_change, with_a_late_rank
 from traceloom.testing.jobs.planted import clean_jobs, several_ranks, single_rank
 
@@ -192,22 +194,71 @@ def _middle(found: list[Ranked], expected: tuple[str, ...]) -> Ranked:
 
 def distributions(count: int, seed: int) -> Iterator[str]:
     """How far what-ifs of random jobs are off, and the first finding of random jobs with a late rank; Markdown."""
+    answers = [
+        answer
+        for changed in to_change(count, seed)
+        for answer in _answers(changed.job, changed.changes, range(len(changed.job.ranks)))
+    ]
+    yield from _errors(answers)
+    yield f"\n{sum(answer.impossible for answer in answers)} answers beyond what is possible\n"
+    yield from _late(count, seed)
+
+
+def hidden(count: int, seed: int) -> Iterator[str]:
+    """How far what-ifs are off where one rank of several was recorded, and another one is late; Markdown."""
+    changes = (
+        ("gpu * 0.5", Change(kernels=0.5)),
+        ("host * 0.7", Change(host=0.7)),
+        ("network * 2", Change(collectives=0.5)),
+        ("collectives remove", Change(collectives=0)),
+    )
+    for name, beside in (("the late rank alone", 0), ("a rank that waits for it", 1)):
+        yield f"\nRecorded is {name}.\n"
+        yield from _errors(
+            [
+                answer
+                for late in with_a_late_rank(count, seed, steps=4)
+                for answer in _answers(late.job, changes, [(late.rank + beside) % len(late.job.ranks)])
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a change was said to do to a job, and what it does: windows of the recorded ranks, ns."""
+
+    change: str
+    window_ns: int
+    truth_ns: int
+    told_ns: int
+    impossible: bool
+
+
+def _answers(job: Job, changes: Iterable[tuple[str, Change]], ranks: Collection[int]) -> Iterator[Answer]:
+    run = job.run()
+    graph = calibrate(join([link_rank(run.trace(rank).build()) for rank in ranks]))
+    plan, window = Plan(graph), _window(run, ranks)
+    for text, change in changes:
+        scenario = scenario_of(graph, [parse(text)])
+        after = int(np.ptp(scenario.times(plan)))
+        impossible = after < least_ns(graph, scenario, window) - graph.nodes.height
+        yield Answer(text, window, _window(job.run(change), ranks), after, impossible)
+
+
+def _window(run: Run, ranks: Collection[int]) -> int:
+    spans = [span for rank in ranks for span in run.of_rank(rank)]
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def _errors(answers: Iterable[Answer]) -> Iterator[str]:
+    """A line for each change, and one for all."""
     times: dict[str, list[float]] = defaultdict(list)
     savings: dict[str, list[float]] = defaultdict(list)
-    beyond = 0
-    for changed in to_change(count, seed):
-        run = changed.job.run()
-        graph = calibrate(join([link_rank(builder.build()) for builder in run.traces()]))
-        plan = Plan(graph)
-        for text, change in changed.changes:
-            truth = changed.job.run(change).window_ns
-            scenario = scenario_of(graph, [parse(text)])
-            after = int(np.ptp(scenario.times(plan)))
-            beyond += after < least_ns(graph, scenario, run.window_ns) - graph.nodes.height
-            saved = run.window_ns - truth
-            times[text].append(abs(after / truth - 1))
-            if abs(saved) >= _COUNTS * run.window_ns:
-                savings[text].append(abs((run.window_ns - after - saved) / saved))
+    for one in answers:
+        times[one.change].append(abs(one.told_ns / one.truth_ns - 1))
+        saved = one.window_ns - one.truth_ns
+        if abs(saved) >= _COUNTS * one.window_ns:
+            savings[one.change].append(abs((one.window_ns - one.told_ns - saved) / saved))
     yield "| change | jobs | new time, p50 | p95 | savings of 2 % and more | p50 | p95 | most |"
     yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
     for text, errors in times.items():
@@ -223,8 +274,6 @@ def distributions(count: int, seed: int) -> Iterator[str]:
         f"| all | {len(every)} | {np.median(every):.2%} | {np.percentile(every, 95):.2%} | {len(big)} | "
         f"{np.median(big):.1%} | {np.percentile(big, 95):.1%} | {max(big):.1%} |"
     )
-    yield f"\n{beyond} answers beyond what is possible\n"
-    yield from _late(count, seed)
 
 
 def _late(count: int, seed: int) -> Iterator[str]:
@@ -254,7 +303,7 @@ def _late(count: int, seed: int) -> Iterator[str]:
 def main() -> None:
     """Run what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["made", "real"], help="made, real, random")
+    parser.add_argument("what", nargs="*", default=["made", "real"], help="made, real, random, hidden")
     parser.add_argument("--jobs", type=int, default=100, help="random jobs of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of random jobs")
     parser.add_argument("--only", default="", help="one fault, by its name; or clean")
@@ -262,9 +311,10 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="take the processor ahead of others")
     parser.add_argument("--ranks", type=int, default=2, help="of jobs with several")
     arguments = parser.parse_args()
-    if "random" in arguments.what:
-        for line in distributions(arguments.jobs, arguments.seed):
+    for name, lines in (("random", distributions), ("hidden", hidden)):
+        for line in lines(arguments.jobs, arguments.seed) if name in arguments.what else ():
             print(line, flush=True)
+    if not {"made", "real"} & set(arguments.what):
         return
     print(HEAD)
     if "made" in arguments.what:

@@ -21,6 +21,9 @@ Ints = NDArray[np.int64]
 
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("reduce", "gather")
+_JITTER = 1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
+_ALIKE = ["kind", "in_bytes", "group", "group_size", "name"]  # operations that should take equally long
+_LINKS = ["pattern", "group", "group_size"]  # those that go the same way
 _NO_SLACK = pl.lit(0).alias("slack")
 
 
@@ -103,20 +106,43 @@ def _meetings(parts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone.
-
-    That is the lower quartile of what such operations took after the last recorded part came: some of them waited for
-    nobody. The shortest one would take every jitter of the transfer for waiting. "Such" is the same kind, size, group
-    size (and name, where the size is unknown).
-    """
-    alike = ["kind", "in_bytes", "group_size", "name"]
-    took = pl.col("to") - pl.max_horizontal("from", "start")
-    usual = parts.group_by(alike).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"))
-    timed = arrivals.join(usual, on=alike, how="left", nulls_equal=True, maintain_order="left")
+    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone."""
+    timed = arrivals.join(_transfer_times(parts), on=_ALIKE, how="left", nulls_equal=True, maintain_order="left")
     # Never before the last recorded part: what came earlier held nothing back.
     latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
-    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), "start", "latest")
-    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(at.alias("at"))
+    last = pl.max_horizontal("start", "latest")
+    waited = pl.col("earliest_end") - last > _JITTER * pl.col("transfer")
+    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
+    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(
+        pl.when(waited).then(at).otherwise(last).alias("at")
+    )
+
+
+def _transfer_times(parts: pl.DataFrame) -> pl.DataFrame:
+    """`transfer` (ns) of each kind, size, group and name of operation when nobody is waited for.
+
+    The lower quartile of what such operations took after the last recorded part came: some of them waited for nobody.
+    The shortest one would take every jitter of the transfer for waiting. Where all of them waited, as at the first
+    communication of a step for a peer that always begins late, other sizes in the same group know better: a transfer
+    takes no longer than a larger one, nor longer per byte than a smaller one.
+    """
+    took = pl.col("to") - pl.max_horizontal("from", "start")
+    size = pl.max_horizontal("in_bytes", "out_bytes").max().alias("size")
+    usual = parts.group_by(_ALIKE).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size)
+    pattern = pl.col("kind").replace({"reduce_scatter": "all_gather"})  # the same ring, with and without arithmetic
+    sized = (
+        usual.filter(pl.col("size") > 0, pl.col("transfer") >= 0)
+        .with_columns(pattern.alias("pattern"))
+        .sort("size")
+        .with_columns(
+            (pl.col("transfer") / pl.col("size")).cum_min().over(_LINKS).alias("per_byte"),
+            pl.col("transfer").cum_min(reverse=True).over(_LINKS).alias("larger"),
+        )
+    )
+    least = pl.min_horizontal("larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64))
+    unsized = usual.filter(~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False))
+    columns = [*_ALIKE, "transfer"]
+    return pl.concat([sized.with_columns(least.alias("transfer")).select(columns), unsized.select(columns)])
 
 
 def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:

@@ -12,6 +12,7 @@ from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
 from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.jobs import Recipe, training_job
 
 RANKS = 8
 
@@ -75,6 +76,57 @@ def test_the_longest_gap_is_that_of_all_ranks() -> None:
         work = made.build().gpu_work().sort("start_ns").with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
         gaps += (work["start_ns"] - work["end"].shift(1)).drop_nulls().to_list()
     assert sentences()["idle_gaps"].startswith(f"the longest gap is {units.duration(max(gaps))}")
+
+
+def test_waiting_is_that_of_all_ranks() -> None:
+    run = training_job(Recipe(steps=2, layers=2, ranks=RANKS, delay_us={5: 2000}, seed=3)).run()
+    session = Session(tuple(made.build() for made in run.traces()), "eight ranks that meet")
+    sentence = build(session, ReportOptions(only=("across_ranks",)))["across_ranks"]["sentence"]
+    truth = run.truth.collectives
+    wait, transfer = int(truth["wait_ns"].sum()), int(truth["transfer_ns"].sum())
+    assert sentence.startswith(
+        f"{units.share(wait, wait + transfer)} of {units.duration(wait + transfer)} in joined collectives"
+    )
+    assert "goes back to rank 5" in sentence
+
+
+def test_flops_are_those_of_a_step_of_a_rank() -> None:
+    traces, flops = [], []
+    for rank in range(RANKS):
+        made, size = TraceBuilder(rank=rank, world_size=RANKS), 64 * (rank + 1)
+        for step in range(2):
+            made.mark(step, 1000 * step)
+            at = 1000 * step + 100
+            made.op("aten::mm", at, 50, **{"Input Dims": [[size, 128], [128, 32]], "Input type": ["float", "float"]})
+            made.launch("cudaLaunchKernel", at + 10, 5, correlation=step + 1)
+            made.kernel("gemm", at + 30, 100, correlation=step + 1)
+        flops.append(2 * size * 128 * 32)
+        traces.append(made.mark(2, 2000).build())
+    report = build(Session(tuple(traces), "eight ranks that multiply"), ReportOptions(only=("roofline",)))
+    section = next(section for section in every() if section.key == "roofline")
+    said = section.summary(report["roofline"])
+    assert said is not None
+    assert said.startswith(f"{units.flops(sum(flops) / RANKS)} per step of a rank")
+
+
+def test_steps_of_a_server_are_counted_over_all_ranks() -> None:
+    traces = []
+    for rank in range(RANKS):
+        made = TraceBuilder(rank=rank, world_size=RANKS)
+        for number in range(3):
+            at = 1000 * number
+            made.annotation("execute_context_0(0)_generation_4(4)", at, 200)
+            made.op("aten::mm", at + 10, 50).launch("cudaLaunchKernel", at + 20, 5, correlation=number + 1)
+            made.kernel("gemm", at + 50, 100 + 10 * rank, correlation=number + 1)
+        traces.append(made.build())
+    report = build(Session(tuple(traces), "eight ranks that serve"), ReportOptions(only=("inference",)))
+    section = next(section for section in every() if section.key == "inference")
+    said = section.summary(report["inference"])
+    mean = sum(100 + 10 * rank for rank in range(RANKS)) * 1000 // RANKS
+    assert said is not None
+    assert said.startswith(
+        f"{3 * RANKS} decode steps of {RANKS} ranks of {units.duration(mean)} (at most 1.00 ms between tokens) on the GPU"
+    )
 
 
 def test_kinds_are_shares_of_the_work_of_all_ranks() -> None:

@@ -116,16 +116,27 @@ def _summary(value: Row | None) -> str | None:
     if not value:
         return None
     words = []
-    for row in value["mix"]:
-        count = row["step_count"]
-        steps = f"{units.count(count)} {row['kind']} {'step' if count == 1 else 'steps'}"
-        text = f"{steps} of {units.duration(row['mean_gpu_ns'])}"
-        between = row["between_median_ns"]
-        words.append(text + (f" ({units.duration(between)} between tokens)" if between else "") + " on the GPU")
-    words += [f"{units.number(row['per_second'])} {row['what']} per second" for row in value["rates"]]
+    for kind in dict.fromkeys(row["kind"] for row in value["mix"]):
+        rows = [row for row in value["mix"] if row["kind"] == kind]
+        count = sum(row["step_count"] for row in rows)
+        mean = sum(row["mean_gpu_ns"] * row["step_count"] for row in rows) / count
+        steps = f"{units.count(count)} {kind} {'step' if count == 1 else 'steps'}"
+        text = f"{steps}{_of_ranks(rows)} of {units.duration(round(mean))}"
+        between = max((row["between_median_ns"] or 0 for row in rows), default=0)
+        most = "at most " if len(rows) > 1 else ""
+        words.append(text + (f" ({most}{units.duration(between)} between tokens)" if between else "") + " on the GPU")
+    for what in dict.fromkeys(row["what"] for row in value["rates"]):
+        rows = [row for row in value["rates"] if row["what"] == what]
+        low, high = (units.number(end(row["per_second"] for row in rows)) for end in (min, max))
+        each = " on each rank" if len(rows) > 1 else ""
+        words.append(f"{low if low == high else f'{low} to {high}'} {what} per second{each}")
     if value["mapped_fraction"] is not None:
         words.append(f"{units.share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator")
     return "; ".join(words[:8])
+
+
+def _of_ranks(rows: list[Row]) -> str:
+    return f" of {len(rows)} ranks" if len(rows) > 1 else ""
 
 
 SECTION = Section(

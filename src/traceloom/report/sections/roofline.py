@@ -189,6 +189,7 @@ def _summary(value: Row) -> str | None:
     covered = sum(row["modelled_ns"] for row in told)
     gpu = sum(row["gpu_ns"] for row in told)
     what = "step" if value["steps"] else "recording"
+    what += " of a rank" if len({row["rank"] for row in told}) > 1 else ""
     text = f"{units.flops(sum(row['flops'] for row in told) / len(told))} per {what}"
     # work that is mostly not modelled counts as measured: nobody knows how good it is
     placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in told)
