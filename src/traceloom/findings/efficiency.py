@@ -230,17 +230,22 @@ def _beside_communication_ns(ground: Ground, mask: Bools) -> int:
 
 
 def _slow(trace: Trace) -> pl.DataFrame:
-    """Kernels with `usual`, the median of their name and shapes in the trace, that take far longer than that."""
+    """Kernels with `usual`, the median of their name, shapes and grid in the trace, that take far longer than that.
+
+    Shapes without a size (`[[], []]`: lists, no tensors) say nothing about how much there is to do.
+    """
     shapes = trace.events.select("event", "op").join(
         trace.tensors.select(pl.col("event").alias("op"), "shapes"), on="op", how="left", maintain_order="left"
     )["shapes"]
     kernels = (
         trace.events.select("event", "name", "category", "step", "start_ns", "duration_ns")
         .with_columns(shapes=shapes)
-        .filter(pl.col("category") == cat.KERNEL, pl.col("shapes").is_not_null())
+        .filter(pl.col("category") == cat.KERNEL, pl.col("shapes").str.contains("[0-9]"))
+        .join(trace.kernels.select("event", "blocks_per_sm"), on="event", how="left", maintain_order="left")
     )
-    usual = pl.col("duration_ns").median().over("name", "shapes").round().cast(pl.Int64)
-    rows = kernels.with_columns(usual=usual, known=pl.len().over("name", "shapes"))
+    alike = ["name", "shapes", "blocks_per_sm"]
+    usual = pl.col("duration_ns").median().over(alike).round().cast(pl.Int64)
+    rows = kernels.with_columns(usual=usual, known=pl.len().over(alike))
     return rows.filter(pl.col("known") >= _KNOWN, pl.col("duration_ns") > _SLOW * pl.col("usual"))
 
 
