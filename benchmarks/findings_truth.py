@@ -31,7 +31,7 @@ import numpy as np
 
 import traceloom
 from traceloom.capture.manifest import nearest
-from traceloom.findings import RULES, Ground, Ranked, findings, rank
+from traceloom.findings import RULES, Context, Ranked, findings, rank
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.retime import Plan, calibrate
@@ -91,13 +91,13 @@ def made(only: str) -> Iterator[Row]:
         if only in ("", planted.fault):
             with tempfile.TemporaryDirectory() as folder:
                 session = traceloom.load(planted.run.write(Path(folder) / "run"))
-                found, step = findings(session), Ground.of(session).step_ns
+                found, step = findings(session), Context.of(session).step_ns
             yield Row(planted.fault, step, planted.cost_per_step_ns, (planted.slug,), found)
     for name, job in clean_jobs().items():
         if only in ("", "clean"):
             with tempfile.TemporaryDirectory() as folder:
                 session = traceloom.load(job.run().write(Path(folder) / "run"))
-                yield Row(f"clean: {name}", Ground.of(session).step_ns, 0, (), findings(session))
+                yield Row(f"clean: {name}", Context.of(session).step_ns, 0, (), findings(session))
 
 
 def recorded(fault: str, folder: Path, *, fixed: bool, first: bool, ranks: int) -> Path:
@@ -152,7 +152,7 @@ def predicted(folder: Path) -> Ranked:
 
     What recording costs is told by steps with the fault alone: those without are the experiment's, not the user's.
     """
-    ground = Ground.of(traceloom.load(folder))
+    context = Context.of(traceloom.load(folder))
     ratios = []
     for part in json.loads((folder / "capture.json").read_text())["ranks"]:
         times, states = part["steps"]["cpu_ns"], part["steps"]["state"]
@@ -161,8 +161,8 @@ def predicted(folder: Path) -> Ranked:
                  if state == "unrecorded" and number > 2 and (number < FROM or number % 2 == 0)]  # fmt: skip
         ran, ran_plain = ([times[number] for number in some] for some in (recorded, nearest(plain, recorded)))
         ratios.append(statistics.median(ran) / statistics.median(ran_plain))
-    ground.host_ratio = max(ratios, default=None)
-    return rank(ground, RULES)
+    context.host_ratio = max(ratios, default=None)
+    return rank(context, RULES)
 
 
 def real(only: str, repeats: int, *, first: bool, ranks: int) -> Iterator[Row]:
@@ -282,7 +282,7 @@ def _late(count: int, seed: int) -> Iterator[str]:
         with tempfile.TemporaryDirectory() as folder:
             session = traceloom.load(late.job.run().write(Path(folder) / "run"))
             time = findings(session).time
-            step = Ground.of(session).step_ns
+            step = Context.of(session).step_ns
         told = next((finding for finding in time if finding.slug in _LATE), None)
         if late.cost_ns < _COUNTS * step:
             false += told is not None and (told.saving_fraction or 0) >= 2 * _COUNTS

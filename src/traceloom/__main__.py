@@ -44,10 +44,10 @@ def _leave_current_directory() -> None:
     """
     home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  (pathlib is not loaded)
     try:
-        here = os.getcwd()  # noqa: PTH109
+        current = os.getcwd()  # noqa: PTH109
     except OSError:
-        here = ""  # it is gone
-    sys.path[:] = [entry for entry in sys.path if entry == home or entry not in {"", here}]
+        current = ""  # it is gone
+    sys.path[:] = [entry for entry in sys.path if entry == home or entry not in {"", current}]
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ class TraceloomError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
+        where = f" ({self.where})" if self.where else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{self.message}{place}{hint}"
+        return f"{self.message}{where}{hint}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders when ranks are read in parallel; keyword-only fields need help to pickle.

@@ -110,13 +110,13 @@ def check_no_input(path: Path) -> None:
     if _inputs is None or not _kind(path):
         return
     real = os.path.realpath(path)
-    said = ""
+    problem = ""
     if real in _inputs.paths or _identity(path.stat()) in _inputs.files:
-        said = f"`{path}` is an input too"
-    elif any(one.startswith(os.path.join(real, "")) for one in _inputs.paths if path.is_dir()):  # noqa: PTH118
-        said = f"`{path}` is where the inputs are"
-    if said:
-        raise UsageError(said, slug="wrong-usage", hint="write to another place")
+        problem = f"`{path}` is an input too"
+    elif any(name.startswith(os.path.join(real, "")) for name in _inputs.paths if path.is_dir()):  # noqa: PTH118
+        problem = f"`{path}` is where the inputs are"
+    if problem:
+        raise UsageError(problem, slug="wrong-usage", hint="write to another place")
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -252,10 +252,10 @@ def check_directory(path: Path, ours: Sequence[str], *, force: bool) -> None:
     if kind != "directory":
         raise OutputError(f"`{path}` is a {kind}, not a directory", slug="cannot-write", hint="choose another name")
     check_no_input(path)
-    there = sorted(path.iterdir())
-    if there and not force:
+    entries = sorted(path.iterdir())
+    if entries and not force:
         raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
-    if other := next((file for file in there if file.is_dir() or not any(file.match(kind) for kind in ours)), None):
+    if other := next((file for file in entries if file.is_dir() or not any(file.match(kind) for kind in ours)), None):
         raise OutputError(
             f"`{path}` holds other things, as {other.name}, and is not replaced",
             slug="cannot-write",

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 import traceloom
-from traceloom.findings import Ground, Ranked, findings
+from traceloom.findings import Context, Ranked, findings
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Session
@@ -49,7 +49,7 @@ def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: st
     planted = CASES[fault]
     session = loaded(planted, tmp_path)
     found = findings(session)
-    sums_hold(found, Ground.of(session).whole_ns)
+    sums_hold(found, Context.of(session).whole_ns)
     first = found.time[0]
     assert first.slug == planted.slug, [finding.title for finding in found.time]
     assert first.saving_ns == pytest.approx(planted.cost_per_step_ns, rel=ALLOWED)
@@ -102,7 +102,7 @@ def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_doe
 def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
     session = traceloom.load(CLEAN[name].run().write(tmp_path / "run"))
     found = findings(session)
-    sums_hold(found, Ground.of(session).whole_ns)
+    sums_hold(found, Context.of(session).whole_ns)
     large = [(finding.slug, finding.saving_fraction) for finding in found.time if finding.saving_fraction > UNREAL]
     assert not large
 

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 import traceloom
-from traceloom.findings import Ground, findings
+from traceloom.findings import Context, findings
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
@@ -68,7 +68,7 @@ def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: P
     told = [
         finding for finding in findings(session).time if finding.slug in ("straggler", "host-pause", "data-starved")
     ]
-    step = Ground.of(session).step_ns
+    step = Context.of(session).step_ns
     if late.cost_ns < COUNTS * step:  # the others run ahead meanwhile: it holds nobody up
         assert not told or (told[0].saving_ns or 0) < 2 * COUNTS * step
         return
@@ -95,7 +95,7 @@ def test_reading_a_value_at_the_end_of_a_step_costs_what_the_next_one_could_have
     first = findings(session).time[0]
     assert first.slug == "blocking-item"
     assert first.saving_ns == pytest.approx(truth, rel=0.10)
-    assert truth > 0.1 * Ground.of(session).step_ns
+    assert truth > 0.1 * Context.of(session).step_ns
     alone = findings(traceloom.load(training_job(Recipe(steps=1)).run().write(tmp_path / "one")))
     assert "one step was evaluated" in alone.limit
 

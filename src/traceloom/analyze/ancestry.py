@@ -65,10 +65,10 @@ class Forest:
 
     def nearest(self, wanted: Bools) -> Ints:
         """Position of the nearest proper ancestor that is wanted; -1 where there is none."""
-        here = np.flatnonzero(wanted)
-        if type(self.stop) is not np.ndarray or here.size * _FEW > wanted.size:
+        positions = np.flatnonzero(wanted)
+        if type(self.stop) is not np.ndarray or positions.size * _FEW > wanted.size:
             return nearest(self.parent, wanted)
-        return innermost(here, self.stop[here], wanted.size)
+        return innermost(positions, self.stop[positions], wanted.size)
 
     def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
         """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
@@ -79,9 +79,9 @@ class Forest:
 
     def topmost(self, wanted: Bools) -> Bools:
         """Which wanted events have no wanted ancestor."""
-        here = np.flatnonzero(wanted)
+        positions = np.flatnonzero(wanted)
         free = np.zeros(wanted.size, dtype=np.bool_, like=wanted)
-        free[here[_outside(here, self.stop[here])]] = True
+        free[positions[_outside(positions, self.stop[positions])]] = True
         return free
 
     def topmost_of_kind(self, kind: Ints) -> Bools:
@@ -132,9 +132,9 @@ class Forest:
         A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
         next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
         """
-        here = np.arange(self.row.size, dtype=_SHORT, like=self.row)
+        positions = np.arange(self.row.size, dtype=_SHORT, like=self.row)
         next_start = np.append(self.start_ns, end_ns)
-        lead_end = np.where(here + 1 < self.stop, next_start[1:], self.end_ns)
+        lead_end = np.where(positions + 1 < self.stop, next_start[1:], self.end_ns)
         # what follows a subtree on its lane begins in the parent, or else after the parent's end
         follows = np.append(self.lane, -1)[self.stop] == self.lane
         after_end = np.where(follows, next_start[self.stop], end_ns)
@@ -149,16 +149,18 @@ class Forest:
         kept = np.flatnonzero(end > start)
         start, end = start[kept], end[kept]
         lane = np.concatenate([lanes, self.lane, self.lane], dtype=_SHORT, casting="same_kind")[kept]
-        owner = np.concatenate([np.full(lanes.size, -1, _SHORT), here, self.parent], dtype=_SHORT, casting="same_kind")
+        owner = np.concatenate(
+            [np.full(lanes.size, -1, _SHORT), positions, self.parent], dtype=_SHORT, casting="same_kind"
+        )
         return Segments(owner[kept], lane, start, end)
 
 
-def _outside(here: Ints, stop: Ints) -> Bools:
-    """Which of some stretches [here, stop[, by their starts, lie in none of those before them."""
-    if not here.size:
+def _outside(start: Ints, stop: Ints) -> Bools:
+    """Which of the stretches [start, stop), sorted by start, lie in none of those before them."""
+    if not start.size:
         return np.zeros(0, dtype=np.bool_)
     reach = np.maximum.accumulate(stop)
-    outside: Bools = here >= np.concatenate([[0], reach[:-1]])
+    outside: Bools = start >= np.concatenate([[0], reach[:-1]])
     return outside
 
 
@@ -194,6 +196,6 @@ def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
     stop = np.arange(1, lane.size + 1, like=lane)
     bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
     for low, high in pairwise(bounds.tolist()):
-        found = low + np.searchsorted(start[low:high], end[low:high], side="left")
-        stop[low:high] = np.maximum(stop[low:high], found)
+        following = low + np.searchsorted(start[low:high], end[low:high], side="left")
+        stop[low:high] = np.maximum(stop[low:high], following)
     return stop

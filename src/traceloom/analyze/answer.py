@@ -103,33 +103,38 @@ def facts(trace: Trace) -> Facts:
     return Facts(trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace))
 
 
-def answer(session: Session, known: Sequence[Facts] | None = None) -> Answer:
+def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> Answer:
     """Say where the time of a run goes, for any number of ranks, with or without GPUs, with or without steps.
 
     Args:
         session: The run.
-        known: The facts of its traces, where they have been found before.
+        facts_of_traces: The facts of its traces, where they have been found before.
     """
-    told = [facts(trace) for trace in session.traces] if known is None else list(known)
-    on_gpu = [one for one in told if one.gpu.devices.height]
-    parts = _added(pl.concat([_gpu_parts(one) for one in on_gpu] or [_host_parts(one) for one in told]))
+    all_facts = [facts(trace) for trace in session.traces] if facts_of_traces is None else list(facts_of_traces)
+    on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
+    parts = _added(pl.concat([_gpu_parts(fact) for fact in on_gpu] or [_host_parts(fact) for fact in all_facts]))
     whole = int(parts["ns"].sum())
     if not whole:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
-    where = _where(on_gpu or told)
-    said = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, told)
-    return Answer(f"{where}: {said}.{_first(told)}", parts, _step_ns([one.trace for one in on_gpu or told]), whole)
+    where = _where(on_gpu or all_facts)
+    summary = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, all_facts)
+    return Answer(
+        f"{where}: {summary}.{_first(all_facts)}",
+        parts,
+        _step_ns([fact.trace for fact in on_gpu or all_facts]),
+        whole,
+    )
 
 
-def _first(told: list[Facts]) -> str:
-    """What the first step of the run cost, where it is not among those that the answer is of, and was no usual one."""
-    first = [one for fact in told if (one := first_step(fact.trace)) is not None]
+def _first(all_facts: list[Facts]) -> str:
+    """What the first step of the run cost, where the answer does not cover it and it took unusually long."""
+    first = [step for fact in all_facts if (step := first_step(fact.trace)) is not None]
     if not first:
         return ""
-    worst = max(first, key=lambda one: one.over_ns)
+    worst = max(first, key=lambda step: step.over_ns)
     if worst.recorded or worst.over_ns < _FIRST * worst.usual_ns or worst.over_ns < _OF_RUN * worst.run_ns:
         return ""
-    who = f" (rank {worst.rank})" if len(told) > 1 and worst.rank is not None else ""
+    who = f" (rank {worst.rank})" if len(all_facts) > 1 and worst.rank is not None else ""
     return (
         f" The first step of the run{who}, which is not among them, took {duration(worst.first_ns)}, as long as "
         f"{count(round(worst.first_ns / max(worst.usual_ns, 1)))} usual ones: {share(worst.over_ns, worst.run_ns)} of "
@@ -137,9 +142,9 @@ def _first(told: list[Facts]) -> str:
     )
 
 
-def _gpu_parts(one: Facts) -> pl.DataFrame:
+def _gpu_parts(trace_facts: Facts) -> pl.DataFrame:
     """What the devices did in the window of the account; idle time by cause."""
-    account = device_account(one.trace, one.gpu, one.idle)
+    account = device_account(trace_facts.trace, trace_facts.gpu, trace_facts.idle)
     rows = account.devices
     sums = {
         "compute": rows["compute_ns"].sum(),
@@ -154,16 +159,20 @@ def _gpu_parts(one: Facts) -> pl.DataFrame:
     return _parts([*busy, *waits, {"label": f"idle: {_EDGE}", "kind": "idle", "ns": rows["edge_idle_ns"].sum()}])
 
 
-def _host_parts(one: Facts) -> pl.DataFrame:
+def _host_parts(trace_facts: Facts) -> pl.DataFrame:
     """What the main thread did in the steps (without steps: in the whole window), by phase and activity."""
-    mine = one.host.account.join(one.host.threads.filter("main").select("lane"), on="lane", how="semi")
-    if of_requests(one.trace):  # whichever thread serves it
-        served = one.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
+    account = trace_facts.host.account.join(
+        trace_facts.host.threads.filter("main").select("lane"), on="lane", how="semi"
+    )
+    if of_requests(trace_facts.trace):  # whichever thread serves it
+        served = trace_facts.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
         threads = served.select("lane", "step").drop_nulls().unique()
-        mine = one.host.account.join(threads, on=["lane", "step"], how="semi")
-    if has_step_time(one.trace):
-        mine = mine.filter(pl.col("step").is_not_null())
-    rows = mine.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
+        account = trace_facts.host.account.join(threads, on=["lane", "step"], how="semi")
+    if has_step_time(trace_facts.trace):
+        account = account.filter(pl.col("step").is_not_null())
+    rows = (
+        account.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
+    )
     return _parts([{"label": _label(phase, kind), "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()])
 
 
@@ -183,9 +192,9 @@ def _added(parts: pl.DataFrame) -> pl.DataFrame:
     return summed.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
 
 
-def _where(told: list[Facts]) -> str:
+def _where(all_facts: list[Facts]) -> str:
     """Ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
-    traces = [one.trace for one in told]
+    traces = [fact.trace for fact in all_facts]
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
     if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
@@ -193,13 +202,13 @@ def _where(told: list[Facts]) -> str:
     if step_ns is not None:
         stepped = [trace.steps for trace in traces if has_step_time(trace)]
         number = max(steps.height for steps in stepped)
-        word = "request" if any(of_requests(one.trace) for one in told) else "step"
+        word = "request" if any(of_requests(fact.trace) for fact in all_facts) else "step"
         span = f"{count(number)} {word}s of {duration(step_ns)}" if number > 1 else f"1 {word} of {duration(step_ns)}"
         span += _by_rank(traces)
         if word == "request":
-            span += _taken(told, sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped))
+            span += _taken(all_facts, sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped))
     else:
-        span = _window(told)
+        span = _window(all_facts)
     who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
     text = f"{who}, {span}" if who else span
     return text[0].upper() + text[1:]
@@ -221,16 +230,16 @@ def _by_rank(traces: list[Trace]) -> str:
     return f" ({duration(min(each))} to {duration(max(each))} by rank)"
 
 
-def _taken(told: list[Facts], served_ns: int) -> str:
-    """How much of the window the requests take: the rest of it nobody asked for anything."""
-    window = max(one.trace.end_ns - one.trace.start_ns for one in told)
+def _taken(all_facts: list[Facts], served_ns: int) -> str:
+    """How much of the window the requests take; in the rest there is no request."""
+    window = max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts)
     return f" ({share(served_ns, window)} of a window of {duration(window)}; the program waits between them)"
 
 
-def _window(told: list[Facts]) -> str:
+def _window(all_facts: list[Facts]) -> str:
     """The longest window; with GPU work its part from the first to the last of it, which the shares are of."""
-    whole = f"a window of {duration(max(one.trace.end_ns - one.trace.start_ns for one in told))}"
-    longest = max((int(ns) for one in told for ns in one.gpu.devices["window_ns"]), default=0)
+    whole = f"a window of {duration(max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts))}"
+    longest = max((int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0)
     if not longest or whole.endswith(f" {duration(longest)}"):
         return whole
     return f"from first to last GPU work, {duration(longest)} of {whole}"
@@ -243,13 +252,13 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {ranks[0]}–{ranks[-1]}" if whole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
 
 
-def _of_gpus(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
+def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
-    devices = sum(one.gpu.devices.height for one in told)
-    name = f"GPU {told[0].gpu.devices['device'][0]} is" if devices == 1 else f"the {devices} GPUs are"
-    said = [f"{_GPU_VERBS[kind]} {share(ns, whole)}" for kind, ns in sums.rows() if ns >= _WORTH_SAYING * whole]
-    said[0] += " of the time"
-    text = f"{name} {_listed(said)}"
+    devices = sum(fact.gpu.devices.height for fact in all_facts)
+    name = f"GPU {all_facts[0].gpu.devices['device'][0]} is" if devices == 1 else f"the {devices} GPUs are"
+    clauses = [f"{_GPU_VERBS[kind]} {share(ns, whole)}" for kind, ns in sums.rows() if ns >= _WORTH_SAYING * whole]
+    clauses[0] += " of the time"
+    text = f"{name} {_listed(clauses)}"
     idling = parts.filter(pl.col("kind") == "idle")
     idle_ns = int(idling["ns"].sum())
     if idle_ns < _IDLE_WORTH_A_REASON * whole:
@@ -261,37 +270,37 @@ def _of_gpus(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
     return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reason}"
 
 
-def _of_threads(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
+def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     """The main activity with its phase and largest operator, then communication and the DataLoader."""
-    text = _activity(parts, whole, told)
-    more = []
+    text = _activity(parts, whole, all_facts)
+    clauses = []
     talking = int(parts.filter(pl.col("label").str.starts_with("communication:"))["ns"].sum())
     if talking >= _WORTH_SAYING * whole and "communication" not in text:
-        more.append(f"{share(talking, whole)} is spent on communication")
-    if any(one.data_loading.total_ns is not None for one in told):
-        more.append(f"the DataLoader is waited for {share(_waited(told), whole)}")
-    ran = _ran(told)
+        clauses.append(f"{share(talking, whole)} is spent on communication")
+    if any(fact.data_loading.total_ns is not None for fact in all_facts):
+        clauses.append(f"the DataLoader is waited for {share(_waited(all_facts), whole)}")
+    ran = _ran(all_facts)
     if ran is not None and ran[0] < _WAITING * ran[1]:
-        more.append(f"the main thread runs on a processor {share(*ran)} of the time (else it waits, or others run)")
-    return f"{text}; {_listed(more)}" if more else text
+        clauses.append(f"the main thread runs on a processor {share(*ran)} of the time (else it waits, or others run)")
+    return f"{text}; {_listed(clauses)}" if clauses else text
 
 
-def _ran(told: list[Facts]) -> tuple[int, int] | None:
-    """How long the threads that make the recorded steps ran, of how long; None where that is unknown of any."""
+def _ran(all_facts: list[Facts]) -> tuple[int, int] | None:
+    """Time that the threads of the recorded steps ran, and the duration of these steps; None where any is unknown."""
     ran = whole = 0
-    for one in told:
-        steps = all_steps(one.trace.meta)
+    for fact in all_facts:
+        steps = all_steps(fact.trace.meta)
         if steps is None:
             return None
-        for took, state, mine in zip(steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True):
+        for step_ns, state, ran_ns in zip(steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True):
             if state == "recorded":
-                if mine is None:
+                if ran_ns is None:
                     return None
-                ran, whole = ran + min(mine, took), whole + took
+                ran, whole = ran + min(ran_ns, step_ns), whole + step_ns
     return (ran, whole) if whole else None
 
 
-def _activity(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
+def _activity(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
     label, largest = parts.filter(pl.col("kind") == kind).select("label", "ns").row(0)
@@ -301,22 +310,22 @@ def _activity(parts: pl.DataFrame, whole: int, told: list[Facts]) -> str:
     text = f"{share(ns, whole)} of the time {_DOING[kind]}"
     if phase != "other" and 2 * largest > ns:
         text += f", mostly in the {phase} phase"
-    top = _largest_operator(told) if kind == "op" else None
+    top = _largest_operator(all_facts) if kind == "op" else None
     return f"{text}; the largest is {top}" if top else text
 
 
-def _largest_operator(told: list[Facts]) -> str | None:
+def _largest_operator(all_facts: list[Facts]) -> str | None:
     """The operator with the largest self time over all traces, with its share of the time in operators."""
-    rows = pl.concat([one.operators.operators.select("name", "self_ns") for one in told])
+    rows = pl.concat([fact.operators.operators.select("name", "self_ns") for fact in all_facts])
     sums = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
     whole = int(sums["self_ns"].sum())
     return f"{sums['name'][0]} ({share(int(sums['self_ns'][0]), whole)} of that)" if whole else None
 
 
-def _waited(told: list[Facts]) -> int:
+def _waited(all_facts: list[Facts]) -> int:
     """Nanoseconds of waits for the DataLoader, in the steps where there are some."""
-    stepped = [one.data_loading.steps["wait_ns"].sum() for one in told if has_step_time(one.trace)]
-    whole = [one.data_loading.total_ns or 0 for one in told if not has_step_time(one.trace)]
+    stepped = [fact.data_loading.steps["wait_ns"].sum() for fact in all_facts if has_step_time(fact.trace)]
+    whole = [fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)]
     return int(sum(stepped) + sum(whole))
 
 

@@ -84,28 +84,28 @@ def extra_copy(host: Host) -> Found:
 def _before(host: Host) -> Ints:
     """For every event the outermost operator that ended before it on its thread; -1 for none."""
     top = np.flatnonzero(host.is_op & (host.op_parent < 0))
-    place = np.searchsorted(top, np.arange(host.code.size)) - 1
-    found = np.where(place >= 0, top[place] if top.size else -1, -1)
+    index = np.searchsorted(top, np.arange(host.code.size)) - 1
+    previous = np.where(index >= 0, top[index] if top.size else -1, -1)
     lane = np.append(host.tree.lane, -1)
-    return np.where((found >= 0) & (lane[found] == host.tree.lane), found, -1)
+    return np.where((previous >= 0) & (lane[previous] == host.tree.lane), previous, -1)
 
 
 def _init_leaf(host: Host, position: Ints) -> Ints:
     """The filling operator at or below each operator along last children; -1 where there is none."""
     fills = np.append(host.named(r"^aten::(fill_|zero_|normal_|uniform_)$") & host.is_op, False)
     below = np.append(host.last_op, -1)
-    here, leaf = position.copy(), np.full(position.size, -1, dtype=np.int64)
-    while (here >= 0).any():  # one turn per level of nesting
-        leaf = np.where((leaf < 0) & fills[here], here, leaf)
-        here = np.where(leaf < 0, below[here], -1)
+    current, leaf = position.copy(), np.full(position.size, -1, dtype=np.int64)
+    while (current >= 0).any():  # one turn per level of nesting
+        leaf = np.where((leaf < 0) & fills[current], current, leaf)
+        current = np.where(leaf < 0, below[current], -1)
     return leaf
 
 
 def _same_types(host: Host, copied: Ints) -> Bools:
     """Where target and source of a copy have one element type, or the types were not recorded."""
     types = host.inputs(copied)["types"]
-    told: list[list[str]] = [json.loads(text) if text else [] for text in types.to_list()]
-    return np.array([len(one) < 2 or one[0] == one[1] for one in told], dtype=np.bool_)
+    type_names: list[list[str]] = [json.loads(text) if text else [] for text in types.to_list()]
+    return np.array([len(names) < 2 or names[0] == names[1] for names in type_names], dtype=np.bool_)
 
 
 def loop_indexing(host: Host) -> Found:
@@ -125,9 +125,9 @@ def loop_indexing(host: Host) -> Found:
     select = np.flatnonzero(host.named(r"^aten::select$")[ops])
     length = np.append(np.diff(select), 0)
     end = np.searchsorted(family, family[select], side="right")
-    there = np.append(select[1:] < end[:-1], False)  # another select in the same family
-    same = there.copy()
-    at = np.flatnonzero(there)
+    has_next = np.append(select[1:] < end[:-1], False)  # another select in the same family
+    same = has_next.copy()
+    at = np.flatnonzero(has_next)
     hashed = Stretches(code)
     fits = select[at] + 2 * length[at] <= end[at]
     at = at[fits]
@@ -160,7 +160,7 @@ def fp32_matmul(host: Host) -> Found:
     capability = trace.devices.filter("used")["compute_capability"].drop_nulls().to_list()
     if not capability:
         return _abstain("the file does not tell the compute capability of the device")
-    if all(float(one) < _TF32_CAPABILITY for one in capability):
+    if all(float(version) < _TF32_CAPABILITY for version in capability):
         return _abstain(f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)")
     kernel = gpu_rows(trace)
     op = plain(column(trace, "op", -1))[kernel]
@@ -169,13 +169,13 @@ def fp32_matmul(host: Host) -> Found:
     code = plain(host.words.code)[kernel]
     slow = host.words.matching(_FP32_KERNEL) & ~host.words.matching(_TF32_KERNEL)
     at = np.flatnonzero((op >= 0) & slow[code])
-    here = plain(host.tree.position)[op[at]]
+    position = plain(host.tree.position)[op[at]]
     is_matmul = np.zeros(host.code.size + 1, dtype=np.bool_)
     is_matmul[ops] = True
-    owner = np.where(is_matmul[here], here, host.op_parent[here]) if here.size else here
+    owner = np.where(is_matmul[position], position, host.op_parent[position]) if position.size else position
     at, owner = at[is_matmul[owner]], owner[is_matmul[owner]]
-    owner, one = np.unique(owner, return_index=True)
-    names = host.words.names.gather(code[at[one]]).to_list()
+    owner, first = np.unique(owner, return_index=True)
+    names = host.words.names.gather(code[at[first]]).to_list()
     return Found(owner, "correlated", tuple(f"runs {text[:80]}" for text in names))
 
 
@@ -208,11 +208,11 @@ def synchronous_loader(host: Host) -> Found:
     if not host.has_stacks:
         return _abstain("no DataLoader was recorded, neither as annotation nor in stacks")
     loader = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): "
-    asked, made, workers = (
+    iter_calls, creations, worker_checks = (
         host.named(loader + name) for name in (r"__iter__$", r"_get_iterator$", "check_worker_number_rationality$")
     )
-    with_workers = host.inside(workers)
-    at = np.flatnonzero(asked & (host.inside(made) > 0) & (with_workers == 0))
+    with_workers = host.inside(worker_checks)
+    at = np.flatnonzero(iter_calls & (host.inside(creations) > 0) & (with_workers == 0))
     return Found(at, "correlated", ("made without workers",) * at.size)
 
 
@@ -253,8 +253,8 @@ def bias_before_norm(host: Host) -> Found:
 
 
 def _third_given(shapes: str | None, types: str | None) -> bool:
-    told = json.loads(types or "[]"), json.loads(shapes or "[]")
-    return len(told[0]) > 2 and bool(told[0][2]) and len(told[1]) > 2 and bool(told[1][2])
+    parsed = json.loads(types or "[]"), json.loads(shapes or "[]")
+    return len(parsed[0]) > 2 and bool(parsed[0][2]) and len(parsed[1]) > 2 and bool(parsed[1][2])
 
 
 def _followed_by_norm(host: Host, position: Ints, modules: Bools) -> tuple[Bools, bool]:
@@ -265,15 +265,15 @@ def _followed_by_norm(host: Host, position: Ints, modules: Bools) -> tuple[Bools
         norm = np.append(host.named(r"^nn\.Module: BatchNorm2d"), False)
         # frames of Python may stand between the two calls: the next module that begins
         order = np.flatnonzero(host.named(r"^nn\.Module: "))
-        place = np.searchsorted(order, after)
+        index = np.searchsorted(order, after)
         following = np.where(
-            (after >= 0) & (place < order.size), np.append(order, -1)[np.minimum(place, order.size)], -1
+            (after >= 0) & (index < order.size), np.append(order, -1)[np.minimum(index, order.size)], -1
         )
         same = np.append(host.tree.lane, -1)[following] == host.tree.lane[position]
         return norm[following] & same & (after >= 0), True
     top = np.flatnonzero(host.is_op & (host.op_parent < 0))
-    place = np.searchsorted(top, position, side="right")
-    following = np.append(top, -1)[np.minimum(place, top.size)]
+    index = np.searchsorted(top, position, side="right")
+    following = np.append(top, -1)[np.minimum(index, top.size)]
     norm = np.append(host.named(r"^aten::batch_norm$"), False)
     return norm[following] & (np.append(host.tree.lane, -1)[following] == host.tree.lane[position]), False
 
@@ -288,11 +288,11 @@ def unaligned_half(host: Host) -> Found:
     inputs = host.inputs(ops).filter(pl.col("shapes").is_not_null() & pl.col("types").is_not_null())
     kinds = inputs.select("shapes", "types").unique()
     odd = [_unaligned(shapes, types) for shapes, types in kinds.iter_rows()]
-    told = kinds.with_columns(pl.Series("detail", odd, dtype=pl.String))
-    found = inputs.join(told, on=["shapes", "types"], how="left", maintain_order="left").filter(
+    details = kinds.with_columns(pl.Series("detail", odd, dtype=pl.String))
+    matches = inputs.join(details, on=["shapes", "types"], how="left", maintain_order="left").filter(
         pl.col("detail").is_not_null()
     )
-    return Found(found["position"].to_numpy(), "correlated", tuple(found["detail"].to_list()))
+    return Found(matches["position"].to_numpy(), "correlated", tuple(matches["detail"].to_list()))
 
 
 def _unaligned(shapes: str, types: str) -> str | None:
@@ -300,9 +300,11 @@ def _unaligned(shapes: str, types: str) -> str | None:
     kinds, dims = json.loads(types), json.loads(shapes)
     if not kinds or kinds[0] not in ("c10::Half", "c10::BFloat16"):
         return None
-    known = [shape for shape in dims if isinstance(shape, list) and all(isinstance(size, int) for size in shape)]
-    odd = any(size % _ALIGNED for shape in known for size in shape[-2:])
-    return " x ".join(str(shape) for shape in known if shape) if odd else None
+    tensor_shapes = [
+        shape for shape in dims if isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+    ]
+    odd = any(size % _ALIGNED for shape in tensor_shapes for size in shape[-2:])
+    return " x ".join(str(shape) for shape in tensor_shapes if shape) if odd else None
 
 
 RULES: dict[str, tuple[Callable[[Host], Found], str]] = {

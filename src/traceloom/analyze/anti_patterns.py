@@ -68,31 +68,31 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
     host = host_of(trace)
     rows, matches = [], []
     for name, (rule, advice) in RULES.items():
-        found = rule(host)
-        told = _matches(host, name, found)
-        checked = found.reason is None
+        finding = rule(host)
+        match_rows = _matches(host, name, finding)
+        checked = finding.reason is None
         rows.append(
             {
                 "pattern": name,
                 "checked": checked,
-                "match_count": told.height if checked else None,
-                "host_ns": int(told["duration_ns"].sum()) if checked else None,
-                "gpu_ns": int(told["gpu_ns"].sum()) if checked else None,
-                "evidence": found.evidence if told.height else None,
-                "reason": found.reason,
+                "match_count": match_rows.height if checked else None,
+                "host_ns": int(match_rows["duration_ns"].sum()) if checked else None,
+                "gpu_ns": int(match_rows["gpu_ns"].sum()) if checked else None,
+                "evidence": finding.evidence if match_rows.height else None,
+                "reason": finding.reason,
                 "advice": advice,
             }
         )
-        matches.append(told)
+        matches.append(match_rows)
     return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches))
 
 
-def _matches(host: Host, name: str, found: Found) -> pl.DataFrame:
-    first = found.position.astype(np.int64)
-    last = first if found.last is None else found.last
+def _matches(host: Host, name: str, finding: Found) -> pl.DataFrame:
+    first = finding.position.astype(np.int64)
+    last = first if finding.last is None else finding.last
     row, tree = host.tree.row[first], host.tree
     events = host.trace.events
-    if found.last is None:
+    if finding.last is None:
         gpu = host.gpu_ns[first]
     else:  # the events from the first to the last
         gpu = np.array(
@@ -108,8 +108,8 @@ def _matches(host: Host, name: str, found: Found) -> pl.DataFrame:
             "gpu_ns": gpu,
             "step": events["step"].gather(row),
             "thread": events["thread"].gather(row),
-            "evidence": [found.evidence] * first.size,
-            "detail": list(found.detail),
+            "evidence": [finding.evidence] * first.size,
+            "detail": list(finding.detail),
         },
         schema_overrides={"detail": pl.String, "evidence": MATCHES["evidence"]},
     ).cast(MATCHES)

@@ -40,24 +40,24 @@ def backward_of(trace: Trace) -> Backward | None:
     """
     tree = forest(trace)
     columns = trace.events.lazy().select("process", "sequence", "forward_thread", "category", "lane")
-    known = (
+    ops = (
         columns.with_columns(pl.Series("position", tree.position))
         .filter((pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0))
         .drop("category")
         .collect()
     )
-    forward = known.filter(pl.col("forward_thread").fill_null(0) == 0)
-    backward = known.filter(pl.col("forward_thread") > 0)
+    forward = ops.filter(pl.col("forward_thread").fill_null(0) == 0)
+    backward = ops.filter(pl.col("forward_thread") > 0)
     if not forward.height or not backward.height:
         return None
     threads = _threads(trace, forward, backward)
     if not threads.height:
         return None
-    made = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
+    makers = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
     joined = (
         backward.drop("lane")
         .join(threads, on=["process", "forward_thread"], how="inner")
-        .join(made, on=["process", "lane", "sequence"], how="inner")
+        .join(makers, on=["process", "lane", "sequence"], how="inner")
         .sort("position")
     )
     earlier = tree.row[joined["forward"].to_numpy()] < tree.row[joined["position"].to_numpy()]
@@ -74,15 +74,15 @@ def _threads(trace: Trace, forward: pl.DataFrame, backward: pl.DataFrame) -> pl.
         return by_flow
     lanes = forward.select("process", "lane", "sequence").unique()
     numbers = rest.select(*keys, "sequence").unique()
-    wanted = numbers.group_by(keys).agg(pl.len().alias("wanted"))
+    totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
     held = numbers.join(lanes, on=["process", "sequence"], how="inner").group_by(*keys, "lane").agg(pl.len().alias("n"))
     most = pl.col("n") == pl.col("n").max().over(keys)
-    found = (
+    matches = (
         held.filter(most)
-        .join(wanted, on=keys)
+        .join(totals, on=keys)
         .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
     )
-    return pl.concat([by_flow, found.select(*keys, "lane")])
+    return pl.concat([by_flow, matches.select(*keys, "lane")])
 
 
 def _by_flow(trace: Trace, keys: list[str]) -> pl.DataFrame:

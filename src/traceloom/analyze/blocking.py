@@ -41,7 +41,7 @@ def blocking_calls(trace: Trace) -> NDArray[np.bool_]:
         .filter(pl.col("return_ns") >= pl.col("end_ns"))
         .select("event")
     )
-    found = pl.concat([by_name, waited]).collect()["event"].to_numpy()
+    rows = pl.concat([by_name, waited]).collect()["event"].to_numpy()
     blocking = np.zeros(trace.events.height, dtype=np.bool_, like=column(trace, "start_ns"))
-    blocking[found] = True
+    blocking[rows] = True
     return blocking

@@ -182,24 +182,24 @@ def _next_call(lane: Ints, start: Ints, end: Ints) -> Ints:
 
 
 def _named(trace: Trace, folded: CallTree, row: Ints, node: Ints) -> pl.DataFrame:
-    """Kind, call, op path, frame and stack of each call; told once per distinct path."""
-    used, place = np.unique(node, return_inverse=True)
-    told = pl.DataFrame(
+    """Kind, call, op path, frame and stack of each call, worked out once per distinct path."""
+    used, path_index = np.unique(node, return_inverse=True)
+    paths = pl.DataFrame(
         [_path(folded, path) for path in folded.paths(used)],
         schema={"by_op": pl.String, "call": pl.String, "op": pl.String, "frame": pl.String, "stack": pl.String},
         orient="row",
-    )[pl.Series(place, dtype=pl.UInt32)]
+    )[pl.Series(path_index, dtype=pl.UInt32)]
     copied = _copies(trace, row)
-    by_call = told["call"].replace_strict({c: _kind_of(c) for c in told["call"].unique()}, return_dtype=pl.String)
+    by_call = paths["call"].replace_strict({c: _kind_of(c) for c in paths["call"].unique()}, return_dtype=pl.String)
     python = pl.Series(column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON))
     kind = (
         pl.when(python)
         .then(pl.lit("python"))
         .when((by_call == "allocation") | (by_call == "module_load"))
         .then(by_call)
-        .otherwise(pl.coalesce(told["by_op"], copied["way"], by_call))
+        .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))
     )
-    return told.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
+    return paths.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
 
 
 def _path(folded: CallTree, path: list[int]) -> tuple[str | None, ...]:
@@ -212,7 +212,7 @@ def _path(folded: CallTree, path: list[int]) -> tuple[str | None, ...]:
             ops.append(name)
     ops.reverse()
     frames = [n for n, k in zip(names[:-1], kinds[:-1], strict=True) if k == "python" and is_users(n)]
-    by_op = next((kind for kind, known in _BY_OP if any(known.search(op) for op in ops)), None)
+    by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
     stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
     return by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack
 
@@ -226,13 +226,13 @@ def is_users(frame: str) -> bool:
 
 
 def _kind_of(call: str) -> str:
-    return next((kind for kind, known in _BY_CALL if known.search(call)), "other")
+    return next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
 
 
 def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
-    """For calls that submitted a copy, and for those that wait under the same operator: its way, and whether pageable.
+    """Direction of the copy, and whether it is pageable, for calls that submit one or wait under the same operator.
 
-    A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`): both calls are its.
+    A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`), which has both calls.
     """
     to = {"DtoH": "copy_to_host", "HtoD": "copy_to_device"}
     pageable = pl.any_horizontal(
@@ -243,10 +243,10 @@ def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
         .drop_nulls("launch")
         .select("launch", "op", way=pl.col("kind").replace_strict(to, default=None), pageable=pageable)
     )
-    asked = trace.events.select("event", "op")[pl.Series(row, dtype=pl.UInt32)]
-    own = asked.join(submitted.unique("launch"), left_on="event", right_on="launch", how="left", maintain_order="left")
+    calls = trace.events.select("event", "op")[pl.Series(row, dtype=pl.UInt32)]
+    own = calls.join(submitted.unique("launch"), left_on="event", right_on="launch", how="left", maintain_order="left")
     by_op = submitted.drop("launch").drop_nulls("op").unique("op", keep="last")
-    beside = asked.join(by_op, on="op", how="left", maintain_order="left")
+    beside = calls.join(by_op, on="op", how="left", maintain_order="left")
     return pl.DataFrame(
         {
             "way": own.select(pl.coalesce("way", beside["way"])).to_series(),

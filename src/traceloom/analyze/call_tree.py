@@ -63,16 +63,16 @@ class CallTree:
         return total
 
     def paths(self, nodes: Ints) -> list[list[int]]:
-        """For some nodes the nodes from the thread down to each, itself included; for few, since it walks up."""
-        found = []
+        """For each of `nodes` the path from its thread down to the node itself; for a few nodes, since it walks up."""
+        paths = []
         for node in nodes.tolist():
             path = []
             at = node
             while at >= 0:
                 path.append(at)
                 at = int(self.parent[at])
-            found.append(path[::-1])
-        return found
+            paths.append(path[::-1])
+        return paths
 
 
 @per_trace
@@ -96,17 +96,17 @@ def call_tree(trace: Trace) -> CallTree:
     for level, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         if level == DEEPEST:
             break
-        here = order[low:high]
-        up = tree.lane[here] if level == 0 else node[above[here]]
-        key = up * max(len(names), 1) + name_of[here]
+        events = order[low:high]
+        up = tree.lane[events] if level == 0 else node[above[events]]
+        key = up * max(len(names), 1) + name_of[events]
         distinct, first, number = np.unique(key, return_index=True, return_inverse=True)
         turn = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
-        place = np.empty_like(turn)
-        place[turn] = np.arange(turn.size)
-        node[here] = count + place[number]
+        position = np.empty_like(turn)
+        position[turn] = np.arange(turn.size)
+        node[events] = count + position[number]
         parents.append(distinct[turn] // max(len(names), 1))
         labels.append(distinct[turn] % max(len(names), 1))
-        examples.append(here[first[turn]])
+        examples.append(events[first[turn]])
         starts.append(count)
         count += distinct.size
     if bounds.size > DEEPEST:
@@ -126,8 +126,8 @@ def call_tree(trace: Trace) -> CallTree:
 
 def _names(trace: Trace) -> tuple[pl.Series, Ints]:
     """The distinct names without what differs from call to call, and for each name of the vocabulary its index."""
-    said = vocabulary(trace).names.fill_null("")
-    plain = said.str.replace_all(_ADDRESS, "").str.replace(_STEP, "${1}#")
+    raw_names = vocabulary(trace).names.fill_null("")
+    plain = raw_names.str.replace_all(_ADDRESS, "").str.replace(_STEP, "${1}#")
     names = plain.unique(maintain_order=True)
     index = pl.DataFrame({"name": names}).with_row_index("number")
     code = pl.DataFrame({"name": plain}).join(index, on="name", how="left", maintain_order="left")["number"]
@@ -148,8 +148,12 @@ def _kinds(trace: Trace, row: Ints, example: Ints, name_of: Ints, names: pl.Seri
     """The kind of each node, by the first event of it; -1 examples are threads."""
     kind = np.full(example.size, THREAD, dtype=np.int64)
     events = example >= 0
-    found = example[events]
-    kind[events] = _KIND_OF_CODE[column(trace, "category")[row[found]]]
-    module = names.str.starts_with(MODULE).to_numpy()[name_of[found]] if found.size else np.zeros(0, dtype=np.bool_)
+    first_event = example[events]
+    kind[events] = _KIND_OF_CODE[column(trace, "category")[row[first_event]]]
+    module = (
+        names.str.starts_with(MODULE).to_numpy()[name_of[first_event]]
+        if first_event.size
+        else np.zeros(0, dtype=np.bool_)
+    )
     kind[np.flatnonzero(events)[module]] = KINDS.index("module")
     return kind

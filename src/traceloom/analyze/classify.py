@@ -78,9 +78,9 @@ def read_rules(path: str | Path) -> tuple[Rule, ...]:
 
 
 def _rules(rows: list[Any], where: str) -> tuple[Rule, ...]:
-    wanted = ("rule", "category", "pattern")
+    fields = ("rule", "category", "pattern")
     for index, row in enumerate(rows):
-        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in wanted):
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in fields):
             raise InputError(
                 "expected an object with the texts `rule`, `category` and `pattern`",
                 slug="kernel-rules-unreadable",
@@ -128,25 +128,25 @@ def _gpu_work_by_table(trace: Trace) -> pl.DataFrame:
 
 def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     words, category = vocabulary(trace), column(trace, "category")
-    row = np.flatnonzero(np.isin(category, [_ALL.index(one) for one in GPU_WORK]))
+    row = np.flatnonzero(np.isin(category, [_ALL.index(name) for name in GPU_WORK]))
     pair = words.code[row].astype(np.int64) * len(_ALL) + category[row]
     used, number = np.unique(pair, return_inverse=True)
     kind = pl.Series("kind", [_ALL[code] for code in (used % len(_ALL)).tolist()], dtype=KindType)
-    known = classify(pl.DataFrame([words.names.gather(used // len(_ALL)).alias("name"), kind]), rules)
-    place = pl.Series(number.astype(np.uint32))
+    classified = classify(pl.DataFrame([words.names.gather(used // len(_ALL)).alias("name"), kind]), rules)
+    indices = pl.Series(number.astype(np.uint32))
     work = trace.events.select("event", "device", "stream", "start_ns", "duration_ns", "launch", "op")[row]
     ends = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
     work = on_disk(trace, work.with_columns(ends.alias("end_ns")))
     return work.select(
         "event",
-        Texts(known["name"]).column(number).alias("name"),
-        known["kind"].gather(place),
+        Texts(classified["name"]).column(number).alias("name"),
+        classified["kind"].gather(indices),
         "device",
         "stream",
         "start_ns",
         "end_ns",
         "launch",
         "op",
-        known["category"].gather(place),
-        Texts(known["rule"]).column(number).alias("rule"),
+        classified["category"].gather(indices),
+        Texts(classified["rule"]).column(number).alias("rule"),
     )

@@ -79,21 +79,21 @@ def described(trace: Trace) -> pl.DataFrame:
     ).unique("event", keep="first", maintain_order=True)
 
 
-def host_calls(trace: Trace, said: pl.DataFrame) -> pl.DataFrame:
+def host_calls(trace: Trace, arguments: pl.DataFrame) -> pl.DataFrame:
     """Calls of communication back ends on host threads (`gloo:all_reduce`), the outermost of nested ones.
 
     Args:
         trace: One process's trace.
-        said: Of `described`.
+        arguments: Of `described`.
 
     Returns:
-        The columns of `said` (what the call itself does not say comes from the op around it), start_ns, end_ns.
+        The columns of `arguments` (what the call itself does not say comes from the op around it), start_ns, end_ns.
     """
-    spans = trace.events.select("event", "category", "parent", "start_ns", "duration_ns")[said["event"]]
-    own = said.with_columns(spans.drop("event")).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
+    spans = trace.events.select("event", "category", "parent", "start_ns", "duration_ns")[arguments["event"]]
+    own = arguments.with_columns(spans.drop("event")).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
     own = own.filter(~pl.col("parent").is_in(own["event"].implode()) | pl.col("parent").is_null())
-    above = own.select("parent").join(said, left_on="parent", right_on="event", how="left", maintain_order="left")
-    fields = [name for name in said.columns if name != "event"]
+    above = own.select("parent").join(arguments, left_on="parent", right_on="event", how="left", maintain_order="left")
+    fields = [name for name in arguments.columns if name != "event"]
     return own.select(
         "event",
         *(pl.coalesce(pl.col(name), above[name]).alias(name) for name in fields),

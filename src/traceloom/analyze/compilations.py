@@ -41,7 +41,7 @@ COMPILATIONS = pl.Schema(
 )
 
 
-def compilations(trace: Trace, found: Marks) -> pl.DataFrame:
+def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
     """Tell every compilation, in time order.
 
     Columns: event; region (`frame/number`, null where the trace does not number compilations: torch before 2.6),
@@ -51,7 +51,7 @@ def compilations(trace: Trace, found: Marks) -> pl.DataFrame:
     and scheduling), code_ns (writing, compiling and loading code).
     """
     tree = forest(trace)
-    rows = np.flatnonzero(found.compiling)
+    rows = np.flatnonzero(marks.compiling)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     words = vocabulary(trace)
     code = words.code[tree.row]
@@ -109,9 +109,9 @@ def _numbers(trace: Trace, tree: Forest, rows: Ints) -> pl.DataFrame:
     first = np.searchsorted(notes, rows)
     has = (first < notes.size) & (np.append(notes, tree.row.size)[first] < tree.stop[rows])
     note = np.append(notes, 0)[np.where(has, first, notes.size)]
-    said = words.names.gather(words.code[tree.row[note]]) if rows.size else pl.Series([], dtype=pl.String)
-    told = pl.DataFrame({"said": said, "has": has}).select(
+    note_names = words.names.gather(words.code[tree.row[note]]) if rows.size else pl.Series([], dtype=pl.String)
+    ids = pl.DataFrame({"said": note_names, "has": has}).select(
         frame=pl.when("has").then(pl.col("said").str.extract(_ID, 1)),
         number=pl.when("has").then(pl.col("said").str.extract(_ID, 2).cast(pl.Int64)),
     )
-    return told.select(pl.format("{}/{}", "frame", "number").alias("region"), "number")
+    return ids.select(pl.format("{}/{}", "frame", "number").alias("region"), "number")

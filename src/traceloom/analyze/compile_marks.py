@@ -79,21 +79,21 @@ def marks(trace: Trace) -> Marks:
     region, graph = named["region"] & ~inside, tree.topmost(named["graph"]) & ~inside
     looking_up = named["lookup"] & ~inside
     within = tree.nearest_or_self(region)
-    says = np.full(code.size, -1, like=tree.row)
-    for number, which in ((WRAPPER, region | (named["wrapper"] & ~inside)), (GRAPH, graph), (LOOKUP, looking_up)):
-        says[which] = number
-    nearest = tree.nearest_or_self(says >= 0)
-    part = np.append(says, OUTSIDE)[nearest]
-    is_op = meaning(trace).op & (says < 0)
+    marked_part = np.full(code.size, -1, like=tree.row)
+    for number, mask in ((WRAPPER, region | (named["wrapper"] & ~inside)), (GRAPH, graph), (LOOKUP, looking_up)):
+        marked_part[mask] = number
+    nearest = tree.nearest_or_self(marked_part >= 0)
+    part = np.append(marked_part, OUTSIDE)[nearest]
+    is_op = meaning(trace).op & (marked_part < 0)
     loose = (tree.nearest_or_self(is_op) > nearest) & (part == WRAPPER)
     held = np.zeros(code.size + 1, dtype=np.bool_)
     held[within[graph]] = True
     part = np.where(loose, np.where(held[within], BREAK, GRAPH), part)
     graph |= tree.topmost(is_op & loose & ~held[within] & ~inside)
     part[inside] = COMPILE
-    return Marks(region, graph, compiling, looking_up, within, part, any(bool(which.any()) for which in named.values()))
+    return Marks(region, graph, compiling, looking_up, within, part, any(bool(mask.any()) for mask in named.values()))
 
 
-def part_of(found: Marks, owner: Ints) -> Ints:
+def part_of(marks: Marks, owner: Ints) -> Ints:
     """The part of stretches by their innermost event; -1 is nothing recorded."""
-    return np.append(found.part, NOTHING)[owner]
+    return np.append(marks.part, NOTHING)[owner]

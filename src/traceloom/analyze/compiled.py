@@ -138,24 +138,24 @@ class Compiled(Result):
 
 def compiled(trace: Trace) -> Compiled:
     """Account for torch.compile: regions, graph breaks, lookups, compilations, and what ran uncompiled."""
-    found = marks(trace)
-    if not found.any:
+    event_marks = marks(trace)
+    if not event_marks.any:
         empty = [schema.to_frame() for schema in (TIME, DEVICE, REGIONS, GRAPHS, BREAKS, COMPILATIONS, UNCOMPILED)]
         return Compiled(empty[0], empty[1], empty[2], empty[3], empty[4], empty[5], empty[6], 0, 0, 0, 0, seen=False)
     tree = forest(trace)
-    lookups = np.flatnonzero(found.looking_up)
+    lookups = np.flatnonzero(event_marks.looking_up)
     after = tree.stop[lookups]
     same = np.append(tree.lane, -1)[after] == tree.lane[lookups]
-    missed = same & np.append(found.compiling, False)[after]
-    table = compilations(trace, found)
+    missed = same & np.append(event_marks.compiling, False)[after]
+    table = compilations(trace, event_marks)
     return Compiled(
-        _time(trace, found),
-        _device(trace, found),
-        _regions(trace, tree, found),
-        _graphs(trace, tree, found),
-        _breaks(trace, tree, found),
+        _time(trace, event_marks),
+        _device(trace, event_marks),
+        _regions(trace, tree, event_marks),
+        _graphs(trace, tree, event_marks),
+        _breaks(trace, tree, event_marks),
         table,
-        _uncompiled(trace, tree, found),
+        _uncompiled(trace, tree, event_marks),
         lookup_count=int(lookups.size),
         lookup_ns=int(tree.span_ns()[lookups].sum()),
         miss_count=int(missed.sum()),
@@ -164,15 +164,15 @@ def compiled(trace: Trace) -> Compiled:
     )
 
 
-def _time(trace: Trace, found: Marks) -> pl.DataFrame:
+def _time(trace: Trace, event_marks: Marks) -> pl.DataFrame:
     tree, segments = forest(trace), host_segments(trace)
-    lanes = np.unique(tree.lane[found.part != OUTSIDE])
+    lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
     main = main_lane(trace)
     lanes = lanes if main is None else np.union1d(lanes, [main])
-    mine = np.flatnonzero(np.isin(segments.lane, lanes))
-    pieces, step = split_at_steps(trace, segments.start_ns[mine], segments.end_ns[mine])
-    rows = mine[pieces.source]
-    part = part_of(found, segments.owner[rows].astype(np.int64))
+    on_lanes = np.flatnonzero(np.isin(segments.lane, lanes))
+    pieces, step = split_at_steps(trace, segments.start_ns[on_lanes], segments.end_ns[on_lanes])
+    rows = on_lanes[pieces.source]
+    part = part_of(event_marks, segments.owner[rows].astype(np.int64))
     frame = pl.DataFrame(
         {
             "lane": segments.lane[rows],
@@ -184,9 +184,9 @@ def _time(trace: Trace, found: Marks) -> pl.DataFrame:
     return frame.cast(TIME).group_by("lane", "step", "part").agg(pl.col("ns").sum()).sort("lane", "step", "part")
 
 
-def _device(trace: Trace, found: Marks) -> pl.DataFrame:
+def _device(trace: Trace, event_marks: Marks) -> pl.DataFrame:
     work = launched_work(trace)
-    part = np.append(found.part, OUTSIDE)[work.origin]
+    part = np.append(event_marks.part, OUTSIDE)[work.origin]
     frame = pl.DataFrame(
         {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
     )
@@ -209,19 +209,21 @@ def _function(trace: Trace, tree: Forest, rows: Ints) -> pl.Series:
     return pl.select(pl.when(inside).then(names)).to_series()
 
 
-def _regions(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
-    rows = np.flatnonzero(found.region)
+def _regions(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+    rows = np.flatnonzero(event_marks.region)
     own, device = _own(trace, tree)
-    inside = np.flatnonzero(found.within >= 0)
-    at = found.within[inside]
+    inside = np.flatnonzero(event_marks.within >= 0)
+    at = event_marks.within[inside]
     times = {}
     for name, parts in (("graph_ns", (GRAPH,)), ("break_ns", (BREAK,)), ("host_ns", ())):
-        counted = np.isin(found.part[inside], parts) if parts else ~np.isin(found.part[inside], (COMPILE, LOOKUP))
+        counted = (
+            np.isin(event_marks.part[inside], parts) if parts else ~np.isin(event_marks.part[inside], (COMPILE, LOOKUP))
+        )
         times[name] = np.zeros(tree.row.size, dtype=np.int64)
         np.add.at(times[name], at[counted], own[inside][counted])
     launched = np.zeros(tree.row.size, dtype=np.int64)
     np.add.at(launched, at, device[inside])
-    above = tree.nearest(found.region)[rows]
+    above = tree.nearest(event_marks.region)[rows]
     breaks = np.bincount(above[above >= 0], minlength=tree.row.size)
     frame = pl.DataFrame(
         {
@@ -232,7 +234,7 @@ def _regions(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
             "wrapper_ns": (times["host_ns"] - times["graph_ns"] - times["break_ns"])[rows],
             "graph_break_count": breaks[rows],
             "device_ns": launched[rows],
-            **_backward(trace, tree, found, rows, own, device),
+            **_backward(trace, tree, event_marks, rows, own, device),
         }
     ).with_columns(
         frame=pl.col("name").str.extract(REGION_NAME, 1).cast(pl.Int64),
@@ -258,16 +260,16 @@ def _regions(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
 
 
 def _backward(  # noqa: PLR0917
-    trace: Trace, tree: Forest, found: Marks, rows: Ints, own: Ints, device: Ints
+    trace: Trace, tree: Forest, event_marks: Marks, rows: Ints, own: Ints, device: Ints
 ) -> dict[str, pl.Series]:
     """Host time and GPU work of the backward of each region's graphs, without compiling it; null where unknown."""
     joined = backward_of(trace)
     nothing = pl.Series([None] * rows.size, dtype=pl.Int64)
     if joined is None:
         return {"backward_host_ns": nothing, "backward_device_ns": nothing}
-    graphs = found.graph[joined.backward] & (found.within[joined.forward] >= 0)
-    backward, region = joined.backward[graphs], found.within[joined.forward[graphs]]
-    running = np.where(found.part != COMPILE, own, 0)
+    graphs = event_marks.graph[joined.backward] & (event_marks.within[joined.forward] >= 0)
+    backward, region = joined.backward[graphs], event_marks.within[joined.forward[graphs]]
+    running = np.where(event_marks.part != COMPILE, own, 0)
     out = {}
     for name, values in (("backward_host_ns", running), ("backward_device_ns", device)):
         total = np.zeros(tree.row.size, dtype=np.int64)
@@ -276,17 +278,17 @@ def _backward(  # noqa: PLR0917
     return out
 
 
-def _graphs(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
-    rows = np.flatnonzero(found.graph)
+def _graphs(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+    rows = np.flatnonzero(event_marks.graph)
     own, device = _own(trace, tree)
-    running = tree.subtree_sums(np.where(found.part != COMPILE, own, 0))
+    running = tree.subtree_sums(np.where(event_marks.part != COMPILE, own, 0))
     words = vocabulary(trace)
     names = words.names.gather(words.code[tree.row])
     number = names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
     frame = pl.DataFrame(
         {
             "name": names.gather(rows),
-            "region": number.gather(pl.Series(found.within[rows]).replace(-1, None)),
+            "region": number.gather(pl.Series(event_marks.within[rows]).replace(-1, None)),
             "host_ns": running[rows],
             "device_ns": tree.subtree_sums(device)[rows],
         }
@@ -297,23 +299,23 @@ def _graphs(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
     return summed.select(list(GRAPHS)).cast(GRAPHS).sort("host_ns", "name", descending=[True, False])
 
 
-def _breaks(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
-    region = np.flatnonzero(found.region)
-    above = tree.nearest(found.region)[region]
+def _breaks(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+    region = np.flatnonzero(event_marks.region)
+    above = tree.nearest(event_marks.region)[region]
     child, parent = region[above >= 0], above[above >= 0]
     if not child.size:
         return BREAKS.to_frame()
-    here = np.arange(tree.row.size)
-    last = np.maximum.accumulate(np.where(found.graph, here, -1))[child]
-    own_graph = (last >= 0) & (found.within[last] == parent)
+    positions = np.arange(tree.row.size)
+    last = np.maximum.accumulate(np.where(event_marks.graph, positions, -1))[child]
+    own_graph = (last >= 0) & (event_marks.within[last] == parent)
     since = np.where(own_graph, tree.end_ns[last], tree.start_ns[parent])
     until = tree.start_ns[child]
     spent = {}
-    for name, which in (("compile", found.compiling), ("lookup", found.looking_up)):
-        rows = np.flatnonzero(which)
+    for name, mask in (("compile", event_marks.compiling), ("lookup", event_marks.looking_up)):
+        rows = np.flatnonzero(mask)
         spent[name] = _covered(tree, rows, child, since, until)
     device = _own(trace, tree)[1]
-    loose = np.append(0, np.cumsum(np.where((found.part == BREAK) & (found.within >= 0), device, 0)))
+    loose = np.append(0, np.cumsum(np.where((event_marks.part == BREAK) & (event_marks.within >= 0), device, 0)))
     first = np.where(own_graph, np.append(tree.stop, 0)[last], parent)
     words = vocabulary(trace)
     names = words.names.gather(words.code[tree.row])
@@ -329,9 +331,9 @@ def _breaks(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
             "uncompiled_device_ns": loose[child] - loose[np.minimum(first, child)],
         }
     )
-    place = pl.format("{}:{}", pl.col("function").str.extract(_PLACE, 1), pl.col("function").str.extract(_PLACE, 2))
+    location = pl.format("{}:{}", pl.col("function").str.extract(_PLACE, 1), pl.col("function").str.extract(_PLACE, 2))
     return (
-        frame.with_columns(place=place)
+        frame.with_columns(place=location)
         .group_by("region", "resumed", maintain_order=True)
         .agg(
             pl.col("place").drop_nulls().first(),
@@ -348,22 +350,22 @@ def _covered(tree: Forest, rows: Ints, child: Ints, since: Ints, until: Ints) ->
     """Time of the events `rows` in each stretch, on the lane of each child."""
     out = np.zeros(child.size, dtype=np.int64)
     for lane in np.unique(tree.lane[child]).tolist():
-        mine, here = rows[tree.lane[rows] == lane], tree.lane[child] == lane
-        busy = union(tree.start_ns[mine], tree.end_ns[mine])
-        out[here] = coverage(busy, since[here], until[here])
+        lane_rows, on_lane = rows[tree.lane[rows] == lane], tree.lane[child] == lane
+        busy = union(tree.start_ns[lane_rows], tree.end_ns[lane_rows])
+        out[on_lane] = coverage(busy, since[on_lane], until[on_lane])
     return out
 
 
-def _uncompiled(trace: Trace, tree: Forest, found: Marks) -> pl.DataFrame:
+def _uncompiled(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
     """Outermost operators outside compiled graphs; the time of compiled work inside them is left out."""
-    loose = (found.part == BREAK) | (found.part == OUTSIDE)
+    loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
     rows = np.flatnonzero(tree.topmost(meaning(trace).op & loose))
     own, device = _own(trace, tree)
     inside = tree.subtree_sums(np.where(loose, own, 0)), tree.subtree_sums(np.where(loose, device, 0))
     words = vocabulary(trace)
     frame = pl.DataFrame(
         {
-            "part": pl.Series(PARTS).gather(found.part[rows]),
+            "part": pl.Series(PARTS).gather(event_marks.part[rows]),
             "name": words.names.gather(words.code[tree.row[rows]]),
             "host_ns": inside[0][rows],
             "device_ns": inside[1][rows],

@@ -103,7 +103,7 @@ def _usual(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
 def _rows(trace: Trace) -> pl.DataFrame:
     """One row per copy or fill: the keys, bytes, start_ns, end_ns, ns, op, step, pageable."""
     work = gpu_work(trace).filter(pl.col("category") == "memory")
-    said = trace.copies.rename({"kind": "direction"})
+    recorded = trace.copies.rename({"kind": "direction"})
     named = work.filter(pl.col("kind") == "kernel").select("name").unique()
     by_name = pl.DataFrame(
         {"name": named["name"], "named": [copy_kind(name) for name in named["name"].to_list()]},
@@ -113,7 +113,7 @@ def _rows(trace: Trace) -> pl.DataFrame:
     host = [pl.col(side).is_in(["host", "memory"]) for side in ("source_memory", "target_memory")]
     crosses = pl.col("kind").is_in(["HtoD", "DtoH", "HtoH"])
     return (
-        work.join(said, on="event", how="left", maintain_order="left")
+        work.join(recorded, on="event", how="left", maintain_order="left")
         .join(by_name, on="name", how="left", maintain_order="left")
         .select(
             "event",
@@ -194,11 +194,11 @@ def _curve(rows: pl.DataFrame) -> pl.DataFrame:
     for (device, kind), part in timed.group_by("device", "kind", maintain_order=True):
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         rate = part["bytes"].to_numpy() / (end - start) * 1e9
-        time, place = np.unique(np.concatenate([start, end]), return_inverse=True)
+        time, index = np.unique(np.concatenate([start, end]), return_inverse=True)
         running = np.cumsum(
-            np.bincount(place, weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]), minlength=time.size)
+            np.bincount(index, weights=np.concatenate([np.ones(start.size), -np.ones(end.size)]), minlength=time.size)
         )
-        flow = np.cumsum(np.bincount(place, weights=np.concatenate([rate, -rate]), minlength=time.size))
+        flow = np.cumsum(np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size))
         # what is left of a sum of floats when nothing runs is not a flow
         flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
         parts.append(

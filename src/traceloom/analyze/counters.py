@@ -114,7 +114,7 @@ def _series(trace: Trace) -> pl.DataFrame:
 
 def kernel_launches(trace: Trace) -> Ints:
     """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the same launch."""
-    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
+    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
     rows = np.flatnonzero(is_call & vocabulary(trace).events(KERNEL_LAUNCH))
     inside = np.isin(column(trace, "parent", -1)[rows], rows)
     launches: Ints = rows[~inside]
@@ -123,17 +123,17 @@ def kernel_launches(trace: Trace) -> Ints:
 
 def _ranges(trace: Trace, rows: Any, launches: Any) -> pl.DataFrame:
     """Long form: one row per range and counter."""
-    said = list(whole(trace, rows))
+    all_args = list(whole(trace, rows))
     names = trace.events["name"].gather(rows).to_list()
     ops: list[Any] = [None] * rows.size
     if launches is not None and rows.size:
         ops = trace.events["name"].gather(trace.events["op"].gather(launches)).to_list()
-    made = [
+    records = [
         (number, None if names[number] == "__missing__" else names[number], launch, ops[number], key, float(value))
         for number, (args, launch) in enumerate(
-            zip(said, [None] * rows.size if launches is None else launches.tolist(), strict=True)
+            zip(all_args, [None] * rows.size if launches is None else launches.tolist(), strict=True)
         )
         for key, value in args.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
     ]
-    return pl.DataFrame(made, schema=RANGE_SCHEMA, orient="row")
+    return pl.DataFrame(records, schema=RANGE_SCHEMA, orient="row")

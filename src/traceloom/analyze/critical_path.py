@@ -124,37 +124,39 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     if graph.nodes.height <= graph.ranks.height:
         raise UsageError("the traces hold no timed events, so there is no path through them", slug="nothing-to-link")
     window = window_of(graph, step, session)
-    found = pieces(graph, window)
+    path_pieces = pieces(graph, window)
     if session is not None:
-        found = _with_data(graph, session, window, found)
-    return _result(graph, window, found)
+        path_pieces = _with_data(graph, session, window, path_pieces)
+    return _result(graph, window, path_pieces)
 
 
-def _with_data(graph: Graph, session: Session, window: Window, found: Pieces) -> Pieces:
+def _with_data(graph: Graph, session: Session, window: Window, path_pieces: Pieces) -> Pieces:
     """Host time on the path in which the loop waits for its data."""
     lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
     code = list(CLASSES).index(HOST)
-    ranks = set(graph.nodes["rank"].gather(np.unique(found.node[(found.node >= 0) & (found.kind == code)])))
+    ranks = set(
+        graph.nodes["rank"].gather(np.unique(path_pieces.node[(path_pieces.node >= 0) & (path_pieces.kind == code)]))
+    )
     for trace, clock in clocks(graph, session, window.step):
         if clock.rank not in ranks:
             continue
         for waits in waits_for_data(graph, trace, clock.rank, clock.shift):
-            mine = (found.kind == code) & (lane_of[found.node] == waits.lane)
-            found = split(found, mine, waits.start, waits.end, DATA)
-    return found
+            on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == waits.lane)
+            path_pieces = split(path_pieces, on_lane, waits.start, waits.end, DATA)
+    return path_pieces
 
 
-def _result(graph: Graph, window: Window, found: Pieces) -> CriticalPath:
+def _result(graph: Graph, window: Window, path_pieces: Pieces) -> CriticalPath:
     length = window.high - window.low
     near = length // 100
     slack = slack_ns(graph, int(point_times(graph)[window.last]))
-    path = tables.path(graph, found)
+    path = tables.path(graph, path_pieces)
     classes = tables.classes(path, length)
     names = tables.names(graph, window, path, slack, near)
     nodes = graph.nodes.select("node", "rank", "event", pl.Series("slack_ns", slack))
-    told = law(graph)
+    graph_law = law(graph)
     return CriticalPath(
-        sentence=_sentence(window, path, classes, told),
+        sentence=_sentence(window, path, classes, graph_law),
         step=window.step,
         start_ns=graph.epoch_ns + window.low,
         window_ns=length,
@@ -165,7 +167,7 @@ def _result(graph: Graph, window: Window, found: Pieces) -> CriticalPath:
         names=names,
         node_slack=nodes,
         near_slack_ns=near,
-        law=told,
+        law=graph_law,
     )
 
 
@@ -177,7 +179,7 @@ _SAID = {
 }
 
 
-def _sentence(window: Window, path: pl.DataFrame, classes: pl.DataFrame, told: Law) -> str:
+def _sentence(window: Window, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law) -> str:
     length = window.high - window.low
     sums = dict(classes.select("class", "duration_ns").rows())
     late = path.head(1).filter(pl.col("node").is_null())
@@ -186,13 +188,13 @@ def _sentence(window: Window, path: pl.DataFrame, classes: pl.DataFrame, told: L
         waited = int(late["duration_ns"][0])
         rank = late["rank"][0]
         begins = "before anything is recorded" if rank is None else f"before rank {rank} began"
-        parts = [(said, ns - waited if said == _SAID[UNRECORDED] else ns) for said, ns in parts]
+        parts = [(label, ns - waited if label == _SAID[UNRECORDED] else ns) for label, ns in parts]
         parts.append((begins, waited))
     largest = sorted((part for part in parts if part[1] >= max(_WORTH_SAYING * length, 1)), key=lambda part: -part[1])
-    said = ", ".join(f"{what} {units.share(ns, length)}" for what, ns in largest)
-    what = f"step {window.step}" if window.step is not None else "the window"
-    text = f"What decides the {units.duration(length)} of {what}: {said or 'nothing that takes time'}"
-    if abs(told.honest_error) > HONEST:
-        off = f"{told.honest_error:+.1%}".replace("%", " %")
+    listing = ", ".join(f"{label} {units.share(ns, length)}" for label, ns in largest)
+    subject = f"step {window.step}" if window.step is not None else "the window"
+    text = f"What decides the {units.duration(length)} of {subject}: {listing or 'nothing that takes time'}"
+    if abs(graph_law.honest_error) > HONEST:
+        off = f"{graph_law.honest_error:+.1%}".replace("%", " %")
         text += f"; with usual delays alone the graph misses the measured time by {off}, so take this with care"
     return text + "."

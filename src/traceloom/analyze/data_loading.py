@@ -155,11 +155,13 @@ def _makers(trace: Trace, tree: Forest, rows: Ints) -> pl.Series:
     """Who makes the batch of each call, by its name or by the frames inside it."""
     words = vocabulary(trace)
     code = words.code[tree.row]
-    found = []
+    matches = []
     for pattern in (_BY_WORKERS, _IN_THE_LOOP):
         inside = tree.subtree_sums(lookup(words.matching(pattern), code).astype(np.int64))
-        found.append(pl.Series(inside[rows] > 0))
-    return pl.select(pl.when(found[0]).then(pl.lit("workers")).when(found[1]).then(pl.lit("main_thread"))).to_series()
+        matches.append(pl.Series(inside[rows] > 0))
+    return pl.select(
+        pl.when(matches[0]).then(pl.lit("workers")).when(matches[1]).then(pl.lit("main_thread"))
+    ).to_series()
 
 
 def _spent(trace: Trace, tree: Forest, called: Bools) -> pl.DataFrame:
@@ -181,18 +183,18 @@ def _spent(trace: Trace, tree: Forest, called: Bools) -> pl.DataFrame:
 
 
 def _part(trace: Trace, tree: Forest) -> Ints:
-    """Index in PARTS of each host event: the place it stands in, else by what the thread does."""
+    """Index in PARTS of each host event: by the code around it, else by what the thread does."""
     words = vocabulary(trace)
     code = words.code[tree.row]
-    says = np.full(tree.row.size, -1, like=tree.row)
+    marked_part = np.full(tree.row.size, -1, like=tree.row)
     for name, pattern in _PLACES:
-        says[lookup(words.matching(pattern), code)] = PARTS.index(name)
-    place = np.append(says, -1)[tree.nearest_or_self(says >= 0)]
-    doing = activity(trace)
+        marked_part[lookup(words.matching(pattern), code)] = PARTS.index(name)
+    part = np.append(marked_part, -1)[tree.nearest_or_self(marked_part >= 0)]
+    activities = activity(trace)
     otherwise = np.full(tree.row.size, PARTS.index("other"))
-    otherwise[doing == OP] = PARTS.index("operators")
-    otherwise[doing == BLOCKING_CALL] = PARTS.index("workers")
-    return np.where(place >= 0, place, otherwise)
+    otherwise[activities == OP] = PARTS.index("operators")
+    otherwise[activities == BLOCKING_CALL] = PARTS.index("workers")
+    return np.where(part >= 0, part, otherwise)
 
 
 def loader_calls(trace: Trace) -> Ints:

@@ -57,8 +57,8 @@ def shares(trace: Trace, work: pl.DataFrame, key: str, priority: Sequence[str]) 
         busy = int(alone.sum())
         devices.append((device, window, busy, window - busy, int(total.sum()), part.height))
         whole = max(int(total.sum()), 1)
-        for place, name in enumerate(label.categories.to_list()):
-            sums = [int(values[place].sum()) for values in (count, total, alone)]
+        for index, name in enumerate(label.categories.to_list()):
+            sums = [int(values[index].sum()) for values in (count, total, alone)]
             parts.append((device, name, *sums, sums[1] / whole if total.sum() else None))
         steps.append(steps_of.made(device, (count, total, alone)))
     fields = {"count": pl.Int64(), "sum_ns": pl.Int64(), "exclusive_ns": pl.Int64()}
@@ -78,17 +78,17 @@ def _measure(start: Ints, end: Ints, code: Ints, cut: Tiles, order: list[int]) -
     low, high = cut.spans
     count, total, alone = (np.zeros((len(order), low.size), dtype=np.int64) for _ in range(3))
     covered = before = None
-    for place in order:
-        mine = code == place
-        if not mine.any():
+    for part in order:
+        in_part = code == part
+        if not in_part.any():
             continue
-        first, last = start[mine], end[mine]
-        count[place] = np.bincount(np.searchsorted(low, first, side="right") - 1, minlength=low.size)
-        total[place] = summed_coverage(first, last, low, high)
+        first, last = start[in_part], end[in_part]
+        count[part] = np.bincount(np.searchsorted(low, first, side="right") - 1, minlength=low.size)
+        total[part] = summed_coverage(first, last, low, high)
         spans = union(first, last)
         covered = spans if covered is None else merge(covered, spans)
         now = coverage(covered, low, high)
-        alone[place] = now if before is None else now - before
+        alone[part] = now if before is None else now - before
         before = now
     return count, total, alone
 
@@ -107,12 +107,12 @@ class _StepTable:
         names, tile_count = self.label.categories.to_list(), self.cut.row.size
         step = pl.Series(np.append(self.trace.steps["step"].cast(pl.Int64).to_numpy(), -1)[self.cut.row])
         step = step.set(pl.Series(self.cut.row < 0), None)
-        place = np.repeat(np.arange(len(names), dtype=np.uint32), tile_count)
+        part = np.repeat(np.arange(len(names), dtype=np.uint32), tile_count)
         frame = pl.DataFrame(
             {
-                "device": pl.Series([device] * place.size, dtype=pl.Int32),
+                "device": pl.Series([device] * part.size, dtype=pl.Int32),
                 "step": pl.concat([step] * len(names)).cast(pl.Int32),
-                self.key: pl.Series(names, dtype=self.label).gather(place),
+                self.key: pl.Series(names, dtype=self.label).gather(part),
                 **{field: array.ravel() for field, array in zip(SHARES, values, strict=True)},
             }
         )

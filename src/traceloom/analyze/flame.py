@@ -140,9 +140,9 @@ def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> 
     return Flame(frames, functions, int(own.sum()), times.gpu_work_ns, times.gpu_work_ns - int(device.sum()))
 
 
-def _added(size: int, place: Ints, values: Ints) -> Ints:
+def _added(size: int, index: Ints, values: Ints) -> Ints:
     total = np.zeros(size, dtype=np.int64)
-    np.add.at(total, place, values)
+    np.add.at(total, index, values)
     return total
 
 
@@ -164,30 +164,30 @@ def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Ti
         counted &= pieces.lane == lane
         called = called[tree.lane[called] == lane]
         launched &= np.append(tree.lane, -1)[work.origin] == lane
-    mine, rows = np.flatnonzero(launched & chosen), np.flatnonzero(counted)
+    work_rows, rows = np.flatnonzero(launched & chosen), np.flatnonzero(counted)
     return _Times(
         pieces.owner[rows],
         pieces.ns[rows],
         pieces.step[rows],
         called,
-        work.origin[mine],
-        work.duration_ns[mine],
+        work.origin[work_rows],
+        work.duration_ns[work_rows],
         int(work.duration_ns[chosen].sum()),
     )
 
 
 def thread_names(trace: Trace) -> pl.Series:
     """What to call each lane: its name, with process and thread where several have one name; shape (lanes,)."""
-    told = pl.format("{} ({}, {})", "name", "process", "thread")
-    return trace.lanes.select(pl.when(pl.len().over("name", "kind") > 1).then(told).otherwise("name").alias("name"))[
-        "name"
-    ]
+    qualified = pl.format("{} ({}, {})", "name", "process", "thread")
+    return trace.lanes.select(
+        pl.when(pl.len().over("name", "kind") > 1).then(qualified).otherwise("name").alias("name")
+    )["name"]
 
 
 def places(names: pl.Series) -> pl.DataFrame:
     """Columns name, file and line of names of `call_tree`; one row more, at the end, for threads, which have none."""
-    said = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("said")
-    return said.select(
+    raw_names = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("said")
+    return raw_names.select(
         name=pl.coalesce(pl.col("said").str.extract(_PLACE, 3), pl.col("said")),
         file=pl.col("said").str.extract(_PLACE, 1),
         line=pl.col("said").str.extract(_PLACE, 2).cast(pl.Int32, strict=False),
@@ -251,10 +251,10 @@ def _spread(trace: Trace, folded: CallTree, times: _Times) -> pl.DataFrame:
     steps = whole_steps(trace)
     rows = np.flatnonzero(times.step != NO_STEP)
     numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
-    place = np.searchsorted(numbers, times.step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
+    step_index = np.searchsorted(numbers, times.step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
     width = max(numbers.size, 1)
     size = len(folded.names) * width
-    key = folded.name_of[times.owner[rows]] * width + place
+    key = folded.name_of[times.owner[rows]] * width + step_index
     sums, seen = _added(size, key, times.ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
     step = numbers[seen % width] if numbers.size else seen
     frame = pl.DataFrame({"label": seen // width, "step": step, "self_ns": sums[seen]})

@@ -62,26 +62,26 @@ def of_rank(capture: Session | Trace | None, trace: Trace) -> Trace | None:
     """Of a recorded session the trace of the same rank, else its first."""
     if capture is None or isinstance(capture, Trace):
         return capture
-    return next((one for one in capture.traces if one.rank == trace.rank), capture.traces[0])
+    return next((candidate for candidate in capture.traces if candidate.rank == trace.rank), capture.traces[0])
 
 
-def mapped_nodes(found: GraphLaunches, capture: Trace, *, launches: bool = False) -> pl.DataFrame:
+def mapped_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool = False) -> pl.DataFrame:
     """The nodes of all graphs with the operators of the capture: `MAPPED`.
 
     With `launches` also `kernel`: the capture's event of that kernel, or the call that captured it.
     """
-    told_too = {"kernel": pl.UInt32()} if launches else {}
-    shape = pl.Schema({**MAPPED, **told_too})
+    extra = {"kernel": pl.UInt32()} if launches else {}
+    shape = pl.Schema({**MAPPED, **extra})
     kernels = _kernels(capture)
-    nodes = found.nodes.select("graph", "node", "name", "replay_count", "total_ns")
+    nodes = graph_launches.nodes.select("graph", "node", "name", "replay_count", "total_ns")
     words = pl.concat([nodes["name"], kernels.name]).unique(maintain_order=True)
     numbered = pl.Enum(words.drop_nulls())
-    theirs = kernels.name.cast(numbered).to_physical().to_numpy().astype(np.int64)
+    capture_codes = kernels.name.cast(numbered).to_physical().to_numpy().astype(np.int64)
     parts = []
-    for (_graph,), mine in nodes.group_by("graph", maintain_order=True):
-        codes = mine["name"].cast(numbered).to_physical().to_numpy().astype(np.int64)
-        at, exact = _best(codes, theirs, kernels)
-        parts.append(_rows(mine, codes, theirs, at, exact=exact))
+    for (_graph,), graph_nodes in nodes.group_by("graph", maintain_order=True):
+        graph_codes = graph_nodes["name"].cast(numbered).to_physical().to_numpy().astype(np.int64)
+        at, exact = _best(graph_codes, capture_codes, kernels)
+        parts.append(_rows(graph_nodes, graph_codes, capture_codes, at, exact=exact))
     if not parts:
         return pl.DataFrame(schema=shape)
     rows = pl.concat(parts)
@@ -89,11 +89,11 @@ def mapped_nodes(found: GraphLaunches, capture: Trace, *, launches: bool = False
     op = np.where(at >= 0, np.append(kernels.op, -1)[at], -1)
     kernel = pl.Series("kernel", np.append(kernels.kernel, 0)[at]).set(pl.Series(at < 0), None).cast(pl.UInt32)
     none = pl.Series(op < 0)
-    told = pl.Series(op).set(none, None).cast(pl.UInt32)
+    op_row = pl.Series(op).set(none, None).cast(pl.UInt32)
     return rows.with_columns(
         kernel,
-        told.alias("op"),
-        capture.events["name"].gather(told).alias("op_name"),
+        op_row.alias("op"),
+        capture.events["name"].gather(op_row).alias("op_name"),
         pl.Series("module", _modules(capture, op), dtype=pl.String),
         pl.when(pl.col("reason").is_null() & none).then(pl.lit("its launch stands in no operator of the capture"))
         .otherwise("reason").alias("reason"),
@@ -114,9 +114,9 @@ def _kernels(capture: Trace) -> _Capture:
     calls = events.filter(pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(_LAUNCH))
     silent = calls.filter(~pl.col("event").is_in(kernel["launch"].implode())).select("event", "start_ns", "op")
     if silent.height and readable(capture):
-        said = [args.get("kernel") for args in whole(capture, silent["event"].to_numpy().astype(np.int64))]
+        kernel_names = [args.get("kernel") for args in whole(capture, silent["event"].to_numpy().astype(np.int64))]
         named = silent.with_columns(
-            pl.Series("name", [one if isinstance(one, str) else None for one in said], dtype=pl.String)
+            pl.Series("name", [name if isinstance(name, str) else None for name in kernel_names], dtype=pl.String)
         )
         named = named.drop_nulls("name").select(
             "name", pl.col("event").alias("launch"), "event", pl.col("op").cast(pl.Int64).fill_null(-1)
@@ -142,50 +142,52 @@ def _captures(capture: Trace) -> tuple[Ints, Ints]:
     calls = capture.events.filter(pl.col("category").is_in(LAUNCHES)).select("name", "start_ns")
     begin = calls.filter(pl.col("name").str.contains(_BEGIN))["start_ns"].to_numpy()
     end = calls.filter(pl.col("name").str.contains(_END))["start_ns"].to_numpy()
-    place = np.searchsorted(end, begin)
-    known = place < end.size
-    return begin[known], end[place[known]]
+    index = np.searchsorted(end, begin)
+    has_end = index < end.size
+    return begin[has_end], end[index[has_end]]
 
 
-def _best(mine: Ints, theirs: Ints, kernels: _Capture) -> tuple[Ints, bool]:
-    """For each node the position in the capture; -1 for none. And whether all names stand there in this order."""
-    whole_graph = places_of(mine, theirs)
+def _best(graph_codes: Ints, capture_codes: Ints, kernels: _Capture) -> tuple[Ints, bool]:
+    """Position in the capture of each node, -1 for none; and whether all names appear there in this order."""
+    whole_graph = places_of(graph_codes, capture_codes)
     if whole_graph.size:
-        return whole_graph[0] + np.arange(mine.size), True
-    best = np.full(mine.size, -1, dtype=np.int64)
+        return whole_graph[0] + np.arange(graph_codes.size), True
+    best = np.full(graph_codes.size, -1, dtype=np.int64)
     for low, high in zip(kernels.begin.tolist(), kernels.end.tolist(), strict=True):
-        found = _aligned(mine, theirs[low:high])
-        if (found >= 0).sum() > (best >= 0).sum():
-            best = np.where(found >= 0, found + low, -1)
-    if (best >= 0).sum() < _LEAST_SHARE * mine.size:  # a few kernels of everyday names prove nothing
+        aligned = _aligned(graph_codes, capture_codes[low:high])
+        if (aligned >= 0).sum() > (best >= 0).sum():
+            best = np.where(aligned >= 0, aligned + low, -1)
+    if (best >= 0).sum() < _LEAST_SHARE * graph_codes.size:  # a few kernels of everyday names prove nothing
         best[:] = -1
     return best, False
 
 
-def _aligned(mine: Ints, theirs: Ints) -> Ints:
-    """Positions in `theirs` for as many of `mine` as can be joined in order, equal names only; -1 for the others.
+def _aligned(graph_codes: Ints, capture_codes: Ints) -> Ints:
+    """Positions in `capture_codes` for as many of `graph_codes` as can be joined in order by equal names; else -1.
 
     The k-th kernel of a name is joined with the k-th of that name, counted from the front or from the back; of these
     pairs the longest sequence that goes forward on both sides is kept.
     """
-    best = np.full(mine.size, -1, dtype=np.int64)
+    best = np.full(graph_codes.size, -1, dtype=np.int64)
     for turn in (1, -1):
-        one, other = mine[::turn], theirs[::turn]
-        pairs = _kth(one, other)
-        left = np.flatnonzero(pairs >= 0)
-        kept = left[_rising(pairs[left])]
+        graph_side, capture_side = graph_codes[::turn], capture_codes[::turn]
+        pairs = _kth(graph_side, capture_side)
+        paired = np.flatnonzero(pairs >= 0)
+        kept = paired[_rising(pairs[paired])]
         if kept.size > (best >= 0).sum():
             best[:] = -1
-            place = pairs[kept]
-            best[kept if turn == 1 else mine.size - 1 - kept] = place if turn == 1 else theirs.size - 1 - place
+            positions = pairs[kept]
+            best[kept if turn == 1 else graph_codes.size - 1 - kept] = (
+                positions if turn == 1 else capture_codes.size - 1 - positions
+            )
     return best
 
 
-def _kth(one: Ints, other: Ints) -> Ints:
-    """For each entry, the k-th of its number, the position of the k-th of that number in `other`; -1 for none."""
+def _kth(left: Ints, right: Ints) -> Ints:
+    """For each entry of `left`, the k-th with its code, the position of the k-th with that code in `right`; else -1."""
     frames = [
         pl.DataFrame({"code": codes}).with_row_index("at").with_columns(pl.int_range(pl.len()).over("code").alias("k"))
-        for codes in (one, other)
+        for codes in (left, right)
     ]
     joined = frames[0].join(frames[1], on=["code", "k"], how="left", maintain_order="left")
     return joined["at_right"].cast(pl.Int64).fill_null(-1).to_numpy()
@@ -197,33 +199,33 @@ def _rising(values: Ints) -> Ints:
     last: list[int] = []
     before = np.full(values.size, -1, dtype=np.int64)
     for at, value in enumerate(values.tolist()):
-        place = bisect_left(tails, value)
-        if place == len(tails):
+        index = bisect_left(tails, value)
+        if index == len(tails):
             tails.append(value)
             last.append(at)
         else:
-            tails[place] = value
-            last[place] = at
-        before[at] = last[place - 1] if place else -1
+            tails[index] = value
+            last[index] = at
+        before[at] = last[index - 1] if index else -1
     kept: list[int] = []
-    here = last[-1] if last else -1
-    while here >= 0:
-        kept.append(here)
-        here = int(before[here])
+    position = last[-1] if last else -1
+    while position >= 0:
+        kept.append(position)
+        position = int(before[position])
     return np.array(kept[::-1], dtype=np.int64)
 
 
-def _rows(mine: pl.DataFrame, codes: Ints, theirs: Ints, at: Ints, *, exact: bool) -> pl.DataFrame:
-    known = np.isin(codes, theirs)
-    other = bool((at < 0).all())
+def _rows(graph_nodes: pl.DataFrame, graph_codes: Ints, capture_codes: Ints, at: Ints, *, exact: bool) -> pl.DataFrame:
+    in_capture = np.isin(graph_codes, capture_codes)
+    other_work = bool((at < 0).all())
     placeless = "the capture is of other work: less than half of the graph stands in it in this order"
     reason = np.where(
-        known,
-        placeless if other else "its place in the order is not found in the capture",
+        in_capture,
+        placeless if other_work else "its place in the order is not found in the capture",
         "no kernel of this name is in the capture",
     )
     missing = pl.Series(at < 0)
-    return mine.with_columns(
+    return graph_nodes.with_columns(
         pl.Series("at", at),
         pl.lit("correlated" if exact else "inferred").alias("evidence"),
         pl.when(missing).then(pl.Series(reason.astype(object), dtype=pl.String)).alias("reason"),
@@ -234,13 +236,13 @@ def _modules(capture: Trace, op: Ints) -> list[str | None]:
     """Name of the nearest module around each operator."""
     host = host_of(capture)
     named = host.named(r"^nn\.Module: ")
-    known = np.flatnonzero(op >= 0)
+    with_op = np.flatnonzero(op >= 0)
     out: list[str | None] = [None] * op.size
-    if not named.any() or not known.size:
+    if not named.any() or not with_op.size:
         return out
-    above = host.climb(plain(forest(capture).position)[op[known]], named)
+    above = host.climb(plain(forest(capture).position)[op[with_op]], named)
     rows = np.append(host.tree.row, 0)[above]
     names = capture.events["name"].gather(rows)
-    for place, name, there in zip(known.tolist(), names.to_list(), (above >= 0).tolist(), strict=True):
-        out[place] = name if there else None
+    for index, name, in_module in zip(with_op.tolist(), names.to_list(), (above >= 0).tolist(), strict=True):
+        out[index] = name if in_module else None
     return out

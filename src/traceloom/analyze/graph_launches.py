@@ -158,8 +158,8 @@ def graph_launches(trace: Trace) -> GraphLaunches:
 def replayed_work(trace: Trace) -> pl.DataFrame:
     """The GPU work of graph launches: event, launch (row of the call), graph and node as in `graph_launches`."""
     laid = _laid(trace)
-    told = laid.nodes.select(pl.col("told").alias("node_id"), "graph", "place", "code", "node")
-    return laid.placed.join(told, on=_NODE, how="left", maintain_order="left").select(
+    node_numbers = laid.nodes.select(pl.col("told").alias("node_id"), "graph", "place", "code", "node")
+    return laid.placed.join(node_numbers, on=_NODE, how="left", maintain_order="left").select(
         pl.col("row").alias("event"), "launch", "graph", "node"
     )
 
@@ -168,44 +168,44 @@ def _laid(trace: Trace) -> _Laid:
     pieces, whole = _pieces(trace)
     graph_id, node_id = _ids(trace, pieces)
     order = np.lexsort((pieces.start, pieces.stream, pieces.replay))
-    place = np.empty(order.size, dtype=np.int64)
-    place[order] = np.arange(order.size) - pieces.first[pieces.replay[order]]
-    sequence = _sequences(pieces.code, place, pieces.replay, pieces.launch.size)
-    known = graph_id >= 0
+    position = np.empty(order.size, dtype=np.int64)
+    position[order] = np.arange(order.size) - pieces.first[pieces.replay[order]]
+    sequence = _sequences(pieces.code, position, pieces.replay, pieces.launch.size)
+    has_id = graph_id >= 0
     # numbers of graphs in the order of their first launch
-    key = np.where(known, graph_id, -1 - np.unique(sequence, return_inverse=True)[1])
+    key = np.where(has_id, graph_id, -1 - np.unique(sequence, return_inverse=True)[1])
     _, first, graph = np.unique(key, return_index=True, return_inverse=True)
     graph = np.argsort(np.argsort(first, kind="stable"), kind="stable")[graph] if graph.size else graph
     usual = _most_frequent(graph, sequence)
-    placed = _placed(pieces, graph, np.where(known[pieces.replay], node_id, -1), place)
+    placed = _placed(pieces, graph, np.where(has_id[pieces.replay], node_id, -1), position)
     return _Laid(pieces, whole, graph, graph_id, sequence, usual, placed, _nodes(trace, placed))
 
 
 def _pieces(trace: Trace) -> tuple[_Pieces, int]:
     """The work of graph launches, and the summed time of all GPU work."""
-    made = submissions(trace)
+    submitted = submissions(trace)
     words = vocabulary(trace)
     called = words.matching(GRAPH_CALLS)
-    at = np.flatnonzero(made.known)
-    at = at[called[plain(words.code)[made.launch[at]]]]
-    at = at[np.lexsort((made.start[at], made.launch[at]))]
-    launch, first, replay = np.unique(made.launch[at], return_index=True, return_inverse=True)
-    start, length = made.start[at], (made.end - made.start)[at]
-    row = made.row[at]
-    found = _Pieces(
+    at = np.flatnonzero(submitted.known)
+    at = at[called[plain(words.code)[submitted.launch[at]]]]
+    at = at[np.lexsort((submitted.start[at], submitted.launch[at]))]
+    launch, first, replay = np.unique(submitted.launch[at], return_index=True, return_inverse=True)
+    start, length = submitted.start[at], (submitted.end - submitted.start)[at]
+    row = submitted.row[at]
+    pieces = _Pieces(
         row=row,
         replay=replay,
         start=start,
         length=length,
         gap=_gaps(replay, first, start, start + length),
-        stream=made.lane[at],
+        stream=submitted.lane[at],
         code=plain(words.code)[row].astype(np.int64),
         launch=launch,
-        call_start=made.call_start[at[first]],
-        call_end=made.call_end[at[first]],
+        call_start=submitted.call_start[at[first]],
+        call_end=submitted.call_end[at[first]],
         first=first,
     )
-    return found, int((made.end - made.start).sum())
+    return pieces, int((submitted.end - submitted.start).sum())
 
 
 def _gaps(replay: Ints, first: Ints, start: Ints, end: Ints) -> Ints:
@@ -213,10 +213,10 @@ def _gaps(replay: Ints, first: Ints, start: Ints, end: Ints) -> Ints:
     if not start.size:
         return start
     zero = start[first][replay]
-    apart = int((end - zero).max()) + 1
-    reach = np.maximum.accumulate(end - zero + replay * apart)
+    stride = int((end - zero).max()) + 1
+    reach = np.maximum.accumulate(end - zero + replay * stride)
     before = np.concatenate([[0], reach[:-1]])
-    gap: Ints = np.maximum(start - zero + replay * apart - before, 0)
+    gap: Ints = np.maximum(start - zero + replay * stride - before, 0)
     gap[first] = 0
     return gap
 
@@ -230,19 +230,19 @@ def _ids(trace: Trace, pieces: _Pieces) -> tuple[Ints, Ints]:
         return graph_id, node_id
     order = np.argsort(pieces.row, kind="stable")
     read = numbers(trace, pieces.row[order], {"graph": "graph id", "node": "graph node id"})
-    told = np.full((2, pieces.row.size), -1, dtype=np.int64)
-    for values, name in zip(told, ("graph", "node"), strict=True):
+    ids = np.full((2, pieces.row.size), -1, dtype=np.int64)
+    for values, name in zip(ids, ("graph", "node"), strict=True):
         values[order] = read[name].fill_null(0).cast(pl.Int64).to_numpy()
-    graph_id[:] = told[0][pieces.first]
+    graph_id[:] = ids[0][pieces.first]
     graph_id[graph_id <= 0] = -1
-    node_id[:] = np.where(told[1] > 0, told[1], -1)
+    node_id[:] = np.where(ids[1] > 0, ids[1], -1)
     return graph_id, node_id
 
 
-def _sequences(code: Ints, place: Ints, replay: Ints, count: int) -> NDArray[np.uint64]:
+def _sequences(code: Ints, position: Ints, replay: Ints, count: int) -> NDArray[np.uint64]:
     """One number per replay that stands for its names in order: equal for equal sequences."""
     with np.errstate(over="ignore"):
-        mixed = code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + place.astype(np.uint64)
+        mixed = code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         sums = np.zeros(count, dtype=np.uint64)
@@ -257,8 +257,8 @@ def _most_frequent(graph: Ints, sequence: NDArray[np.uint64]) -> NDArray[np.uint
     best = counted.sort("graph", "often", "at", descending=[False, True, False]).unique(
         "graph", keep="first", maintain_order=True
     )
-    found: NDArray[np.uint64] = best["sequence"].to_numpy()
-    return found
+    sequences: NDArray[np.uint64] = best["sequence"].to_numpy()
+    return sequences
 
 
 def _usual_nodes(pieces: _Pieces, graph: Ints, sequence: NDArray[np.uint64], usual: NDArray[np.uint64]) -> Ints:
@@ -317,16 +317,16 @@ def _replays(trace: Trace, pieces: _Pieces, graph: Ints, other: Bools, usual_nod
 _NODE = ["graph", "node_id", "place", "code"]
 
 
-def _placed(pieces: _Pieces, graph: Ints, node_id: Ints, place: Ints) -> pl.DataFrame:
+def _placed(pieces: _Pieces, graph: Ints, node_id: Ints, position: Ints) -> pl.DataFrame:
     """The work with what tells its node: the node id where there is one, else position and name."""
     return pl.DataFrame(
         {
             "graph": graph[pieces.replay] if graph.size else pieces.replay,
             "launch": pieces.launch[pieces.replay] if graph.size else pieces.replay,
             "node_id": node_id,
-            "place": np.where(node_id < 0, place, -1),
+            "place": np.where(node_id < 0, position, -1),
             "code": np.where(node_id < 0, pieces.code, -1),
-            "at": place,
+            "at": position,
             "row": pieces.row,
             "length": pieces.length,
             "gap": pieces.gap,
@@ -397,11 +397,11 @@ def _graphs(trace: Trace, pieces: _Pieces, graph: Ints, graph_id: Ints, replays:
     streams = pl.DataFrame({"graph": graph[pieces.replay] if graph.size else graph, "stream": pieces.stream})
     streams = streams.group_by(pl.col("graph").cast(pl.UInt32)).agg(pl.col("stream").n_unique().alias("stream_count"))
     rows = added.join(numbers_of, on="graph").join(streams, on="graph").sort("graph")
-    known = pl.col("graph_id") >= 0
+    has_id = pl.col("graph_id") >= 0
     return (
         rows.with_columns(
-            pl.when(known).then("graph_id").alias("graph_id"),
-            pl.when(known).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
+            pl.when(has_id).then("graph_id").alias("graph_id"),
+            pl.when(has_id).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
             trace.events["name"].gather(rows["launch"]).alias("launch_name"),
         )
         .select(name for name in GRAPHS if name != "like")
@@ -419,11 +419,11 @@ def _alike(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:
         for (graph,), part in nodes.select("graph", "name").group_by("graph")
     }
     like: dict[int, int] = {}
-    for at, one in enumerate(ordered):
+    for at, graph in enumerate(ordered):
         for other in ordered[:at]:
-            shared = sum(min(count, names[other].get(name, 0)) for name, count in names[one].items())
-            most = max(sum(names[one].values()), sum(names[other].values()))
+            shared = sum(min(count, names[other].get(name, 0)) for name, count in names[graph].items())
+            most = max(sum(names[graph].values()), sum(names[other].values()))
             if shared >= _ALIKE * most:
-                like[one] = other
+                like[graph] = other
                 break
     return [like.get(graph) for graph in graphs["graph"].to_list()]

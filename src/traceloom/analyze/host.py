@@ -116,8 +116,8 @@ def host(trace: Trace) -> HostTime:
 @per_trace
 def of_passes(trace: Trace) -> Bools:
     """Which host events, in the forest's order, are of the forward or the backward pass."""
-    found: Bools = np.isin(_phase(trace, forest(trace), meaning(trace)), (FORWARD, BACKWARD))
-    return found
+    in_passes: Bools = np.isin(_phase(trace, forest(trace), meaning(trace)), (FORWARD, BACKWARD))
+    return in_passes
 
 
 @per_trace
@@ -130,7 +130,7 @@ def main_lane(trace: Trace) -> int | None:
     if not tree.row.size:
         return None
     category = column(trace, "category")[tree.row]
-    works = np.isin(category, [cat.CATEGORIES.index(one) for one in (cat.OP, *cat.LAUNCHES)])
+    works = np.isin(category, [cat.CATEGORIES.index(name) for name in (cat.OP, *cat.LAUNCHES)])
     over = tree.outermost_or_self(meaning(trace).phase == BACKWARD)
     events = np.bincount(tree.lane)
     working = tree.lane[works & (over < 0)]
@@ -155,32 +155,32 @@ def _pieces(trace: Trace, main: int | None) -> list[_Pieces]:
     owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
     # one more entry at the end, which the owner -1 (nothing recorded) finds
     phase = np.append(phase_of, _UNKNOWN).astype(_CODE)[owner]
-    doing = np.append(activity(trace), UNOBSERVED).astype(_CODE)[owner]
-    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, doing)
+    activity_code = np.append(activity(trace), UNOBSERVED).astype(_CODE)[owner]
+    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, activity_code)
     del cuts, owner, step
     if main is None:
         return [pieces]
-    mine = np.flatnonzero(lane == main)
-    ordered = pieces.take(mine[np.argsort(pieces.start_ns[mine], kind="stable")])
+    main_rows = np.flatnonzero(lane == main)
+    ordered = pieces.take(main_rows[np.argsort(pieces.start_ns[main_rows], kind="stable")])
     return [pieces.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
 
 
-def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
-    """Phase of each host event: that of the outermost event above it that says one; -1 where none does.
+def _phase(trace: Trace, tree: Forest, event_meaning: Meaning) -> Ints:
+    """Phase of each host event: that of the outermost event above it that has one; -1 where none does.
 
-    An op that autograd recorded (it has a sequence number and no forward thread) says forward where nothing above it
-    says otherwise; in a trace without any backward pass every op inside a step does. Inside an optimizer's step the
-    forward and the backward pass say so themselves: a closure makes them (LBFGS, Lightning). So does every part of the
-    step inside a region that is named communication.
+    An op that autograd recorded (it has a sequence number and no forward thread) is forward where nothing above it has
+    a phase; in a trace without any backward pass every op inside a step is. Inside an optimizer's step the forward and
+    the backward pass keep their own phase: a closure runs them (LBFGS, Lightning). So does every part of the step
+    inside a region that is named communication.
     """
     events = trace.events
-    phase = said.phase.copy()
+    phase = event_meaning.phase.copy()
     forward_thread = column(trace, "forward_thread", 0)[tree.row]
     recorded = lookup(events["sequence"].is_not_null().to_numpy(), tree.row) & (forward_thread == 0)
-    of_closure = np.isin(phase, (FORWARD, BACKWARD)) | (said.op & recorded & (phase < 0))
+    of_closure = np.isin(phase, (FORWARD, BACKWARD)) | (event_meaning.op & recorded & (phase < 0))
     if not (phase == BACKWARD).any():
         recorded |= lookup(events["step"].is_not_null().to_numpy(), tree.row)
-    phase[(phase < 0) & said.op & recorded] = FORWARD
+    phase[(phase < 0) & event_meaning.op & recorded] = FORWARD
     top = tree.outermost_or_self(phase >= 0)
     of_top = np.append(phase, _UNKNOWN)[top]
     inner = tree.outermost_or_self(of_closure)
@@ -188,18 +188,18 @@ def _phase(trace: Trace, tree: Forest, said: Meaning) -> Ints:
     of_event = np.where(called, np.append(phase, _UNKNOWN)[inner], of_top)
     if not around_passes(trace).any():
         return of_event
-    part = tree.outermost_or_self(np.isin(said.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+    part = tree.outermost_or_self(np.isin(event_meaning.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
     return np.where((of_top == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], of_event)
 
 
 def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
-    """Give phases to the main thread's time that says none (see `host`); pieces are sorted by start."""
+    """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
     elsewhere = lookup(_others_of_process(trace, main), tree.lane)
-    for wanted, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
-        rows = np.flatnonzero(elsewhere & (phase_of == wanted) & (tree.parent < 0))
+    for new_phase, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
+        rows = np.flatnonzero(elsewhere & (phase_of == new_phase) & (tree.parent < 0))
         busy = union(tree.start_ns[rows], tree.end_ns[rows])
         if busy.start.size:
-            pieces = _overlapped(pieces, busy, wanted, only_unobserved)
+            pieces = _overlapped(pieces, busy, new_phase, only_unobserved)
     return pieces._replace(phase=_filled(pieces.phase, pieces.step))
 
 
@@ -213,27 +213,27 @@ def _others_of_process(trace: Trace, main: int) -> Bools:
     return out
 
 
-def _overlapped(pieces: _Pieces, busy: Spans, wanted: int, only_unobserved: bool) -> _Pieces:
-    """Give `wanted` to the parts of phaseless pieces that lie in the busy time; others are left whole."""
+def _overlapped(pieces: _Pieces, busy: Spans, new_phase: int, only_unobserved: bool) -> _Pieces:
+    """Give `new_phase` to the parts of phaseless pieces that lie in the busy time; others are left whole."""
     free = pieces.phase < 0
-    if wanted == BACKWARD:  # a closure of the optimizer waits for it
+    if new_phase == BACKWARD:  # a closure of the optimizer waits for it
         free |= (pieces.phase == OPTIMIZER) & (pieces.activity == UNOBSERVED)
     if only_unobserved:
         free &= pieces.activity == UNOBSERVED
     narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
-    found, free = pieces.take(narrow.source), free[narrow.source]
-    start = np.where(free, narrow.start_ns, found.start_ns)
-    phase = np.where(free & contains(busy, start), wanted, found.phase)
-    return found._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
+    parts, free = pieces.take(narrow.source), free[narrow.source]
+    start = np.where(free, narrow.start_ns, parts.start_ns)
+    phase = np.where(free & contains(busy, start), new_phase, parts.phase)
+    return parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
 
 
 def _filled(phase: Ints, step: Ints) -> Ints:
     """Phaseless pieces between two pieces of one phase in one step take that phase; pieces are in time order."""
-    here = np.arange(phase.size, like=phase)
-    known = phase >= 0
-    before = np.maximum.accumulate(np.where(known, here, -1))
-    after = np.minimum.accumulate(np.where(known, here, phase.size)[::-1])[::-1]
-    gap = ~known & (before >= 0) & (after < phase.size) & (step != NO_STEP)
+    positions = np.arange(phase.size, like=phase)
+    has_phase = phase >= 0
+    before = np.maximum.accumulate(np.where(has_phase, positions, -1))
+    after = np.minimum.accumulate(np.where(has_phase, positions, phase.size)[::-1])[::-1]
+    gap = ~has_phase & (before >= 0) & (after < phase.size) & (step != NO_STEP)
     left, right = before[gap], after[gap]
     same = (phase[left] == phase[right]) & np.isin(phase[left], (FORWARD, BACKWARD, OPTIMIZER))
     same &= (step[left] == step[gap]) & (step[right] == step[gap])
@@ -253,12 +253,12 @@ def _account(pieces: list[_Pieces], how: Engine) -> pl.DataFrame:
 
 def _added(pieces: _Pieces, how: Engine) -> pl.DataFrame:
     """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
-    lane, start, end, step, phase, doing = pieces
+    lane, start, end, step, phase, activity_code = pieces
     steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
-    place = np.searchsorted(steps, step)
+    step_index = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
-    kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + doing
-    key = (lane.astype(np.int64) * max(steps.size, 1) + place) * kinds + kind
+    kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity_code
+    key = (lane.astype(np.int64) * max(steps.size, 1) + step_index) * kinds + kind
     timed = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
     summed = timed.collect(engine=how).sort("key")
     keys = summed["key"].to_numpy()

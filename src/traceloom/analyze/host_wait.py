@@ -101,7 +101,7 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
     pieces = _observed(trace, tree, waiting, lane, device)
     cause = _cause(trace, tree, pieces)
     rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
-    doing = np.where(pieces.owner >= 0, rows, -1)
+    event_row = np.where(pieces.owner >= 0, rows, -1)
     length = pieces.end - pieces.start
     kind = pieces.part * len(_CAUSES) + cause
     order = np.lexsort((-length, kind))  # the longest of each part and cause first
@@ -117,7 +117,7 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
             "duration_ns": _by_group(np.add, length[order], first),
             "cause": cause[order[first]],
             "sure": _by_group(np.logical_and, sure[order], first),
-            "activity": doing[order[first]],
+            "activity": event_row[order[first]],
         }
     )
 
@@ -134,51 +134,58 @@ def _observed(trace: Trace, tree: Forest, waiting: Stretches, lane: Ints, device
         return _Pieces(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
     main = main_lane(trace)
     segments = host_segments(trace)
-    found = []
+    all_pieces = []
     pair = device * (int(lane.max()) + 1) + lane
-    for one in np.unique(pair):
-        part = np.flatnonzero(pair == one)
-        here = int(lane[part[0]])
-        own = _on_lane(segments, here, part, Spans(waiting.start[part], waiting.end[part]))
-        found.append(own if main is None or here == main else _helped(trace, tree, own, segments, main))
-    return _Pieces(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+    for group in np.unique(pair):
+        part = np.flatnonzero(pair == group)
+        launch_lane = int(lane[part[0]])
+        own = _on_lane(segments, launch_lane, part, Spans(waiting.start[part], waiting.end[part]))
+        all_pieces.append(own if main is None or launch_lane == main else _helped(trace, tree, own, segments, main))
+    return _Pieces(*(np.concatenate(arrays) for arrays in zip(*all_pieces, strict=True)))
 
 
 def _on_lane(segments: Segments, lane: int, part: Ints, spans: Spans) -> _Pieces:
-    here = np.flatnonzero(segments.lane == lane)
-    shared = overlaps(segments.start_ns[here], segments.end_ns[here], spans)
-    owner = segments.owner[here[shared.left]]
+    rows = np.flatnonzero(segments.lane == lane)
+    shared = overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
+    owner = segments.owner[rows[shared.left]]
     return _Pieces(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
 
 
 def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: Segments, main: int) -> _Pieces:
-    """Ask the main thread where the launching thread has nothing open.
+    """Take the main thread's events where the launching thread has nothing open.
 
-    That the main thread waits for autograd's threads is no answer: those are the ones asked for.
+    That the main thread waits for autograd's threads does not count: those are the launching threads.
     """
     blank = np.flatnonzero(own.owner < 0)
     blank = blank[np.argsort(own.start[blank], kind="stable")]
-    asked = _on_lane(segments, main, own.part[blank], Spans(own.start[blank], own.end[blank]))
-    names = trace.events["name"].gather(tree.row[np.maximum(asked.owner, 0)])
+    main_pieces = _on_lane(segments, main, own.part[blank], Spans(own.start[blank], own.end[blank]))
+    names = trace.events["name"].gather(tree.row[np.maximum(main_pieces.owner, 0)])
     waits = names.str.starts_with("<built-in method run_backward").to_numpy()
-    asked = asked._replace(owner=np.where(waits, -1, asked.owner), other=(asked.owner >= 0) & ~waits)
+    main_pieces = main_pieces._replace(
+        owner=np.where(waits, -1, main_pieces.owner), other=(main_pieces.owner >= 0) & ~waits
+    )
     kept = own.owner >= 0
-    return _Pieces(*(np.concatenate((mine[kept], theirs)) for mine, theirs in zip(own, asked, strict=True)))
+    return _Pieces(
+        *(
+            np.concatenate((own_column[kept], main_column))
+            for own_column, main_column in zip(own, main_pieces, strict=True)
+        )
+    )
 
 
 def _cause(trace: Trace, tree: Forest, pieces: _Pieces) -> Ints:
     """Number of the cause of each piece, by its innermost event and what that stands in."""
-    doing = activity(trace)
+    activities = activity(trace)
     cause = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
     for code, number in _OF_ACTIVITY.items():
-        cause[doing == code] = number
+        cause[activities == code] = number
     words = vocabulary(trace)
     for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
-        known = words.matching(pattern)
-        if known.any():
-            cause[tree.outermost_or_self(lookup(known, words.code[tree.row])) >= 0] = _CAUSES.index(name)
+        matching = words.matching(pattern)
+        if matching.any():
+            cause[tree.outermost_or_self(lookup(matching, words.code[tree.row])) >= 0] = _CAUSES.index(name)
     cause[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
-    seen = pieces.owner >= 0
-    found = np.full(seen.size, _UNOBSERVED)
-    found[seen] = cause[pieces.owner[seen]]
-    return found
+    observed = pieces.owner >= 0
+    piece_cause = np.full(observed.size, _UNOBSERVED)
+    piece_cause[observed] = cause[pieces.owner[observed]]
+    return piece_cause

@@ -95,75 +95,75 @@ class Idle(Result):
 @per_trace
 def idle(trace: Trace) -> Idle:
     """Split the idle time of every device by cause."""
-    found = gaps(trace)
-    called, taken = _calls(trace, found)
+    all_gaps = gaps(trace)
+    called, taken = _calls(trace, all_gaps)
     cut = tiles(trace)
-    waiting = _cut(cut, found.low, called)
+    waiting = _cut(cut, all_gaps.low, called)
     parts = [
-        _host_part(trace, found, waiting),
-        _part(_cut(cut, called, taken), *_constant(LAUNCH_LATENCY, "correlated", found.low)),
-        _queued_part(trace, found, _cut(cut, taken, found.high)),
+        _host_part(trace, all_gaps, waiting),
+        _part(_cut(cut, called, taken), *_constant(LAUNCH_LATENCY, "correlated", all_gaps.low)),
+        _queued_part(trace, all_gaps, _cut(cut, taken, all_gaps.high)),
     ]
-    rows = on_disk(trace, _rows(trace, found, parts))
+    rows = on_disk(trace, _rows(trace, all_gaps, parts))
     return Idle(rows, _added(rows, ["device", "step", "cause"]), _added(rows, ["device", "cause"]))
 
 
-def _calls(trace: Trace, found: Gaps) -> tuple[Ints, Ints]:
+def _calls(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints]:
     """Cut each gap in three: the host before the launch call, the launch, what came after; the two cuts.
 
     Without a launch of its own (not recorded, or inner work of a graph) all of the gap is the third part.
     """
-    low, high = found.low, found.high
+    low, high = all_gaps.low, all_gaps.high
     start, duration = (column(trace, name) for name in ("start_ns", "duration_ns"))
-    caused = (found.launch >= 0) & found.first
-    call = np.where(caused, start[found.launch], low) if start.size else low
-    back = np.where(caused, call + np.maximum(duration[found.launch], 0), low) if start.size else low
+    caused = (all_gaps.launch >= 0) & all_gaps.first
+    call = np.where(caused, start[all_gaps.launch], low) if start.size else low
+    back = np.where(caused, call + np.maximum(duration[all_gaps.launch], 0), low) if start.size else low
     # a copy whose call waits for the end of the copy was submitted when the call began
-    ended = start[found.after] + duration[found.after]
-    waits = copies(trace, found.after) & (back >= ended) & (call < low)
+    ended = start[all_gaps.after] + duration[all_gaps.after]
+    waits = copies(trace, all_gaps.after) & (back >= ended) & (call < low)
     called = np.clip(call, low, high)
     returned = np.where(waits, low, np.clip(back, called, high))
     prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
     return called, np.where(prompt, high, returned)
 
 
-def _queued_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
-    """The time in which the work was already submitted; what waited has its producer."""
-    cause, evidence, waited = _queued(trace, found)
-    told = producers(trace, found, waited, KERNEL_TO_KERNEL_NS)
+def _queued_part(trace: Trace, all_gaps: Gaps, cut: Stretches) -> pl.DataFrame:
+    """The time in which the work was already submitted; work that waited gets its producer."""
+    cause, evidence, waited = _queued(trace, all_gaps)
+    awaited = producers(trace, all_gaps, waited, KERNEL_TO_KERNEL_NS)
     return _part(cut, cause, evidence).with_columns(
-        pl.Series("producer", told.work[cut.gap]), pl.Series("wait", told.wait[cut.gap])
+        pl.Series("producer", awaited.work[cut.gap]), pl.Series("wait", awaited.wait[cut.gap])
     )
 
 
-def _queued(trace: Trace, found: Gaps) -> tuple[Ints, Ints, Bools]:
-    """Cause and evidence (numbers) of the time in which the work was already submitted, per gap; which are waits."""
-    told, recorded = stream_waits(trace, found.after)
-    short = found.high - found.low <= KERNEL_TO_KERNEL_NS
-    # A short gap after work of the same stream is that order's; a long one is a wait only if something ended just
-    # before it did: all streams of this device were idle, so nothing on it was worth waiting for.
-    waited = told & np.where(short, ~found.same_stream, _something_ended(trace, found) | recorded)
+def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
+    """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and whether it is a wait."""
+    has_wait, recorded = stream_waits(trace, all_gaps.after)
+    short = all_gaps.high - all_gaps.low <= KERNEL_TO_KERNEL_NS
+    # A short gap after work of the same stream comes from stream order; a long one is a wait only if something ended
+    # just before it did: all streams of this device were idle, so nothing on it could have been awaited.
+    waited = has_wait & np.where(short, ~all_gaps.same_stream, _something_ended(trace, all_gaps) | recorded)
     choices = (
-        (found.launch < 0, NOT_RECORDED, None),
-        (~found.first, GRAPH_INTERNAL, "correlated"),
+        (all_gaps.launch < 0, NOT_RECORDED, None),
+        (~all_gaps.first, GRAPH_INTERNAL, "correlated"),
         (waited, DEPENDENCY, "measured" if recorded else "inferred"),
         (short, KERNEL_TO_KERNEL, "inferred"),
         (np.ones_like(short), UNEXPLAINED, "assumed"),
     )
-    which = np.select([choice[0] for choice in choices], range(len(choices)))
+    chosen = np.select([choice[0] for choice in choices], range(len(choices)))
     return (
-        lookup(np.array([_CODES[choice[1]] for choice in choices]), which),
-        np.array([_NONE if choice[2] is None else EVIDENCE.index(choice[2]) for choice in choices])[which],
-        which == [choice[1] for choice in choices].index(DEPENDENCY),
+        lookup(np.array([_CODES[choice[1]] for choice in choices]), chosen),
+        np.array([_NONE if choice[2] is None else EVIDENCE.index(choice[2]) for choice in choices])[chosen],
+        chosen == [choice[1] for choice in choices].index(DEPENDENCY),
     )
 
 
-def _something_ended(trace: Trace, found: Gaps) -> Bools:
+def _something_ended(trace: Trace, all_gaps: Gaps) -> Bools:
     """True where GPU work of another device ended shortly before the gap did."""
     work = gpu_rows(trace)
     ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
-    first = np.searchsorted(ends, found.high - KERNEL_TO_KERNEL_NS, side="right")
-    return np.searchsorted(ends, found.high, side="right") > first
+    first = np.searchsorted(ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
+    return np.searchsorted(ends, all_gaps.high, side="right") > first
 
 
 def _constant(cause: str, evidence: str, like: Ints) -> tuple[Ints, Ints]:
@@ -192,9 +192,9 @@ def _part(cut: Stretches, cause: Ints, evidence: Ints) -> pl.DataFrame:
     )
 
 
-def _host_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
-    lane = column(trace, "lane")[found.launch[cut.gap]].astype(np.int64)
-    return split_by_activity(trace, cut, lane, found.device[cut.gap]).select(
+def _host_part(trace: Trace, all_gaps: Gaps, cut: Stretches) -> pl.DataFrame:
+    lane = column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
+    return split_by_activity(trace, cut, lane, all_gaps.device[cut.gap]).select(
         "gap",
         "step_row",
         "start_ns",
@@ -208,12 +208,12 @@ def _host_part(trace: Trace, found: Gaps, cut: Stretches) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _rows(trace: Trace, found: Gaps, some: list[pl.DataFrame]) -> pl.DataFrame:
-    """The parts with names for numbers, by device and start; the list is emptied."""
-    parts = pl.concat(some).sort("gap", "start_ns", "cause")
-    some.clear()
+def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFrame:
+    """The parts with names for numbers, by device and start; `frames` is emptied."""
+    parts = pl.concat(frames).sort("gap", "start_ns", "cause")
+    frames.clear()
     gap = parts["gap"].to_numpy()
-    device = pl.Series(found.device[gap])
+    device = pl.Series(all_gaps.device[gap])
     return pl.DataFrame(
         {
             "gap": gap,
@@ -224,9 +224,9 @@ def _rows(trace: Trace, found: Gaps, some: list[pl.DataFrame]) -> pl.DataFrame:
             "evidence": pl.Series([*EVIDENCE, None], dtype=EvidenceType).gather(
                 parts["evidence"] % (len(EVIDENCE) + 1)
             ),
-            "before": found.before[gap],
-            "after": found.after[gap],
-            "launch": _or_null(found.launch[gap]),
+            "before": all_gaps.before[gap],
+            "after": all_gaps.after[gap],
+            "launch": _or_null(all_gaps.launch[gap]),
             "step": _gather(trace.steps["step"], parts["step_row"].to_numpy()),
             "host_activity": _gather(trace.events["name"], parts["activity"].to_numpy()),
             "host_event": _or_null(parts["activity"].to_numpy()),

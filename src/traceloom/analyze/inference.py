@@ -146,19 +146,19 @@ def inference(
 
 def _steps(trace: Trace) -> pl.DataFrame:
     """The steps with their GPU work."""
-    said = step_annotations(trace)
+    annotated = step_annotations(trace)
     made = submissions(trace)
-    on_gpu = bool(said["on_gpu"].any())
+    on_gpu = bool(annotated["on_gpu"].any())
     # work belongs to the step that launched it; where only the GPU's annotations are known, to that in which it starts
-    asked = made.start if on_gpu else np.where(made.known, made.call_start, np.iinfo(np.int64).min)
-    step = step_at(said, asked)
-    known = np.flatnonzero(step >= 0)
+    assigned_ns = made.start if on_gpu else np.where(made.known, made.call_start, np.iinfo(np.int64).min)
+    step = step_at(annotated, assigned_ns)
+    in_step = np.flatnonzero(step >= 0)
     work = pl.DataFrame(
         {
-            "step": step[known],
-            "start": made.start[known],
-            "end": made.end[known],
-            "graph": _in_graph(trace, made)[known],
+            "step": step[in_step],
+            "start": made.start[in_step],
+            "end": made.end[in_step],
+            "graph": _in_graph(trace, made)[in_step],
         }
     )
     added = work.group_by("step").agg(
@@ -168,12 +168,12 @@ def _steps(trace: Trace) -> pl.DataFrame:
         pl.col("graph").sum().alias("graph_work_count"),
     )
     rows = (
-        said.with_row_index("number")
+        annotated.with_row_index("number")
         .join(added.with_columns(pl.col("step").cast(pl.UInt32)), left_on="number", right_on="step", how="left")
         .sort("number")
         .with_columns(
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-            pl.Series("gpu_ns", _busy(work, said.height), dtype=pl.Int64),
+            pl.Series("gpu_ns", _busy(work, annotated.height), dtype=pl.Int64),
             (pl.col("end") - pl.col("start")).alias("gpu_span_ns"),
             pl.col("work_count", "graph_work_count").fill_null(0),
             pl.coalesce("end", "end_ns").alias("done"),
@@ -216,9 +216,9 @@ def _mix(steps: pl.DataFrame) -> pl.DataFrame:
         .agg(
             pl.len().alias("step_count"),
             *(
-                told
+                statistic
                 for name in ("duration_ns", "gpu_ns")
-                for told in (
+                for statistic in (
                     pl.col(name).mean().round().alias(f"mean_{name}"),
                     pl.col(name).min().alias(f"min_{name}"),
                     pl.col(name).max().alias(f"max_{name}"),
@@ -255,17 +255,17 @@ def _rates(trace: Trace, steps: pl.DataFrame, declared: dict[str, int | None]) -
         end = (pl.col("start_ns") + pl.col("duration_ns") + pl.col("lag_ns").fill_null(0)).max()
         low, high = steps.select(pl.col("start_ns").min(), end.alias("high")).row(0)
         count = steps.height
-        for name, what in (("generation_tokens", "generated tokens"), ("context_tokens", "context tokens")):
-            known = steps[name].drop_nulls()
-            if known.len() == count and int(known.sum()):
-                rows.append((what, int(known.sum()), high - low, "annotation"))
+        for name, quantity in (("generation_tokens", "generated tokens"), ("context_tokens", "context tokens")):
+            tokens = steps[name].drop_nulls()
+            if tokens.len() == count and int(tokens.sum()):
+                rows.append((quantity, int(tokens.sum()), high - low, "annotation"))
     else:
         marked = trace.steps.filter("complete")
         count = marked.height
         low, high = (int(marked["start_ns"][0]), int(marked["end_ns"][-1])) if count else (0, 0)
-    for what, each in declared.items():
+    for quantity, each in declared.items():
         if each is not None and high > low:
-            rows.append((what, each * count, high - low, "declared"))
+            rows.append((quantity, each * count, high - low, "declared"))
     frame = pl.DataFrame(rows, schema=["what", "count", "window_ns", "evidence"], orient="row") if rows else None
     if frame is None:
         return pl.DataFrame(schema=_without_rank(RATES))

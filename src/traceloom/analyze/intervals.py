@@ -88,9 +88,9 @@ def overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
     return Overlaps(left, right, low, high)
 
 
-def intersection(one: Spans, other: Spans) -> Spans:
+def intersection(left: Spans, right: Spans) -> Spans:
     """The time in both sets."""
-    shared = overlaps(one.start, one.end, other)
+    shared = overlaps(left.start, left.end, right)
     return Spans(shared.start, shared.end)
 
 
@@ -103,11 +103,11 @@ def complement(spans: Spans, low: int, high: int) -> Spans:
     return Spans(edges_start[keep], edges_end[keep])
 
 
-def difference(one: Spans, other: Spans) -> Spans:
-    """The time of `one` that is not in `other`."""
-    if not one.start.size:
+def difference(left: Spans, right: Spans) -> Spans:
+    """The time of `left` that is not in `right`."""
+    if not left.start.size:
         return EMPTY
-    return intersection(one, complement(other, int(one.start[0]), int(one.end[-1])))
+    return intersection(left, complement(right, int(left.start[0]), int(left.end[-1])))
 
 
 def clip(spans: Spans, low: int, high: int) -> Spans:

@@ -71,7 +71,7 @@ def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None
         capture: The recording of the capture of its graphs, as for `roofline`.
     """
     work = bounds(trace, peak, capture)
-    found = shares(trace, work, "bound", BOUNDS)
+    bound_shares = shares(trace, work, "bound", BOUNDS)
     by_kind = (
         work.group_by("kind", "bound")
         .agg(
@@ -84,12 +84,12 @@ def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None
         .cast(KIND_SCHEMA)
     )
     whole = int(work["ns"].sum())
-    known = int(work.filter(pl.col("bound") != "unknown")["ns"].sum())
+    known_ns = int(work.filter(pl.col("bound") != "unknown")["ns"].sum())
     return KernelBounds(
-        found.parts.select(list(BOUND_SCHEMA)).cast(BOUND_SCHEMA),
+        bound_shares.parts.select(list(BOUND_SCHEMA)).cast(BOUND_SCHEMA),
         by_kind,
-        per_step(found.steps, ["device", "bound"], list(SHARES), whole_steps(trace)),
-        known / whole if whole else None,
+        per_step(bound_shares.steps, ["device", "bound"], list(SHARES), whole_steps(trace)),
+        known_ns / whole if whole else None,
     )
 
 
@@ -100,10 +100,10 @@ def bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl
     ceiling = pl.col("roofline_ns")
     ns = pl.col("ns")
     latency = ((ns < SHORT_NS) & (ceiling < FAR * ns)) | (ceiling < VERY_FAR * ns)
-    told = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
+    bound = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
     return (
         work.with_columns(kinds(trace)["kind"])
         .join(model, on="event", how="left", maintain_order="left")
-        .with_columns(told.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
+        .with_columns(bound.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
         .drop("modelled")
     )

@@ -89,9 +89,9 @@ def kernel_efficiency(trace: Trace) -> KernelEfficiency:
     table = _kernels(runs)
     matrix = _matrix(table)
     sums = dict(matrix.select("matrix_units", "total_ns").iter_rows())
-    told = sums["used"] + sums["unused"]
+    decided_ns = sums["used"] + sums["unused"]
     devices, steps = _devices(trace, runs, windows)
-    return KernelEfficiency(devices, steps, table, matrix, sums["used"] / told if told else None, absent)
+    return KernelEfficiency(devices, steps, table, matrix, sums["used"] / decided_ns if decided_ns else None, absent)
 
 
 def _mean(value: pl.Expr, name: str) -> pl.Expr:
@@ -133,13 +133,13 @@ def _matrix(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    known = pl.col("blocks_per_sm").is_not_null()
+    has_blocks = pl.col("blocks_per_sm").is_not_null()
     devices = (
         windows.join(
             runs.group_by("device").agg(
                 pl.len().alias("kernel_count"),
                 pl.col("ns").sum().alias("kernel_ns"),
-                pl.col("ns").filter(known).sum().alias("measured_ns"),
+                pl.col("ns").filter(has_blocks).sum().alias("measured_ns"),
                 pl.col("ns").filter(pl.col("occupancy").is_not_null()).sum().alias("estimated_ns"),
                 _mean(_FILL, "sm_fill"),
                 _mean(pl.col("occupancy"), "occupancy"),
@@ -161,13 +161,13 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
     whole = trace.steps["complete"].to_numpy()[plan.row[inside]]
     efficiency: list[float | None] = []
     steps = []
-    measured = runs.filter(known)
+    measured = runs.filter(has_blocks)
     for row in devices.rows(named=True):
-        mine = measured.filter(pl.col("device").eq_missing(row["device"]))
-        if not mine.height:
+        device_runs = measured.filter(pl.col("device").eq_missing(row["device"]))
+        if not device_runs.height:
             efficiency.append(None)
             continue
-        filled = _filled(mine, np.append(low, row["low"]), np.append(high, row["high"]))
+        filled = _filled(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
         efficiency.append(float(filled[-1] / row["window_ns"]) if row["window_ns"] else None)
         per_step = filled[:-1] / np.maximum(high - low, 1)
         steps += [
@@ -199,9 +199,9 @@ def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
     area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(time))])
 
     def until(at: Ints) -> Floats:
-        place = np.searchsorted(time, at, side="right") - 1
-        inside = np.maximum(place, 0)
-        beyond = np.where(place >= 0, level[inside] * (at - time[inside]), 0.0)
-        return np.where(place >= 0, area[inside] + beyond, 0.0)
+        index = np.searchsorted(time, at, side="right") - 1
+        inside = np.maximum(index, 0)
+        beyond = np.where(index >= 0, level[inside] * (at - time[inside]), 0.0)
+        return np.where(index >= 0, area[inside] + beyond, 0.0)
 
     return until(high) - until(low)

@@ -100,7 +100,7 @@ class KernelKinds(Result):
 def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
     """Account for the time of each GPU by kind; `rules` of the user's come before the table."""
     work = gpu_work(trace).with_columns(kinds(trace, rules).select("kind", named="rule"))
-    found = shares(trace, work, "kind", PRIORITY)
+    kind_shares = shares(trace, work, "kind", PRIORITY)
     by_rule = (
         work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
         .group_by("kind", rule="named")
@@ -110,16 +110,18 @@ def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
         .select(list(RULES_SCHEMA))
         .cast(RULES_SCHEMA)
     )
-    return KernelKinds(found.devices, _cast(found), by_rule, found.steps, spread(trace, found, "kind"))
+    return KernelKinds(
+        kind_shares.devices, _cast(kind_shares), by_rule, kind_shares.steps, spread(trace, kind_shares, "kind")
+    )
 
 
-def _cast(found: Shares) -> pl.DataFrame:
-    return found.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
+def _cast(kind_shares: Shares) -> pl.DataFrame:
+    return kind_shares.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
 
 
-def spread(trace: Trace, found: Shares, key: str) -> pl.DataFrame:
+def spread(trace: Trace, shares: Shares, key: str) -> pl.DataFrame:
     """Mean, least and most over whole steps, per device and part."""
-    return per_step(found.steps, ["device", key], list(SHARES), whole_steps(trace))
+    return per_step(shares.steps, ["device", key], list(SHARES), whole_steps(trace))
 
 
 def kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
@@ -154,8 +156,8 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     rule = rule.zip_with(pl.Series(~settled), "category:" + work["rule"].cast(pl.String)).replace(
         "category:category", "category"
     )
-    told = pl.Series(KINDS, dtype=KindOfWork).gather(kind)
-    return pl.DataFrame({"event": work["event"], "kind": told, "rule": rule}).cast(KIND_SCHEMA)
+    kind_names = pl.Series(KINDS, dtype=KindOfWork).gather(kind)
+    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).cast(KIND_SCHEMA)
 
 
 def _rows(values: pl.Series) -> Ints:
@@ -163,7 +165,7 @@ def _rows(values: pl.Series) -> Ints:
 
 
 def _distinct(trace: Trace, work: pl.DataFrame) -> tuple[pl.Series, Ints]:
-    """The distinct names of the work, and the place of each piece's among them."""
+    """The distinct names of the work, and the index of each piece's name among them."""
     words = vocabulary(trace)
-    used, place = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
-    return words.names.gather(used), place.astype(np.int64)
+    used, index = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
+    return words.names.gather(used), index.astype(np.int64)

@@ -57,11 +57,11 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
     work = gpu_work(trace).select("event", "op", kernel="name", ns=pl.col("end_ns") - pl.col("start_ns"))
     kind = kinds(trace)["kind"]
     step = trace.events["step"].gather(work["event"])
-    said = work.select(event="op").join(
+    inputs = work.select(event="op").join(
         trace.tensors.select("event", "shapes", "types"), on="event", how="left", maintain_order="left"
     )
     work = work.with_columns(
-        trace.events["name"].gather(work["op"]).alias("op"), said["shapes"], said["types"], kind, step.alias("step")
+        trace.events["name"].gather(work["op"]).alias("op"), inputs["shapes"], inputs["types"], kind, step.alias("step")
     ).with_columns(row=pl.struct(KEYS).rank("dense"))
     ns = pl.col("ns")
     whole = int(work["ns"].sum())

@@ -87,18 +87,18 @@ def _rules(rows: list[Any], where: str) -> tuple[KindRule, ...]:
 
 
 def _rule(row: Any, where: str) -> KindRule:
-    wanted, choice = ("rule", "kind"), ("pattern", "op", "under")
+    required, conditions = ("rule", "kind"), ("pattern", "op", "under")
     if not isinstance(row, dict) or not (
-        all(isinstance(row.get(key), str) for key in wanted)
-        and all(isinstance(row.get(key, ""), str) for key in choice)
-        and any(row.get(key) for key in choice)
+        all(isinstance(row.get(key), str) for key in required)
+        and all(isinstance(row.get(key, ""), str) for key in conditions)
+        and any(row.get(key) for key in conditions)
     ):
         raise InputError(
             "expected an object with the texts `rule` and `kind` and at least one of `pattern`, `op` and `under`",
             slug="kernel-rules-unreadable",
             where=where,
         )
-    return KindRule(row["rule"], row["kind"], *(row.get(key, "") for key in choice))
+    return KindRule(row["rule"], row["kind"], *(row.get(key, "") for key in conditions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +125,29 @@ class Matcher:
     def context_bits(self, names: pl.Series) -> NDArray[np.uint64]:
         """For each name, a bit per context that it matches; shape (names,)."""
         bits = np.zeros(names.len(), dtype=np.uint64)
-        for place, found in enumerate(holding(names, self.contexts)):
-            bits |= found.astype(np.uint64) << np.uint64(place)
+        for bit, matches in enumerate(holding(names, self.contexts)):
+            bits |= matches.astype(np.uint64) << np.uint64(bit)
         return bits
 
     def first(
         self, names: pl.Series, name: NDArray[np.int64], own: NDArray[np.uint64], under: NDArray[np.uint64]
     ) -> NDArray[np.int64]:
-        """The place of the first rule that holds for each piece of work; `len(rules)` where none does.
+        """The index of the first rule that holds for each piece of work; `len(rules)` where none does.
 
         Args:
             names: Distinct names of kernels.
-            name: Place of each piece's name in `names`; shape (work,).
+            name: Index of each piece's name in `names`; shape (work,).
             own: Context bits of the operator that launched it.
             under: Context bits of that operator and of all around it.
         """
-        found = np.full(name.size, len(self.rules), dtype=np.int64)
+        first_rule = np.full(name.size, len(self.rules), dtype=np.int64)
         open_ = np.ones(name.size, dtype=np.bool_)
         matches = holding(names, [rule.pattern for rule in self.rules])
-        for place, rule in enumerate(self.rules):
-            fits = open_ & matches[place][name] & self._holds(rule.op, own) & self._holds(rule.under, under)
-            found[fits] = place
+        for index, rule in enumerate(self.rules):
+            fits = open_ & matches[index][name] & self._holds(rule.op, own) & self._holds(rule.under, under)
+            first_rule[fits] = index
             open_ = open_ & ~fits
-        return found
+        return first_rule
 
     def _holds(self, text: str, bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
         if not text:

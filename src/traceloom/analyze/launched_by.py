@@ -12,7 +12,7 @@ from traceloom.model import category as cat
 from traceloom.read.large import column
 
 Bits = NDArray[np.uint64]
-_NAMED = np.array([one in (cat.OP, cat.ANNOTATION) for one in cat.CATEGORIES])
+_NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
 
 
 def around(trace: Trace, op: Ints, launch: Ints, bits_of_name: Bits) -> tuple[Bits, Bits]:
@@ -32,14 +32,14 @@ def around(trace: Trace, op: Ints, launch: Ints, bits_of_name: Bits) -> tuple[Bi
     if not op.size or not names.size:
         return np.zeros(op.size, dtype=np.uint64), np.zeros(op.size, dtype=np.uint64)
     own = np.where(op >= 0, bits_of_name[names[np.maximum(op, 0)]], 0).astype(np.uint64)
-    origin, place = np.unique(np.where(launch >= 0, launch, op), return_inverse=True)
+    origin, origin_index = np.unique(np.where(launch >= 0, launch, op), return_inverse=True)
     category, parent = column(trace, "category"), column(trace, "parent", -1)
     gathered = np.zeros(origin.size, dtype=np.uint64)
     at = np.flatnonzero(origin >= 0)
-    here = origin[at]
+    current = origin[at]
     while at.size:  # one turn per level of nesting
-        gathered[at] |= np.where(_NAMED[category[here]], bits_of_name[names[here]], np.uint64(0))
-        here = parent[here]
-        kept = here >= 0
-        at, here = at[kept], here[kept]
-    return own, gathered[place] | own
+        gathered[at] |= np.where(_NAMED[category[current]], bits_of_name[names[current]], np.uint64(0))
+        current = parent[current]
+        kept = current >= 0
+        at, current = at[kept], current[kept]
+    return own, gathered[origin_index] | own

@@ -174,9 +174,9 @@ def _statistics(times: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     return times.group_by(keys, maintain_order=True).agg(
         pl.len().cast(pl.Int64).alias("launch_count"),
         *(
-            told
+            statistic
             for name in _TIMES
-            for told in (
+            for statistic in (
                 pl.col(name).median().floor().cast(pl.Int64).alias(f"{name}_median_ns"),
                 pl.col(name).quantile(0.95, "nearest").cast(pl.Int64).alias(f"{name}_p95_ns"),
                 pl.col(name).max().alias(f"{name}_max_ns"),
@@ -188,10 +188,10 @@ def _statistics(times: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
 
 def _by_name(trace: Trace, times: pl.DataFrame, key: str) -> pl.DataFrame:
     """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
-    known = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
-    sums = known.group_by("code").agg(pl.col("delay").sum().alias("sum"))
-    found = _statistics(known.select("code", *_TIMES), ["code"]).join(sums, on="code", nulls_equal=True)
-    return _named(trace, found).sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
+    coded = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
+    sums = coded.group_by("code").agg(pl.col("delay").sum().alias("sum"))
+    statistics = _statistics(coded.select("code", *_TIMES), ["code"]).join(sums, on="code", nulls_equal=True)
+    return _named(trace, statistics).sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
 
 
 def _named(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
@@ -227,9 +227,9 @@ def _or_null(name: str) -> pl.Expr:
 
 def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
     """Every call that submitted GPU work: its first work (position), its row, start and duration."""
-    known = np.flatnonzero(made.first)
-    row, place = np.unique(made.launch[known], return_index=True)
-    at = known[place]
+    first_work = np.flatnonzero(made.first)
+    row, first_index = np.unique(made.launch[first_work], return_index=True)
+    at = first_work[first_index]
     return pl.DataFrame(
         {
             "at": at,
@@ -242,7 +242,7 @@ def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
 
 def _by_call(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
-    found = calls.group_by("code").agg(
+    statistics = calls.group_by("code").agg(
         pl.len().alias("call_count"),
         call.sum().alias("total_ns"),
         call.median().floor().alias("median_ns"),
@@ -251,7 +251,7 @@ def _by_call(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
         long.sum().alias("long_count"),
         call.filter(long).sum().alias("long_ns"),
     )
-    return _named(trace, found).sort("total_ns", "name", descending=[True, False]).select(list(CALLS)).cast(CALLS)
+    return _named(trace, statistics).sort("total_ns", "name", descending=[True, False]).select(list(CALLS)).cast(CALLS)
 
 
 def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.DataFrame, held: Held) -> pl.DataFrame:
@@ -260,8 +260,8 @@ def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.Da
     at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
     kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size]).astype("<U12")
     if late.height:
-        told, _ = stream_waits(trace, made.row[late["at"].to_numpy()])
-        kind[: late.height][told] = "waiting work"
+        has_wait, _ = stream_waits(trace, made.row[late["at"].to_numpy()])
+        kind[: late.height][has_wait] = "waiting work"
     length = np.concatenate([late["latency"].to_numpy(), long["call_ns"].to_numpy(), held.ns])
     names = trace.events["name"]
     steps = trace.steps["step"]
@@ -290,8 +290,8 @@ def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.Da
 def _steps(trace: Trace, made: Submissions, held: Held) -> pl.DataFrame:
     """Whole steps: launches, work, time in launch calls, short kernels, time held up."""
     stepped = np.flatnonzero(made.step >= 0)
-    one = np.zeros(made.row.size, dtype=np.int64)
-    one[held.at] = held.ns
+    held_ns = np.zeros(made.row.size, dtype=np.int64)
+    held_ns[held.at] = held.ns
     call = made.call_end - made.call_start
     short: Bools = made.first & made.kernel & ~made.many & (made.end - made.start < call)
     frame = pl.DataFrame(
@@ -302,12 +302,12 @@ def _steps(trace: Trace, made: Submissions, held: Held) -> pl.DataFrame:
             "work_count": np.ones(stepped.size, dtype=np.int64),
             "call_ns": np.where(made.first, call, 0)[stepped],
             "short_count": short[stepped].astype(np.int64),
-            "held_ns": one[stepped],
+            "held_ns": held_ns[stepped],
         }
     )
     values = ["launch_count", "work_count", "call_ns", "short_count", "held_ns"]
-    told = per_step(frame, ["device"], values, whole_steps(trace))
-    return told.sort("device").with_columns(_or_null("device")).select(list(STEPS)).cast(STEPS)
+    spread = per_step(frame, ["device"], values, whole_steps(trace))
+    return spread.sort("device").with_columns(_or_null("device")).select(list(STEPS)).cast(STEPS)
 
 
 __all__ = ["BINS", "CALLS", "NAMES", "OUTLIERS", "QUEUES", "SHORT", "STEPS", "TOTALS", "Launches", "launches"]

@@ -36,12 +36,12 @@ _MOST_FRAMES = 64
 _NAMED = ("before", "after", "launch", "producer", "wait")
 
 
-def longest_gaps(trace: Trace, found: Idle, count: int = 20) -> pl.DataFrame:
+def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame:
     """The longest gaps, longest first, with their main cause and what stands for it.
 
     Args:
         trace: The trace.
-        found: What `idle` found in it.
+        idle_time: What `idle` found in it.
         count: How many.
 
     Returns:
@@ -52,7 +52,7 @@ def longest_gaps(trace: Trace, found: Idle, count: int = 20) -> pl.DataFrame:
         in, outermost first), producer (the GPU work that a dependency waited for), wait (the record of the wait or the
         call that asked for it). Null where there is none.
     """
-    parts = found.gaps
+    parts = idle_time.gaps
     whole = (
         parts.group_by("gap")
         .agg(pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns"))

@@ -119,8 +119,8 @@ def shared_memory(allocations: pl.DataFrame) -> pl.Series:
     on_cpu = pl.col("device_type") == "cpu"
     if not allocations.select((on_cpu & (made | nothing)).any()).item():
         return pl.repeat(False, allocations.height, eager=True)
-    told = ("device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
-    rows = allocations.select(told).with_row_index("at").filter(on_cpu).with_columns(made.alias("shared"))
+    columns = ("device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
+    rows = allocations.select(columns).with_row_index("at").filter(on_cpu).with_columns(made.alias("shared"))
     rows = rows.select(
         "at", shared=pl.col("shared").forward_fill().over("process", "address").fill_null(nothing).fill_null(False)
     )

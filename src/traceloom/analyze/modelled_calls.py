@@ -92,9 +92,9 @@ def modelled_calls(trace: Trace) -> ModelledCalls:
     kept = _kept.get("last")
     if kept is not None and kept[0]() is trace and kept[1] == MODELS.generation:
         return kept[2]
-    found = _modelled_calls(trace)
-    _kept["last"] = (weakref.ref(trace, _forget), MODELS.generation, found)
-    return found
+    calls = _modelled_calls(trace)
+    _kept["last"] = (weakref.ref(trace, _forget), MODELS.generation, calls)
+    return calls
 
 
 def _forget(gone: weakref.ref[Trace]) -> None:
@@ -121,22 +121,22 @@ def batches(trace: Trace, events: pl.Series) -> pl.Series:
     return _batches(trace, forest(trace), pl.DataFrame({"event": events}))
 
 
-def _modelled_calls(trace: Trace, asked: Ints | None = None, batch: str = "") -> ModelledCalls:
+def _modelled_calls(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
     tree = forest(trace)
     work = launched_work(trace)
     link = _link_copies(trace)
     origin = np.where(link, -1, work.origin)
-    counted = origin[origin >= 0] if asked is None else asked
+    counted = origin[origin >= 0] if positions is None else positions
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
-    every = asked is None and not work.origin.size
+    every = positions is None and not work.origin.size
     relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
     calls = _distinct(_recorded(trace, tree, relevant, batch))
     groups = _modelled(calls, _insides(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
     members = calls.select("group", "event").explode("event")
     group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
-    known = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
-    owner = tree.outermost_or_self(known[group])
+    has_model = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
+    owner = tree.outermost_or_self(has_model[group])
     above = np.arange(tree.row.size, dtype=np.int64)
     recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
     return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
@@ -152,8 +152,8 @@ def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.Dat
     """Calls with recorded inputs that launch GPU work and whose operator has a model."""
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
-    wanted = (position >= 0) & np.append(relevant, np.False_)[position]
-    calls = tensors.filter(pl.Series(wanted, dtype=pl.Boolean))
+    launches_work = (position >= 0) & np.append(relevant, np.False_)[position]
+    calls = tensors.filter(pl.Series(launches_work, dtype=pl.Boolean))
     names = trace.events["name"].gather(calls["event"])
     modelled = [name for name in names.unique().to_list() if MODELS.find(name) is not None]
     calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
@@ -178,18 +178,18 @@ def _list_types(trace: Trace, calls: pl.DataFrame) -> pl.Series:
     )
     size = pl.col("name").str.extract(_SIZE_IN_NAME) + "-byte"
     typed = [pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for pattern, dtype in _TYPE_IN_NAME]
-    told = kernels.select(event="op", list_type=pl.coalesce(size, *typed).fill_null(""))
-    joined = calls.select("event").join(told, on="event", how="left", maintain_order="left")
+    type_by_op = kernels.select(event="op", list_type=pl.coalesce(size, *typed).fill_null(""))
+    joined = calls.select("event").join(type_by_op, on="event", how="left", maintain_order="left")
     return joined["list_type"].fill_null("")
 
 
 def _batches(trace: Trace, tree: Forest, calls: pl.DataFrame) -> pl.Series:
     """The innermost annotation around each call that tells the batch of a serving engine."""
     words = vocabulary(trace)
-    told = words.matching(BATCH.pattern)
+    has_batch = words.matching(BATCH.pattern)
     marks = np.zeros(tree.row.size, dtype=np.bool_)
-    if told.any():
-        marks = lookup(told, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
+    if has_batch.any():
+        marks = lookup(has_batch, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
     if not marks.any():
         return pl.Series("batch", [""]).new_from_index(0, calls.height)
     above = tree.nearest(marks)[tree.position[calls["event"].to_numpy()]]
@@ -211,15 +211,15 @@ def _insides(
     Only of operators whose model asks for it; calls with the same inputs do the same.
     """
     names = [name for name in calls["name"].unique().to_list() if MODELS.looks_inside(name)]
-    found = {}
+    insides = {}
     for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
         at = int(tree.position[event])
         rows = pl.Series(np.sort(tree.row[at + 1 : tree.stop[at]])).cast(pl.UInt32).implode()
         inputs = trace.tensors.filter(pl.col("event").is_in(rows))
         names_below = trace.events["name"].gather(inputs["event"]).alias("name")
         named = inputs.select(names_below, "shapes", "types", "concrete")
-        found[group] = tuple(_call(*values) for values in named.rows()), _launched(trace, rows)
-    return found
+        insides[group] = tuple(_call(*values) for values in named.rows()), _launched(trace, rows)
+    return insides
 
 
 def _launched(trace: Trace, below: pl.Series) -> tuple[Launched, ...]:
@@ -234,14 +234,14 @@ def _launched(trace: Trace, below: pl.Series) -> tuple[Launched, ...]:
         return ()
     ran = ran.sort("event")
     arguments = zip(ran["name"].to_list(), whole(trace, ran["event"].to_numpy().astype(np.int64)), strict=True)
-    known = [(name or args.get("kernel"), _grid(args.get("grid"))) for name, args in arguments]
-    return tuple(Launched(name, grid) for name, grid in known if isinstance(name, str) and grid)
+    launched = [(name or args.get("kernel"), _grid(args.get("grid"))) for name, args in arguments]
+    return tuple(Launched(name, grid) for name, grid in launched if isinstance(name, str) and grid)
 
 
 def _grid(value: object) -> tuple[int, ...]:
     """The blocks in each dimension; empty for what is no grid."""
     grid = value if isinstance(value, list) else []
-    return tuple(grid) if all(isinstance(one, int) and one > 0 for one in grid) else ()
+    return tuple(grid) if all(isinstance(blocks, int) and blocks > 0 for blocks in grid) else ()
 
 
 def _modelled(
@@ -254,19 +254,19 @@ def _modelled(
         for group, *values in calls.select("group", *keys).rows()
         for inside, kernels in [insides.get(group, ((), ()))]
     ]
-    told = pl.DataFrame(
+    results = pl.DataFrame(
         rows,
         schema=["flops", "recomputed", "bytes", "dtype", "matrix", "reason"],
         orient="row",
         infer_schema_length=None,
     )
-    return pl.concat([calls.select("group", "name", "shapes", "types"), told], how="horizontal").cast(GROUPS)
+    return pl.concat([calls.select("group", "name", "shapes", "types"), results], how="horizontal").cast(GROUPS)
 
 
 def _call(  # noqa: PLR0917  (what is recorded of a call)
     name: str, shapes: str, types: str, concrete: str, strides: str = "", list_type: str = "", batch: str = ""
 ) -> Call:
-    of_types, values = ([str(one) for one in parsed(text)] for text in (types, concrete))
+    of_types, values = ([str(entry) for entry in parsed(text)] for text in (types, concrete))
     return Call(name, parsed(shapes), of_types, values, parsed(strides), list_type, batch)
 
 

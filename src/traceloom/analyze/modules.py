@@ -94,11 +94,11 @@ class _Sums:
     step: Ints
     value: Ints
 
-    def by(self, nodes: int, width: int, place: Any) -> Ints:
+    def by(self, nodes: int, width: int, column: Any) -> Ints:
         """The values added up by node and place (below `width`), shape (nodes, width); nodes of -1 are left out."""
         key = self.node.astype(np.int64)
         key *= width
-        key += place
+        key += column
         own = np.zeros((nodes + 1) * width, dtype=np.int64)
         np.add.at(own, key, self.value)  # -1 counts from the end, where a row more stands
         return own.reshape(nodes + 1, width)[:-1]
@@ -107,20 +107,20 @@ class _Sums:
 def modules(trace: Trace) -> Modules:
     """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and from scopes."""
     tree = forest(trace)
-    found = regions(trace)
-    nothing = found.evidence == "none"
-    node, table = (found.region, STEPS.to_frame()) if nothing else _paths(trace, tree, found)
-    of_event = np.append(np.append(node, -1)[found.region], -1).astype(_NODE)
-    host = _host_time(trace, of_event, found)
-    device, kernels = _device_time(trace, of_event, found)
+    all_regions = regions(trace)
+    nothing = all_regions.evidence == "none"
+    node, table = (all_regions.region, STEPS.to_frame()) if nothing else _paths(trace, tree, all_regions)
+    of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE)
+    host = _host_time(trace, of_event, all_regions)
+    device, kernels = _device_time(trace, of_event, all_regions)
     outside = _outside(host, device)
     if nothing:
         return Modules(TREE.to_frame(), STEPS.to_frame(), **outside, evidence="none", recompute_evidence="none")
     numbers = _totals(table, {"host_ns": host, "device_ns": device, "kernel_count": kernels})
-    calls = found.kind >= 0
-    for name, mine in (("count", found.part != RECOMPUTE), ("recompute_count", found.part == RECOMPUTE)):
-        numbers[name] = np.bincount(node[calls & mine], minlength=table.height)
-    if not found.backward:
+    calls = all_regions.kind >= 0
+    for name, in_part in (("count", all_regions.part != RECOMPUTE), ("recompute_count", all_regions.part == RECOMPUTE)):
+        numbers[name] = np.bincount(node[calls & in_part], minlength=table.height)
+    if not all_regions.backward:
         numbers = {name: column for name, column in numbers.items() if not name.startswith(("backward_", "recompute_"))}
     steps = _by_step(table, host, device, trace.steps["step"].to_numpy())
     spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
@@ -132,8 +132,8 @@ def modules(trace: Trace) -> Modules:
         ordered,
         steps.with_columns(pl.Series(number)[steps["node"]].alias("node")).sort("step", "node").cast(STEPS),
         **outside,
-        evidence=found.evidence,
-        recompute_evidence=found.recompute,
+        evidence=all_regions.evidence,
+        recompute_evidence=all_regions.recompute,
     )
 
 
@@ -147,17 +147,17 @@ def _outside(host: _Sums, device: _Sums) -> dict[str, int]:
     return out
 
 
-def _host_time(trace: Trace, of_event: Ints, found: Regions) -> _Sums:
+def _host_time(trace: Trace, of_event: Ints, all_regions: Regions) -> _Sums:
     """Every stretch in which something is recorded, by its innermost event's node, part and step."""
     pieces = host_pieces(trace)
-    return _Sums(of_event[pieces.owner], found.part.astype(_PART)[pieces.owner], pieces.step, pieces.ns)
+    return _Sums(of_event[pieces.owner], all_regions.part.astype(_PART)[pieces.owner], pieces.step, pieces.ns)
 
 
-def _device_time(trace: Trace, of_event: Ints, found: Regions) -> tuple[_Sums, _Sums]:
+def _device_time(trace: Trace, of_event: Ints, all_regions: Regions) -> tuple[_Sums, _Sums]:
     """GPU work by the node, part and step of the host event that launched it: durations, and numbers of pieces."""
     work = launched_work(trace)
     step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
-    node, part = of_event[work.origin], np.append(found.part, FORWARD).astype(_PART)[work.origin]
+    node, part = of_event[work.origin], np.append(all_regions.part, FORWARD).astype(_PART)[work.origin]
     return _Sums(node, part, step, work.duration_ns), _Sums(node, part, step, work.kernel.astype(np.int64))
 
 
@@ -179,8 +179,8 @@ def _summed_up(table: pl.DataFrame, own: Ints) -> Ints:
     whole = own.copy()
     parent, depth = table["parent"].to_numpy(), table["depth"].to_numpy()
     for level in range(int(depth.max(initial=0)), 0, -1):
-        here = np.flatnonzero(depth == level)
-        np.add.at(whole, parent[here], whole[here])
+        at_level = np.flatnonzero(depth == level)
+        np.add.at(whole, parent[at_level], whole[at_level])
     return whole
 
 
@@ -191,37 +191,37 @@ def _by_step(table: pl.DataFrame, host: _Sums, device: _Sums, steps: Ints) -> pl
     for sums in (host, device):
         own = sums.by(table.height, numbers.size, np.searchsorted(numbers, sums.step))
         out.append(_summed_up(table, own))
-    node, place = np.nonzero((out[0] > 0) | (out[1] > 0))
+    node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
     frame = {
         "node": node,
-        "step": pl.Series(numbers[place]).replace(int(NO_STEP), None),
-        "all_host_ns": out[0][node, place],
-        "all_device_ns": out[1][node, place],
+        "step": pl.Series(numbers[step_index]).replace(int(NO_STEP), None),
+        "all_host_ns": out[0][node, step_index],
+        "all_device_ns": out[1][node, step_index],
     }
     return pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).cast(STEPS)
 
 
-def _paths(trace: Trace, tree: Forest, found: Regions) -> tuple[Ints, pl.DataFrame]:
+def _paths(trace: Trace, tree: Forest, all_regions: Regions) -> tuple[Ints, pl.DataFrame]:
     """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
 
     Goes down level by level: a path is known by its parent's number and its own name, and nesting is shallow.
     """
     words = vocabulary(trace)
-    kind, above = found.kind, found.above
+    kind, above = all_regions.kind, all_regions.above
     level = levels(above, kind >= 0)
-    node = np.full(kind.size + 1, -1, like=kind)  # one more at the end, for those with nobody above
+    node = np.full(kind.size + 1, -1, like=kind)  # one more at the end, for those without a parent
     label = words.code[tree.row].astype(np.int64) * len(KINDS) + kind
     labels = len(words.names) * len(KINDS)
     rows: list[pl.DataFrame] = []
     count = 0
     for depth in range(int(level.max()) + 1):
-        here = np.flatnonzero(level == depth)
-        path = (node[above[here]] + 1) * labels + label[here]
+        at_depth = np.flatnonzero(level == depth)
+        path = (node[above[at_depth]] + 1) * labels + label[at_depth]
         distinct, first, number = np.unique(path, return_index=True, return_inverse=True)
         turn = np.empty_like(first)  # nodes are numbered in the order in which they are first called
         turn[np.argsort(first)] = np.arange(first.size)
-        node[here] = count + turn[number]
-        example = here[np.sort(first)]
+        node[at_depth] = count + turn[number]
+        example = at_depth[np.sort(first)]
         rows.append(
             pl.DataFrame(
                 {
@@ -257,8 +257,8 @@ def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
         path = f"{path}/{name}" if path else name
         number = len(ordered)
         number_of[row["node"]] = number
-        place = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
-        ordered.append({**row, **place})
+        fields = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
+        ordered.append({**row, **fields})
         stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
     return pl.DataFrame(ordered, schema_overrides=dict(TREE)).select(list(TREE)).cast(TREE), number_of
 

@@ -52,20 +52,20 @@ class Host:
 
     def last_child(self, wanted: Bools) -> Ints:
         """For every event the position of its last wanted child; -1 where it has none."""
-        found = np.full(self.code.size, -1, dtype=np.int64)
+        last = np.full(self.code.size, -1, dtype=np.int64)
         child = np.flatnonzero(wanted)
         above = self.op_parent[child] if wanted is self.is_op else self.tree.parent[child]
         child, above = child[above >= 0], above[above >= 0]
-        np.maximum.at(found, above, child)
-        return found
+        np.maximum.at(last, above, child)
+        return last
 
     def climb(self, position: Ints, wanted: Bools) -> Ints:
         """For a few events the nearest wanted event above each; -1 for none."""
-        above, found = np.append(self.tree.parent, -1), np.append(wanted, False)
-        here = above[position]
-        while ((here >= 0) & ~found[here]).any():  # one turn per level of nesting
-            here = np.where(found[here], here, above[here])
-        return here
+        above, is_match = np.append(self.tree.parent, -1), np.append(wanted, False)
+        current = above[position]
+        while ((current >= 0) & ~is_match[current]).any():  # one turn per level of nesting
+            current = np.where(is_match[current], current, above[current])
+        return current
 
     @cached_property
     def op_parent(self) -> Ints:
@@ -82,8 +82,8 @@ class Host:
         """Duration of all GPU work launched inside each event."""
         work = launched_work(self.trace)
         own = np.zeros(self.code.size, dtype=np.int64)
-        known = work.origin >= 0
-        np.add.at(own, work.origin[known], work.duration_ns[known])
+        attributed = work.origin >= 0
+        np.add.at(own, work.origin[attributed], work.duration_ns[attributed])
         return self.tree.subtree_sums(own)
 
     @cached_property
@@ -96,8 +96,8 @@ class Host:
     def inputs(self, positions: Ints) -> pl.DataFrame:
         """Shapes and types (JSON text) of the inputs of these operators; null where they were not recorded."""
         row = nullable(self._tensors[positions], pl.UInt32, absent=-1)
-        told = [self.trace.tensors[name].gather(row) for name in ("shapes", "types")]
-        return pl.DataFrame([pl.Series("position", positions), *told])
+        columns = [self.trace.tensors[name].gather(row) for name in ("shapes", "types")]
+        return pl.DataFrame([pl.Series("position", positions), *columns])
 
     @property
     def has_shapes(self) -> bool:
@@ -123,5 +123,5 @@ def host_of(trace: Trace) -> Host:
         code=plain(words.code)[row].astype(np.int64),
         is_op=category == cat.CATEGORIES.index(cat.OP),
         is_python=category == cat.CATEGORIES.index(cat.PYTHON),
-        is_call=np.isin(category, [cat.CATEGORIES.index(one) for one in cat.LAUNCHES]),
+        is_call=np.isin(category, [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]),
     )

@@ -49,5 +49,5 @@ def _run(path: Path) -> None:
         # Whatever a program of the user's raises is said of that program.
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         at = f", line {lines[-1]}" if lines else ""
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise InputError(f"the rules cannot be loaded: {what}", slug="rules-failed", where=f"{path}{at}") from error
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise InputError(f"the rules cannot be loaded: {reason}", slug="rules-failed", where=f"{path}{at}") from error

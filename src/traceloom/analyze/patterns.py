@@ -104,9 +104,9 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     bounds = (shortest, longest, least, most)
     every = _search(code, made, np.zeros(code.size, dtype=np.bool_), bounds)
     fused = _search(code, made, ~simple, bounds)
-    found = [*every, *fused]
+    repeats = [*every, *fused]
     whole = int((made.end - made.start).sum())
-    if not found:
+    if not repeats:
         return Patterns(
             pl.DataFrame(schema=SEQUENCES),
             pl.DataFrame(schema=OCCURRENCES),
@@ -114,18 +114,18 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
             made.row.size,
             whole,
         )
-    places = _places(made, found)
-    first = np.cumsum([0, *(start.size for start, _ in found)])[:-1]
+    places = _places(made, repeats)
+    first = np.cumsum([0, *(start.size for start, _ in repeats)])[:-1]
     sequences = pl.DataFrame(
         {
-            "sequence": np.arange(len(found)),
+            "sequence": np.arange(len(repeats)),
             "kind": ["sequence"] * len(every) + ["elementwise"] * len(fused),
-            "count": [start.size for start, _ in found],
-            "length": [size for _, size in found],
+            "count": [start.size for start, _ in repeats],
+            "length": [size for _, size in repeats],
             **{name: np.add.reduceat(places[name], first) for name in _SUMS},
-            "elementwise": [bool(simple[start[0] : start[0] + size].all()) for start, size in found],
-            "example": [int(made.row[start[0]]) for start, _ in found],
-            "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in found],
+            "elementwise": [bool(simple[start[0] : start[0] + size].all()) for start, size in repeats],
+            "example": [int(made.row[start[0]]) for start, _ in repeats],
+            "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in repeats],
         }
     ).with_columns((pl.col("kernel_ns") / max(whole, 1)).alias("fraction"))
     occurrences = _occurrences(trace, made, places)
@@ -136,17 +136,17 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
 _SUMS = ("launch_count", "kernel_ns", "gap_ns", "span_ns")
 
 
-def _places(made: Submissions, found: list[tuple[Ints, int]]) -> dict[str, Ints]:
+def _places(made: Submissions, repeats: list[tuple[Ints, int]]) -> dict[str, Ints]:
     """All occurrences of all sequences: where they begin and end, and what they add."""
-    counts = [start.size for start, _ in found]
-    low = np.concatenate([start for start, _ in found])
-    high = low + np.repeat([size for _, size in found], counts)
+    counts = [start.size for start, _ in repeats]
+    low = np.concatenate([start for start, _ in repeats])
+    high = low + np.repeat([size for _, size in repeats], counts)
     gap, length = _gaps(made), made.end - made.start
     launched, busy, idle = (np.concatenate([[0], np.cumsum(values)]) for values in (_own_launch(made), length, gap))
     between = np.column_stack([low, high]).ravel()
     reach = np.maximum.reduceat(np.append(made.end, 0), between)[::2]
     return {
-        "sequence": np.repeat(np.arange(len(found)), counts),
+        "sequence": np.repeat(np.arange(len(repeats)), counts),
         "low": low,
         "high": high,
         "launch_count": launched[high] - launched[low],
@@ -159,8 +159,8 @@ def _places(made: Submissions, found: list[tuple[Ints, int]]) -> dict[str, Ints]
 def _simple(trace: Trace, made: Submissions, named: Bools) -> Bools:
     """Kernels that go through their data element by element: by name, or by their kind."""
     kind = kinds(trace)
-    known = kind.filter(pl.col("kind").is_in(["elementwise"]))["event"].to_numpy()
-    simple: Bools = made.kernel & (named | np.isin(made.row, known))
+    elementwise = kind.filter(pl.col("kind").is_in(["elementwise"]))["event"].to_numpy()
+    simple: Bools = made.kernel & (named | np.isin(made.row, elementwise))
     return simple
 
 
@@ -172,10 +172,10 @@ def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int
     opens = np.flatnonzero(np.diff(made.lane, prepend=-1))
     # one border before every stream, and one in the place of every piece that is left out
     text = np.insert(np.where(border, -1, code), opens, -1)
-    place = np.insert(np.arange(code.size), opens, 0)
+    position = np.insert(np.arange(code.size), opens, 0)
     weight = np.insert(np.where(border, 0, made.end - made.start), opens, 0)
     taken = chosen(text, maximal_repeats(text, shortest, longest), weight, least, most)
-    return [(place[start], length) for start, length in taken]
+    return [(position[start], length) for start, length in taken]
 
 
 def _gaps(made: Submissions) -> Ints:
@@ -195,14 +195,14 @@ def _own_launch(made: Submissions) -> Ints:
 
 def _occurrences(trace: Trace, made: Submissions, places: dict[str, Ints]) -> pl.DataFrame:
     low = places["low"]
-    told = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
-    told = told.with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in told.columns)
+    frame = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
+    frame = frame.with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in frame.columns)
     return pl.DataFrame(
         {
             "sequence": places["sequence"],
-            "device": told["device"],
-            "stream": told["stream"],
-            "step": trace.steps["step"].gather(told["step"].cast(pl.UInt32)),
+            "device": frame["device"],
+            "stream": frame["stream"],
+            "step": trace.steps["step"].gather(frame["step"].cast(pl.UInt32)),
             "first": made.row[low],
             "last": made.row[places["high"] - 1],
             "start_ns": made.start[low],
@@ -213,5 +213,5 @@ def _occurrences(trace: Trace, made: Submissions, places: dict[str, Ints]) -> pl
 
 def _steps(trace: Trace, occurrences: pl.DataFrame) -> pl.DataFrame:
     rows = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
-    told = per_step(rows, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
-    return told.select(list(STEPS)).cast(STEPS).sort("sequence")
+    spread = per_step(rows, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
+    return spread.select(list(STEPS)).cast(STEPS).sort("sequence")

@@ -46,14 +46,14 @@ class Peak:
 @cache
 def _table() -> tuple[dict[str, tuple[Peak, int | None]], tuple[str, ...]]:
     text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
-    known: dict[str, tuple[Peak, int | None]] = {}
+    by_alias: dict[str, tuple[Peak, int | None]] = {}
     names = []
     for entry in json.loads(text)["devices"]:
         peak = Peak(entry["name"], entry["flops"], entry["memory"])
         names.append(entry["name"])
         for alias in (entry["name"], *entry["aliases"]):
-            known[_plain(alias)] = (peak, entry["multiprocessors"])
-    return known, tuple(names)
+            by_alias[_plain(alias)] = (peak, entry["multiprocessors"])
+    return by_alias, tuple(names)
 
 
 def _plain(name: str) -> str:
@@ -74,33 +74,33 @@ def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
     """
     if not name:
         return "the trace does not name the device"
-    found = _table()[0].get(_plain(name))
-    if found is None:
+    entry = _table()[0].get(_plain(name))
+    if entry is None:
         return f"the peaks of {name!r} are not known"
-    peak, expected = found
+    peak, expected = entry
     if multiprocessors and expected and multiprocessors != expected:
         return f"{name} has {expected} multiprocessors, this one {multiprocessors}: it is a part of one, or another"
     return peak
 
 
-def peak_of(given: Peak | str | Mapping[str, float]) -> Peak:
+def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
     """The peaks that a user gives: themselves, a device's name, or numbers.
 
     Args:
-        given: `H100 SXM`, or `bf16=989e12,memory=3.35e12`, or the same as a mapping.
+        spec: `H100 SXM`, or `bf16=989e12,memory=3.35e12`, or the same as a mapping.
 
     Raises:
         UsageError: slugs `no-such-device`, `bad-peak`.
     """
-    if isinstance(given, Peak):
-        return given
-    if isinstance(given, str) and "=" not in given:
-        found = find(given)
-        if isinstance(found, str):
+    if isinstance(spec, Peak):
+        return spec
+    if isinstance(spec, str) and "=" not in spec:
+        peak = find(spec)
+        if isinstance(peak, str):
             hint = f"use one of {', '.join(known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
-            raise UsageError(f"there are no peaks for a device called {given!r}", slug="no-such-device", hint=hint)
-        return found
-    numbers = _numbers(given) if isinstance(given, str) else {str(key): given[key] for key in given}
+            raise UsageError(f"there are no peaks for a device called {spec!r}", slug="no-such-device", hint=hint)
+        return peak
+    numbers = _numbers(spec) if isinstance(spec, str) else {str(key): spec[key] for key in spec}
     for key, value in numbers.items():
         if key not in (*TYPES, "memory"):
             raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
@@ -128,15 +128,15 @@ def _bad(message: str) -> UsageError:
     return UsageError(message, slug="bad-peak", hint="give FLOP/s and bytes/s: bf16=989e12,memory=3.35e12")
 
 
-def peaks(trace: Trace, given: Peak | None = None) -> dict[int, Peak | str]:
+def peaks(trace: Trace, chosen: Peak | None = None) -> dict[int, Peak | str]:
     """The peaks of every device with GPU work, or the reason why they are unknown.
 
     A device that the file does not describe takes the name that all devices it describes share: a process that sees one
     device of many may number it differently.
     """
     used = trace.devices.filter("used").select("device", "name", "multiprocessors")
-    if given is not None:
-        return {int(device): given for device in used["device"]}
+    if chosen is not None:
+        return {int(device): chosen for device in used["device"]}
     described = trace.devices.filter(trace.devices["name"].is_not_null()).select("name", "multiprocessors").unique()
     shared: tuple[Any, Any] = described.row(0) if described.height == 1 else (None, None)
     return {

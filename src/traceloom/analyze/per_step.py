@@ -37,9 +37,9 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
     everywhere = pl.col("step").len() == many
     return sums.group_by(*keys, maintain_order=True).agg(
         *(
-            told
+            statistic
             for v in values
-            for told in (
+            for statistic in (
                 (pl.col(v).sum() / many).alias(f"mean_{v}"),
                 pl.when(everywhere).then(pl.col(v).min()).otherwise(0).cast(pl.Int64).alias(f"min_{v}"),
                 pl.col(v).max().alias(f"max_{v}"),

@@ -110,23 +110,23 @@ def meaning(trace: Trace) -> Meaning:
     tree = forest(trace)
     words = vocabulary(trace)
     code = words.code[tree.row]
-    known = _known_names(words)
+    tables = _known_names(words)
     category = column(trace, "category")[tree.row]
     is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
-    ours, mark = lookup(known["ours"], code), lookup(known["mark"], code)
-    span, word = lookup(known["span"], code), lookup(known["word"], code)
-    named = (category == _code(cat.ANNOTATION)) | ours
-    phase = np.where(is_python, lookup(known["python"], code), np.where(named & (span < 0), word, span))
+    is_ours, mark = lookup(tables["ours"], code), lookup(tables["mark"], code)
+    span, word = lookup(tables["span"], code), lookup(tables["word"], code)
+    named = (category == _code(cat.ANNOTATION)) | is_ours
+    phase = np.where(is_python, lookup(tables["python"], code), np.where(named & (span < 0), word, span))
     backward_op = (column(trace, "forward_thread", 0)[tree.row] > 0) & is_op
     phase = np.where(backward_op & (phase < 0), BACKWARD, phase)
     phase[mark | _around_steps(trace)[tree.row] | np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))] = _NONE
-    op = is_op & ~ours
+    op = is_op & ~is_ours
     activity = np.full(code.size, _NONE, like=code)
     activity[is_python] = PYTHON
-    activity[is_python & lookup(known["blocking_python"], code)] = BLOCKING_CALL
+    activity[is_python & lookup(tables["blocking_python"], code)] = BLOCKING_CALL
     activity[op | (category == _code(cat.COLLECTIVE)) | (~is_python & (span == COMMUNICATION))] = OP
     call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
-    waits = lookup(known["blocking_runtime"], code) | blocking_calls(trace)[tree.row]
+    waits = lookup(tables["blocking_runtime"], code) | blocking_calls(trace)[tree.row]
     activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
     return Meaning(phase.astype(_CODE), activity.astype(_CODE), mark, op)
 
@@ -143,8 +143,8 @@ def _around_steps(trace: Trace) -> Bools:
 @per_trace
 def activity(trace: Trace) -> Ints:
     """What the thread does while each host event is innermost: regions take the activity of what they stand in."""
-    says = meaning(trace).activity
-    return np.append(says, says.dtype.type(UNOBSERVED))[forest(trace).nearest_or_self(says >= 0)]
+    activities = meaning(trace).activity
+    return np.append(activities, activities.dtype.type(UNOBSERVED))[forest(trace).nearest_or_self(activities >= 0)]
 
 
 def _code(category: str) -> int:
@@ -152,9 +152,9 @@ def _code(category: str) -> int:
 
 
 def _known_names(words: Vocabulary) -> dict[str, np.ndarray]:
-    """Which of the distinct names each table knows: phase numbers (-1 for none) and booleans."""
+    """What each table says of each distinct name: phase numbers (-1 for none) and booleans."""
     text = pl.col("name").str
-    known = words.names.to_frame("name").select(
+    tables = words.names.to_frame("name").select(
         span=_first_of(SPAN_PHASES),
         python=_first_of(PYTHON_PHASES),
         word=_only_of(WORD_PHASES),
@@ -163,7 +163,7 @@ def _known_names(words: Vocabulary) -> dict[str, np.ndarray]:
         blocking_runtime=text.contains(BLOCKING_RUNTIME),
         blocking_python=text.contains(BLOCKING_PYTHON),
     )
-    return {column.name: column.to_numpy() for column in known}
+    return {column.name: column.to_numpy() for column in tables}
 
 
 def _first_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:

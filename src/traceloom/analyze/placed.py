@@ -50,46 +50,46 @@ def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None)
     """
     if capture is not None:
         return _placed(trace, with_replays(trace, capture), peak)
-    found = modelled_calls(trace)
+    modelled = modelled_calls(trace)
     if peak is not None:
-        return _placed(trace, found, peak)
+        return _placed(trace, modelled, peak)
     kept = _kept(trace)
-    if not kept or kept[0][0] is not found:
-        kept[:] = [(found, _placed(trace, found, None))]
+    if not kept or kept[0][0] is not modelled:
+        kept[:] = [(modelled, _placed(trace, modelled, None))]
     return kept[0][1]
 
 
 @per_trace
 def _kept(_trace: Trace) -> list[tuple[ModelledCalls, Placed]]:
-    """Where the last answer stands; a model that is registered makes other calls, and another answer."""
+    """Holds the last result; registering a model changes the calls, and so the result."""
     return []
 
 
-def _placed(trace: Trace, found: ModelledCalls, peak: Peak | None) -> Placed:
-    work = _work(trace, found)
-    given = peaks(trace, peak)
-    calls = _calls(trace, found, work)
-    known = peak is not None or any(isinstance(one, Peak) for one in given.values())
-    return Placed(_on_roofline(calls, given, peak), work, given, known, found)
+def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> Placed:
+    work = _work(trace, modelled)
+    device_peaks = peaks(trace, peak)
+    calls = _calls(trace, modelled, work)
+    has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
+    return Placed(_on_roofline(calls, device_peaks, peak), work, device_peaks, has_peaks, modelled)
 
 
-def _work(trace: Trace, found: ModelledCalls) -> pl.DataFrame:
+def _work(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
     work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
         "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
     ).collect()  # fmt: skip
-    return work.with_columns(pl.Series("position", found.work_owner)).filter(pl.col("position") >= 0)
+    return work.with_columns(pl.Series("position", modelled.work_owner)).filter(pl.col("position") >= 0)
 
 
-def _calls(trace: Trace, found: ModelledCalls, work: pl.DataFrame) -> pl.DataFrame:
-    """One row per modelled call, with what its kernels tell."""
-    if found.link.size:
-        told = _told(work, found)
+def _calls(trace: Trace, modelled: ModelledCalls, work: pl.DataFrame) -> pl.DataFrame:
+    """One row per modelled call, with the evidence of its kernels' names."""
+    if modelled.link.size:
+        evidence = _told(work, modelled)
         calls = work.group_by("position", maintain_order=True).agg(
             pl.col("device").first(), pl.col("step").first(), gpu_ns=pl.col("ns").sum(), kernels=pl.len()
         )
-        calls = calls.join(told, on="position", how="left", maintain_order="left").with_columns(time_ns="gpu_ns")
+        calls = calls.join(evidence, on="position", how="left", maintain_order="left").with_columns(time_ns="gpu_ns")
     else:
-        own = np.flatnonzero(found.owner == np.arange(found.owner.size)).astype(np.int64)
+        own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
         tree = forest(trace)
         steps = trace.events["step"].gather(tree.row[own])
         calls = pl.DataFrame({"position": own, "step": steps, "time_ns": tree.span_ns()[own]})
@@ -99,9 +99,9 @@ def _calls(trace: Trace, found: ModelledCalls, work: pl.DataFrame) -> pl.DataFra
             device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
             told=pl.lit(None, pl.String),
         )  # fmt: skip
-    group = pl.Series("group", found.group[calls["position"].to_numpy()]).cast(pl.UInt32)
+    group = pl.Series("group", modelled.group[calls["position"].to_numpy()]).cast(pl.UInt32)
     return calls.with_columns(group).join(
-        found.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
+        modelled.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
     )
 
 
@@ -110,17 +110,17 @@ def _on_a_device(trace: Trace) -> bool:
     return bool(trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any())
 
 
-def _told(work: pl.DataFrame, found: ModelledCalls) -> pl.DataFrame:
-    """What the kernels' names tell of fp32 matrix work: tf32 where any kernel says so."""
-    single = found.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series().fill_null(value=False)
-    asked = np.append(single.to_numpy(), np.False_)[found.group[work["position"].to_numpy()]]
-    some = work.filter(pl.Series(asked, dtype=pl.Boolean)).select("position", "name")
-    names = some["name"].unique()
+def _told(work: pl.DataFrame, modelled: ModelledCalls) -> pl.DataFrame:
+    """What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it."""
+    single = modelled.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series().fill_null(value=False)
+    is_fp32 = np.append(single.to_numpy(), np.False_)[modelled.group[work["position"].to_numpy()]]
+    fp32_work = work.filter(pl.Series(is_fp32, dtype=pl.Boolean)).select("position", "name")
+    names = fp32_work["name"].unique()
     evidence = pl.DataFrame({"name": names, "told": float_evidence(names)})
-    return some.join(evidence, on="name").group_by("position").agg(pl.col("told").max())  # "tf32" > "fp32" > null
+    return fp32_work.join(evidence, on="name").group_by("position").agg(pl.col("told").max())  # "tf32" > "fp32" > null
 
 
-def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], given: Peak | None) -> pl.DataFrame:
+def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_peak: Peak | None) -> pl.DataFrame:
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
     calls = calls.with_columns(
         arithmetic=pl.when(single & (pl.col("told") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
@@ -131,7 +131,7 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], given: 
         .otherwise(pl.lit("assumed")),
     )
     kinds = calls.select("device", "arithmetic", "matrix").unique()
-    rates = [_rates(devices, given, *row) for row in kinds.rows()]
+    rates = [_rates(devices, user_peak, *row) for row in kinds.rows()]
     table = kinds.with_columns(
         pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
         pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
@@ -141,19 +141,19 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], given: 
     compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
     calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)
     # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of unknown rate does.
-    known = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
+    has_bound = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
     return calls.with_columns(
-        roofline_ns=pl.when(known).then(pl.max_horizontal("compute_ns", "memory_ns")),
-        bound=pl.when(known)
+        roofline_ns=pl.when(has_bound).then(pl.max_horizontal("compute_ns", "memory_ns")),
+        bound=pl.when(has_bound)
         .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
         .cast(BoundType),
     )
 
 
 def _rates(
-    devices: Mapping[int, Peak | str], given: Peak | None, device: int | None, arithmetic: str, matrix: bool
+    devices: Mapping[int, Peak | str], user_peak: Peak | None, device: int | None, arithmetic: str, matrix: bool
 ) -> tuple[float | None, float | None]:
-    peak = given if device is None else devices.get(device)
+    peak = user_peak if device is None else devices.get(device)
     if not isinstance(peak, Peak):
         return None, None
     return peak.rate(arithmetic, matrix=matrix), peak.memory

@@ -33,7 +33,7 @@ class Producers(NamedTuple):
     recorded: Bools
 
 
-def producers(trace: Trace, found: Gaps, waited: Bools, near_ns: int) -> Producers:
+def producers(trace: Trace, gaps: Gaps, waited: Bools, near_ns: int) -> Producers:
     """Find the awaited work of the gaps that are waits.
 
     A recorded wait names the stream and the record of the event: the last work that was launched on that stream before
@@ -46,21 +46,21 @@ def producers(trace: Trace, found: Gaps, waited: Bools, near_ns: int) -> Produce
     at = np.flatnonzero(waited)
     if not at.size:
         return Producers(work, wait, recorded)
-    work[at] = np.where(found.same_stream[at], _last_elsewhere(trace, found, at, near_ns), found.before[at])
-    wait[at] = _last_call(trace, found.launch[at])
-    told = _recorded(trace)
-    if told.height:
-        place = np.searchsorted(told["after"].to_numpy(), found.after[at])
-        place = np.minimum(place, told.height - 1)
-        known = told["after"].to_numpy()[place] == found.after[at]
-        wait[at[known]] = told["wait"].to_numpy()[place[known]]
-        known &= told["producer_end"].to_numpy()[place] <= found.high[at] + _CLOCK_NS
-        work[at[known]] = told["producer"].to_numpy()[place[known]]
-        recorded[at[known]] = True
+    work[at] = np.where(gaps.same_stream[at], _last_elsewhere(trace, gaps, at, near_ns), gaps.before[at])
+    wait[at] = _last_call(trace, gaps.launch[at])
+    records = _recorded(trace)
+    if records.height:
+        index = np.searchsorted(records["after"].to_numpy(), gaps.after[at])
+        index = np.minimum(index, records.height - 1)
+        matched = records["after"].to_numpy()[index] == gaps.after[at]
+        wait[at[matched]] = records["wait"].to_numpy()[index[matched]]
+        matched &= records["producer_end"].to_numpy()[index] <= gaps.high[at] + _CLOCK_NS
+        work[at[matched]] = records["producer"].to_numpy()[index[matched]]
+        recorded[at[matched]] = True
     return Producers(work, wait, recorded)
 
 
-def _last_elsewhere(trace: Trace, found: Gaps, at: Ints, near_ns: int) -> Ints:
+def _last_elsewhere(trace: Trace, gaps: Gaps, at: Ints, near_ns: int) -> Ints:
     """The work of another device that ended last within `near_ns` before the end of each gap; -1 for none."""
     row = gpu_rows(trace)
     device = column(trace, "device", _NONE)[row]
@@ -68,29 +68,29 @@ def _last_elsewhere(trace: Trace, found: Gaps, at: Ints, near_ns: int) -> Ints:
     out = np.full(at.size, _NONE, dtype=np.int64)
     if int(device.min(initial=0)) == int(device.max(initial=0)):
         return out
-    for one in np.unique(found.device[at]).tolist():
-        mine, others = np.flatnonzero(found.device[at] == one), np.flatnonzero(device != one)
+    for gap_device in np.unique(gaps.device[at]).tolist():
+        own, others = np.flatnonzero(gaps.device[at] == gap_device), np.flatnonzero(device != gap_device)
         others = others[np.argsort(end[others], kind="stable")]
-        last = np.searchsorted(end[others], found.high[at[mine]], side="right") - 1
-        some = np.flatnonzero(last >= 0)
-        mine, last = mine[some], others[last[some]]
-        near = end[last] > found.high[at[mine]] - near_ns
-        out[mine[near]] = row[last[near]]
+        last = np.searchsorted(end[others], gaps.high[at[own]], side="right") - 1
+        has_work = np.flatnonzero(last >= 0)
+        own, last = own[has_work], others[last[has_work]]
+        near = end[last] > gaps.high[at[own]] - near_ns
+        out[own[near]] = row[last[near]]
     return out
 
 
 def _last_call(trace: Trace, launch: Ints) -> Ints:
-    """The last call on each launch's thread that made a stream wait; -1 for none."""
+    """The last call before each launch, on its thread, that made a stream wait; -1 for none."""
     calls = trace.events.lazy().filter(
         pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(CALL, literal=True)
     )
-    asked = calls.select("lane", "event", "start_ns").collect()
+    waits = calls.select("lane", "event", "start_ns").collect()
     out = np.full(launch.size, _NONE, dtype=np.int64)
     lane, start = column(trace, "lane")[launch], column(trace, "start_ns")[launch]
-    for (one,), part in asked.group_by("lane"):
-        mine = np.flatnonzero((lane == one) & (launch >= 0))
-        last = np.searchsorted(part["start_ns"].to_numpy(), start[mine], side="left") - 1
-        out[mine[last >= 0]] = part["event"].to_numpy()[last[last >= 0]]
+    for (thread,), part in waits.group_by("lane"):
+        own = np.flatnonzero((lane == thread) & (launch >= 0))
+        last = np.searchsorted(part["start_ns"].to_numpy(), start[own], side="left") - 1
+        out[own[last >= 0]] = part["event"].to_numpy()[last[last >= 0]]
     return out
 
 
@@ -106,7 +106,7 @@ def _recorded(trace: Trace) -> pl.DataFrame:
         .select("correlation", pl.col("start_ns").alias("call_ns"))
         .unique("correlation", keep="first", maintain_order=True)
     )
-    asked = (
+    requests = (
         waits.select("event", "stream", "awaited_stream", "record_correlation")
         .join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
         .join(calls, on="correlation", how="left")
@@ -127,7 +127,7 @@ def _recorded(trace: Trace) -> pl.DataFrame:
     made = work.select("device", pl.col("stream").alias("awaited_stream"), "asked_ns",
                        pl.col("event").alias("producer"), "producer_end").sort("asked_ns")  # fmt: skip
     return (
-        asked.sort("wait_ns")
+        requests.sort("wait_ns")
         .join_asof(
             after, left_on="wait_ns", right_on="asked_ns", by=_STREAM, strategy="forward", check_sortedness=False
         )

@@ -58,10 +58,10 @@ def quality(trace: Trace) -> Quality:
         }
         for check in done
     ]
-    told = {notice.slug for notice in trace.notices}
+    reported = {notice.slug for notice in trace.notices}
     notices = tuple(
         Notice(check.slug, check.severity, check.message, count=check.affected, rank=trace.rank)
         for check in done
-        if check.affected and check.slug not in told
+        if check.affected and check.slug not in reported
     )
     return Quality(worst_first(notices), pl.DataFrame(rows, schema=CHECKS))

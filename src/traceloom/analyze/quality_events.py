@@ -136,13 +136,13 @@ def collectives_without_details(trace: Trace) -> Check | None:
     # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
     inside = trace.events.select("event", call="parent").filter(pl.col("call").is_in(calls["event"].implode()))
     of_call = pl.concat([calls.select("event", call="event"), inside.drop_nulls()])
-    said = (
+    details = (
         of_call.join(trace.collectives, on="event", how="inner")
         .group_by("call")
         .agg(pl.col(name).is_not_null().any().alias(word) for name, word in _DETAILS.items())
     )
-    said = calls.join(said, left_on="event", right_on="call", how="left")
-    missing = said.select(pl.col(word).fill_null(value=False).not_() for word in _DETAILS.values())
+    details = calls.join(details, left_on="event", right_on="call", how="left")
+    missing = details.select(pl.col(word).fill_null(value=False).not_() for word in _DETAILS.values())
     counts = {word: int(missing[word].sum()) for word in _DETAILS.values() if missing[word].any()}
     parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in
              sorted(set(counts.values()), reverse=True)]  # fmt: skip

@@ -74,17 +74,17 @@ class _Curve(NamedTuple):
 
 def curve(made: Submissions) -> pl.DataFrame:
     """How many launches and pieces of work are pending on each stream after every change: `CURVE`."""
-    found = _curve(made)
+    depths = _curve(made)
     bounds = made.bounds()[:-1]
-    place = bounds[found.lane] if bounds.size else found.lane
+    lane_start = bounds[depths.lane] if bounds.size else depths.lane
     return (
         pl.DataFrame(
             {
-                "device": made.device[place],
-                "stream": made.stream[place],
-                "time_ns": found.time,
-                "launches": found.launches,
-                "works": found.works,
+                "device": made.device[lane_start],
+                "stream": made.stream[lane_start],
+                "time_ns": depths.time,
+                "launches": depths.launches,
+                "works": depths.works,
             }
         )
         .with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in ("device", "stream"))
@@ -97,13 +97,13 @@ def _curve(made: Submissions) -> _Curve:
 
     Work that seems to start before its call (clocks differ) starts with it, so that no depth is negative.
     """
-    known = np.flatnonzero(made.known)
-    first = _first_on_lane(made, known)
-    begun = made.call_start[known]
-    started = np.maximum(made.start[known], begun)
-    lane = np.tile(made.lane[known], 2)
+    recorded = np.flatnonzero(made.known)
+    first = _first_on_lane(made, recorded)
+    begun = made.call_start[recorded]
+    started = np.maximum(made.start[recorded], begun)
+    lane = np.tile(made.lane[recorded], 2)
     time = np.concatenate([begun, started])
-    works = np.repeat([1, -1], known.size)
+    works = np.repeat([1, -1], recorded.size)
     launches = works * np.tile(first, 2)
     order = np.lexsort((time, lane))
     lane, time = lane[order], time[order]
@@ -113,12 +113,12 @@ def _curve(made: Submissions) -> _Curve:
     return _Curve(lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last])
 
 
-def _first_on_lane(made: Submissions, known: Ints) -> Ints:
+def _first_on_lane(made: Submissions, recorded: Ints) -> Ints:
     """1 for the first work of its launch on its lane, else 0."""
-    first = np.zeros(known.size, dtype=np.int64)
-    if known.size:
-        pair = made.launch[known] * (int(made.lane.max()) + 1) + made.lane[known]
-        order = np.lexsort((made.start[known], pair))
+    first = np.zeros(recorded.size, dtype=np.int64)
+    if recorded.size:
+        pair = made.launch[recorded] * (int(made.lane.max()) + 1) + made.lane[recorded]
+        order = np.lexsort((made.start[recorded], pair))
         first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
     return first
 
@@ -141,18 +141,18 @@ def held_up(trace: Trace, made: Submissions) -> Held:
         if high - low < DEEP:
             continue
         usual = _usual(trace, made) if usual is None else usual
-        found = _held_on_lane(made, usual, low, high)
-        for kept, part in zip((at, ns, pending), found, strict=True):
+        on_lane = _held_on_lane(made, usual, low, high)
+        for kept, part in zip((at, ns, pending), on_lane, strict=True):
             kept.append(part)
     return Held(np.concatenate(at), np.concatenate(ns), np.concatenate(pending))
 
 
 def _held_on_lane(made: Submissions, usual: Ints, low: int, high: int) -> Held:
     inside = np.arange(low, high)
-    asked = inside[np.argsort(made.call_start[low:high], kind="stable")]  # in the order of launches
+    by_call = inside[np.argsort(made.call_start[low:high], kind="stable")]  # in the order of launches
     ends = np.maximum.accumulate(np.sort(made.end[low:high]))
-    number = np.flatnonzero(made.first[asked] & ~made.many[asked])
-    at = asked[number]
+    number = np.flatnonzero(made.first[by_call] & ~made.many[by_call])
+    at = by_call[number]
     returned = made.call_end[at]
     span = returned - made.call_start[at]
     done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
@@ -178,28 +178,28 @@ def _usual(trace: Trace, made: Submissions) -> Ints:
 
 def queues(made: Submissions, held: Held) -> pl.DataFrame:
     """The queues of all streams: `QUEUES`."""
-    found = _curve(made)
+    depths = _curve(made)
     bounds = made.bounds()
-    changes = np.searchsorted(found.lane, np.arange(bounds.size))
+    changes = np.searchsorted(depths.lane, np.arange(bounds.size))
     rows = []
     for lane, (low, high) in enumerate(pairwise(bounds.tolist())):
-        here = slice(changes[lane], changes[lane + 1])
-        mine = held.pending[(held.at >= low) & (held.at < high)]
-        counts, often = np.unique(mine, return_counts=True)
+        of_lane = slice(changes[lane], changes[lane + 1])
+        held_pending = held.pending[(held.at >= low) & (held.at < high)]
+        counts, often = np.unique(held_pending, return_counts=True)
         start = min(int(made.start[low:high].min()), int(made.call_start[low:high].min()))
         end = int(made.end[low:high].max())
-        known = made.known[low:high]
+        recorded = made.known[low:high]
         rows.append(
             {
                 "device": int(made.device[low]) if made.device[low] >= 0 else None,
                 "stream": int(made.stream[low]) if made.stream[low] >= 0 else None,
-                "launch_count": int(np.unique(made.launch[low:high][known]).size),
+                "launch_count": int(np.unique(made.launch[low:high][recorded]).size),
                 "work_count": high - low,
-                "unknown_count": int((~known).sum()),
-                **_depths(found.time[here], found.launches[here], found.works[here], start, end),
-                "held_count": mine.size,
+                "unknown_count": int((~recorded).sum()),
+                **_depths(depths.time[of_lane], depths.launches[of_lane], depths.works[of_lane], start, end),
+                "held_count": held_pending.size,
                 "held_ns": int(held.ns[(held.at >= low) & (held.at < high)].sum()),
-                "capacity": int(counts[::-1][often[::-1].argmax()]) if mine.size else None,
+                "capacity": int(counts[::-1][often[::-1].argmax()]) if held_pending.size else None,
             }
         )
     return pl.DataFrame(rows, schema=QUEUES)
@@ -221,11 +221,11 @@ def _depths(time: Ints, launches: Ints, works: Ints, start: int, end: int) -> di
     }
 
 
-def thinned(found: pl.DataFrame, points: int) -> pl.DataFrame:
+def thinned(curve: pl.DataFrame, points: int) -> pl.DataFrame:
     """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first time and the most."""
     keys = ["device", "stream"]
     time = pl.col("time_ns")
     low, span = time.min().over(keys), (time.max() - time.min()).over(keys)
     part = pl.when(span > 0).then((time - low) * (points - 1) // pl.max_horizontal(span, 1)).otherwise(0)
-    parts = found.with_columns(part.alias("part")).group_by(*keys, "part", maintain_order=True)
+    parts = curve.with_columns(part.alias("part")).group_by(*keys, "part", maintain_order=True)
     return parts.agg(time.first(), pl.col("launches").max(), pl.col("works").max()).drop("part").select(list(CURVE))

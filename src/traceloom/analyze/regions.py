@@ -76,7 +76,7 @@ def _kinds(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
     words = vocabulary(trace)
     category = column(trace, "category")[tree.row]
-    python, op, annotation = (category == cat.CATEGORIES.index(one) for one in (cat.PYTHON, cat.OP, cat.ANNOTATION))
+    python, op, annotation = (category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION))
     code = words.code[tree.row]
     scope = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
     module = python & lookup(words.names.str.starts_with(MODULE).to_numpy(), code)
@@ -85,7 +85,7 @@ def _kinds(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     kind[module] = KINDS.index("module")
     kind[scope & (op | annotation)] = KINDS.index("scope")
     kind[annotation & ~scope & ~left_out] = KINDS.index("annotation")
-    # a call of a module has a mark of ours, a frame of Python, or both: then it is told once
+    # a module call has a mark of ours, a Python frame, or both: then it counts once
     marked = (op | annotation) & lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
     kind[marked] = -1 if module.any() else KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
@@ -107,19 +107,19 @@ def levels(above: Ints, wanted: Bools) -> Ints:
 
 
 def _parts(trace: Trace, tree: Forest, joined: Backward | None, again: Bools) -> Ints:
-    """The part each event belongs to: that of the nearest event above (or itself) that says one, else forward."""
+    """The part each event belongs to: that of the nearest event (itself or above) with its own part, else forward."""
     words = vocabulary(trace)
     code = words.code[tree.row]
-    says = np.full(tree.row.size, FORWARD, like=tree.row)
+    own_part = np.full(tree.row.size, FORWARD, like=tree.row)
     if joined is not None:
-        says[joined.backward] = BACKWARD
-    says[lookup(words.matching(ENGINE), code)] = BACKWARD
-    says[again] = RECOMPUTE
+        own_part[joined.backward] = BACKWARD
+    own_part[lookup(words.matching(ENGINE), code)] = BACKWARD
+    own_part[again] = RECOMPUTE
     if again.any():  # the older way of checkpointing runs a backward pass of its own inside
         inner = np.flatnonzero(lookup(words.matching(_RUN_BACKWARD), code))
-        above = tree.nearest(says != FORWARD)[inner]
-        says[inner[(above >= 0) & (says[above] == RECOMPUTE)]] = BACKWARD
-    return np.append(says, FORWARD)[tree.nearest_or_self(says != FORWARD)]
+        above = tree.nearest(own_part != FORWARD)[inner]
+        own_part[inner[(above >= 0) & (own_part[above] == RECOMPUTE)]] = BACKWARD
+    return np.append(own_part, FORWARD)[tree.nearest_or_self(own_part != FORWARD)]
 
 
 def _resolved(  # noqa: PLR0917
@@ -127,8 +127,8 @@ def _resolved(  # noqa: PLR0917
 ) -> tuple[Ints, Ints]:
     """The region of each event, and that above each region.
 
-    Marks are regions, joined backward ops and the roots of repetitions; each event asks the nearest one. A region
-    answers itself, a backward op what its forward op is told, a repetition what stands around the work it repeats.
+    Marks are regions, joined backward ops and the roots of repetitions; each event takes the region of the nearest
+    one. A region is its own, a backward op has that of its forward op, a repetition that around the work it repeats.
     """
     size = tree.row.size
     is_region = kind >= 0
@@ -139,33 +139,33 @@ def _resolved(  # noqa: PLR0917
         mark = mark | (forward >= 0)
     above = tree.nearest(mark)
     nearest = tree.nearest_or_self(mark, above)
-    ask = np.full(size, -1, like=tree.row)  # the mark that answers for a mark
+    source = np.full(size, -1, like=tree.row)  # the mark whose region another mark takes
     made = np.flatnonzero((forward >= 0) & ~is_region)
-    ask[made] = nearest[forward[made]]
+    source[made] = nearest[forward[made]]
     up = above.copy()  # the mark above each region
     repeats = np.flatnonzero(again & ~is_region)
     if repeats.size:
         enclosing = above[repeats]
-        ask[repeats] = np.where(forward[repeats] >= 0, ask[repeats], enclosing)
+        source[repeats] = np.where(forward[repeats] >= 0, source[repeats], enclosing)
         inner = np.flatnonzero(is_region & (above >= 0) & np.append(again & ~is_region, False)[above])
         original = _original(trace, tree, kind, part, inner)
-        found = original >= 0
-        inner, original = inner[found], original[found]
+        has_original = original >= 0
+        inner, original = inner[has_original], original[has_original]
         up[inner] = above[original]
-        ask[above[inner][::-1]] = above[original][::-1]  # the first region inside tells where the repetition stands
-    settled = _settled(ask, is_region)
+        source[above[inner][::-1]] = above[original][::-1]  # the first region inside shows where the repetition belongs
+    settled = _settled(source, is_region)
     region = np.append(settled, -1)[nearest]
     parent = np.where(is_region, np.append(settled, -1)[up], -1)
     return region, parent
 
 
-def _settled(ask: Ints, is_region: Bools) -> Ints:
-    """Follow `ask` from every mark to a region; -1 where it ends without one."""
-    here = np.arange(ask.size, like=ask)
-    at = np.where(is_region, here, ask)
+def _settled(source: Ints, is_region: Bools) -> Ints:
+    """Follow `source` from every mark to a region; -1 where it ends without one."""
+    position = np.arange(source.size, like=source)
+    at = np.where(is_region, position, source)
     open_rows = np.flatnonzero((at >= 0) & ~is_region[at]) if at.size else at
-    while open_rows.size:  # ends: each answer began earlier than the one who asks
-        at[open_rows] = ask[at[open_rows]]
+    while open_rows.size:  # ends: each source began earlier than the mark that refers to it
+        at[open_rows] = source[at[open_rows]]
         open_rows = open_rows[at[open_rows] >= 0]
         open_rows = open_rows[~is_region[at[open_rows]]]
     return at
@@ -180,5 +180,5 @@ def _original(trace: Trace, tree: Forest, kind: Ints, part: Ints, inner: Ints) -
     key = code * trace.events.height + tree.row  # rows are in the order of starts
     order = first[np.argsort(key[first], kind="stable")]
     at = np.searchsorted(key[order], key[inner], side="left") - 1
-    found = (at >= 0) & (code[order[np.maximum(at, 0)]] == code[inner])
-    return np.where(found, order[np.maximum(at, 0)], -1)
+    matches = (at >= 0) & (code[order[np.maximum(at, 0)]] == code[inner])
+    return np.where(matches, order[np.maximum(at, 0)], -1)

@@ -117,8 +117,8 @@ def _intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, I
         more = begin + width <= common.size
         more[more] = table[begin[more]] >= length[more]
         last[more] += width
-    _, one = np.unique(first * (common.size + 1) + last, return_index=True)
-    return first[one] - 1, last[one], length[one]
+    _, unique = np.unique(first * (common.size + 1) + last, return_index=True)
+    return first[unique] - 1, last[unique], length[unique]
 
 
 def apart(start: Ints, length: int) -> Ints:
@@ -139,7 +139,7 @@ def is_periodic(codes: Ints) -> bool:
     return any((codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1))
 
 
-def chosen(codes: Ints, found: Repeats, weight: Ints, least: int, most: int) -> list[tuple[Ints, int]]:
+def chosen(codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int) -> list[tuple[Ints, int]]:
     """The repeats that say most, none of which only repeats what others say.
 
     In the order of the weight they cover, less the share of one of each (so that a long sequence comes before a
@@ -149,7 +149,7 @@ def chosen(codes: Ints, found: Repeats, weight: Ints, least: int, most: int) -> 
 
     Args:
         codes: The row of numbers.
-        found: Its repeats.
+        repeats: Its repeats.
         weight: Weight of each number (time), shape (n,).
         least: Least number of occurrences that do not overlap.
         most: How many to take.
@@ -158,17 +158,17 @@ def chosen(codes: Ints, found: Repeats, weight: Ints, least: int, most: int) -> 
         Starts of the occurrences, ascending and without overlap, and the length of each repeat.
     """
     sums = np.concatenate([[0], np.cumsum(weight)])
-    first = found.order[found.low]
-    often = np.minimum(found.count, np.maximum(codes.size // np.maximum(found.length, 1), 1))
-    guess = (sums[first + found.length] - sums[first]) * often * (1 - 1 / found.length)
-    order = np.lexsort((found.length, -guess))
-    order = order[found.count[order] >= least][:_CANDIDATES]
-    looked = [_without_overlap(found.occurrences(one), int(found.length[one])) for one in order.tolist()]
-    covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in looked]
+    first = repeats.order[repeats.low]
+    often = np.minimum(repeats.count, np.maximum(codes.size // np.maximum(repeats.length, 1), 1))
+    guess = (sums[first + repeats.length] - sums[first]) * often * (1 - 1 / repeats.length)
+    order = np.lexsort((repeats.length, -guess))
+    order = order[repeats.count[order] >= least][:_CANDIDATES]
+    candidates = [_without_overlap(repeats.occurrences(index), int(repeats.length[index])) for index in order.tolist()]
+    covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in candidates]
     seen: Bools = np.zeros(codes.size, dtype=np.bool_)
     taken: list[tuple[Ints, int]] = []
-    for one in sorted(range(len(looked)), key=lambda one: (-covers[one], looked[one][1])):
-        start, length = looked[one]
+    for index in sorted(range(len(candidates)), key=lambda index: (-covers[index], candidates[index][1])):
+        start, length = candidates[index]
         if start.size < least or is_periodic(codes[start[0] : start[0] + length]):
             continue
         inside = (start[:, None] + np.arange(length)).ravel()
@@ -212,8 +212,8 @@ class Stretches:
     def number(self, start: Ints, length: Ints | int) -> NDArray[np.uint64]:
         """The number of each stretch; it does not depend on where the stretch stands, nor on the row around it."""
         with np.errstate(over="ignore"):
-            found: NDArray[np.uint64] = (self._sums[start + length] - self._sums[start]) * self._back[start]
-        return found
+            numbers: NDArray[np.uint64] = (self._sums[start + length] - self._sums[start]) * self._back[start]
+        return numbers
 
 
 def places_of(wanted: Ints, codes: Ints) -> Ints:
@@ -223,6 +223,6 @@ def places_of(wanted: Ints, codes: Ints) -> Ints:
         return np.zeros(0, dtype=np.int64)
     number = Stretches(wanted).number(np.zeros(1, dtype=np.int64), wanted.size)
     start = np.arange(last + 1)
-    found: Ints = start[Stretches(codes).number(start, wanted.size) == number]
-    same = not found.size or bool((codes[found[0] : found[0] + wanted.size] == wanted).all())
-    return found if same else found[:0]
+    matches: Ints = start[Stretches(codes).number(start, wanted.size) == number]
+    same = not matches.size or bool((codes[matches[0] : matches[0] + wanted.size] == wanted).all())
+    return matches if same else matches[:0]

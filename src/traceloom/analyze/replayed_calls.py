@@ -41,13 +41,13 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     nodes = _operators(trace, capture)
     launches = work["launch"].unique().sort()
     batch_of = pl.DataFrame({"launch": launches, "batch": batches(trace, launches)})
-    known = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
-    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy(), known[0] if known else "")
+    batch_names = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
+    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else "")
     position = nodes["position"].fill_null(-1).to_numpy()
-    theirs = np.append(below.owner, -1)[position]
+    capture_call = np.append(below.owner, -1)[position]
     nodes = nodes.with_columns(
-        pl.Series("theirs", theirs),
-        pl.when(pl.col("reason").is_null() & pl.Series(theirs < 0)).then(pl.lit(_NO_CALL)).otherwise("reason")
+        pl.Series("theirs", capture_call),
+        pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0)).then(pl.lit(_NO_CALL)).otherwise("reason")
         .alias("reason"),
     )  # fmt: skip
     work = work.join(nodes, on=["graph", "node"], how="left", maintain_order="left")
@@ -61,7 +61,9 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     work_owner = base.work_owner.copy()
     work_owner[made["at"].to_numpy()] = first + made["call"].to_numpy().astype(np.int64)
     numbers = np.arange(first, first + calls.height, dtype=np.int64)
-    groups, group = _of_batches(below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), known)
+    groups, group = _of_batches(
+        below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), batch_names
+    )
     offset = base.groups.height
     return replace(
         base,
@@ -74,13 +76,13 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     )
 
 
-def _of_batches(below: ModelledCalls, calls: pl.DataFrame, known: list[str]) -> tuple[pl.DataFrame, Ints]:
+def _of_batches(below: ModelledCalls, calls: pl.DataFrame, batch_names: list[str]) -> tuple[pl.DataFrame, Ints]:
     """The groups of the calls that launches made (`theirs`, `batch`): of attention one for each batch.
 
     Args:
         below: The calls of the capture, attention as it is with the first batch.
         calls: One row per call.
-        known: The batches.
+        batch_names: The batches.
 
     Returns:
         All groups, and the number of the group of each call.
@@ -89,44 +91,44 @@ def _of_batches(below: ModelledCalls, calls: pl.DataFrame, known: list[str]) -> 
     names = [name for name in below.groups["name"].unique().to_list() if MODELS.family(name) == PAGED]
     paged = below.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
     groups, height = [below.groups], below.groups.height
-    for batch in known[1:] if paged.size else []:
+    for batch in batch_names[1:] if paged.size else []:
         of_batch = np.isin(group, paged) & (calls["batch"] == batch).to_numpy()
         if of_batch.any():
-            which, place = np.unique(group[of_batch], return_inverse=True)
-            group[of_batch] = height + place
-            some = remodelled(below, which, batch)
-            groups.append(some.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
-            height += some.height
+            used, index = np.unique(group[of_batch], return_inverse=True)
+            group[of_batch] = height + index
+            batch_groups = remodelled(below, used, batch)
+            groups.append(batch_groups.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
+            height += batch_groups.height
     return pl.concat(groups), group
 
 
 def _operators(trace: Trace, capture: Trace) -> pl.DataFrame:
     """graph, node, position (of the operator in the capture's forest; null for none), reason (why there is none)."""
-    found = graph_launches(trace)
-    mapped = mapped_nodes(found, capture, launches=True)
-    grids = _grids(capture, mapped["kernel"]), _grids(trace, found.nodes["example"])
-    known = grids[0].is_not_null() & grids[1].is_not_null()
-    other = known & (grids[0] != grids[1]).fill_null(value=False)
+    replays = graph_launches(trace)
+    mapped = mapped_nodes(replays, capture, launches=True)
+    grids = _grids(capture, mapped["kernel"]), _grids(trace, replays.nodes["example"])
+    comparable = grids[0].is_not_null() & grids[1].is_not_null()
+    other = comparable & (grids[0] != grids[1]).fill_null(value=False)
     op = mapped["op"].fill_null(0).to_numpy()
     places = forest(capture).position
     position = pl.Series("position", places[op] if places.size else np.full(op.size, -1, dtype=np.int64))
-    there = mapped["op"].is_not_null() & ~other & (position >= 0)
+    has_position = mapped["op"].is_not_null() & ~other & (position >= 0)
     return mapped.select(
         "graph",
         "node",
-        pl.when(there).then(position).alias("position"),
+        pl.when(has_position).then(position).alias("position"),
         pl.when(other).then(pl.lit(_OTHER_GRID)).otherwise("reason").alias("reason"),
     )
 
 
 def _grids(trace: Trace, rows: pl.Series) -> pl.Series:
-    """The grid of each of these events as text; null where nobody says."""
+    """The grid of each of these events as text; null where it is not recorded."""
     none = pl.Series("grid", [None], dtype=pl.String).new_from_index(0, rows.len())
-    wanted = rows.drop_nulls().unique().sort()
-    if not wanted.len() or not readable(trace):
+    distinct = rows.drop_nulls().unique().sort()
+    if not distinct.len() or not readable(trace):
         return none
-    events: Ints = wanted.to_numpy().astype(np.int64)
-    said = [args.get("grid") for args in whole(trace, events)]
-    told = pl.DataFrame({"row": wanted, "grid": [None if grid is None else str(grid) for grid in said]})
-    told = told.with_columns(pl.col("grid").cast(pl.String))
-    return rows.alias("row").to_frame().join(told, on="row", how="left", maintain_order="left")["grid"]
+    events: Ints = distinct.to_numpy().astype(np.int64)
+    grids = [args.get("grid") for args in whole(trace, events)]
+    grid_by_row = pl.DataFrame({"row": distinct, "grid": [None if grid is None else str(grid) for grid in grids]})
+    grid_by_row = grid_by_row.with_columns(pl.col("grid").cast(pl.String))
+    return rows.alias("row").to_frame().join(grid_by_row, on="row", how="left", maintain_order="left")["grid"]

@@ -121,9 +121,9 @@ def roofline(run: Trace | Session, peak: Given = None, capture: Session | Trace 
     Raises:
         UsageError: slugs `no-such-device`, `bad-peak`.
     """
-    given = None if peak is None else peak_of(peak)
+    user_peak = None if peak is None else peak_of(peak)
     traces = run.traces if isinstance(run, Session) else (run,)
-    return joined([_of_trace(trace, given, of_rank(capture, trace)) for trace in traces])
+    return joined([_of_trace(trace, user_peak, of_rank(capture, trace)) for trace in traces])
 
 
 def joined(parts: Sequence[Roofline]) -> Roofline:
@@ -134,28 +134,30 @@ def joined(parts: Sequence[Roofline]) -> Roofline:
         if field.name != "timed_on"
     }
     timed = {part.timed_on for part in parts}
-    return Roofline(**frames, timed_on=next(one for one in ("gpu", "host", "nothing") if one in timed))
+    return Roofline(**frames, timed_on=next(source for source in ("gpu", "host", "nothing") if source in timed))
 
 
 def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Roofline:
-    found = placed(trace, peak, capture)
-    steps, whole = utilisation(trace, found)
+    placement = placed(trace, peak, capture)
+    steps, whole = utilisation(trace, placement)
     tables = {
-        "operators": _operators(trace, found),
+        "operators": _operators(trace, placement),
         "steps": steps,
         "whole": whole,
         "spread": _spread(steps.filter("complete")),
-        "unmodelled": _unmodelled(trace, found.modelled),
-        "devices": _devices(trace, found),
+        "unmodelled": _unmodelled(trace, placement.modelled),
+        "devices": _devices(trace, placement),
     }
     rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-    timed = "gpu" if found.modelled.link.size else "host" if found.calls["time_ns"].count() else "nothing"
+    timed = "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
     return Roofline(**{name: frame.select(rank, pl.all()) for name, frame in tables.items()}, timed_on=timed)
 
 
-def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
+def _operators(trace: Trace, placement: Placed) -> pl.DataFrame:
     keys = ["name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
-    named = found.calls.join(found.modelled.groups.select("group", "name", "shapes", "types"), on="group", how="left")
+    named = placement.calls.join(
+        placement.modelled.groups.select("group", "name", "shapes", "types"), on="group", how="left"
+    )
     sums = named.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
         pl.when(pl.col("time_ns").is_not_null().any()).then(pl.col("time_ns").sum()).alias("total_ns"),
@@ -186,44 +188,44 @@ def _operators(trace: Trace, found: Placed) -> pl.DataFrame:
 
 
 def _spread(steps: pl.DataFrame) -> pl.DataFrame:
-    """Over the whole steps that tell the quantity; none where no step does."""
+    """Spread over the whole steps in which the quantity is known; no row where none is."""
     rows = []
     for quantity in QUANTITIES:
-        told = steps[quantity].drop_nulls().cast(pl.Float64)
-        if told.len():
-            rows.append((quantity, told.mean(), told.min(), told.max(), told.len()))
+        values = steps[quantity].drop_nulls().cast(pl.Float64)
+        if values.len():
+            rows.append((quantity, values.mean(), values.min(), values.max(), values.len()))
     return pl.DataFrame(rows, schema=SPREAD, orient="row")
 
 
-def _devices(trace: Trace, found: Placed) -> pl.DataFrame:
+def _devices(trace: Trace, placement: Placed) -> pl.DataFrame:
     names = dict(trace.devices.select("device", "name").rows())
     rows = [
-        (device, names.get(device), *((one.name, None) if isinstance(one, Peak) else (None, one)))
-        for device, one in found.devices.items()
+        (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
+        for device, peak in placement.devices.items()
     ]
     return pl.DataFrame(rows, schema=DEVICES, orient="row").sort("device")
 
 
-def _unmodelled(trace: Trace, found: ModelledCalls) -> pl.DataFrame:
+def _unmodelled(trace: Trace, calls: ModelledCalls) -> pl.DataFrame:
     """GPU work that no modelled call owns, with the first reason that holds."""
     work = gpu_work(trace).select("event", "category").join(
         trace.gpu_work().select("event", "name", "launch", "op", gpu_ns=pl.col("duration_ns").clip(lower_bound=0)),
         on="event", how="right", maintain_order="right",
     )  # fmt: skip
-    work = work.with_columns(pl.Series("link", found.link), pl.Series("owned", found.work_owner >= 0)).filter(
+    work = work.with_columns(pl.Series("link", calls.link), pl.Series("owned", calls.work_owner >= 0)).filter(
         ~pl.col("owned")
     )
     ops = work["op"].drop_nulls().unique()
     tree = forest(trace)
-    group = found.group[tree.position[ops.to_numpy()]]
-    reasons = found.groups["reason"].to_list()
+    group = calls.group[tree.position[ops.to_numpy()]]
+    reasons = calls.groups["reason"].to_list()
     about = pl.DataFrame({"op": ops, "op_name": trace.events["name"].gather(ops)}).with_columns(
         pl.Series("failed", [reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
         recorded=pl.col("op").is_in(trace.tensors["event"].implode()),
     )
     called = trace.events["name"].gather(work["launch"].fill_null(0)).str.contains("GraphLaunch", literal=True)
     work = work.with_columns(called.alias("graph")).join(about, on="op", how="left", maintain_order="left")
-    work = work.join(found.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left")
+    work = work.join(calls.unmapped.rename({"reason": "replay"}), on="event", how="left", maintain_order="left")
     in_graph = pl.col("op").is_null() & pl.col("graph")
     whys = (
         (pl.col("category").cast(pl.String) == "communication", "communication, which has its own analysis"),
@@ -265,8 +267,8 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         roofline_ns (null where the peaks are unknown), bound (compute or memory; null likewise). No row for work
         without a model, nor for copies between host and device, which the link bounds.
     """
-    found = placed(trace, None if peak is None else peak_of(peak), capture)
-    work = found.work.select("event", "position", "ns")
+    placement = placed(trace, None if peak is None else peak_of(peak), capture)
+    work = placement.work.select("event", "position", "ns")
     position = work["position"].to_numpy()
     turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
     position, ns = position[turn], work["ns"].to_numpy()[turn]
@@ -276,14 +278,14 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
     rows = pl.DataFrame(
         {
             "event": work["event"].gather(turn),
-            "op": forest(trace).row[found.modelled.above[position]],
+            "op": forest(trace).row[placement.modelled.above[position]],
             "position": position,
             "until_ns": sums + ns - sums[of],
             "nth": np.arange(1, position.size + 1) - of,
             "opens": of == np.arange(of.size),
         }
     ).join(
-        found.calls.select("position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"),
+        placement.calls.select("position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"),
         on="position",
         how="left",
         maintain_order="left",

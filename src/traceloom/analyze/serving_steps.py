@@ -70,27 +70,27 @@ Facts = dict[str, Any]
 def step_annotations(trace: Trace) -> pl.DataFrame:
     """The annotations of server steps, by start: `ANNOTATIONS`; none within another of its thread.
 
-    What an annotation within another says is added to the outer one: some servers write two for one step. Where the
+    The facts of an annotation within another are added to the outer one: some servers write two for one step. Where the
     host recorded none, those of the GPU are taken; one that stands on several streams is one step.
     """
     words = vocabulary(trace)
-    told = words.matching(_ANY)
-    if not told.any():
+    is_step = words.matching(_ANY)
+    if not is_step.any():
         return pl.DataFrame(schema=ANNOTATIONS)
     columns = trace.events.select("event", "name", "category", "lane", "start_ns", "duration_ns")
     events = (
-        columns[np.flatnonzero(lookup(told, words.code))]
+        columns[np.flatnonzero(lookup(is_step, words.code))]
         .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]))
         .with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0))
         .drop("duration_ns")
     )
     on_host = events.filter(pl.col("category") == ANNOTATION)
-    found = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
-    known = [at for at, name in enumerate(found["name"].to_list()) if _told(name) is not None]
-    found = found[known].sort("lane", "start_ns", maintain_order=True)
+    candidates = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
+    recognised = [at for at, name in enumerate(candidates["name"].to_list()) if _told(name) is not None]
+    candidates = candidates[recognised].sort("lane", "start_ns", maintain_order=True)
     rows: list[Facts] = []
     lane = -1
-    for row in found.to_dicts():  # as many as there are steps
+    for row in candidates.to_dicts():  # as many as there are steps
         facts = _told(row["name"])
         assert facts is not None
         if rows and row["lane"] == lane and row["start_ns"] < rows[-1]["end_ns"]:
@@ -114,7 +114,7 @@ def _merge(outer: Facts, row: Facts, facts: Facts, *, whole: bool) -> None:
 
 
 def _told(name: str) -> Facts | None:
-    """Framework, kind and facts that a name tells; None for other names."""
+    """Framework, kind and facts in a name; None for other names."""
     for pattern, read in _FORMS:
         match = pattern.match(name)
         if match:
@@ -166,23 +166,23 @@ def _kind(context: int, generation: int) -> str:
 
 def _sglang(match: re.Match[str]) -> Facts:
     kind = _SGLANG_KINDS.get(match[1], "other")
-    said = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
-    facts = {**_of_batch(kind, said.get("bs"), said.get("toks")), "framework": "sglang", "kind": kind}
+    fields = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
+    facts = {**_of_batch(kind, fields.get("bs"), fields.get("toks")), "framework": "sglang", "kind": kind}
     if kind == "mixed":
-        facts |= {"context_requests": said.get("c"), "generation_requests": said.get("g")}
+        facts |= {"context_requests": fields.get("c"), "generation_requests": fields.get("g")}
     names = {
         "c_sq": "context_tokens",
         "c_sk": "context_kv_tokens",
         "g_sq": "generation_tokens",
         "g_sk": "generation_kv_tokens",
     }
-    return facts | {names[key]: value for key, value in said.items() if key in names}
+    return facts | {names[key]: value for key, value in fields.items() if key in names}
 
 
 def _atom(match: re.Match[str]) -> Facts:
-    said = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
-    tokens = said.get("tok", said.get("toks"))
-    return {**_of_batch(match[1], said.get("bs"), tokens), "framework": "atom", "kind": match[1]}
+    fields = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
+    tokens = fields.get("tok", fields.get("toks"))
+    return {**_of_batch(match[1], fields.get("bs"), tokens), "framework": "atom", "kind": match[1]}
 
 
 def _of_batch(kind: str, size: int | None, tokens: int | None) -> Facts:

@@ -50,9 +50,9 @@ def histogram(made: Submissions) -> pl.DataFrame:
     """Durations of kernels in bins that double: `BINS`."""
     length, short = _durations(made)
     edges = _FIRST_EDGE_NS << np.arange(_EDGES)
-    place = np.searchsorted(edges, length, side="right")
-    order = np.argsort(place, kind="stable")
-    at = np.searchsorted(place[order], np.arange(edges.size + 2))
+    bin_index = np.searchsorted(edges, length, side="right")
+    order = np.argsort(bin_index, kind="stable")
+    at = np.searchsorted(bin_index[order], np.arange(edges.size + 2))
     total = np.concatenate([[0], np.cumsum(length[order])])
     return pl.DataFrame(
         {
@@ -60,7 +60,7 @@ def histogram(made: Submissions) -> pl.DataFrame:
             "high_ns": [*edges.tolist(), None],
             "kernel_count": np.diff(at),
             "total_ns": np.diff(total[at]),
-            "short_count": np.bincount(place[short], minlength=edges.size + 1),
+            "short_count": np.bincount(bin_index[short], minlength=edges.size + 1),
         }
     ).cast(BINS)
 
@@ -71,7 +71,7 @@ def short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
     length, call = (made.end - made.start)[at], (made.call_end - made.call_start)[at]
     short = pl.col("length") < pl.col("call")
     words = vocabulary(trace)
-    found = (
+    by_code = (
         pl.DataFrame({"code": plain(words.code)[made.row[at]], "length": length, "call": call})
         .group_by("code")
         .agg(
@@ -84,7 +84,7 @@ def short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
         .filter(pl.col("short_count") > 0)
     )
     return (
-        found.with_columns(words.names.gather(found["code"]).alias("name"))
+        by_code.with_columns(words.names.gather(by_code["code"]).alias("name"))
         .sort("call_ns", "name", descending=[True, False])
         .select(list(SHORT))
         .cast(SHORT)

@@ -79,10 +79,10 @@ def submissions(trace: Trace) -> Submissions:
     opens[1:] = (device[1:] != device[:-1]) | (stream[1:] != stream[:-1])
     starts, durations = plain(column(trace, "start_ns")), plain(column(trace, "duration_ns"))
     start = starts[row]
-    known = launch >= 0
-    call = np.where(known, launch, row)
+    has_launch = launch >= 0
+    call = np.where(has_launch, launch, row)
     call_start = starts[call]
-    call_end = call_start + np.where(known, np.maximum(durations[call], 0), 0)
+    call_end = call_start + np.where(has_launch, np.maximum(durations[call], 0), 0)
     first, many = _place_in_launch(device, launch, start)
     return Submissions(
         row=row,
@@ -111,8 +111,8 @@ def _place_in_launch(device: Ints, launch: Ints, start: Ints) -> tuple[Bools, Bo
     first[order] = new
     group = np.cumsum(new) - 1
     many[order] = np.bincount(group)[group] > 1 if group.size else False
-    known = launch >= 0
-    return first & known, many & known
+    has_launch = launch >= 0
+    return first & has_launch, many & has_launch
 
 
 def _step_row(trace: Trace, row: Ints) -> Ints:

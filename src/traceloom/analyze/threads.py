@@ -95,29 +95,29 @@ def threads(trace: Trace) -> Threads:
     size = int(trace.lanes["lane"].to_numpy().max(initial=0)) + 1
     by_activity = np.zeros((size, len(ACTIVITIES)), dtype=np.int64)
     np.add.at(by_activity, (segments.lane, doing), ns)
-    mine = lanes["lane"].to_numpy()
+    host_lanes = lanes["lane"].to_numpy()
     roles = _roles(trace)
     window = trace.end_ns - trace.start_ns
     busy = lanes["busy_ns"].fill_null(0).to_numpy()
     table = pl.DataFrame(
         {
-            "lane": mine,
+            "lane": host_lanes,
             "process": lanes["process"],
             "thread": lanes["thread"],
             "name": lanes["name"],
-            "role": pl.Series([roles[int(lane)][0] for lane in mine], dtype=pl.String),
-            "says": pl.Series([roles[int(lane)][1] for lane in mine], dtype=pl.String),
+            "role": pl.Series([roles[int(lane)][0] for lane in host_lanes], dtype=pl.String),
+            "says": pl.Series([roles[int(lane)][1] for lane in host_lanes], dtype=pl.String),
             "event_count": lanes["events"].cast(pl.Int64),
-            "window_ns": np.full(mine.size, window),
+            "window_ns": np.full(host_lanes.size, window),
             "busy_ns": busy,
-            "active_ns": window - by_activity[mine, UNOBSERVED] - by_activity[mine, BLOCKING_CALL],
-            **{f"{name}_ns": by_activity[mine, at] for at, name in enumerate(ACTIVITIES)},
-            "launch_count": _launches(trace, size)[mine],
+            "active_ns": window - by_activity[host_lanes, UNOBSERVED] - by_activity[host_lanes, BLOCKING_CALL],
+            **{f"{name}_ns": by_activity[host_lanes, at] for at, name in enumerate(ACTIVITIES)},
+            "launch_count": _launches(trace, size)[host_lanes],
         }
     ).cast(THREADS)
     is_main = (pl.col("role") == "main").fill_null(False)
     resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
-    active = _active(trace, mine, segments.lane[resting], segments.start_ns[resting], segments.end_ns[resting])
+    active = _active(trace, host_lanes, segments.lane[resting], segments.start_ns[resting], segments.end_ns[resting])
     start, count = _levels(active.start, active.end, trace.start_ns, trace.end_ns)
     total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
     return Threads(
@@ -133,18 +133,18 @@ def _active(trace: Trace, lanes: Ints, lane: Ints, start: Ints, end: Ints) -> Sp
     """When threads are active, lane after lane (of different ones they may overlap): whenever they do not rest."""
     order = np.argsort(lane, kind="stable")
     low, high = (np.searchsorted(lane[order], lanes, side=side) for side in ("left", "right"))
-    found = []
+    active = []
     for first, last in zip(low.tolist(), high.tolist(), strict=True):
         rows = order[first:last]
-        found.append(complement(union(start[rows], end[rows]), trace.start_ns, trace.end_ns))
-    starts = [np.zeros(0, dtype=np.int64), *(spans.start for spans in found)]
-    ends = [np.zeros(0, dtype=np.int64), *(spans.end for spans in found)]
+        active.append(complement(union(start[rows], end[rows]), trace.start_ns, trace.end_ns))
+    starts = [np.zeros(0, dtype=np.int64), *(spans.start for spans in active)]
+    ends = [np.zeros(0, dtype=np.int64), *(spans.end for spans in active)]
     return Spans(np.concatenate(starts), np.concatenate(ends))
 
 
 def _launches(trace: Trace, size: int) -> Ints:
     """Number of calls of the runtime or driver on each lane."""
-    calls = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
+    calls = np.isin(column(trace, "category"), [cat.CATEGORIES.index(category) for category in cat.LAUNCHES])
     return np.bincount(column(trace, "lane")[np.flatnonzero(calls)], minlength=size)
 
 
@@ -186,7 +186,7 @@ def _curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
 
 @per_trace
 def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
-    """Role of every host lane, and the name that says so."""
+    """Role of every host lane, and the name that shows it."""
     tree = forest(trace)
     main = main_lane(trace)
     words = vocabulary(trace)
@@ -194,7 +194,7 @@ def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
     category = column(trace, "category")[tree.row]
     is_op = category == cat.CATEGORIES.index(cat.OP)
     backward = (tree.parent < 0) & (meaning(trace).phase == BACKWARD) & is_op
-    launch = np.isin(category, [cat.CATEGORIES.index(one) for one in cat.LAUNCHES])
+    launch = np.isin(category, [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
     python = category == cat.CATEGORIES.index(cat.PYTHON)
     tests = (
         ("pin_memory", lookup(words.matching(_PIN), code)),
@@ -207,25 +207,25 @@ def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         ("runtime", launch),
         ("annotations", category == cat.CATEGORIES.index(cat.ANNOTATION)),
     )
-    found: dict[int, tuple[str, str | None]] = {}
-    for role, says in tests:
-        rows = np.flatnonzero(says)
+    roles: dict[int, tuple[str, str | None]] = {}
+    for role, matches in tests:
+        rows = np.flatnonzero(matches)
         lanes, first = np.unique(tree.lane[rows], return_index=True)
         for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
-            found.setdefault(lane, (role, str(words.names[int(code[row])])))
-    for lane, (role, _) in list(found.items()):
+            roles.setdefault(lane, (role, str(words.names[int(code[row])])))
+    for lane, (role, _) in list(roles.items()):
         if role == "python":
-            found[lane] = (role, _target(trace, lane) or found[lane][1])
+            roles[lane] = (role, _target(trace, lane) or roles[lane][1])
     if main is not None:
-        found[main] = ("main", None)
+        roles[main] = ("main", None)
     everything = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_list()
-    return {lane: found.get(lane, ("annotations", None)) for lane in everything}
+    return {lane: roles.get(lane, ("annotations", None)) for lane in everything}
 
 
 def _target(trace: Trace, lane: int) -> str | None:
     """What a Python thread was started to do: its outermost frame that is not the machinery of starting threads."""
     folded = call_tree(trace)
-    mine = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
-    names = folded.names[pl.Series(folded.label[mine], dtype=pl.UInt32)]
+    frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
+    names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]
     others = np.flatnonzero(~names.str.contains(_STARTER).to_numpy())
     return str(names[int(others[0])]) if others.size else None

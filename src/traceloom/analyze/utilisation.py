@@ -45,23 +45,23 @@ STEPS = pl.Schema(
 )
 
 
-def utilisation(trace: Trace, found: Placed) -> tuple[pl.DataFrame, pl.DataFrame]:
+def utilisation(trace: Trace, placed: Placed) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(steps, whole): one row per step, and one row for the whole trace, from its first to its last GPU work.
 
     FLOPs belong to the step that launched them; times are those of the GPU work that runs in the step. Columns as
     `STEPS`; see `Roofline` for what they mean.
     """
-    calls = found.calls.with_columns(again=pl.Series(_repeated(trace, found), dtype=pl.Boolean))
-    work = _all_work(trace, found)
+    calls = placed.calls.with_columns(again=pl.Series(_repeated(trace, placed), dtype=pl.Boolean))
+    work = _all_work(trace, placed)
     why = _recompute_unknown(trace)
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
-    steps = _told(bounds, _sums(calls, work, _in_steps(trace, work)), found, why)
+    steps = _told(bounds, _sums(calls, work, _in_steps(trace, work)), placed, why)
     window = pl.DataFrame(
         {"step": [None], "duration_ns": [_window_ns(trace, work)], "complete": [True]}, schema=bounds.schema
     )
-    one = pl.lit(None, pl.Int32).alias("step")
-    all_work = work.with_columns(one)
-    whole = _told(window, _sums(calls.with_columns(one), all_work, all_work), found, why)
+    no_step = pl.lit(None, pl.Int32).alias("step")
+    all_work = work.with_columns(no_step)
+    whole = _told(window, _sums(calls.with_columns(no_step), all_work, all_work), placed, why)
     return steps, whole
 
 
@@ -73,8 +73,8 @@ def _repeated(trace: Trace, placed: Placed) -> Bools:
     tree, root, words = forest(trace), again.root, vocabulary(trace)
     engine = lookup(words.matching(ENGINE), words.code[tree.row])
     near = tree.nearest_or_self(root | engine)
-    found: Bools = np.append(root, np.False_)[near[placed.modelled.above[calls["position"].to_numpy()]]]
-    return found
+    repeated: Bools = np.append(root, np.False_)[near[placed.modelled.above[calls["position"].to_numpy()]]]
+    return repeated
 
 
 def _recompute_unknown(trace: Trace) -> str | None:
@@ -90,7 +90,7 @@ def _recompute_unknown(trace: Trace) -> str | None:
     return None
 
 
-def _all_work(trace: Trace, found: Placed) -> pl.DataFrame:
+def _all_work(trace: Trace, placement: Placed) -> pl.DataFrame:
     """All GPU work: device, step of its launch, start_ns, end_ns, ns, modelled, placed, roofline density, matrix."""
     length = pl.col("duration_ns").clip(lower_bound=0)
     work = (
@@ -99,8 +99,8 @@ def _all_work(trace: Trace, found: Placed) -> pl.DataFrame:
         .select("event", "device", "step", "start_ns", end_ns=pl.col("start_ns") + length, ns=length)
         .collect()
     )
-    owner = found.modelled.work_owner
-    dense = found.calls.filter(pl.col("gpu_ns") > 0).select(
+    owner = placement.modelled.work_owner
+    dense = placement.calls.filter(pl.col("gpu_ns") > 0).select(
         "position", density=pl.col("roofline_ns") / pl.col("gpu_ns")
     )
     matrix = kinds(trace).select("event", matrix=pl.col("kind").cast(pl.String).is_in(MATRIX_KINDS))
@@ -167,29 +167,29 @@ def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl
         placed_ns=pl.col("ns").filter("placed").sum(),
         roofline_ns=(pl.col("ns") * pl.col("density")).sum().round().cast(pl.Int64),
     )
-    ours = launched.group_by("step").agg(
+    launched_sums = launched.group_by("step").agg(
         launched_ns=pl.col("ns").sum(),
         unmodelled_matrix_ns=pl.col("ns").filter(pl.col("matrix") & ~pl.col("modelled")).sum(),
     )
-    timed = timed.join(ours, on="step", how="full", coalesce=True, nulls_equal=True)
+    timed = timed.join(launched_sums, on="step", how="full", coalesce=True, nulls_equal=True)
     for part, name in ((work, "busy_ns"), (work.filter("placed"), "placed_busy_ns")):
         timed = timed.join(_union_ns(part, name), on="step", how="left", nulls_equal=True)
     return timed.join(done, on="step", how="full", coalesce=True, nulls_equal=True)
 
 
-def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | None) -> pl.DataFrame:
-    """Fractions of the step, each null with a reason where it cannot be told."""
+def _told(bounds: pl.DataFrame, sums: pl.DataFrame, placement: Placed, why: str | None) -> pl.DataFrame:
+    """Fractions of the step, each null with a reason where it cannot be computed."""
     counts = [name for name in sums.columns if name.endswith(("_ns", "flops", "bytes"))]
     rows = bounds.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left").with_columns(
         pl.col(counts).fill_null(0), pl.col("matrix_unknown").fill_null(value=False)
     )
     long = pl.col("duration_ns") > 0
-    # a step that launched nothing did no FLOPs; of one whose work has no model nobody knows
-    counted = pl.col("calls").is_not_null() | ((pl.col("launched_ns") == 0) & bool(found.devices))
+    # a step that launched nothing did no FLOPs; for one whose work has no model they are unknown
+    counted = pl.col("calls").is_not_null() | ((pl.col("launched_ns") == 0) & bool(placement.devices))
     placed = (pl.col("placed_ns") > 0) & long
     hidden = pl.col("unmodelled_matrix_ns") > MOST_UNMODELLED * pl.col("launched_ns")
     reason = (
-        pl.when(not found.known)
+        pl.when(not placement.known)
         .then(pl.lit("the peaks of the device are not known"))
         .when(hidden)
         .then(pl.lit(_HIDDEN))
@@ -200,8 +200,8 @@ def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | No
         .when(~long)
         .then(pl.lit("the step has no length"))
     )
-    whole = pl.col("duration_ns") * max(len(found.devices), 1)
-    known = reason.is_null()
+    whole = pl.col("duration_ns") * max(len(placement.devices), 1)
+    computable = reason.is_null()
     recompute = pl.lit(why, pl.String)
     rest = pl.col("busy_ns") - pl.col("placed_busy_ns")
     return rows.select(
@@ -217,7 +217,7 @@ def _told(bounds: pl.DataFrame, sums: pl.DataFrame, found: Placed, why: str | No
         pl.when(placed).then(rest).alias("rest_ns"),
         pl.when(placed).then((pl.col("roofline_ns") + rest) / whole).alias("roofline_fraction"),
         pl.when(pl.col("gpu_ns") > 0).then(pl.col("placed_ns") / pl.col("gpu_ns")).alias("placed_fraction"),
-        pl.when(known & recompute.is_null()).then(pl.col("model_ns") / whole).alias("mfu"),
-        pl.when(known).then(pl.col("hardware_ns") / whole).alias("hfu"),
+        pl.when(computable & recompute.is_null()).then(pl.col("model_ns") / whole).alias("mfu"),
+        pl.when(computable).then(pl.col("hardware_ns") / whole).alias("hfu"),
         pl.coalesce(reason, recompute).alias("reason"),
     ).cast(STEPS)

@@ -32,6 +32,6 @@ def graded(affected: int, total: int, limit: float) -> Severity:
     return "warning" if total and affected > limit * total else "info"
 
 
-def many(number: int, one: str, more: str | None = None) -> str:
+def many(number: int, singular: str, plural: str | None = None) -> str:
     """`1 piece`, `2 pieces`."""
-    return f"{count(number)} {one if number == 1 else more or one + 's'}"
+    return f"{count(number)} {singular if number == 1 else plural or singular + 's'}"

@@ -38,8 +38,8 @@ class Vocabulary:
 
     def events(self, pattern: str) -> NDArray[np.bool_]:
         """Which events have a name that holds the regular expression; shape (events,)."""
-        found: NDArray[np.bool_] = lookup(self.matching(pattern), self.code)
-        return found
+        matches: NDArray[np.bool_] = lookup(self.matching(pattern), self.code)
+        return matches
 
 
 @per_trace

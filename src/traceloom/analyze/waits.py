@@ -68,14 +68,14 @@ def _launches(trace: Trace, work: Ints) -> pl.DataFrame:
 
 def _between(launches: pl.DataFrame, waits: pl.DataFrame, keys: list[str]) -> Bools:
     """True where a wait with the same keys was asked for after the previous launch and before this one."""
-    told = np.zeros(launches.height, dtype=np.bool_)
+    waited = np.zeros(launches.height, dtype=np.bool_)
     numbered = (
         launches.select(*keys, "call_ns", "previous_ns").with_row_index("row").filter(pl.col("call_ns").is_not_null())
     )
-    asked = {key: part["wait_ns"].sort().to_numpy() for key, part in waits.group_by(keys)}
+    wait_times = {key: part["wait_ns"].sort().to_numpy() for key, part in waits.group_by(keys)}
     for key, part in numbered.group_by(keys):
-        if (times := asked.get(key)) is not None:
+        if (times := wait_times.get(key)) is not None:
             earliest = part["previous_ns"].fill_null(np.iinfo(np.int64).min).to_numpy()
             before = np.searchsorted(times, part["call_ns"].to_numpy(), side="left")
-            told[part["row"].to_numpy()] = before > np.searchsorted(times, earliest, side="right")
-    return told
+            waited[part["row"].to_numpy()] = before > np.searchsorted(times, earliest, side="right")
+    return waited

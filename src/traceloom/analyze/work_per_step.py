@@ -58,9 +58,9 @@ def work_per_step(trace: Trace) -> WorkPerStep:
 def _operators(trace: Trace) -> pl.DataFrame:
     tree = forest(trace)
     is_op = meaning(trace).op
-    mine = np.flatnonzero(is_op)
-    rows = tree.row[mine]
-    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[mine]
+    ops = np.flatnonzero(is_op)
+    rows = tree.row[ops]
+    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[ops]
     return (
         trace.events.select("name", "step")[rows]
         .with_columns(pl.Series("self_ns", self_ns), pl.lit(1, pl.Int64).alias("call_count"))
@@ -70,6 +70,6 @@ def _operators(trace: Trace) -> pl.DataFrame:
 
 def _spread(rows: pl.DataFrame, schema: pl.Schema, steps: pl.DataFrame) -> pl.DataFrame:
     values = [name.removeprefix("mean_") for name in schema if name.startswith("mean_")]
-    told = per_step(rows, ["name"], values, steps)
+    spread = per_step(rows, ["name"], values, steps)
     first = f"mean_{values[0]}"
-    return told.select(list(schema)).cast(schema).sort(first, "name", descending=[True, False])
+    return spread.select(list(schema)).cast(schema).sort(first, "name", descending=[True, False])

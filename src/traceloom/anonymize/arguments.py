@@ -84,17 +84,17 @@ class Arguments:
 
         Args:
             args: Key -> JSON text.
-            talking: It is communication, whose bytes are told by its shapes: they stay as element counts where shapes
-                are left out.
+            talking: Whether it is communication: its bytes follow from its shapes, which stay as element counts where
+                shapes are left out.
         """
         parts = []
         for key, raw in args.items():
-            found = self._rules.get(key)
+            prefix_and_rule = self._rules.get(key)
             value = bytes(raw)
-            if found is None:
+            if prefix_and_rule is None:
                 self._account.drop(key, value, unknown=key not in SENSITIVE and key not in OF_STRUCTURE)
                 continue
-            prefix, rule = found
+            prefix, rule = prefix_and_rule
             if rule is None:
                 made: bytes | None = value if value.isdigit() and len(value) <= 20 else number(value)
             elif key == "Input Strides":
@@ -237,8 +237,8 @@ def _counted(raw: bytes, function: Callable[[int], int]) -> bytes | None:
 def _block(raw: bytes) -> bytes | None:
     """The block of a launch: a choice of the kernel's author, no shape."""
     value = decoded(raw)
-    whole = isinstance(value, list) and len(value) <= 3 and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
-    return msgspec.json.encode(value) if whole else None
+    is_block = isinstance(value, list) and len(value) <= 3 and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
+    return msgspec.json.encode(value) if is_block else None
 
 
 def _copy_word(text: str) -> str | None:

@@ -105,15 +105,15 @@ class Captures:
             "incidental": _number,
             "host": self._metadata.host,
             "process": self._process,
-            "devices": lambda value: [self._device(one) for one in _listed(value)],
+            "devices": lambda value: [self._device(device) for device in _listed(value)],
             "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, self._version), "versions"),
             "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _number), "settings"),
-            "groups": lambda value: [self._group(one) for one in _listed(value)],
+            "groups": lambda value: [self._group(group) for group in _listed(value)],
             "created_ns": self._time,
             "written_ns": self._time,
             "ended": _ended,
             "window": self._window,
-            "windows": lambda value: [self._window(one) for one in _listed(value)],
+            "windows": lambda value: [self._window(window) for window in _listed(value)],
             "graph_step": self._graph_step,
             "step_source": _word_of(_SOURCES),
             "steps": self._steps,
@@ -123,7 +123,7 @@ class Captures:
             "overhead": lambda value: self._by(
                 value, dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}, "overhead"
             ),
-            "notices": lambda value: [self._notice(one) for one in _listed(value)],
+            "notices": lambda value: [self._notice(notice) for notice in _listed(value)],
             **dict.fromkeys(_LEFT_OUT, _nothing),
         }  # fmt: skip
         return self._by(entry, rules, "rank")
@@ -139,18 +139,18 @@ class Captures:
         return self._metadata.version(value)
 
     def _time(self, value: Any) -> int | None:
-        whole = _whole(value)
-        if whole is None or self._policy.times == KEEP:
-            return whole
-        return whole - self._origin_ns + BASE_NS
+        time_ns = _whole(value)
+        if time_ns is None or self._policy.times == KEEP:
+            return time_ns
+        return time_ns - self._origin_ns + BASE_NS
 
     def _size(self, value: Any) -> int | None:
-        whole = _whole(value)
-        return None if whole is None else self._shapes.size(whole)
+        size = _whole(value)
+        return None if size is None else self._shapes.size(size)
 
     def _process(self, value: Any) -> int | None:
-        whole = _whole(value)
-        return None if whole is None else self._names.process(whole)
+        process = _whole(value)
+        return None if process is None else self._names.process(process)
 
     def _file(self, value: Any) -> str | None:
         return self._files.get(value) if isinstance(value, str) else None
@@ -223,10 +223,10 @@ class Captures:
         return self._names.operation(str(item))
 
     def _live(self, value: Any) -> dict[str, Any]:
-        known = value if isinstance(value, dict) else {}
+        sizes = value if isinstance(value, dict) else {}
         return {
             key: self._shapes.total(size)
-            for key, size in known.items()
+            for key, size in sizes.items()
             if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(size, int)
         }
 

@@ -33,7 +33,7 @@ class Chains:
 
     def of(self, ids: list[int], own: int) -> list[int]:
         """Dependencies after joining: once each, and never on the node itself."""
-        return [one for one in dict.fromkeys(self.head.get(one, one) for one in ids) if one != own]
+        return [node for node in dict.fromkeys(self.head.get(node, node) for node in ids) if node != own]
 
 
 def find_chains(path: Path) -> Chains:
@@ -42,20 +42,20 @@ def find_chains(path: Path) -> Chains:
     Raises:
         InputError: The file is no Chakra trace.
     """
-    places: dict[int, tuple[Any, ...]] = {}
+    lanes: dict[int, tuple[Any, ...]] = {}
     waits: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
     followers: Counter[int] = Counter()
     with EtReader(path) as reader:
         for node in reader:
             followers.update(set(node.ctrl_deps) | set(node.data_deps))
-            place = _place(node)
-            if place is not None:
-                places[node.id] = place
+            lane = _place(node)
+            if lane is not None:
+                lanes[node.id] = lane
                 waits[node.id] = (tuple(set(node.data_deps)), frozenset(node.ctrl_deps))
     before = {}
     for node_id, (data, control) in waits.items():
         first = data[0] if len(data) == 1 else None
-        if first is None or first == node_id or places.get(first) != places[node_id] or followers[first] != 1:
+        if first is None or first == node_id or lanes.get(first) != lanes[node_id] or followers[first] != 1:
             continue
         if control <= waits[first][1] | {first}:
             before[node_id] = first
@@ -68,11 +68,11 @@ def _place(node: Node) -> tuple[Any, ...] | None:
     """Where a node computes: processor and thread or stream; None for everything but computation."""
     if node.type != NodeType.COMP_NODE:
         return None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for attribute in node.attr:
         if attribute.name in ("is_cpu_op", "tid", "stream", "device", "lane"):
-            found[attribute.name] = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
-    return tuple(found.get(name) for name in ("is_cpu_op", "tid", "stream", "device", "lane"))
+            values[attribute.name] = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
+    return tuple(values.get(name) for name in ("is_cpu_op", "tid", "stream", "device", "lane"))
 
 
 def _heads(before: dict[int, int]) -> dict[int, int]:
@@ -87,11 +87,11 @@ def _heads(before: dict[int, int]) -> dict[int, int]:
             if at == start:
                 break
         if at == start:
-            for one in trail:
-                heads.pop(one, None)
+            for node in trail:
+                heads.pop(node, None)
             continue
-        for one in trail:
-            heads[one] = at
+        for node in trail:
+            heads[node] = at
     return heads
 
 

@@ -319,10 +319,10 @@ def first_start_us(path: Path) -> int | None:
     """
     earliest: int | None = None
     with EtReader(path) as reader:
-        ours = is_ours(reader.metadata)
+        is_own = is_ours(reader.metadata)
         for node in reader:
             start = node.start_time_micros
-            timed = start > 0 or (ours and any(attribute.name == "start_ns" for attribute in node.attr))
+            timed = start > 0 or (is_own and any(attribute.name == "start_ns" for attribute in node.attr))
             if timed and (earliest is None or start < earliest):
                 earliest = start
     return earliest

@@ -199,8 +199,8 @@ class HostRewriter:
         elif key in ("kernel_file", "tensor_range") and value == "":
             made = ""
         if made is None:
-            known = key in ("kernel_file", "tensor_range")
-            self._account.drop(key, json.dumps(value).encode(), unknown=not known)
+            expected = key in ("kernel_file", "tensor_range")
+            self._account.drop(key, json.dumps(value).encode(), unknown=not expected)
             return None
         return {"name": key, "type": kind, "value": made}
 

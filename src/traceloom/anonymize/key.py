@@ -34,9 +34,9 @@ class Key:
 
     def digest(self, label: str, text: str) -> bytes:
         """32 bytes for a text; `label` keeps kinds of texts apart."""
-        one = self._base.copy()
-        one.update(label.encode() + b"\0" + text.encode("utf-8", "surrogatepass"))
-        return one.digest()
+        mac = self._base.copy()
+        mac.update(label.encode() + b"\0" + text.encode("utf-8", "surrogatepass"))
+        return mac.digest()
 
     def letters(self, text: str, label: str = "name") -> str:
         """Ten letters (40 bits)."""

@@ -120,10 +120,10 @@ class Rewriter:
         if self._place.window_ns is not None:
             yield b",\n".join(borders(*(at - self._place.origin_ns for at in self._place.window_ns)))
             self._account.entries_out += 2
-        places = {key: self._spelled(*key) for key in {(one.process, one.thread) for one in self._place.threads}}
-        for some in fused_events(list(self._place.threads), places, self._place.origin_ns):
-            self._account.entries_out += len(some)
-            yield b",\n".join(some)
+        places = {key: self._spelled(*key) for key in {(fused.process, fused.thread) for fused in self._place.threads}}
+        for events in fused_events(list(self._place.threads), places, self._place.origin_ns):
+            self._account.entries_out += len(events)
+            yield b",\n".join(events)
 
     # -- one slice --------------------------------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class Rewriter:
         start = start + self._shift_ns
         duration = np.where(long, duration, 0)
         lines = []
-        for entry, at, much, known in zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True):
-            line = self._entry(entry, at, much, timed=known)
+        for entry, at, length, is_timed in zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True):
+            line = self._entry(entry, at, length, timed=is_timed)
             if line is not None:
                 lines.append(line)
         self._account.entries_out += len(lines)
@@ -254,15 +254,15 @@ class Rewriter:
     # -- places -----------------------------------------------------------------------------------------------
 
     def _where(self, entry: dict[str, msgspec.Raw], *, device: bool | None) -> bytes:
-        """`"pid":1,"tid":2`; `device` None: told by the lanes of the file."""
+        """`"pid":1,"tid":2`; with `device` None the lanes of the file decide."""
         key = (bytes(entry.get("pid", _MISSING)), bytes(entry.get("tid", _MISSING)), device)
-        found = self._places.get(key)
-        if found is None:
+        ids = self._places.get(key)
+        if ids is None:
             pid, tid = (decoded(raw) for raw in key[:2])
             on_device = device if device is not None else self._on_device(pid, tid)
             shown = [self._one(value, on_device=on_device) for value in (pid, tid)]
-            found = self._places[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
-        return found
+            ids = self._places[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
+        return ids
 
     def _spelled(self, process: str, thread: str) -> bytes:
         """Process and thread of a lane, which the reader gives as texts."""

@@ -60,18 +60,18 @@ class HiddenShapes:
 
     def add(self, shapes: list[Any], types: list[Any]) -> None:
         """Take the shapes and element types of one operator's inputs."""
-        found = []
+        tensor_shapes = []
         for at, dims in enumerate(shapes):
             if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
                 kind = types[at] if at < len(types) and isinstance(types[at], str) else ""
                 inner = re.sub(r"^Tensor\((.*)\)$", r"\1", kind)
-                found.append(tuple(dims))
+                tensor_shapes.append(tuple(dims))
                 if len(self.shapes) < _MOST_SHAPES:
                     self.shapes.add((tuple(dims), element_size(inner) or 0))
-        for one, other in pairwise(found):
-            if len(one) >= 2 and len(other) >= 2 and one[-1] == other[-2] and len(self.products) < _MOST_SHAPES:
-                flops = 2 * math.prod(one) * other[-1]
-                self.products[flops] = f"{list(one)} x {list(other)}"
+        for left, right in pairwise(tensor_shapes):
+            if len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2] and len(self.products) < _MOST_SHAPES:
+                flops = 2 * math.prod(left) * right[-1]
+                self.products[flops] = f"{list(left)} x {list(right)}"
 
     def given_away(self, exact: set[int], kept: Iterable[str], policy: Policy) -> Iterator[dict[str, Any]]:
         """Each hidden shape that the output still tells, and by what.

@@ -100,8 +100,8 @@ class Metadata:
             return None
         if isinstance(value, int):
             return value if 0 <= value < 10**9 else None
-        found = _VERSION.match(str(value)) or _LONG_VERSION.fullmatch(str(value))
-        return found[0].removeprefix("v") if found else None
+        match = _VERSION.match(str(value)) or _LONG_VERSION.fullmatch(str(value))
+        return match[0].removeprefix("v") if match else None
 
     def device_name(self, value: Any) -> str | None:
         """Vendor, model, memory and form, where they are products that everybody knows."""
@@ -111,7 +111,7 @@ class Metadata:
         if model is None:
             return ""
         vendor = _VENDOR.search(value)
-        forms = [found[0] for found in _FORM.finditer(value)]
+        forms = [match[0] for match in _FORM.finditer(value)]
         return " ".join(part for part in (vendor[0] if vendor else "", model[1], *forms) if part)
 
     def backend(self, value: Any) -> str | None:
@@ -125,11 +125,11 @@ class Metadata:
         out = []
         for item in value if isinstance(value, list) else []:
             if isinstance(item, dict):
-                one = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
+                properties = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
                 name = self.device_name(item.get("name"))
-                for key in item.keys() - one.keys() - {"name"}:
+                for key in item.keys() - properties.keys() - {"name"}:
                     self._account.drop(f"deviceProperties.{key}", _text(item[key]), unknown=True)
-                out.append(one if name is None else one | {"name": name})
+                out.append(properties if name is None else properties | {"name": name})
         return out
 
     def _distributed(self, value: Any) -> Any:

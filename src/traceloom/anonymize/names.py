@@ -89,7 +89,7 @@ class Names:
     def __init__(self, key: Key, policy: Policy) -> None:
         self._key = key
         self._policy = policy
-        self._keep = re.compile("|".join(f"(?:{one})" for one in policy.keep_names)) if policy.keep_names else None
+        self._keep = re.compile("|".join(f"(?:{text})" for text in policy.keep_names)) if policy.keep_names else None
         self._known: dict[tuple[str, str], str] = {}
         self.originals: dict[str, str] = {}
         self.kept: set[str] = set()
@@ -99,9 +99,9 @@ class Names:
 
     def shown(self, kind: str, name: str, make: Callable[[str], str]) -> str:
         """The name as it is shown; `kind` keeps names of different kinds apart."""
-        known = self._known.get((kind, name))
-        if known is not None:
-            return known
+        remembered = self._known.get((kind, name))
+        if remembered is not None:
+            return remembered
         if self._keep is not None and self._keep.fullmatch(name):
             made = self.keep(name)
         else:
@@ -190,11 +190,11 @@ class Names:
     def _communication(self, backend: str, operation: str) -> str:
         """`nccl:all_reduce`, `gloo:send 0->1`: kind and peer stay."""
         peer = _PEER.search(operation)
-        told = f" {peer[1]}{peer[2]}" if peer else ""
+        suffix = f" {peer[1]}{peer[2]}" if peer else ""
         plain, kind = operation.split(" ", 1)[0], kind_of(operation)
         if plain not in OPERATIONS or kind_of(plain) != kind:
             plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
-        return f"{backend}:{plain}{told}"
+        return f"{backend}:{plain}{suffix}"
 
     def _module(self, name: str) -> str:
         match = _MODULE.fullmatch(name)

@@ -111,9 +111,9 @@ def _policy(document: dict[str, Any], where: str) -> Policy:
             chosen[key] = _texts(key, value, where)
         elif key in CHOICES:
             if value not in CHOICES[key]:
-                wanted = ", ".join(f'"{choice}"' for choice in CHOICES[key])
+                allowed = ", ".join(f'"{choice}"' for choice in CHOICES[key])
                 raise InputError(
-                    f"expected `{key}` to be one of {wanted}, got {value!r}", slug="bad-policy", where=where
+                    f"expected `{key}` to be one of {allowed}, got {value!r}", slug="bad-policy", where=where
                 )
             chosen[key] = value
         else:
@@ -129,6 +129,6 @@ def _texts(key: str, value: Any, where: str) -> tuple[str, ...]:
         try:
             re.compile("|".join(f"(?:{item})" for item in value))
         except re.error as error:
-            said = f"a text in `keep_names` is no regular expression: {error}"
-            raise InputError(said, slug="bad-policy", where=where) from error
+            message = f"a text in `keep_names` is no regular expression: {error}"
+            raise InputError(message, slug="bad-policy", where=where) from error
     return tuple(value)

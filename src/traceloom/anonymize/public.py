@@ -19,21 +19,21 @@ _NUMBER_LENGTH = 4  # longer numbers must be in the list: defaults such as 92233
 @lru_cache(maxsize=1)
 def sections() -> dict[str, frozenset[str]]:
     """Section of the list -> its names: those of PyTorch, and a few lists of our own."""
-    found: dict[str, set[str]] = {}
+    names_by_section: dict[str, set[str]] = {}
     into: set[str] = set()
     for line in files("traceloom.anonymize").joinpath("public_names.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("=== "):
-            into = found.setdefault(line[4:], set())
+            into = names_by_section.setdefault(line[4:], set())
         elif line:
             into.add(line)
-    return {name: frozenset(names) for name, names in found.items()}
+    return {name: frozenset(names) for name, names in names_by_section.items()}
 
 
 @lru_cache(maxsize=1)
 def host_names() -> frozenset[str]:
     """Names of operators, autograd nodes and regions that PyTorch gives itself."""
-    known = sections()
-    return known["ops"] | known["nodes"] | known["regions"]
+    by_section = sections()
+    return by_section["ops"] | by_section["nodes"] | by_section["regions"]
 
 
 def is_schema(text: str) -> bool:
@@ -48,13 +48,13 @@ def is_schema(text: str) -> bool:
 
 def is_type(text: str) -> bool:
     """Whether a type's name, as `Tensor(c10::Half)` or `long int`, consists of public words only."""
-    known = sections()["types"]
+    type_words = sections()["types"]
     return _SIGNS.fullmatch(text) is not None and all(
-        word in known or (word.isdigit() and len(word) <= 2) for word in _WORD.findall(text)
+        word in type_words or (word.isdigit() and len(word) <= 2) for word in _WORD.findall(text)
     )
 
 
 def _all_known(*texts: str) -> bool:
-    known = sections()["words"] | sections()["types"]
+    public_words = sections()["words"] | sections()["types"]
     words = (word for text in texts for word in _WORD.findall(text))
-    return all(word in known or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in words)
+    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in words)

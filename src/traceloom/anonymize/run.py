@@ -140,16 +140,16 @@ class Run:
         trace = read_kineto(source.path, capture=source.entry)
         self.hidden.add_trace(trace)
         hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
-        place = Place(
+        facts = Place(
             source.path,
             0,
             frozenset(zip(hosts["process"].to_list(), hosts["thread"].to_list(), strict=True)),
             trace.meta.base_ns,
         )
         if self._collapsed:
-            place = _collapsed(place, trace)
+            facts = _collapsed(facts, trace)
         notices = {notice.slug for notice in trace.notices}
-        return _Seen(source, place, _first_ns(trace), trace.meta.clock == "unix", measure(trace), notices)
+        return _Seen(source, facts, _first_ns(trace), trace.meta.clock == "unix", measure(trace), notices)
 
     def _origin_ns(self, *, unix: bool) -> int:
         """One origin for all files whose times can be compared."""
@@ -165,8 +165,8 @@ class Run:
         target = stage.path(source.name)
         if source.kind == sources.KINETO:
             seen = self._seen[source.path]
-            place = replace(seen.place, origin_ns=self._shift_ns(seen))
-            write_kineto(place, self.rules, account, target, unix=seen.unix)
+            facts = replace(seen.place, origin_ns=self._shift_ns(seen))
+            write_kineto(facts, self.rules, account, target, unix=seen.unix)
             self._compare(seen, target)
             seen.place = replace(seen.place, threads=())
         elif source.kind == sources.HOST:
@@ -217,27 +217,29 @@ class Run:
         """Link all ranks together, before and after, where there is more than one file to link."""
         # Collapsed host traces fit no device trace any more, on purpose.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
-        linked = [one for one in self._found.files if one.kind in kinds]
-        size = sum(one.path.stat().st_size for one in linked)
+        linked = [source for source in self._found.files if source.kind in kinds]
+        size = sum(source.path.stat().st_size for source in linked)
         if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
             return
         self._say("linking all ranks, before and after")
         folders = [] if self._collapsed else list(self._found.captures)
-        loose = [one for one in linked if one.path.parent not in folders and not one.graph]
-        before = measure_job([*folders, *(one.path for one in loose)])
+        loose = [source for source in linked if source.path.parent not in folders and not source.graph]
+        before = measure_job([*folders, *(source.path for source in loose)])
         named = [stage.folder / self._found.captures[folder][1] for folder in folders]
-        after = measure_job([*named, *(stage.folder / one.name for one in loose)])
+        after = measure_job([*named, *(stage.folder / source.name for source in loose)])
         if isinstance(before, str):
             return
         parts = list(compare(before, {} if isinstance(after, str) else after))
-        told = [
+        entries = [
             part.to_dict(collapsed=self._collapsed, rounded=self._rounded) | {"part": f"{part.name} of the job"}
             for part in parts
         ]
-        self.utility.append({"file": None, "rank": None, "parts": told, "new_notices": []})
+        self.utility.append({"file": None, "rank": None, "parts": entries, "new_notices": []})
 
     def _capture(self, folder: Path, document: dict[str, Any], target: Path) -> None:
-        files = {one.path.name: Path(one.name).name for one in self._found.files if one.path.parent == folder}
+        files = {
+            source.path.name: Path(source.name).name for source in self._found.files if source.path.parent == folder
+        }
         rules = self.rules
         origin = self._origin_ns(unix=True)
         captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin, files)
@@ -270,7 +272,7 @@ class Run:
             "version": 1,
             "names": names.originals,
             "processes": {str(shown): number for shown, number in names.numbers.items()},
-            "files": {one["output"]: one["input"] for one in self.files},
+            "files": {entry["output"]: entry["input"] for entry in self.files},
             "origin_ns": {"unix": str(self._origin_ns(unix=True)), "other": str(self._origin_ns(unix=False))},
         }
 
@@ -308,13 +310,13 @@ def anonymize(
 def _anonymize(
     inputs: list[Path], output: Path, policy: Policy, key: Key, mapping: Path | None, *, force: bool, say: Say
 ) -> Outcome:
-    found = sources.find(inputs)
-    for one in found.files:
-        files.note_input(one.path)
-    single = len(found.files) == 1 and not found.captures and output.name.lower().endswith(_ENDINGS)
+    all_sources = sources.find(inputs)
+    for source in all_sources.files:
+        files.note_input(source.path)
+    single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(_ENDINGS)
     if single:
-        found.files[0].name = _same_packing(output.name, found.files[0])
-    run = Run(found, policy, key, say)
+        all_sources.files[0].name = _same_packing(output.name, all_sources.files[0])
+    run = Run(all_sources, policy, key, say)
     beside = output.with_name(f"{output.name}.anonymize.json")
     staging = Staging(output, single=single, force=force)
     for path in (beside, mapping):
@@ -326,7 +328,7 @@ def _anonymize(
         if mapping is not None:
             _private(mapping, run.map(), force=force)
         _private(beside, report, force=force)
-        stage.commit(found.files[0].name if single else None)
+        stage.commit(all_sources.files[0].name if single else None)
     return Outcome(output, report, beside, [str(error) for error in run.refused])
 
 
@@ -341,12 +343,12 @@ def _same_packing(name: str, source: Source) -> str:
     return f"{plain}.gz" if name.lower().endswith(".gz") else plain
 
 
-def _collapsed(place: Place, trace: Trace) -> Place:
+def _collapsed(facts: Place, trace: Trace) -> Place:
     """What must be known to hide the structure of a trace."""
     names = frozenset(trace.steps["name"].to_list())
     steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
     return replace(
-        place,
+        facts,
         threads=tuple(fused(trace)),
         steps=names,
         step_ns={start: end - start for start, end in steps.iter_rows()},

@@ -170,7 +170,7 @@ def _restrided(strides: Any, shape: Any) -> Any:
         return []
     if any(isinstance(item, list) for item in strides):
         pairs = zip(strides, shape + [[]] * len(strides), strict=False)
-        return [_restrided(one, other) for one, other in pairs]
+        return [_restrided(inner_strides, inner_shape) for inner_strides, inner_shape in pairs]
     if len(strides) != len(shape) or any(isinstance(item, list) for item in shape):
         return []
     made, expected, rounded = [0] * len(strides), 1, 1

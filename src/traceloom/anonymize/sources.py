@@ -70,74 +70,74 @@ def find(paths: list[Path]) -> Sources:
     Raises:
         InputError: slug `unreadable`: not there; `no-traces`: nothing in it can be rewritten.
     """
-    found = Sources()
+    sources = Sources()
     seen: set[Path] = set()
     for path in paths:
         if not path.exists():
             raise InputError("there is no such file or directory", slug="unreadable", where=str(path))
         folder = path.parent if path.name == "capture.json" else path
         if folder.is_dir():
-            _directory(folder, found, seen, _DEPTH)
+            _directory(folder, sources, seen, _DEPTH)
         elif path.resolve() not in seen:
             seen.add(path.resolve())
-            found.files.append(Source(path, kind_of_file(path), rank=_rank(path)))
-    if not found.files:
+            sources.files.append(Source(path, kind_of_file(path), rank=_rank(path)))
+    if not sources.files:
         where = ", ".join(str(path) for path in paths)
         raise InputError("there is no trace in it", slug="no-traces", where=where)
-    _name(found)
-    return found
+    _name(sources)
+    return sources
 
 
-def _directory(folder: Path, found: Sources, seen: set[Path], depth: int) -> None:
+def _directory(folder: Path, sources: Sources, seen: set[Path], depth: int) -> None:
     capture = read_capture(folder)
     if capture is not None:
-        _capture(folder, capture[0], found, seen)
+        _capture(folder, capture[0], sources, seen)
         return
     for path in sorted(folder.iterdir(), key=_natural):
         if path.name.startswith("."):
             continue
         if path.is_dir():
             if depth > 0:
-                _directory(path, found, seen, depth - 1)
+                _directory(path, sources, seen, depth - 1)
         elif path.resolve() not in seen:
             seen.add(path.resolve())
-            _beside(path, found)
+            _beside(path, sources)
 
 
-def _beside(path: Path, found: Sources) -> None:
+def _beside(path: Path, sources: Sources) -> None:
     """A file that was not named by the user."""
     if not path.name.lower().endswith((".json", ".json.gz", ".et", ".et.gz")):
-        found.leave("of no kind that is known")
+        sources.leave("of no kind that is known")
         return
     try:
         kind = kind_of_file(path)
     except InputError:
-        found.leave("unreadable or empty")
+        sources.leave("unreadable or empty")
         return
-    found.files.append(Source(path, kind, rank=_rank(path)))
+    sources.files.append(Source(path, kind, rank=_rank(path)))
 
 
-def _capture(folder: Path, document: dict[str, Any], found: Sources, seen: set[Path]) -> None:
+def _capture(folder: Path, document: dict[str, Any], sources: Sources, seen: set[Path]) -> None:
     """The files that capture.json names, and only those."""
-    found.captures[folder] = (document, "")
+    sources.captures[folder] = (document, "")
     listed = document.get("ranks")
-    known: dict[str, Source] = {}
+    files_by_name: dict[str, Source] = {}
     for entry in listed if isinstance(listed, list) else []:
         if not isinstance(entry, dict):
             continue
         for name, kind, graph in _files(entry):
             path = folder / name
-            if Path(name).name == name and path.is_file() and name not in known:
+            if Path(name).name == name and path.is_file() and name not in files_by_name:
                 rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
-                known[name] = Source(path, kind, rank=rank, entry=entry, graph=graph)
+                files_by_name[name] = Source(path, kind, rank=rank, entry=entry, graph=graph)
     for path in sorted(folder.iterdir(), key=_natural):
-        if path.name in known:
+        if path.name in files_by_name:
             seen.add(path.resolve())
-            found.files.append(known[path.name])
+            sources.files.append(files_by_name[path.name])
         elif path.name.endswith("capture.json") or path.name.startswith("."):
             continue
         elif not path.is_dir():
-            found.leave("of a capture, but of no kind that can be rewritten")
+            sources.leave("of a capture, but of no kind that can be rewritten")
 
 
 def _files(entry: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
@@ -189,41 +189,41 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _rank(path: Path) -> int | None:
-    found = _RANK.search(path.name) or _NUMBER.search(path.name)
-    return int(found.group(1)) if found else None
+    match = _RANK.search(path.name) or _NUMBER.search(path.name)
+    return int(match.group(1)) if match else None
 
 
 def _natural(path: Path) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def _name(found: Sources) -> None:
+def _name(sources: Sources) -> None:
     """New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several."""
-    several = len(found.captures) > 1 or (
-        bool(found.captures) and any(one.path.parent not in found.captures for one in found.files)
+    several = len(sources.captures) > 1 or (
+        bool(sources.captures) and any(source.path.parent not in sources.captures for source in sources.files)
     )
     folders = {}
-    for number, folder in enumerate(found.captures, start=1):
+    for number, folder in enumerate(sources.captures, start=1):
         folders[folder] = f"capture-{number}/" if several else ""
-        found.captures[folder] = (found.captures[folder][0], folders[folder])
+        sources.captures[folder] = (sources.captures[folder][0], folders[folder])
     taken: set[str] = set()
-    for number, one in enumerate(found.files, start=1):
-        stem = f"rank{one.rank}" if one.rank is not None else f"trace-{number}"
-        packed = ".gz" if one.path.name.lower().endswith(".gz") else ""
+    for number, source in enumerate(sources.files, start=1):
+        stem = f"rank{source.rank}" if source.rank is not None else f"trace-{number}"
+        packed = ".gz" if source.path.name.lower().endswith(".gz") else ""
         ending = {
-            KINETO: f"{'.graph' if one.graph else ''}.kineto.json{packed}",
+            KINETO: f"{'.graph' if source.graph else ''}.kineto.json{packed}",
             HOST: f".host.json{packed}",
             GROUPS: "",
             CHAKRA: f".et{packed}",
-        }[one.kind]
-        if one.kind == CHAKRA:
-            stem = f"workload.{one.rank if one.rank is not None else number - 1}"
-        elif one.kind == GROUPS:
+        }[source.kind]
+        if source.kind == CHAKRA:
+            stem = f"workload.{source.rank if source.rank is not None else number - 1}"
+        elif source.kind == GROUPS:
             stem = "comm_groups.json"
-        below = folders.get(one.path.parent, "")
+        below = folders.get(source.path.parent, "")
         name, again = f"{below}{stem}{ending}", 1
         while name in taken:
             again += 1
             name = f"{below}{stem}-{again}{ending}"
         taken.add(name)
-        one.name = name
+        source.name = name

@@ -43,13 +43,13 @@ def fused(trace: Trace) -> list[Fused]:
     steps = pl.col("name").is_in(trace.steps["name"].unique().implode())
     out = []
     for lane, process, thread in host.iter_rows():
-        mine = events.filter(pl.col("lane") == lane)
+        of_lane = events.filter(pl.col("lane") == lane)
         on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
         talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
         around = on_host & (pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps)
-        inside = _spans(mine.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around))
-        spans = difference(inside, _spans(mine.filter(pl.col("category").is_in(cat.LAUNCHES) | talking)))
-        borders = mine.filter(around)
+        inside = _spans(of_lane.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around))
+        spans = difference(inside, _spans(of_lane.filter(pl.col("category").is_in(cat.LAUNCHES) | talking)))
+        borders = of_lane.filter(around)
         spans = _cut(spans, np.concatenate([borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]))
         if spans.start.size:
             out.append(Fused(process, thread, spans))
@@ -74,8 +74,8 @@ def microseconds(time_ns: int) -> bytes:
     """Nanoseconds as exact decimal microseconds."""
     if time_ns < 0:
         return b"-" + microseconds(-time_ns)
-    whole, rest = divmod(time_ns, 1000)
-    return b"%d.%03d" % (whole, rest) if rest else b"%d" % whole
+    micros, rest = divmod(time_ns, 1000)
+    return b"%d.%03d" % (micros, rest) if rest else b"%d" % micros
 
 
 def borders(first_ns: int, last_ns: int) -> list[bytes]:
@@ -93,12 +93,12 @@ def fused_events(threads: list[Fused], where: dict[tuple[str, str], bytes], orig
         origin_ns: Subtracted from the times.
     """
     head = b'{"ph":"X","cat":"cpu_op","name":' + json.dumps(FUSED).encode() + b","
-    for one in threads:
-        place = where[one.process, one.thread]
-        starts, ends = one.spans.start - origin_ns, one.spans.end - origin_ns
+    for thread in threads:
+        ids = where[thread.process, thread.thread]
+        starts, ends = thread.spans.start - origin_ns, thread.spans.end - origin_ns
         for at in range(0, len(starts), _PIECE):
             pairs = zip(starts[at : at + _PIECE].tolist(), ends[at : at + _PIECE].tolist(), strict=True)
             yield [
-                b"".join((head, place, b',"ts":', microseconds(start), b',"dur":', microseconds(end - start), b"}"))
+                b"".join((head, ids, b',"ts":', microseconds(start), b',"dur":', microseconds(end - start), b"}"))
                 for start, end in pairs
             ]

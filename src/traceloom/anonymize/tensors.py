@@ -45,7 +45,7 @@ class Tensors:
         if isinstance(item, list):
             if depth >= _MOST_DEPTH:
                 return None
-            return self._tensor(item) if _is_tensor(item) else [self._one(one, kind, depth + 1) for one in item]
+            return self._tensor(item) if _is_tensor(item) else [self._one(inner, kind, depth + 1) for inner in item]
         if isinstance(item, str):
             return self._text(item, kind)
         if item is None or isinstance(item, bool):
@@ -87,26 +87,26 @@ class Tensors:
         except (ValueError, RecursionError):
             self._account.refuse("process groups", item.encode("utf-8", "replace"))
             return "[]"
-        groups = [self._group(one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        groups = [self._group(group) for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
         return json.dumps(groups)
 
-    def _group(self, one: dict[str, Any]) -> dict[str, Any]:
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        if one.get("pg_name") is not None:
-            out["pg_name"] = self._names.group(str(one["pg_name"]))
-        if isinstance(one.get("pg_desc"), str):
-            out["pg_desc"] = self._names.description(one["pg_desc"])
-        if isinstance(one.get("backend_id"), int):
-            out["backend_id"] = self._names.pointer(one["backend_id"])
-        backend = self._metadata.backend(one.get("backend_config"))
+        if group.get("pg_name") is not None:
+            out["pg_name"] = self._names.group(str(group["pg_name"]))
+        if isinstance(group.get("pg_desc"), str):
+            out["pg_desc"] = self._names.description(group["pg_desc"])
+        if isinstance(group.get("backend_id"), int):
+            out["backend_id"] = self._names.pointer(group["backend_id"])
+        backend = self._metadata.backend(group.get("backend_config"))
         if backend is not None:
             out["backend_config"] = backend
-        ranks = rank_list(one.get("ranks"))
+        ranks = rank_list(group.get("ranks"))
         if ranks is not None:
             out["ranks"] = ranks
-        out |= {key: one[key] for key in ("group_size", "group_count") if isinstance(one.get(key), int)}
-        for key in one.keys() - out.keys():
-            self._account.drop(f"process groups.{key}", json.dumps(one[key]).encode(), unknown=True)
+        out |= {key: group[key] for key in ("group_size", "group_count") if isinstance(group.get(key), int)}
+        for key in group.keys() - out.keys():
+            self._account.drop(f"process groups.{key}", json.dumps(group[key]).encode(), unknown=True)
         return out
 
     def shapes(self, value: Any) -> Any:
@@ -144,6 +144,6 @@ def _is_tensor(item: list[Any]) -> bool:
     """`[tensor, storage, offset, elements, bytes of each, device]`; old files have no device."""
     return (
         len(item) in (_FIELDS, _FIELDS + 1)
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in item[:_FIELDS])
+        and all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_FIELDS])
         and (len(item) == _FIELDS or isinstance(item[_FIELDS], str))
     )

@@ -113,23 +113,23 @@ def measure_graph(graph: Graph) -> Measure:
     from traceloom.retime.law import law
     from traceloom.retime.plan import Plan
 
-    told = law(graph)
+    retiming = law(graph)
     work = graph.nodes["work_ns"].to_numpy()
     halved = np.where((graph.nodes["kind"] == "kernel").to_numpy(), work // 2, work)
     times = Plan(graph).evaluate(work_ns=halved)
     nodes = graph.nodes.group_by("kind").agg(pl.len(), pl.col("work_ns").sum(), pl.col("duration_ns").sum())
     edges = graph.edges.group_by("kind", "evidence").agg(pl.len(), pl.col("delay_ns").sum())
     answers = {
-        "window_ns": told.window_ns,
-        "error_ns": told.exact_error_ns,
+        "window_ns": retiming.window_ns,
+        "error_ns": retiming.exact_error_ns,
         "with_kernels_halved_ns": int(times.max() - times.min()) if len(times) else 0,
     }
     return {
         "graph nodes": _numbers(nodes),
         "graph edges": _numbers(edges),
-        "critical path": _numbers(told.path),
+        "critical path": _numbers(retiming.path),
         "re-timing": pl.DataFrame({name: [value] for name, value in answers.items()}),
-        "re-timing without residuals": pl.DataFrame({"error_ns": [told.honest_error_ns]}),
+        "re-timing without residuals": pl.DataFrame({"error_ns": [retiming.honest_error_ns]}),
     }
 
 
@@ -151,11 +151,14 @@ class LongestPath:
 
     def length(self) -> int | None:
         """Its length; None where nodes wait for each other."""
-        waiting = {node: sum(one in self._nodes for one in set(waits)) for node, (_, waits) in self._nodes.items()}
+        waiting = {
+            node: sum(dependency in self._nodes for dependency in set(waits))
+            for node, (_, waits) in self._nodes.items()
+        }
         followers: dict[int, list[int]] = {}
         for node, (_, waits) in self._nodes.items():
-            for one in set(waits):
-                followers.setdefault(one, []).append(node)
+            for dependency in set(waits):
+                followers.setdefault(dependency, []).append(node)
         ready = [node for node, count in waiting.items() if count == 0]
         ends: dict[int, int] = dict.fromkeys(self._nodes, 0)
         done = 0
@@ -211,32 +214,32 @@ def measure_chakra(path: Path) -> Measure:
 
 def compare(before: Measure, after: Measure) -> Iterator[Part]:
     """Part by part; rows are compared in the order of their values."""
-    for name, one in before.items():
-        other = after.get(name, one.clear())
+    for name, old in before.items():
+        new = after.get(name, old.clear())
         sizes = name in _SIZES or name == SIZES_OF_NODES
-        if one.equals(other):
-            yield Part(name, one.height * one.width, one.height * one.width, sizes)
+        if old.equals(new):
+            yield Part(name, old.height * old.width, old.height * old.width, sizes)
             continue
-        yield _differing(name, one, other, sizes=sizes)
+        yield _differing(name, old, new, sizes=sizes)
 
 
-def _differing(name: str, one: pl.DataFrame, other: pl.DataFrame, *, sizes: bool) -> Part:
-    said: list[str] = []
-    if one.height != other.height:
-        said.append(f"{one.height} rows before, {other.height} after")
-    equal, off, counted = 0, 0.0, one.height != other.height
-    for column in one.columns:
-        least = min(one.height, other.height)
-        same = one[column].head(least).eq_missing(other[column].head(least))
+def _differing(name: str, old: pl.DataFrame, new: pl.DataFrame, *, sizes: bool) -> Part:
+    differences: list[str] = []
+    if old.height != new.height:
+        differences.append(f"{old.height} rows before, {new.height} after")
+    equal, off, counted = 0, 0.0, old.height != new.height
+    for column in old.columns:
+        least = min(old.height, new.height)
+        same = old[column].head(least).eq_missing(new[column].head(least))
         equal += int(same.sum())
-        if same.all() and one.height == other.height:
+        if same.all() and old.height == new.height:
             continue
         counted |= "bytes" not in column
-        if one[column].dtype.is_numeric():
-            first, second = int(one[column].sum() or 0), int(other[column].sum() or 0)
+        if old[column].dtype.is_numeric():
+            first, second = int(old[column].sum() or 0), int(new[column].sum() or 0)
             off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
-            said.append(f"sum of {column}: {first} before, {second} after")
-    return Part(name, one.height * one.width, equal, sizes, off, counted, tuple(said[:6]))
+            differences.append(f"sum of {column}: {first} before, {second} after")
+    return Part(name, old.height * old.width, equal, sizes, off, counted, tuple(differences[:6]))
 
 
 def _numbers(frame: pl.DataFrame) -> pl.DataFrame:

@@ -94,10 +94,10 @@ def check_free(target: Path, *, single: bool, force: bool) -> None:
         kind = "symbolic link" if target.is_symlink() else "file"
         raise OutputError(f"`{target}` is a {kind}", slug="cannot-write", hint="several files need a directory")
     files.check_no_input(target)
-    there = [path for path in target.rglob("*") if not path.is_dir()]
-    if there and not force:
+    existing = [path for path in target.rglob("*") if not path.is_dir()]
+    if existing and not force:
         raise OutputError(f"`{target}` is not empty", slug="file-exists", hint="use --force to replace what is in it")
-    foreign = next((path for path in there if not _OURS.fullmatch(path.name)), None)
+    foreign = next((path for path in existing if not _OURS.fullmatch(path.name)), None)
     if foreign is not None:
         raise OutputError(
             f"`{target}` holds `{foreign.name}`, which is no file that this verb writes, and would be lost",

@@ -81,11 +81,11 @@ class AllocatorHistory:
 
 def _is_on() -> bool:
     """Whether the program keeps a history already."""
-    ask = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(ask()) if ask is not None else False
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(is_enabled()) if is_enabled is not None else False
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     """The options that this PyTorch knows."""
-    known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
-    return {name: value for name, value in options.items() if name in known}
+    supported = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    return {name: value for name, value in options.items() if name in supported}

@@ -35,10 +35,10 @@ def census() -> dict[str, list[Any]]:
     what a forward pass has saved for its backward pass by the node of the graph that keeps it (`activation`), found by
     following the graphs of the tensors that are reachable; other tensors by their type and shape.
     """
-    things = [thing for thing in gc.get_objects() if _is_known(thing)]
+    objects = [obj for obj in gc.get_objects() if _is_known(obj)]
     rows: dict[tuple[str, int], Row] = {}
-    for owner, name, whole in _owned(things):
-        for tensor in _plain(whole):
+    for owner, name, owned in _owned(objects):
+        for tensor in _plain(owned):
             row = _row(owner, name, tensor)
             if row is not None:
                 rows.setdefault((row[2], row[0]), row)
@@ -67,14 +67,14 @@ def live_bytes(found: dict[str, list[Any]]) -> dict[str, int]:
     return total
 
 
-def _is_known(thing: object) -> bool:
-    kind = type(thing)
+def _is_known(obj: object) -> bool:
+    kind = type(obj)
     return issubclass(kind, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
 
 
-def _owned(things: list[Any]) -> Iterator[Owned]:
+def _owned(objects: list[Any]) -> Iterator[Owned]:
     """(owner, name, tensor), the surest owner first."""
-    modules = [thing for thing in things if isinstance(thing, torch.nn.Module)]
+    modules = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
     inner = {id(child) for module in modules for child in _children(module)}
     roots = [module for module in modules if id(module) not in inner]
     names: dict[int, str] = {}
@@ -95,8 +95,8 @@ def _owned(things: list[Any]) -> Iterator[Owned]:
                     yield "buffer", f"{path}.{name}", tensor
     for name, tensor in gradients:
         yield "gradient", name, tensor
-    yield from _of_optimizers([thing for thing in things if isinstance(thing, torch.optim.Optimizer)], names)
-    tensors = [thing for thing in things if isinstance(thing, torch.Tensor)]
+    yield from _of_optimizers([obj for obj in objects if isinstance(obj, torch.optim.Optimizer)], names)
+    tensors = [obj for obj in objects if isinstance(obj, torch.Tensor)]
     nodes = []
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter):
@@ -158,27 +158,27 @@ def _unpacked(node: Any, name: str) -> Iterator[torch.Tensor]:
     try:
         value = getattr(node, name)
         several = value if isinstance(value, (tuple, list)) else (value,)
-        tensors = [one.data for one in several if one is not None and hasattr(one, "data")]
+        tensors = [saved.data for saved in several if saved is not None and hasattr(saved, "data")]
     except (RuntimeError, AttributeError):
         return
     yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself; of one that is made of others (the shard in a `DTensor`) these."""
+    """The tensor itself; for one made of others (the shard in a `DTensor`), those."""
     todo = [tensor]
     for _ in range(_MOST_PARTS):
         if not todo:
             return
-        one = todo.pop()
-        parts = getattr(type(one), "__tensor_flatten__", None)
+        current = todo.pop()
+        parts = getattr(type(current), "__tensor_flatten__", None)
         if parts is None:
-            yield one
+            yield current
             continue
         try:
-            todo += [part for name in parts(one)[0] if isinstance(part := getattr(one, name), torch.Tensor)]
+            todo += [part for name in parts(current)[0] if isinstance(part := getattr(current, name), torch.Tensor)]
         except (RuntimeError, AttributeError, TypeError, NotImplementedError):  # a subclass of the user's own
-            yield one
+            yield current
 
 
 def _row(owner: str, name: str, tensor: torch.Tensor) -> Row | None:

@@ -34,19 +34,19 @@ class CheckpointMarks:
         self._on = True
         for holder in _HOLDERS:
             module = sys.modules.get(holder)
-            found = vars(module).get(_FUNCTION) if module is not None else None
-            if found is not None:
+            function = vars(module).get(_FUNCTION) if module is not None else None
+            if function is not None:
                 # a module that was imported meanwhile has ours under its own name
-                original = getattr(found, _ORIGINAL, found)
-                ours = self._marked(original)
-                setattr(module, _FUNCTION, ours)
-                self._replaced.append((module, original, ours))
+                original = getattr(function, _ORIGINAL, function)
+                marked = self._marked(original)
+                setattr(module, _FUNCTION, marked)
+                self._replaced.append((module, original, marked))
 
     def stop(self) -> None:
         """Leave PyTorch as it was; a checkpoint that is going on ends as it began."""
         self._on = False
-        for module, original, ours in self._replaced:
-            if vars(module).get(_FUNCTION) is ours:
+        for module, original, marked in self._replaced:
+            if vars(module).get(_FUNCTION) is marked:
                 setattr(module, _FUNCTION, original)
         self._replaced = []
 

@@ -132,12 +132,12 @@ def end_annotations() -> None:
     from traceloom.capture.kineto import annotate
 
     kinds = (torch.autograd.profiler.record_function, annotate)
-    for thing in reversed([thing for thing in gc.get_objects() if type(thing) in kinds]):
-        if type(thing) is annotate:
-            thing.__exit__()
-        elif thing.record is not None:
+    for annotation in reversed([annotation for annotation in gc.get_objects() if type(annotation) in kinds]):
+        if type(annotation) is annotate:
+            annotation.__exit__()
+        elif annotation.record is not None:
             with contextlib.suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
-                torch.ops.profiler._record_function_exit._RecordFunction(thing.record)
+                torch.ops.profiler._record_function_exit._RecordFunction(annotation.record)
 
 
 # ---- what C++ holds
@@ -183,12 +183,12 @@ _Open = _InFrame | _AtCall | _Working
 
 
 def _open(*, every_thread: bool) -> list[_Open]:
-    here = threading.get_ident()
+    own_ident = threading.get_ident()
     frames = _frames()
     open_: list[_Open] = [
         _InFrame(thread, id(frame))
         for thread, top in frames.items()
-        if every_thread or thread == here
+        if every_thread or thread == own_ident
         for frame in _stack(top)
         if _is_inside(frame)
     ]
@@ -197,8 +197,8 @@ def _open(*, every_thread: bool) -> list[_Open]:
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident, top in frames.items():
         thread = threads.get(ident)
-        ours = thread is not None and thread.name.startswith("traceloom-")
-        if ident != here and not ours and not _waits(top, thread.native_id if thread is not None else None):
+        is_own = thread is not None and thread.name.startswith("traceloom-")
+        if ident != own_ident and not is_own and not _waits(top, thread.native_id if thread is not None else None):
             open_.append(_AtCall(ident, id(top), top.f_lasti))
     open_ += [_Working(weakref.ref(work)) for work in list(_works)]
     return open_
@@ -206,16 +206,16 @@ def _open(*, every_thread: bool) -> list[_Open]:
 
 def _still(open_: list[_Open]) -> list[_Open]:
     frames = _frames() if open_ else {}
-    return [what for what in open_ if what.is_open(frames)]
+    return [entry for entry in open_ if entry.is_open(frames)]
 
 
 def _wait_for(open_: list[_Open]) -> list[_Open]:
-    """What of it remains open; waits a moment for it. What this thread itself is in cannot end meanwhile."""
-    here = threading.get_ident()
+    """Wait a moment for these to end; returns what is still open. What this thread is in itself cannot end here."""
+    own_ident = threading.get_ident()
     deadline = time.monotonic() + PATIENCE_SECONDS
     open_ = _still(open_)
     while open_ and time.monotonic() < deadline:
-        if all(isinstance(what, _InFrame) and what.thread == here for what in open_):
+        if all(isinstance(entry, _InFrame) and entry.thread == own_ident for entry in open_):
             break
         time.sleep(_PAUSE_SECONDS)
         open_ = _still(open_)

@@ -139,11 +139,11 @@ def groups() -> list[dict[str, Any]]:
     if module() is None:
         return []
     world = sys.modules["torch.distributed.distributed_c10d"]._world
-    found = []
+    described = []
     for group, members in world.pg_group_ranks.items():
         name = world.pg_names.get(group, "")
         backend = world.pg_map.get(group, ("", None))[0]
-        found.append(
+        described.append(
             {
                 "name": str(name),
                 "description": str(getattr(group, "group_desc", "") or ""),
@@ -151,7 +151,7 @@ def groups() -> list[dict[str, Any]]:
                 "ranks": sorted(int(rank) for rank in members),
             }
         )
-    return found
+    return described
 
 
 class CollectiveLog:

@@ -29,14 +29,14 @@ def describe() -> dict[str, Any]:
 
 def devices() -> list[dict[str, Any]]:
     """The accelerators this process uses; empty where none was initialised."""
-    found = []
+    described = []
     for kind in ("cuda", "xpu"):
         backend = getattr(torch, kind, None)
         if backend is None or not getattr(backend, "is_initialized", lambda: False)():
             continue
         for index in range(backend.device_count()):
             properties = backend.get_device_properties(index)
-            found.append(
+            described.append(
                 {
                     "device": index,
                     "kind": kind,
@@ -46,12 +46,12 @@ def devices() -> list[dict[str, Any]]:
                     "current": index == backend.current_device(),
                 }
             )
-    return found
+    return described
 
 
 def _versions() -> dict[str, str]:
     version = torch.version
-    known = {
+    versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": getattr(version, "cuda", None),
@@ -60,8 +60,8 @@ def _versions() -> dict[str, str]:
     }
     nccl = getattr(torch.cuda, "nccl", None)
     if version.cuda and nccl is not None and torch.distributed.is_available():
-        known["nccl"] = ".".join(map(str, nccl.version()))
-    return {name: str(value) for name, value in known.items() if value}
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    return {name: str(value) for name, value in versions.items() if value}
 
 
 def _processor() -> str | None:

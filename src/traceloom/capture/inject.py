@@ -218,7 +218,7 @@ class Attachment:
         def backward(*args: Any, **kwargs: Any) -> Any:
             result = passes(*args, **kwargs)
             if self._has_optimizer is None:  # asked once, with the first pass: optimizers are made before
-                self._has_optimizer = any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
+                self._has_optimizer = any(issubclass(type(obj), torch.optim.Optimizer) for obj in gc.get_objects())
             if not self._has_optimizer:
                 recorder.backward_ended()
             return result
@@ -286,7 +286,7 @@ class Attachment:
             moments.when_device_is_used(torch, self._device_is_used)
 
     def _watch_compiler(self) -> None:
-        """Code is compiled with the hooks that stand then, so that ours of the first call must be gone before."""
+        """Code is compiled with the hooks that are set then, so ours for the first call must be removed before."""
         import torch
         import torch.nn.modules.module as modules
 
@@ -301,9 +301,9 @@ class Attachment:
         @functools.wraps(has_hooks)
         def has_hooks_of_the_program() -> bool:
             """PyTorch warns of global hooks where a module is compiled; ours are no concern of the user."""
-            ours = {hook.id for hook in self._hooks if hasattr(hook, "hooks_dict_ref")}
+            own_ids = {hook.id for hook in self._hooks if hasattr(hook, "hooks_dict_ref")}
             hooks = ("backward_pre", "backward", "forward", "forward_pre")
-            return any(set(getattr(modules, f"_global_{name}_hooks")) - ours for name in hooks)
+            return any(set(getattr(modules, f"_global_{name}_hooks")) - own_ids for name in hooks)
 
         torch.compile, modules._has_any_global_hook = compiling, has_hooks_of_the_program  # noqa: SLF001
         self._handles += [

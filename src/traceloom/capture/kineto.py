@@ -196,8 +196,8 @@ def kinds(settings: Settings) -> tuple[bool, ...]:
 
 def _experimental(options: dict[str, bool]) -> Any:
     """The experimental options that this PyTorch knows."""
-    known: dict[str, Any] = {name: True for name, on in options.items() if on and _knows(name)}
-    return _ExperimentalConfig(**known)
+    supported: dict[str, Any] = {name: True for name, on in options.items() if on and _knows(name)}
+    return _ExperimentalConfig(**supported)
 
 
 def _knows(option: str) -> bool:

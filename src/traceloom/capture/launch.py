@@ -131,7 +131,7 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-        """Work through Ctrl-C, which reaches the command by itself, and pass SIGTERM on to it; and what comes early."""
+        """Go on after Ctrl-C, which reaches the command by itself; pass SIGTERM on to it, and what came early."""
         processes: list[subprocess.Popen[bytes]] = []
         early: list[int] = []
 
@@ -147,33 +147,33 @@ class Launch:
                 process.send_signal(number)
 
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        # A handler of ours is no business of the command; that somebody has a signal ignored is.
-        ours = {number: known for number, known in before.items() if known not in (signal.SIG_IGN, None)}
-        for number in ours:
+        # Only signals that somebody handles: one that is ignored stays ignored, for the command too.
+        replaced = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+        for number in replaced:
             signal.signal(number, pass_on)
         try:
             yield reached
         finally:
-            for number, known in ours.items():
-                signal.signal(number, known)
+            for number, handler in replaced.items():
+                signal.signal(number, handler)
 
     def _finish(self, run: dict[str, Any]) -> None:
         """Merge what the ranks wrote, and put it where it belongs."""
         self.recorded = bool(manifest.parts(self._place))
         if not self.recorded:
             return
-        whole = True
+        complete = True
         try:
             manifest.drop_incidental(self._place)
             ranks = manifest.merge(self._place, run)["ranks"]
             if self._place != self._directory:
-                whole = not any(notice["slug"] == "capture-moved" for rank in ranks for notice in rank["notices"])
-                if whole:
+                complete = not any(notice["slug"] == "capture-moved" for rank in ranks for notice in rank["notices"])
+                if complete:
                     manifest.adopt(self._place, self._directory, self._old, run)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._remarks.append(f"the parts of the capture could not be put together: {error} [not-merged]")
-            whole = False
-        if whole:
+            complete = False
+        if complete:
             self._ranks = ranks
         elif self._place != self._directory:
             self._keep(self._place)
@@ -181,8 +181,8 @@ class Launch:
     def _keep(self, made: Path) -> None:
         """Put what is not to replace the earlier capture where it can be found."""
         where = manifest.set_apart(made, self._directory)
-        said = f"the capture in `{self._directory}` stays; the unfinished one is in `{where}`"
-        self._remarks.append(f"{said} [kept-beside]")
+        sentence = f"the capture in `{self._directory}` stays; the unfinished one is in `{where}`"
+        self._remarks.append(f"{sentence} [kept-beside]")
 
     def _collect_notes(self) -> None:
         try:
@@ -280,8 +280,8 @@ def describe(ranks: list[dict[str, Any]]) -> str:
     words = []
     if windows and windows[0]["step_count"]:
         first, count = windows[0]["first_step"], windows[0]["step_count"]
-        what = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
-        words.append(f"recorded {what} of {len_steps(ranks[0])}")
+        steps = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
+        words.append(f"recorded {steps} of {len_steps(ranks[0])}")
     elif windows:
         seconds = (windows[0]["end_ns"] - windows[0]["start_ns"]) / 1e9
         words.append(f"recorded {seconds:.1f} s (no whole step)")

@@ -34,8 +34,8 @@ _OURS = re.compile(
 
 def parts(directory: Path) -> list[Path]:
     """The parts of a capture, by rank."""
-    found = [path for path in directory.iterdir() if _PART.fullmatch(path.name)]
-    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    paths = [path for path in directory.iterdir() if _PART.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -112,9 +112,9 @@ def adopt(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any],
     for name in files(made):
         if name != NAME and name.startswith(f"{stem}." if stem else ""):
             (made / name).replace(directory / name)
-    there = files(directory)
-    for name, known in old.items():
-        if there.get(name) == known:
+    present = files(directory)
+    for name, inode in old.items():
+        if present.get(name) == inode:
             (directory / name).unlink()
     merge(directory, run)
 
@@ -146,7 +146,7 @@ def clear_notes(directory: Path) -> None:
 def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     """What recording cost: recorded steps against the nearest unrecorded ones after the warm-up, by their medians.
 
-    A run changes while it goes on (memory, caches, clocks, other programs): what lies far away compares less.
+    A run changes while it goes on (memory, caches, clocks, other programs): distant steps compare less well.
 
     The ratio is that of processor time, where the system tells it: how long a step takes depends on what else runs and
     on what it waits for, and a few steps of a busy machine differ by more than recording costs. Beside it stand the
@@ -156,14 +156,14 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     numbers = {mark: log.numbers(mark) for mark in (Mark.RECORDED, Mark.GRAPH)}
     numbers[Mark.PLAIN] = nearest(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
     ran = {mark: log.processor_times(steps) for mark, steps in numbers.items()}
-    took = {mark: log.durations(steps) for mark, steps in numbers.items()}
+    durations = {mark: log.durations(steps) for mark, steps in numbers.items()}
     for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
-        figures[f"{name}_steps"] = len(took[mark])
-        figures[f"{name}_median_ns"] = _median(took[mark])
+        figures[f"{name}_steps"] = len(durations[mark])
+        figures[f"{name}_median_ns"] = _median(durations[mark])
         figures[f"{name}_cpu_median_ns"] = _median(ran[mark])
-    figures["graph_step_ns"] = took[Mark.GRAPH][-1] if took[Mark.GRAPH] else None
-    by_processor = all(len(ran[mark]) == len(took[mark]) for mark in took)
-    compared = ran if by_processor else took
+    figures["graph_step_ns"] = durations[Mark.GRAPH][-1] if durations[Mark.GRAPH] else None
+    by_processor = all(len(ran[mark]) == len(durations[mark]) for mark in durations)
+    compared = ran if by_processor else durations
     figures["ratio_of"] = "cpu" if by_processor else "wall"
     enough = {mark: steps if len(steps) >= FEWEST_STEPS else [] for mark, steps in compared.items()}
     plain, recorded = enough[Mark.PLAIN], enough[Mark.RECORDED]

@@ -83,7 +83,7 @@ class ModuleScopes:
         if torch.compiler.is_compiling() or not self._on:
             return
         stack = self._stack()
-        if stack and any(module is one.module for one in stack):  # not one that was entered before we began
+        if stack and any(module is entered.module for entered in stack):  # not one that was entered before we began
             while stack:
                 call = stack.pop()
                 call.opened.__exit__(None, None, None)

@@ -388,13 +388,13 @@ class Recorder:
         if shapes is None:  # they keep every tensor's head alive, and a graph step has them all
             by_step = kind == "steps" or self.log.number > 0 or settings.from_the_start
             shapes = not (settings.graph_step and by_step)
-        wanted = replace(settings, stacks=settings.stacks and not hurried, shapes=shapes)
+        chosen = replace(settings, stacks=settings.stacks and not hurried, shapes=shapes)
         window = Window(
-            kineto.Kineto(wanted, every_thread=kinds[0]),
+            kineto.Kineto(chosen, every_thread=kinds[0]),
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
             start_ns=time.time_ns(),
-            stacks=wanted.stacks,
+            stacks=chosen.stacks,
             shapes=shapes,
             called=self._called,
             census=census() if settings.memory else None,
@@ -435,11 +435,11 @@ class Recorder:
         except kineto.OtherThreadError:
             done = threading.Event()
 
-            def stop_there() -> None:
+            def stop_on_main() -> None:
                 stop()
                 done.set()
 
-            if not (on_main_thread(stop_there) and done.wait(2.0)):
+            if not (on_main_thread(stop_on_main) and done.wait(2.0)):
                 say_once(
                     "other-thread",
                     "recording was begun on a thread that cannot be reached, and this PyTorch ends it there only: "

@@ -100,8 +100,8 @@ class Settings:
 
 def from_json(text: str) -> Settings:
     """Read what `Settings.to_json` wrote; unknown keys of a newer Traceloom are ignored."""
-    known = {field.name for field in fields(Settings)}
-    return Settings(**{key: value for key, value in json.loads(text).items() if key in known})
+    names = {field.name for field in fields(Settings)}
+    return Settings(**{key: value for key, value in json.loads(text).items() if key in names})
 
 
 def parse_steps(value: str | int | range | None) -> tuple[int | None, int | None]:

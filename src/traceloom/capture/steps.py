@@ -68,32 +68,32 @@ class StepClock:
         if self.source not in ("none", "optimizer", "backward") or (self.frozen and self.source == "backward"):
             return Tick.NOTHING
         before, self.source = self.source, "optimizer"
-        seen = self._seen(optimizer)
-        seen.count += 1
+        stepped = self._seen(optimizer)
+        stepped.count += 1
         clock = self._clock
         if clock is None or clock.reference() is None:
-            self._clock = seen
+            self._clock = stepped
             return Tick.RESTART if before == "backward" else Tick.STEP
-        if seen is clock:
+        if stepped is clock:
             for other in self._optimizers.values():
                 other.since_clock = 0
             return Tick.STEP
-        seen.since_clock += 1
-        if seen.since_clock > SILENCE:
-            self._clock = seen
+        stepped.since_clock += 1
+        if stepped.since_clock > SILENCE:
+            self._clock = stepped
             return Tick.STEP
-        if seen.count < clock.count and not self.frozen:
-            self._clock = seen
+        if stepped.count < clock.count and not self.frozen:
+            self._clock = stepped
             return Tick.RESTART
         return Tick.NOTHING
 
     def _seen(self, optimizer: Any) -> _Optimizer:
         # Identities are used again after an optimizer was freed, therefore the weak reference.
-        known = self._optimizers.get(id(optimizer))
-        if known is None or known.reference() is not optimizer:
-            known = _Optimizer(weakref.ref(optimizer))
-            self._optimizers[id(optimizer)] = known
-        return known
+        remembered = self._optimizers.get(id(optimizer))
+        if remembered is None or remembered.reference() is not optimizer:
+            remembered = _Optimizer(weakref.ref(optimizer))
+            self._optimizers[id(optimizer)] = remembered
+        return remembered
 
 
 class Mark(Enum):

@@ -112,15 +112,15 @@ class Storage:
     def hold(self, window: Window) -> Held | None:
         """Export what was recorded, without a name in the capture yet; None where it could not be written at all."""
         notes = self.directory / writing.NOTES
-        place = self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns))
-        if place == self.directory:
+        folder = self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns))
+        if folder == self.directory:
             with contextlib.suppress(OSError):
                 notes.mkdir(parents=True, exist_ok=True)
-                place = notes
+                folder = notes
         self._holds += 1
-        plain = place / f"{os.getpid()}-{self._holds}.kineto.json"
-        whole = self._export(plain, window.kineto.save)
-        return Held(plain, whole, _operators(plain)) if plain.exists() else None
+        plain = folder / f"{os.getpid()}-{self._holds}.kineto.json"
+        complete = self._export(plain, window.kineto.save)
+        return Held(plain, complete, _operators(plain)) if plain.exists() else None
 
     def keep(self, window: Window, *, used_torch: bool) -> None:
         """Write a recorded window: exported now if it is not yet, compressed beside the steps."""
@@ -192,9 +192,9 @@ class Storage:
         out_of_memory.write(path, error, steps)
         self._out_of_memory = {"file": path.name}
         self._memory_snapshot()
-        asked = out_of_memory.asked_bytes(error)
-        what = "" if asked is None else f" when {asked / 1e6:.4g} MB were asked for"
-        say_once("out-of-memory", f"memory ran out{what}; see: traceloom memory {self._settings.shown}")
+        requested = out_of_memory.asked_bytes(error)
+        amount = "" if requested is None else f" when {requested / 1e6:.4g} MB were asked for"
+        say_once("out-of-memory", f"memory ran out{amount}; see: traceloom memory {self._settings.shown}")
 
     def forget(self) -> None:
         """The numbers of the steps begin anew: what was kept has lost its place."""
@@ -249,8 +249,8 @@ class Storage:
 
     def _named(self, path: Path, suffix: str) -> Path:
         """Give a file that is held back its name in the capture, or beside it where the capture takes no more."""
-        place = self.directory if path.parent == self.directory / writing.NOTES else path.parent
-        return path.replace(place / f"{self.stem()}.{suffix}")
+        folder = self.directory if path.parent == self.directory / writing.NOTES else path.parent
+        return path.replace(folder / f"{self.stem()}.{suffix}")
 
     def _is_empty(self, held: Held, steps: int) -> bool:
         return held.whole and not steps and not held.operators

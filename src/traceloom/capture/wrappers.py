@@ -36,7 +36,7 @@ def class_name(module: torch.nn.Module) -> str:
     `fully_shard` and `replicate` give a module a class of their own, made of one of PyTorch's and that of the user.
     """
     kind = type(unwrapped(module))
-    while len(kind.__bases__) == 2 and all(_of_distributed(one) for one in (kind, kind.__bases__[0])):
+    while len(kind.__bases__) == 2 and all(_of_distributed(cls) for cls in (kind, kind.__bases__[0])):
         kind = kind.__bases__[1]
     return kind.__name__
 

@@ -107,15 +107,15 @@ class Places:
     def compress(self, plain: Path) -> Path:
         """Make `x.json.gz` of `x.json` in the capture directory, atomically; the file that holds the data afterwards.
 
-        Where that cannot be, it is compressed where it lies, or stays as it is.
+        Where that is impossible, it is compressed where it is, or stays as it is.
         """
         why = ""
-        for place in dict.fromkeys((self.directory, plain.parent)):
-            target = place / (plain.name + ".gz")
+        for folder in dict.fromkeys((self.directory, plain.parent)):
+            target = folder / (plain.name + ".gz")
             try:
                 _gzip(plain, target)
             except OSError as error:
-                why = why or reason(error, place)
+                why = why or reason(error, folder)
                 continue
             plain.unlink()
             break
@@ -192,13 +192,13 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until everything is written; says so on a terminal when it takes longer than a second."""
-        started, said = time.monotonic(), False
+        started, announced = time.monotonic(), False
         with self._idle:
             while self._pending:
                 self._idle.wait(0.25)
-                if not said and time.monotonic() - started > 1 and sys.stderr and sys.stderr.isatty():
+                if not announced and time.monotonic() - started > 1 and sys.stderr and sys.stderr.isatty():
                     say("writing what was recorded ...")
-                    said = True
+                    announced = True
 
     def rest(self) -> None:
         """Wait until everything is written, and end the thread; the next job begins another one."""

@@ -117,19 +117,19 @@ class Yielding:
             if getattr(profiler, "with_stack", False):
                 with self._lock:
                     self._stacked.append(weakref.ref(profiler, self._gone))
-                    self._count_steps(wanted=False)
+                    self._count_steps(wrapped=False)
 
         return make
 
     def _gone(self, reference: weakref.ref[Any]) -> None:
         with self._lock:
             self._stacked.remove(reference)
-            self._count_steps(wanted=not self._stacked)
+            self._count_steps(wrapped=not self._stacked)
 
-    def _count_steps(self, *, wanted: bool) -> None:
+    def _count_steps(self, *, wrapped: bool) -> None:
         """Steps of a profiler begin and end its windows, so that a wrapper around them would be in its stacks."""
-        if self._steps is not None and wanted != (torch.profiler.profile.step is self._steps[1]):
-            torch.profiler.profile.step = self._steps[wanted]
+        if self._steps is not None and wrapped != (torch.profiler.profile.step is self._steps[1]):
+            torch.profiler.profile.step = self._steps[wrapped]
 
     def _stepping(self, original: Any) -> Any:
         def step(profiler: Any, *args: Any, **kwargs: Any) -> Any:

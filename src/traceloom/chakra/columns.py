@@ -78,33 +78,33 @@ class NodeColumns:
 
     def numbers(self, name: str) -> pl.Series:
         """A whole number per node, whichever whole type it is written as; null where it is absent or another type."""
-        values, there = np.zeros(len(self), np.int64), np.zeros(len(self), np.bool_)
-        if (found := self.attributes.get(name)) is not None:
-            member, value = found.member, found.value
+        values, present = np.zeros(len(self), np.int64), np.zeros(len(self), np.bool_)
+        if (attribute := self.attributes.get(name)) is not None:
+            member, value = attribute.member, attribute.value
             value = np.where(np.isin(member, _ZIGZAG), unzigzag(value), value)
             value = np.where(member == _SIGNED_HALF, value.astype(np.int32).astype(np.int64), value)
             whole = np.isin(member, _WHOLE)
-            values[found.row[whole]], there[found.row[whole]] = value[whole], True
-        return pl.Series(name, values).set(pl.Series(~there), None)
+            values[attribute.row[whole]], present[attribute.row[whole]] = value[whole], True
+        return pl.Series(name, values).set(pl.Series(~present), None)
 
     def strings(self, name: str) -> pl.Series:
         """A text per node; null where it is absent or no text."""
-        found = self.attributes.get(name)
+        attribute = self.attributes.get(name)
         out: list[str | None] = [None] * len(self)
-        if found is not None:
-            text = found.member == _NUMBER_OF["string_val"]
-            values = texts(self.source, found.begin[text], found.value[text])
-            for row, value in zip(found.row[text].tolist(), values, strict=True):
+        if attribute is not None:
+            text = attribute.member == _NUMBER_OF["string_val"]
+            values = texts(self.source, attribute.begin[text], attribute.value[text])
+            for row, value in zip(attribute.row[text].tolist(), values, strict=True):
                 out[row] = value
         return pl.Series(name, out, dtype=pl.String)
 
     def lists(self, name: str, member: str) -> Lists:
         """A list of whole numbers of the nodes that have it; lists of another type are absent."""
-        found = self.attributes.get(name)
-        if found is None:
+        attribute = self.attributes.get(name)
+        if attribute is None:
             return Lists(*(np.zeros(0, np.int64) for _ in range(3)))
-        there = found.member == _NUMBER_OF[member]
-        rows, begin, length = found.row[there], found.begin[there], found.value[there]
+        matches = attribute.member == _NUMBER_OF[member]
+        rows, begin, length = attribute.row[matches], attribute.begin[matches], attribute.value[matches]
         inner = fields(self.source, begin, begin + length)
         runs = inner.numbered(1, DELIMITED)
         counts, values = packed(self.source, runs.begin, runs.value)
@@ -151,7 +151,7 @@ class Decoder:
             raise self._damaged(block) from error
 
     def _damaged(self, block: Block) -> InputError:
-        """Says which message it is: the first that the library refuses, too."""
+        """The error, naming the first message that the library refuses, too."""
         first, last = block.first, block.first + len(block) - 1
         begin, end = block.at + block.starts[0], block.at + block.stops[-1]
         for number, message in enumerate(block.messages()):
@@ -159,9 +159,9 @@ class Decoder:
                 first = last = block.first + number
                 begin, end = block.at + block.starts[number], block.at + block.stops[number]
                 break
-        which = f"message {first}" if first == last else f"one of the messages {first} to {last}"
+        subject = f"message {first}" if first == last else f"one of the messages {first} to {last}"
         return InputError(
-            f"{which}, bytes {begin} to {end}, is no Chakra node",
+            f"{subject}, bytes {begin} to {end}, is no Chakra node",
             slug="chakra-damaged",
             where=self._where,
             hint="the file is damaged there",
@@ -170,23 +170,23 @@ class Decoder:
     def _columns(self, block: Block) -> NodeColumns:
         source = buffer(block.data)
         count = len(block)
-        found = fields(source, np.array(block.starts, np.int64), np.array(block.stops, np.int64))
+        parsed = fields(source, np.array(block.starts, np.int64), np.array(block.stops, np.int64))
         names = [""] * count
-        named = found.numbered(2, DELIMITED)
+        named = parsed.numbered(2, DELIMITED)
         for row, text in zip(named.row.tolist(), texts(source, named.begin, named.value), strict=True):
             names[row] = text
         return NodeColumns(
             source=source,
-            id=_numbers(found, 1, count),
-            type=_numbers(found, 3, count).astype(np.int32).astype(np.int64),
-            start_us=_numbers(found, 6, count),
-            duration_us=_numbers(found, 7, count),
+            id=_numbers(parsed, 1, count),
+            type=_numbers(parsed, 3, count).astype(np.int32).astype(np.int64),
+            start_us=_numbers(parsed, 6, count),
+            duration_us=_numbers(parsed, 7, count),
             names=names,
-            control=_dependencies(source, found, 4),
-            data=_dependencies(source, found, 5),
-            inputs=_tensors(source, found.numbered(8, DELIMITED)),
-            outputs=_tensors(source, found.numbered(9, DELIMITED)),
-            attributes=self._attributes(source, found.numbered(10, DELIMITED)),
+            control=_dependencies(source, parsed, 4),
+            data=_dependencies(source, parsed, 5),
+            inputs=_tensors(source, parsed.numbered(8, DELIMITED)),
+            outputs=_tensors(source, parsed.numbered(9, DELIMITED)),
+            attributes=self._attributes(source, parsed.numbered(10, DELIMITED)),
         )
 
     def _attributes(self, source: Buffer, messages: Fields) -> dict[str, _Attributes]:
@@ -200,12 +200,12 @@ class Decoder:
             column[held.row] = values
         order = np.argsort(code, kind="stable")
         edges = np.searchsorted(code[order], np.arange(len(self._names) + 1))
-        found = {}
+        by_name = {}
         for number, name in enumerate(self._names):
-            which = order[edges[number] : edges[number + 1]]
-            if len(which):
-                found[name] = _Attributes(messages.row[which], *(column[which] for column in columns))
-        return found
+            indices = order[edges[number] : edges[number + 1]]
+            if len(indices):
+                by_name[name] = _Attributes(messages.row[indices], *(column[indices] for column in columns))
+        return by_name
 
 
 def _is_node(message: bytes) -> bool:
@@ -216,16 +216,16 @@ def _is_node(message: bytes) -> bool:
     return True
 
 
-def _numbers(found: Fields, number: int, count: int) -> Ints:
+def _numbers(parsed: Fields, number: int, count: int) -> Ints:
     column = np.zeros(count, np.int64)
-    some = found.numbered(number, VARINT)
-    column[some.row] = some.value
+    matches = parsed.numbered(number, VARINT)
+    column[matches.row] = matches.value
     return column
 
 
-def _dependencies(source: Buffer, found: Fields, number: int) -> Lists:
+def _dependencies(source: Buffer, parsed: Fields, number: int) -> Lists:
     """Numbers of a repeated field, packed or one by one, in the order of the file."""
-    runs, single = found.numbered(number, DELIMITED), found.numbered(number, VARINT)
+    runs, single = parsed.numbered(number, DELIMITED), parsed.numbered(number, VARINT)
     counts, values = packed(source, runs.begin, runs.value)
     row = np.concatenate([np.repeat(runs.row, counts), single.row])
     values = np.concatenate([values, single.value])
@@ -238,6 +238,6 @@ def _tensors(source: Buffer, messages: Fields) -> dict[int, tuple[Ints, list[str
     inner = fields(source, messages.begin, messages.begin + messages.value)
     out = {}
     for number in (1, 2, 3):
-        some = inner.numbered(number, DELIMITED)
-        out[number] = messages.row[some.row], texts(source, some.begin, some.value)
+        matches = inner.numbered(number, DELIMITED)
+        out[number] = messages.row[matches.row], texts(source, matches.begin, matches.value)
     return out

@@ -151,8 +151,8 @@ class Source:
             return group_file(self._graph) if groups(self._graph) else None
         if not self.path.is_dir():
             return None
-        found = next((self.path / name for name in _GROUP_FILES if (self.path / name).is_file()), None)
-        return files.read_small(found, MOST_GROUP_BYTES) if found else None
+        group_path = next((self.path / name for name in _GROUP_FILES if (self.path / name).is_file()), None)
+        return files.read_small(group_path, MOST_GROUP_BYTES) if group_path else None
 
     def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
         """Write the only rank as one file; returns its size in bytes.

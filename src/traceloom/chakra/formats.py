@@ -96,7 +96,7 @@ def rank_files(directory: Path) -> list[tuple[int, Path]]:
     Raises:
         InputError: `no-traces`: there is none; `chakra-mixed`: a rank has several.
     """
-    found: dict[int, Path] = {}
+    by_rank: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
         stem = path.name.removesuffix(".gz")
         if form_of(path) is None or not path.is_file():
@@ -105,19 +105,19 @@ def rank_files(directory: Path) -> list[tuple[int, Path]]:
         if not number.isdecimal():
             continue
         rank = int(number)
-        if rank in found:
+        if rank in by_rank:
             raise InputError(
-                f"rank {rank} has several files, {found[rank].name} and {path.name}",
+                f"rank {rank} has several files, {by_rank[rank].name} and {path.name}",
                 slug="chakra-mixed",
                 where=str(directory),
                 hint="name the files of one job",
             )
-        found[rank] = path
-    if not found:
+        by_rank[rank] = path
+    if not by_rank:
         raise InputError(
             "the directory holds no files like PREFIX.RANK.et",
             slug="no-traces",
             where=str(directory),
             hint="name a file",
         )
-    return sorted(found.items())
+    return sorted(by_rank.items())

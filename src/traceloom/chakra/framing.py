@@ -109,40 +109,40 @@ def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], i
     """Starts and stops of the whole messages, where the rest begins, how much the next one lacks, and what is wrong."""
     starts: list[int] = []
     stops: list[int] = []
-    place, size, missing = 0, len(data), 0
-    while place < size:
-        length = data[place]
-        start = place + 1
+    position, size, missing = 0, len(data), 0
+    while position < size:
+        length = data[position]
+        start = position + 1
         if length > 127 and start < size and data[start] < 128:  # most nodes have two bytes of length
             length, start = length & 127 | data[start] << 7, start + 1
         elif length > 127:
-            start, length = _length(data, place)
-            if start < 0 and size - place < _LENGTH_BYTES:
+            start, length = _length(data, position)
+            if start < 0 and size - position < _LENGTH_BYTES:
                 missing = 1
                 break
             if start < 0 or length > MOST_BYTES:
                 claims = (
                     "no length that a message can have" if start < 0 else f"{length:,} bytes, more than any message has"
                 )
-                return starts, stops, place, 0, _damaged(first + len(starts), at + place, claims)
+                return starts, stops, position, 0, _damaged(first + len(starts), at + position, claims)
         stop = start + length
         if stop > size:
             missing = stop - size
             break
         starts.append(start)
         stops.append(stop)
-        place = stop
-    return starts, stops, place, missing, None
+        position = stop
+    return starts, stops, position, missing, None
 
 
-def _length(data: bytes, place: int) -> tuple[int, int]:
-    """Where the message after the length at `place` begins, and the length; (-1, 0) where the length has no end."""
+def _length(data: bytes, position: int) -> tuple[int, int]:
+    """Where the message after the length at `position` begins, and the length; (-1, 0) where it has no end."""
     length = shift = 0
-    for here in range(place, min(place + _LENGTH_BYTES, len(data))):
-        byte = data[here]
+    for index in range(position, min(position + _LENGTH_BYTES, len(data))):
+        byte = data[index]
         length |= (byte & 127) << shift
         if byte < 128:
-            return here + 1, length
+            return index + 1, length
         shift += 7
     return -1, 0
 

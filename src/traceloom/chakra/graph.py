@@ -128,8 +128,8 @@ def _write(outgoing: Outgoing, rank: int, path: Path, step: Step | None, *, forc
 
 def groups(graph: Graph) -> dict[str, list[int]]:
     """The members of every group whose members are known, by the group's name."""
-    known = graph.communication.filter(pl.col("group").is_not_null() & pl.col("ranks").is_not_null())
-    first = known.unique("group", keep="first", maintain_order=True).sort("group")
+    with_members = graph.communication.filter(pl.col("group").is_not_null() & pl.col("ranks").is_not_null())
+    first = with_members.unique("group", keep="first", maintain_order=True).sort("group")
     return dict(zip(first["group"].to_list(), first["ranks"].to_list(), strict=True))
 
 
@@ -213,10 +213,10 @@ class _Source:
 
 
 def _graph(sources: Sequence[_Source], where: str) -> Graph:
-    ours = [is_ours(source.metadata) for source in sources]
-    if all(ours) and ours:
+    from_graph = [is_ours(source.metadata) for source in sources]
+    if all(from_graph) and from_graph:
         return _ours(sources, where)
-    if any(ours):
+    if any(from_graph):
         raise InputError(
             "some of the files were written from a graph, others not",
             slug="chakra-mixed",
@@ -228,9 +228,9 @@ def _graph(sources: Sequence[_Source], where: str) -> Graph:
 
 
 def _stage(sources: Sequence[_Source]) -> Stage:
-    """What the files say of themselves; most writers say nothing, and convert what was recorded."""
-    said = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
-    return next((stage for stage in STAGES if said == {stage}), "profiled")
+    """The stage that the files state; most writers state none, and convert what was recorded."""
+    stages = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
+    return next((stage for stage in STAGES if stages == {stage}), "profiled")
 
 
 def _ours(sources: Sequence[_Source], where: str) -> Graph:
@@ -239,8 +239,8 @@ def _ours(sources: Sequence[_Source], where: str) -> Graph:
         graph = graph_in.together(parts, where)
         graph.check_columns()
     except (pl.exceptions.PolarsError, InvariantError, ValueError, LookupError, TypeError, OverflowError) as error:
-        said = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-        raise InputError(said, slug="chakra-damaged", where=where) from error
+        message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
+        raise InputError(message, slug="chakra-damaged", where=where) from error
     return graph
 
 

@@ -105,47 +105,47 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     Raises:
         InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
     """
-    found = _Found()
+    collected = _Found()
     try:
         for columns in Decoder(ATTRIBUTES, where).columns(blocks):
-            found.add(columns)
+            collected.add(columns)
     except DamageError as error:
         raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=where) from error
-    nodes = pl.concat([pl.DataFrame(schema=_COLUMNS), *found.nodes])
+    nodes = pl.concat([pl.DataFrame(schema=_COLUMNS), *collected.nodes])
     fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
     if not fine.all():
         raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=where)
     notices: list[Notice] = []
-    edges = _edges(nodes["id"], found, notices, rank, where)
+    edges = _edges(nodes["id"], collected, notices, rank, where)
     edges, start = _laid_out(nodes, edges, notices, rank, where)
-    edges = _marked(edges, nodes["id"], found.added)
+    edges = _marked(edges, nodes["id"], collected.added)
     return replace(_graph(nodes, edges, start, rank), name=where, notices=tuple(notices))
 
 
-def _edges(ids: pl.Series, found: _Found, notices: list[Notice], rank: int, where: str) -> pl.DataFrame:
+def _edges(ids: pl.Series, collected: _Found, notices: list[Notice], rank: int, where: str) -> pl.DataFrame:
     """Edges between rows of the nodes; names of nodes that do not exist are counted."""
-    known = pl.DataFrame({"id": ids, "source": np.arange(len(ids))})
+    rows_by_id = pl.DataFrame({"id": ids, "source": np.arange(len(ids))})
     if twice := len(ids) - ids.n_unique():
-        said = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
-        notices.append(Notice("chakra-duplicate-ids", "error", said, twice, rank, where))
-        known = known.unique("id", keep="first")
+        message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
+        notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, where))
+        rows_by_id = rows_by_id.unique("id", keep="first")
     frames = []
-    for kind, pairs in (("call", found.control), ("data", found.data)):
-        wanted = pl.DataFrame(
+    for kind, pairs in (("call", collected.control), ("data", collected.data)):
+        dependencies = pl.DataFrame(
             {
                 "target": np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in pairs)]),
                 "id": np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in pairs)]),
             }
         )
         frames.append(
-            wanted.join(known, on="id", how="left").select(
+            dependencies.join(rows_by_id, on="id", how="left").select(
                 "source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data")
             )
         )
     edges = pl.concat(frames)
     if dangling := edges["source"].null_count():
-        said = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
-        notices.append(Notice("chakra-dangling", "warning", said, dangling, rank, where))
+        message = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
+        notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, where))
     return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True)
 
 
@@ -154,8 +154,12 @@ def _marked(edges: pl.DataFrame, ids: pl.Series, added: list[tuple[Ints, Ints]])
     nothing = np.zeros(0, np.int64)
     rows = np.concatenate([nothing, *(rows for rows, _ in added)])
     awaited = np.concatenate([nothing, *(ids for _, ids in added)])
-    known = pl.DataFrame({"id": ids, "source": np.arange(len(ids))}).unique("id", keep="first", maintain_order=True)
-    pairs = pl.DataFrame({"target": rows, "id": awaited}).join(known, on="id").select("source", "target", only=True)
+    rows_by_id = pl.DataFrame({"id": ids, "source": np.arange(len(ids))}).unique(
+        "id", keep="first", maintain_order=True
+    )
+    pairs = (
+        pl.DataFrame({"target": rows, "id": awaited}).join(rows_by_id, on="id").select("source", "target", only=True)
+    )
     marked = edges.join(pairs.unique(), on=["source", "target"], how="left", maintain_order="left")
     simulated = pl.col("only") & (pl.col("kind") == "data")
     return marked.with_columns(kind=pl.when(simulated).then(pl.lit("simulation")).otherwise("kind")).drop("only")
@@ -179,8 +183,8 @@ def _laid_out(
             hint=f"traceloom validate {where} says which",
         ) from error
     dropped = edges.height - data.height
-    said = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
-    notices.append(Notice("chakra-control-circle", "warning", said, dropped, rank, where))
+    message = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
+    notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, where))
     return data, start
 
 
@@ -202,10 +206,10 @@ def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
     return np.array(start, np.int64)
 
 
-def _graph(found: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -> Graph:
+def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -> Graph:
     """The frames; row 0 is the origin, so all rows of the file move by one."""
-    on_host = (found["is_cpu_op"] == 1).fill_null(value=False)
-    nodes = found.select(
+    on_host = (decoded["is_cpu_op"] == 1).fill_null(value=False)
+    nodes = decoded.select(
         "name",
         kind=pl.col("type").replace_strict(
             _KINDS,
@@ -218,7 +222,7 @@ def _graph(found: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -> 
         work_ns=pl.col("duration_us") * 1000,
         bytes=pl.coalesce(pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"),
     ).with_columns(residual_ns=pl.lit(0))
-    lane, lanes = _lanes(nodes["kind"], found, rank)
+    lane, lanes = _lanes(nodes["kind"], decoded, rank)
     origin = pl.DataFrame({"name": [""], "kind": [ORIGIN], "rank": [rank]}).with_columns(
         pl.lit(0).alias(name) for name in ("start_ns", "duration_ns", "work_ns", "residual_ns")
     )
@@ -230,7 +234,7 @@ def _graph(found: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -> 
         nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
         edges=_with_origin(edges, start),
         lanes=lanes,
-        communication=_communication(found, nodes["kind"].slice(1)),
+        communication=_communication(decoded, nodes["kind"].slice(1)),
         ranks=pl.DataFrame([_rank(rank, int(end.max() or 0))], schema=GRAPH_SCHEMAS["ranks"]),  # type: ignore[arg-type]
     )
 
@@ -260,13 +264,13 @@ def _with_origin(edges: pl.DataFrame, start: Ints) -> pl.DataFrame:
     return whole.select(schema.names()).cast(schema).sort("target", maintain_order=True)
 
 
-def _lanes(kind: pl.Series, found: pl.DataFrame, rank: int) -> tuple[pl.Series, pl.DataFrame]:
+def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: int) -> tuple[pl.Series, pl.DataFrame]:
     """Threads of the host, streams of the device, and one lane each for what the file puts on no stream."""
     host = kind == HOST
-    places = found.select(
+    lane_keys = decoded.select(
         place=pl.when(host).then(pl.lit("host")).otherwise(pl.lit("device")),
         number=pl.when(host).then(pl.col("tid").fill_null(0)).otherwise("stream"),
-        what=pl.when(host | found["stream"].is_not_null())
+        what=pl.when(host | decoded["stream"].is_not_null())
         .then(pl.lit(""))
         .when(kind.is_in(list(COMMUNICATION)))
         .then(pl.lit("communication"))
@@ -275,7 +279,9 @@ def _lanes(kind: pl.Series, found: pl.DataFrame, rank: int) -> tuple[pl.Series, 
         .otherwise(pl.lit("compute")),
     )
     keys = ["place", "number", "what"]
-    lanes = places.unique(keys).sort("place", "number", "what", descending=[True, False, False]).with_row_index("lane")
+    lanes = (
+        lane_keys.unique(keys).sort("place", "number", "what", descending=[True, False, False]).with_row_index("lane")
+    )
     number = pl.col("number").cast(pl.String)
     at_host = pl.col("place") == "host"
     rows = lanes.select(
@@ -288,13 +294,13 @@ def _lanes(kind: pl.Series, found: pl.DataFrame, rank: int) -> tuple[pl.Series, 
         stream=pl.when(~at_host).then("number"),
         name=pl.when(at_host).then("thread " + number).otherwise(pl.coalesce("stream " + number, "what")),
     )
-    lane = places.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")["lane"]
+    lane = lane_keys.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")["lane"]
     return lane, rows.cast(GRAPH_SCHEMAS["lanes"])
 
 
-def _communication(found: pl.DataFrame, kind: pl.Series) -> pl.DataFrame:
+def _communication(decoded: pl.DataFrame, kind: pl.Series) -> pl.DataFrame:
     is_part = kind.cast(pl.String).is_in(list(COMMUNICATION))
-    frame = found.with_row_index("node", offset=1).with_columns(part=kind.cast(pl.String)).filter(is_part)
+    frame = decoded.with_row_index("node", offset=1).with_columns(part=kind.cast(pl.String)).filter(is_part)
     sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
     rows = frame.select(
         "node",

@@ -58,19 +58,20 @@ def part(header: Header, blocks: Iterable[Block], where: str) -> Part:
     Raises:
         InputError: `chakra-damaged`.
     """
-    found: dict[str, list[pl.DataFrame]] = {name: [] for name in Part.__annotations__ if name != "header"}
+    collected: dict[str, list[pl.DataFrame]] = {name: [] for name in Part.__annotations__ if name != "header"}
     try:
         for columns in Decoder(ATTRIBUTES, where).columns(blocks):
             for name, frame in _frames(columns, header).items():
-                found[name].append(frame)
+                collected[name].append(frame)
         more = {"carried": GRAPH_SCHEMAS["nodes"], "edges": _WIDE_EDGES, "host_ops": _HOST_OPS}
         empty = GRAPH_SCHEMAS | more
         return Part(
-            header, **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in found.items()}
+            header,
+            **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in collected.items()},
         )
     except (pl.exceptions.PolarsError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        said = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-        raise InputError(said, slug="chakra-damaged", where=where) from error
+        message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
+        raise InputError(message, slug="chakra-damaged", where=where) from error
 
 
 def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
@@ -106,18 +107,23 @@ def _carried(columns: NodeColumns) -> pl.DataFrame:
 
 def _edges(columns: NodeColumns) -> pl.DataFrame:
     frames = []
-    for name, mine, other in ((layout.EDGES, "target", "source"), (layout.EDGES_OUT, "source", "target")):
+    for name, own_end, other_end in ((layout.EDGES, "target", "source"), (layout.EDGES_OUT, "source", "target")):
         lists = columns.lists(name, "sint64_list")
         numbers = lists.values.reshape(-1, layout.PER_EDGE)
-        values = {other: numbers[:, 0], "code": numbers[:, 1], "delay_ns": numbers[:, 2], "residual_ns": numbers[:, 3]}
-        values[mine] = np.repeat(columns.id[lists.row], lists.count // layout.PER_EDGE)
+        values = {
+            other_end: numbers[:, 0],
+            "code": numbers[:, 1],
+            "delay_ns": numbers[:, 2],
+            "residual_ns": numbers[:, 3],
+        }
+        values[own_end] = np.repeat(columns.id[lists.row], lists.count // layout.PER_EDGE)
         frames.append(pl.DataFrame(values, schema=_WIDE_EDGES))
     return pl.concat(frames)
 
 
 def _communication(columns: NodeColumns) -> pl.DataFrame:
-    there = columns.has(layout.ROW_OF_COMMUNICATION)
-    if not there.any():
+    present = columns.has(layout.ROW_OF_COMMUNICATION)
+    if not present.any():
         return pl.DataFrame(schema=GRAPH_SCHEMAS["communication"])
     frame = pl.DataFrame({"node": columns.id}).with_columns(
         *(columns.numbers(name).alias(column) for name, column in layout.COMMUNICATION_NUMBERS.items()),
@@ -125,7 +131,7 @@ def _communication(columns: NodeColumns) -> pl.DataFrame:
         *(_list_column(columns, name).alias(column) for name, column in layout.COMMUNICATION_LISTS.items()),
     )
     return (
-        frame.filter(pl.Series(there))
+        frame.filter(pl.Series(present))
         .select(GRAPH_SCHEMAS["communication"].names())
         .cast(GRAPH_SCHEMAS["communication"])
     )
@@ -142,27 +148,27 @@ def _list_column(columns: NodeColumns, name: str) -> pl.Series:
 
 
 def _transfers(columns: NodeColumns) -> pl.DataFrame:
-    there = columns.has(layout.ROW_OF_TRANSFER)
+    present = columns.has(layout.ROW_OF_TRANSFER)
     frame = pl.DataFrame({"node": columns.id}).with_columns(
         columns.strings(name).alias(column) for name, column in layout.TRANSFER_TEXTS.items()
     )
-    return frame.filter(pl.Series(there)).select(GRAPH_SCHEMAS["transfers"].names()).cast(GRAPH_SCHEMAS["transfers"])
+    return frame.filter(pl.Series(present)).select(GRAPH_SCHEMAS["transfers"].names()).cast(GRAPH_SCHEMAS["transfers"])
 
 
 def _host_ops(columns: NodeColumns, rank: int) -> pl.DataFrame:
-    there = pl.Series(columns.has(layout.ROW_OF_HOST_OP))
+    present = pl.Series(columns.has(layout.ROW_OF_HOST_OP))
     texts: dict[str, list[str | None]] = {}
-    for names, found in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
+    for names, tensors in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
         for name, number in zip(names, (1, 2, 3), strict=True):
             texts[name] = [None] * len(columns)
-            for row, text in zip(found[number][0].tolist(), found[number][1], strict=True):
+            for row, text in zip(tensors[number][0].tolist(), tensors[number][1], strict=True):
                 texts[name][row] = text
     frame = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
         *(columns.numbers(name).alias(column) for name, column in layout.HOST_NUMBERS.items()),
         *(columns.strings(name).alias(column) for name, column in layout.HOST_TEXTS.items()),
         rank=pl.lit(rank, pl.Int32),
     )
-    frame = frame.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name")).filter(there)
+    frame = frame.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name")).filter(present)
     return frame.select(_HOST_OPS.names()).cast(_HOST_OPS)
 
 
@@ -193,14 +199,14 @@ def together(parts: Sequence[Part], where: str) -> Graph:
         ]
     )
     edges = edges.with_columns(source=_renumbered(edges["source"], ids), target=_renumbered(edges["target"], ids))
-    known = edges.drop_nulls(["source", "target"])
+    complete = edges.drop_nulls(["source", "target"])
     notices = first.notices
-    if lost := edges.height - known.height:
-        said = f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
-        notices = (*notices, Notice("chakra-missing-ranks", "warning", said, lost))
+    if lost := edges.height - complete.height:
+        message = f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
+        notices = (*notices, Notice("chakra-missing-ranks", "warning", message, lost))
     return Graph(
         nodes=_rows(nodes, "node").cast(GRAPH_SCHEMAS["nodes"]),
-        edges=known.select(GRAPH_SCHEMAS["edges"].names())
+        edges=complete.select(GRAPH_SCHEMAS["edges"].names())
         .cast(GRAPH_SCHEMAS["edges"])
         .sort("target", maintain_order=True),
         lanes=_rows(lanes.drop("row"), "lane").cast(GRAPH_SCHEMAS["lanes"]),
@@ -235,14 +241,16 @@ def _plain(part: Part) -> pl.DataFrame:
 
 
 def _renumbered(values: pl.Series, ids: pl.Series) -> pl.Series:
-    """Rows of ids (ascending); null for what is not among them."""
+    """The row of each value in `ids` (ascending); null where it is not among them."""
     if ids.null_count():
         raise ValueError(f"a row has no {ids.name}")
-    known = ids.to_numpy().astype(np.int64)
-    wanted = values.cast(pl.Int64).fill_null(-1).to_numpy()
-    at: Ints = np.searchsorted(known, wanted)
-    there = (at < len(known)) & (known[np.minimum(at, len(known) - 1)] == wanted) if len(known) else at < 0
-    return pl.Series(values.name, at).set(pl.Series(~there), None)
+    id_array = ids.to_numpy().astype(np.int64)
+    queries = values.cast(pl.Int64).fill_null(-1).to_numpy()
+    at: Ints = np.searchsorted(id_array, queries)
+    matches = (
+        (at < len(id_array)) & (id_array[np.minimum(at, len(id_array) - 1)] == queries) if len(id_array) else at < 0
+    )
+    return pl.Series(values.name, at).set(pl.Series(~matches), None)
 
 
 def _rows(frame: pl.DataFrame, column: str) -> pl.DataFrame:

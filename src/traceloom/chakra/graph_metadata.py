@@ -92,8 +92,8 @@ class Header:
         try:
             self._decode(values)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError, pl.exceptions.PolarsError) as error:
-            said = f"its metadata is not that of a graph: {str(error).splitlines()[0]}"
-            raise InputError(said, slug="chakra-damaged", where=where) from error
+            message = f"its metadata is not that of a graph: {str(error).splitlines()[0]}"
+            raise InputError(message, slug="chakra-damaged", where=where) from error
 
     def _decode(self, values: dict[str, Any]) -> None:
         self.rank = int(values["rank"])
@@ -105,9 +105,9 @@ class Header:
         self.host_op_count = int(values["host_op_count"])
         self.edge_kinds: list[str] = values["edge_kinds"]
         self.evidence_kinds: list[str] = values["evidence_kinds"]
-        known = {field.name for field in fields(Notice)}
+        notice_fields = {field.name for field in fields(Notice)}
         notices = json.loads(values["notices"])
-        self.notices = tuple(Notice(**{k: v for k, v in notice.items() if k in known}) for notice in notices)
+        self.notices = tuple(Notice(**{k: v for k, v in notice.items() if k in notice_fields}) for notice in notices)
         self.frames = {name: _frame(values[name], name, "row") for name in _OF_A_RANK}
         self.frames["delays"] = _frame(values["delays"], "delays")
         self.loose_nodes = _frame(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)

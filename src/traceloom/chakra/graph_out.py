@@ -61,8 +61,10 @@ class Outgoing:
         self._hosts = _carriers(graph)
         # Of each lane, and last of nodes of no lane.
         self._of_host = np.append((graph.lanes["kind"] == "host").to_numpy(), True)
-        places = {name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")}
-        self._places = [wire.joined(table) for name, column in places.items() if (table := _numbers(name, column))]
+        lane_columns = {name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")}
+        self._places = [
+            wire.joined(table) for name, column in lane_columns.items() if (table := _numbers(name, column))
+        ]
         self._beside = {
             "communication": _nodes_of(graph.communication),
             "transfers": _nodes_of(graph.transfers),
@@ -139,9 +141,9 @@ class Outgoing:
         ]
 
     def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str, beside: pl.DataFrame) -> pl.DataFrame | None:
-        """The rows of a frame beside the nodes for some nodes (ascending), null where a node has none; None: all."""
-        there = self._beside[name]
-        if np.searchsorted(there, ids[0]) == np.searchsorted(there, ids[-1], "right"):
+        """The rows of a side frame for these nodes (ascending), null where a node has none; None if none has any."""
+        nodes_beside = self._beside[name]
+        if np.searchsorted(nodes_beside, ids[0]) == np.searchsorted(nodes_beside, ids[-1], "right"):
             return None
         return _beside(nodes, beside)
 
@@ -158,9 +160,9 @@ class Outgoing:
 
     def _communication_attributes(self, nodes: pl.DataFrame, ids: Ints, kind: Ints) -> Iterator[wire.Rows]:
         frame = nodes.select("node", "rank", _kind=pl.col("kind"))
-        found = self._joined(frame, ids, "communication", self.graph.communication)
-        if found is not None:
-            yield from _communication_attributes(found, nodes)
+        joined = self._joined(frame, ids, "communication", self.graph.communication)
+        if joined is not None:
+            yield from _communication_attributes(joined, nodes)
         elif np.isin(kind, _COMMUNICATION).any():
             yield from _communication_attributes(_beside(frame, self.graph.communication.clear()), nodes)
 
@@ -196,31 +198,31 @@ def _lists(pairs: Dependencies) -> _Lists:
     return _Lists(pairs.target, pairs.source)
 
 
-def _numbers(name: str, values: pl.Series, there: Flags | None = None) -> list[wire.Rows]:
+def _numbers(name: str, values: pl.Series, present: Flags | None = None) -> list[wire.Rows]:
     missing = values.null_count()
     if missing == len(values):
         return []
-    if there is None:
-        there = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
+    if present is None:
+        present = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
     whole = values.cast(pl.Int64)
-    return wire.number_attribute(name, "int64_val", (whole.fill_null(0) if missing else whole).to_numpy(), there)
+    return wire.number_attribute(name, "int64_val", (whole.fill_null(0) if missing else whole).to_numpy(), present)
 
 
-def _columns(frame: pl.DataFrame, columns: dict[str, str], there: dict[str, Flags]) -> Iterator[wire.Rows]:
-    """As `_numbers`, for several columns (by the names of their attributes) at once."""
+def _columns(frame: pl.DataFrame, columns: dict[str, str], present: dict[str, Flags]) -> Iterator[wire.Rows]:
+    """Like `_numbers`, for several columns (by attribute name) at once."""
     missing = {name: frame[column].null_count() for name, column in columns.items()}
-    some = [name for name in columns if missing[name] < frame.height]
-    whole = {name: pl.col(columns[name]).cast(pl.Int64) for name in some}
-    found = frame.select(
+    filled = [name for name in columns if missing[name] < frame.height]
+    whole = {name: pl.col(columns[name]).cast(pl.Int64) for name in filled}
+    values = frame.select(
         **{name: column.fill_null(0) if missing[name] else column for name, column in whole.items()},
-        **{f"{name} there": pl.col(columns[name]).is_not_null() for name in some if missing[name]},
+        **{f"{name} there": pl.col(columns[name]).is_not_null() for name in filled if missing[name]},
     )
     everywhere = np.ones(frame.height, np.bool_)
-    for name in some:
-        flags = there.get(name)
+    for name in filled:
+        flags = present.get(name)
         if flags is None:
-            flags = found[f"{name} there"].to_numpy() if missing[name] else everywhere
-        yield from wire.number_attribute(name, "int64_val", found[name].to_numpy(), flags)
+            flags = values[f"{name} there"].to_numpy() if missing[name] else everywhere
+        yield from wire.number_attribute(name, "int64_val", values[name].to_numpy(), flags)
 
 
 def _kind_attributes(nodes: pl.DataFrame, cpu: Flags) -> wire.Rows:
@@ -253,10 +255,10 @@ def _types(kind: NDArray[Any], transfer: pl.DataFrame | None) -> Ints:
 
 
 def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[wire.Rows]:
-    """Attributes that simulators and feeders read, then what else a Graph knows."""
-    known = frame["node_there"].is_not_null()
+    """Attributes that simulators and feeders read, then whatever else the graph holds."""
+    has_row = frame["node_there"].is_not_null()
     kind = nodes["kind"].cast(pl.String)
-    if not known.any() and not kind.is_in(COMMUNICATION).any():
+    if not has_row.any() and not kind.is_in(COMMUNICATION).any():
         return
     sends, receives = kind == "send", kind == "receive"
     comm_type = frame["kind"].replace_strict(
@@ -273,11 +275,11 @@ def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Itera
         ),
     )
     for name in ends.columns:
-        there = ends[name].is_not_null().to_numpy()
-        yield from wire.number_attribute(name, "int32_val", ends[name].fill_null(0).to_numpy(), there)
+        present = ends[name].is_not_null().to_numpy()
+        yield from wire.number_attribute(name, "int32_val", ends[name].fill_null(0).to_numpy(), present)
     for name, column in layout.COMMUNICATION_TEXTS.items():
         yield from wire.text_attribute(name, frame[column])
-    yield from wire.bare_attribute(layout.ROW_OF_COMMUNICATION, (known & frame["kind"].is_null()).to_numpy())
+    yield from wire.bare_attribute(layout.ROW_OF_COMMUNICATION, (has_row & frame["kind"].is_null()).to_numpy())
     for name, column in layout.COMMUNICATION_NUMBERS.items():
         yield from _numbers(name, frame[column])
     for name, column in layout.COMMUNICATION_LISTS.items():
@@ -295,15 +297,15 @@ def _comm_size(frame: pl.DataFrame, nodes: pl.DataFrame, receives: pl.Series) ->
 
 def _transfer_attributes(frame: pl.DataFrame | None, nodes: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
     moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
-    there = moved & nodes["bytes"].is_not_null().to_numpy()
-    if there.any():
-        yield from wire.number_attribute("tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), there)
+    has_size = moved & nodes["bytes"].is_not_null().to_numpy()
+    if has_size.any():
+        yield from wire.number_attribute("tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), has_size)
     if frame is None or frame["node_there"].null_count() == frame.height:
         return
-    known = frame["node_there"].is_not_null()
+    has_row = frame["node_there"].is_not_null()
     for name, column in layout.TRANSFER_TEXTS.items():
         yield from wire.text_attribute(name, frame[column])
-    yield from wire.bare_attribute(layout.ROW_OF_TRANSFER, (known & frame["kind"].is_null()).to_numpy())
+    yield from wire.bare_attribute(layout.ROW_OF_TRANSFER, (has_row & frame["kind"].is_null()).to_numpy())
 
 
 def _host_attributes(frame: pl.DataFrame) -> Iterator[wire.Rows]:
@@ -335,8 +337,8 @@ def _carriers(graph: Graph) -> pl.DataFrame:
         .unique(["rank", "host_op"], keep="first", maintain_order=True)
     )
     ops = graph.host_ops.with_row_index("row").with_columns(first=pl.struct("rank", "id").is_first_distinct())
-    found = ops.join(first, left_on=["rank", "id"], right_on=["rank", "host_op"], how="left", maintain_order="left")
-    return found.with_columns(node=pl.when("first").then("node")).drop("first")
+    carriers = ops.join(first, left_on=["rank", "id"], right_on=["rank", "host_op"], how="left", maintain_order="left")
+    return carriers.with_columns(node=pl.when("first").then("node")).drop("first")
 
 
 def _carried(graph: Graph, solid: Flags) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:

@@ -52,25 +52,25 @@ def shape(blocks: Iterator[Block], where: str) -> Shape:
     """
     ids: list[int] = []
     types: list[int] = []
-    wanted: tuple[list[list[int]], list[list[int]]] = ([], [])
+    dependencies: tuple[list[list[int]], list[list[int]]] = ([], [])
     for columns in Decoder(("is_cpu_op",), where).columns(blocks):
         ids.extend(columns.id.view(np.uint64).tolist())
         types.extend(columns.type.tolist())
-        for lists, out in ((columns.control, wanted[0]), (columns.data, wanted[1])):
-            mine: list[list[int]] = [[] for _ in range(len(columns))]
+        for lists, out in ((columns.control, dependencies[0]), (columns.data, dependencies[1])):
+            per_node: list[list[int]] = [[] for _ in range(len(columns))]
             values = lists.values.view(np.uint64).tolist()
             ends = np.cumsum(lists.count).tolist()
             for row, end, count in zip(lists.row.tolist(), ends, lists.count.tolist(), strict=True):
-                mine[row] = values[end - count : end]
-            out.extend(mine)
+                per_node[row] = values[end - count : end]
+            out.extend(per_node)
     row_of = {number: row for row, number in reversed(list(enumerate(ids)))}
     dangling = 0
-    for lists_of in wanted:
+    for lists_of in dependencies:
         for row, needed in enumerate(lists_of):
-            known = [row_of[number] for number in needed if number in row_of]
-            dangling += len(needed) - len(known)
-            lists_of[row] = [other for other in known if other != row]
-    return Shape(ids, types, *wanted, dangling)
+            existing = [row_of[number] for number in needed if number in row_of]
+            dangling += len(needed) - len(existing)
+            lists_of[row] = [other for other in existing if other != row]
+    return Shape(ids, types, *dependencies, dangling)
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class Isolated:
 
 
 def isolate(file: Shape, side: Side, where: str) -> Isolated:
-    """What stays when only one side is kept.
+    """The nodes and dependencies that stay when only one side is kept.
 
     Raises:
         InputError: `chakra-circle`: nodes wait for each other.
     """
     communicates = {int(kind) for kind in COMMUNICATION_TYPES}
-    wanted = side == "communication"
-    kept = [(kind in communicates) == wanted and kind != NodeType.METADATA_NODE for kind in file.types]
+    keeps_communication = side == "communication"
+    kept = [(kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE for kind in file.types]
     stays = list(kept)
     notices: list[Notice] = []
     by_control = _without_circle(file, notices, where)
@@ -124,16 +124,16 @@ def isolate(file: Shape, side: Side, where: str) -> Isolated:
 def _without_circle(file: Shape, notices: list[Notice], where: str) -> list[list[int]]:
     """The control dependencies, or none where they lead in a circle; counts dependencies on missing nodes, too."""
     if file.dangling:
-        said = f"{file.dangling:,} dependencies name nodes that the file does not have, and are left out"
-        notices.append(Notice("chakra-dangling", "warning", said, file.dangling, where=where))
+        message = f"{file.dangling:,} dependencies name nodes that the file does not have, and are left out"
+        notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=where))
     followers = [0] * len(file.ids)
     try:
         for _ in _in_order(file.control, followers, where):
             pass
     except InputError:
         dropped = sum(map(len, file.control))
-        said = f"the {dropped:,} control dependencies lead in a circle, and are left out"
-        notices.append(Notice("chakra-control-circle", "warning", said, dropped, where=where))
+        message = f"the {dropped:,} control dependencies lead in a circle, and are left out"
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, where=where))
         return [[] for _ in file.ids]
     return file.control
 
@@ -145,7 +145,7 @@ def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> t
         for other in needed:
             followers[other] += 1
     chains = _Chains()
-    found: dict[int, list[int]] = {}
+    bridged: dict[int, list[int]] = {}
     passed: dict[int, list[int]] = {}  # of a removed node: what those behind it wait for
     joints: list[int] = []
     for row in _in_order(waits, followers, where):
@@ -155,18 +155,18 @@ def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> t
         if len(lists) == 1 and not direct:
             through = lists[0]
         else:
-            through = chains.latest([*direct, *(other for some in lists for other in some)])
+            through = chains.latest([*direct, *(other for passed_on in lists for other in passed_on)])
         is_joint = len(through) > 1 and (followers[row] > 1 or len(through) > _MOST_PASSED)
         if stays[row]:
-            found[row] = list(dict.fromkeys([*direct, *through]))
-            chains.add(row, found[row])
+            bridged[row] = list(dict.fromkeys([*direct, *through]))
+            chains.add(row, bridged[row])
         elif is_joint:
             joints.append(row)
-            found[row], passed[row] = through, [row]
+            bridged[row], passed[row] = through, [row]
             chains.add(row, through)
         else:
             passed[row] = through
-    return found, joints
+    return bridged, joints
 
 
 class _Chains:
@@ -179,10 +179,10 @@ class _Chains:
     def add(self, row: int, needed: Sequence[int]) -> None:
         """A node and what it waits for: it prolongs the chain of one of them, or begins its own."""
         for other in needed:
-            chain, place = self._place[other]
+            chain, position = self._place[other]
             if self._last[chain] == other:
                 self._last[chain] = row
-                self._place[row] = chain, place + 1
+                self._place[row] = chain, position + 1
                 return
         self._place[row] = len(self._last), 0
         self._last.append(row)
@@ -193,9 +193,9 @@ class _Chains:
             return list(rows)
         best: dict[int, tuple[int, int]] = {}
         for row in rows:
-            chain, place = self._place[row]
-            if chain not in best or best[chain][0] < place:
-                best[chain] = place, row
+            chain, position = self._place[row]
+            if chain not in best or best[chain][0] < position:
+                best[chain] = position, row
         return [row for _, row in best.values()]
 
 

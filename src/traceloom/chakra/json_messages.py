@@ -107,13 +107,13 @@ def _attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
     kind = attribute.WhichOneof("value")
     if kind is not None:
         value = getattr(attribute, kind)
-        one = _TO_JSON[kind]
+        convert = _TO_JSON[kind]
         if kind.endswith("_list"):
-            out[kind] = [one(item) for item in value.values]
+            out[kind] = [convert(item) for item in value.values]
             if not exact and len(UnknownFieldSet(value)):
                 out[UNKNOWN + "_of_value"] = _unknown(value)
         else:
-            out[kind] = one(value)
+            out[kind] = convert(value)
     if not exact:
         _add_unknown(out, attribute)
     return out
@@ -143,8 +143,8 @@ def _same(value: Any) -> Any:
 def _element(name: str) -> FieldDescriptor:
     """The field that holds the value, or each of its elements."""
     member: Any = _VALUES[name]
-    found: FieldDescriptor = member.message_type.fields_by_name["values"] if name.endswith("_list") else member
-    return found
+    element: FieldDescriptor = member.message_type.fields_by_name["values"] if name.endswith("_list") else member
+    return element
 
 
 def _to_json(name: str) -> Callable[[Any], Any]:
@@ -166,8 +166,8 @@ def _add_unknown(out: dict[str, Any], message: Message) -> None:
 
 def _unknown(message: Message) -> str:
     """The wire bytes of the fields that the schema does not have, in base64."""
-    found: Any = UnknownFieldSet(message)
-    return _base64(b"".join(map(_unknown_field, found)))
+    unknown_fields: Any = UnknownFieldSet(message)
+    return _base64(b"".join(map(_unknown_field, unknown_fields)))
 
 
 def _unknown_field(field: Any) -> bytes:
@@ -200,13 +200,13 @@ def from_object(value: Any, kind: type[_Message], where: str) -> _Message:
     try:
         fields = _fields(value, _OF_NODE if kind is Node else _OF_METADATA)
         message = kind()
-        for name, given in fields.items():
-            _set(message, name, given)
+        for name, field_value in fields.items():
+            _set(message, name, field_value)
     except _OddError as error:
         raise InputError(str(error), slug="chakra-json", where=where) from error
     except (TypeError, ValueError, OverflowError) as error:
-        said = f"a value does not fit the schema: {str(error).splitlines()[0]}"
-        raise InputError(said, slug="chakra-json", where=where) from error
+        reason = f"a value does not fit the schema: {str(error).splitlines()[0]}"
+        raise InputError(reason, slug="chakra-json", where=where) from error
     return message
 
 
@@ -214,40 +214,40 @@ def _fields(value: Any, spellings: dict[str, str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _OddError(f"expected an object, got {type(value).__name__}")
     out: dict[str, Any] = {}
-    for key, given in value.items():
+    for key, field_value in value.items():
         name = spellings.get(key)
         if name is None:
             raise _OddError(f"`{key}` is no field of the schema")
         if name in out:
             raise _OddError(f"`{key}` is there twice")
-        out[name] = given
+        out[name] = field_value
     return out
 
 
-def _set(message: Any, name: str, given: Any) -> None:
+def _set(message: Any, name: str, value: Any) -> None:
     if name == "attr":
-        for item in _list(given, name):
+        for item in _list(value, name):
             _read_attribute(item, message.attr.add())
     elif name in {"ctrl_deps", "data_deps"}:
-        getattr(message, name).extend(_number(item) for item in _list(given, name))
+        getattr(message, name).extend(_number(item) for item in _list(value, name))
     elif name in {"inputs", "outputs"}:
         info = getattr(message, name)
         info.SetInParent()
-        for key, text in _fields(given, _OF_TENSORS).items():
+        for key, text in _fields(value, _OF_TENSORS).items():
             _set(info, key, text)
     elif name == UNKNOWN:
-        message.MergeFromString(_bytes(given))
+        message.MergeFromString(_bytes(value))
     elif name == "type":
-        message.type = _NUMBERS[given] if given in _NUMBERS else _number(given)
+        message.type = _NUMBERS[value] if value in _NUMBERS else _number(value)
     elif name in {"version", "name", "values", "shapes", "types"}:
-        setattr(message, name, _text(given))
+        setattr(message, name, _text(value))
     else:
-        setattr(message, name, _number(given))
+        setattr(message, name, _number(value))
 
 
-def _read_attribute(given: Any, attribute: AttributeProto) -> None:
-    extra = given.pop(UNKNOWN + "_of_value", None) if isinstance(given, dict) else None
-    fields = _fields(given, _OF_ATTRIBUTE)
+def _read_attribute(raw: Any, attribute: AttributeProto) -> None:
+    extra = raw.pop(UNKNOWN + "_of_value", None) if isinstance(raw, dict) else None
+    fields = _fields(raw, _OF_ATTRIBUTE)
     for name, value in fields.items():
         if name in {"name", "doc_string"}:
             setattr(attribute, name, _text(value))
@@ -264,52 +264,52 @@ def _read_attribute(given: Any, attribute: AttributeProto) -> None:
             setattr(attribute, name, _FROM_JSON[name](value))
 
 
-def _list(given: Any, name: str) -> list[Any]:
-    if not isinstance(given, list):
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
         raise _OddError(f"`{name}` is no list")
-    return given
+    return value
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str):
-        raise _OddError(f"expected a text, got {_shown(given)}")
-    return given
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _OddError(f"expected a text, got {_shown(value)}")
+    return value
 
 
-def _number(given: Any) -> int:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return given
-    if isinstance(given, str) and given.removeprefix("-").isdecimal() and given.isascii():
-        return int(given)
-    raise _OddError(f"expected a whole number, got {_shown(given)}")
+def _number(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.removeprefix("-").isdecimal() and value.isascii():
+        return int(value)
+    raise _OddError(f"expected a whole number, got {_shown(value)}")
 
 
-def _float(given: Any) -> float:
-    if isinstance(given, str) and given in _ODD:
-        return _ODD[given]
-    if isinstance(given, str) and given.startswith("NaN:"):
-        (number,) = struct.unpack(">d", bytes.fromhex(given[4:]).rjust(8, b"\0"))
+def _float(value: Any) -> float:
+    if isinstance(value, str) and value in _ODD:
+        return _ODD[value]
+    if isinstance(value, str) and value.startswith("NaN:"):
+        (number,) = struct.unpack(">d", bytes.fromhex(value[4:]).rjust(8, b"\0"))
         return float(number)
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return float(given)
-    raise _OddError(f"expected a number, got {_shown(given)}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise _OddError(f"expected a number, got {_shown(value)}")
 
 
-def _flag(given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise _OddError(f"expected true or false, got {_shown(given)}")
-    return given
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _OddError(f"expected true or false, got {_shown(value)}")
+    return value
 
 
-def _bytes(given: Any) -> bytes:
+def _bytes(value: Any) -> bytes:
     try:
-        return base64.b64decode(_text(given), validate=True)
+        return base64.b64decode(_text(value), validate=True)
     except ValueError as error:
-        raise _OddError(f"expected base64, got {_shown(given)}") from error
+        raise _OddError(f"expected base64, got {_shown(value)}") from error
 
 
-def _shown(given: Any) -> str:
-    text = repr(given)
+def _shown(value: Any) -> str:
+    text = repr(value)
     return text if len(text) < 40 else text[:37] + "..."
 
 
@@ -328,10 +328,10 @@ def _from_json(name: str) -> Callable[[Any], Any]:
 _FROM_JSON = {name: _from_json(name) for name in _VALUES}
 
 
-def _fed(key: str, given: Any) -> Any:
-    if key == "is_cpu_op" and isinstance(given, int):
-        return bool(given)
-    return _FED_TYPES.get(given, given) if key == "comm_type" and isinstance(given, str) else given
+def _fed(key: str, value: Any) -> Any:
+    if key == "is_cpu_op" and isinstance(value, int):
+        return bool(value)
+    return _FED_TYPES.get(value, value) if key == "comm_type" and isinstance(value, str) else value
 
 
 # Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
@@ -357,12 +357,14 @@ def from_feeder(value: Any, where: str) -> Node:
         "runtime": "duration_micros",
         "ctrlDeps": "ctrl_deps",
     }
-    for key, given in value.items():
+    for key, field_value in value.items():
         name = "data_deps" if key == "data_deps" else renamed.get(key)
         if name is not None:
-            node[name] = given
+            node[name] = field_value
         elif key in _FED:
-            attributes.append({"name": key, _FED[key]: _fed(key, given)})
+            attributes.append({"name": key, _FED[key]: _fed(key, field_value)})
         else:
-            attributes.append({"name": key, "string_val": given if isinstance(given, str) else repr(given)})
+            attributes.append(
+                {"name": key, "string_val": field_value if isinstance(field_value, str) else repr(field_value)}
+            )
     return from_object({**node, "attr": attributes}, Node, where)

@@ -64,13 +64,13 @@ class JsonReader:
             for number, node in enumerate(self._next, 1):  # noqa: B007  (the notice says the number)
                 yield node
         except _CutError as error:
-            said = f"{error}; {number:,} nodes before that are whole"
+            message = f"{error}; {number:,} nodes before that are whole"
             if self._strict:
                 raise self._refused(str(error), "chakra-cut") from error
-            self.notices.append(Notice("chakra-cut", "error", said, where=str(self.path)))
+            self.notices.append(Notice("chakra-cut", "error", message, where=str(self.path)))
 
-    def _refused(self, said: str, slug: str) -> InputError:
-        return InputError(said, slug=slug, where=str(self.path))
+    def _refused(self, message: str, slug: str) -> InputError:
+        return InputError(message, slug=slug, where=str(self.path))
 
     def _no_chakra(self, members: dict[str, Any]) -> InputError:
         return InputError(
@@ -134,8 +134,8 @@ class JsonReader:
     def _sequence(self, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
         """Objects one after the other; the first is the metadata, unless it is a node."""
         if members.keys() & {"id", "name", "type", "dataDeps", "data_deps"}:
-            said = "the file begins with a node, not with metadata"
-            self.notices.append(Notice("chakra-no-metadata", "warning", said, where=str(self.path)))
+            message = "the file begins with a node, not with metadata"
+            self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
             return self._following([members]), GlobalMetadata()
         if "metadata" in members:
             return iter(()), from_object(members["metadata"], GlobalMetadata, f"{self.path}, metadata")
@@ -210,19 +210,19 @@ class _Text:
             raise self._cut()
         while True:
             try:
-                found, end = self._scan(self._text, self._at)
+                decoded, end = self._scan(self._text, self._at)
             except RecursionError as error:
                 raise self._wrong("a value is nested too deeply") from error
             except ValueError as error:
-                place = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
+                offset = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
                 if not self._more():
-                    raise self._broken(error, place) from error
+                    raise self._broken(error, offset) from error
                 continue
             # A number at the end of the piece may go on in the next one.
             if end == len(self._text) and self._text[end - 1] not in '}]"' and self._more():
                 continue
             self._at = end
-            return found
+            return decoded
 
     def key(self) -> str | None:
         """The next key of an object; None at its end."""
@@ -275,17 +275,17 @@ class _Text:
     def _cut(self) -> _CutError:
         return _CutError(self._pieces.fault or "the JSON text ends inside a value")
 
-    def _broken(self, error: ValueError, place: int) -> Exception:
-        """The text is at its end, and no value could be read: it is cut there, or no JSON (`place` into the value)."""
-        rest = self._text[self._at + place :].rstrip()
+    def _broken(self, error: ValueError, offset: int) -> Exception:
+        """The error at the end of the text where no value could be read: cut, or no JSON (`offset` into the value)."""
+        rest = self._text[self._at + offset :].rstrip()
         in_text = isinstance(error, json.JSONDecodeError) and (
             error.msg.startswith("Unterminated string") or (error.msg.startswith("Invalid") and len(rest) < _ESCAPE)
         )
         unfinished = in_text or any(word.startswith(rest) for word in _WORDS)  # an empty rest begins each of them
         return self._cut() if unfinished else self._wrong(f"the text is no JSON: {error}")
 
-    def _wrong(self, said: str) -> InputError:
-        return InputError(said, slug="chakra-json", where=self._where)
+    def _wrong(self, message: str) -> InputError:
+        return InputError(message, slug="chakra-json", where=self._where)
 
 
 def write_json(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:

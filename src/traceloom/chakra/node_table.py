@@ -131,8 +131,8 @@ def _columns(reader: EtReader, decoder: Decoder, damage: list[Notice]) -> Iterat
         whole = _before_damage(reader, block) if block is not None else None
         if whole is not None and whole.starts:
             yield _part(next(decoder.columns([whole])))
-        said = f"{error.message}; what comes before it is read, what comes after it is not"
-        damage.append(Notice(error.slug, "error", said, where=str(reader.path)))
+        message = f"{error.message}; what comes before it is read, what comes after it is not"
+        damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
 
 
 def _before_damage(reader: EtReader, block: Block) -> Block:

@@ -90,8 +90,8 @@ class Pieces:
         if not inflate.eof:
             self.fault = f"the gzip data ends at byte {read} of the compressed file, before its end mark"
 
-    def _slowly(self, member: int, until: int, known: int) -> Iterator[bytes]:
-        """The text of a corrupt member beyond what is known, up to the fault.
+    def _slowly(self, member: int, until: int, decoded: int) -> Iterator[bytes]:
+        """The text of a corrupt member beyond its first `decoded` bytes, up to the fault.
 
         The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives all before that.
         """
@@ -109,8 +109,8 @@ class Pieces:
                 except zlib.error:
                     return
                 got += len(out)
-                if got > known and out:
-                    yield out[max(0, len(out) - (got - known)) :]
+                if got > decoded and out:
+                    yield out[max(0, len(out) - (got - decoded)) :]
 
 
 def _bomb() -> InputError:

@@ -94,8 +94,8 @@ class PlainNodes:
             *wire.number_attribute("is_cpu_op", "bool_val", on_host, everywhere),
         ]
         for name, member in _MEMBERS.items():
-            there = nodes[name].is_not_null().to_numpy()
-            fields += wire.number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), there)
+            present = nodes[name].is_not_null().to_numpy()
+            fields += wire.number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
         fields += wire.text_attribute("pg_name", nodes["pg_name"])
         counts, ids = _of(self.added, at, nodes.height)
         fields += wire.number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)

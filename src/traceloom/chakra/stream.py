@@ -116,10 +116,10 @@ class EtReader:
                 hint="the file is damaged there",
             ) from error
 
-    def _placed(self, found: Iterator[Block]) -> Iterator[Block]:
-        """The blocks; errors say the file, and a cut end becomes a notice."""
+    def _placed(self, raw_blocks: Iterator[Block]) -> Iterator[Block]:
+        """The blocks; errors name the file, and a truncated end becomes a notice."""
         try:
-            yield from found
+            yield from raw_blocks
         except InputError as error:
             if error.where:
                 raise
@@ -173,15 +173,15 @@ class EtReader:
         if not head and not self._pieces.fault:
             return InputError("the file is empty", slug="empty-file", where=where)
         if kind:
-            said = f"this is {kind}, not a Chakra trace in binary form"
-            return InputError(said, slug="not-chakra", where=where, hint=_HINTS.get(kind, ""))
+            detail = f"this is {kind}, not a Chakra trace in binary form"
+            return InputError(detail, slug="not-chakra", where=where, hint=_HINTS.get(kind, ""))
         if error is not None and error.slug == "gzip-bomb":
             return error
         if error is None and (self._cut.there or self._pieces.fault):
             fault = self._pieces.fault or self._cut.sentence()
             return InputError(fault, slug="chakra-cut", where=where, hint="nothing before that can be used")
-        said = f": {error.message}" if error else ": its first message is no metadata of a Chakra trace"
-        return InputError(f"this is not a Chakra trace{said}", slug="not-chakra", where=where)
+        detail = f": {error.message}" if error else ": its first message is no metadata of a Chakra trace"
+        return InputError(f"this is not a Chakra trace{detail}", slug="not-chakra", where=where)
 
 
 def _parses(kind: type[Node], message: bytes) -> bool:

@@ -104,11 +104,11 @@ def joined(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     lengths = _total(parts)
     out = np.empty(int(lengths.sum()), np.uint8)
-    place = np.cumsum(lengths) - lengths
+    offset = np.cumsum(lengths) - lengths
     for part in parts:
-        there = np.flatnonzero(part.lengths)
-        _put(out, place[there], part.data, part.lengths[there])
-        place = place + part.lengths
+        filled = np.flatnonzero(part.lengths)
+        _put(out, offset[filled], part.data, part.lengths[filled])
+        offset = offset + part.lengths
     return Rows(out, lengths)
 
 
@@ -120,26 +120,26 @@ def _total(parts: Sequence[Rows]) -> Ints:
     return total
 
 
-def _put(out: Bytes, place: Ints, data: Bytes, sizes: Ints) -> None:
-    """Put pieces of some bytes each at their places; all of one size at once where they are long."""
+def _put(out: Bytes, offset: Ints, data: Bytes, sizes: Ints) -> None:
+    """Copy each piece of bytes to its offset; all pieces of one size at once where they are long."""
     least, most = int(sizes.min(initial=_MOST_SIZE)), int(sizes.max(initial=0))
     if least == most:
-        _runs(out, most)[place] = np.ascontiguousarray(data).view(f"V{most}")
+        _runs(out, most)[offset] = np.ascontiguousarray(data).view(f"V{most}")
         return
     begin = np.cumsum(sizes) - sizes
     short = len(data) < _LONG * len(sizes)
     if most >= _MOST_SIZE and not short:
-        for at, start, size in zip(place.tolist(), begin.tolist(), sizes.tolist(), strict=True):
+        for at, start, size in zip(offset.tolist(), begin.tolist(), sizes.tolist(), strict=True):
             out[at : at + size] = data[start : start + size]
         return
     counts = np.bincount(sizes, minlength=1) if not short else begin
     used = np.flatnonzero(counts)
     if short or len(used) > _MOST_SIZES:  # an index per byte
-        out[np.repeat(place - begin, sizes) + np.arange(len(data))] = data
+        out[np.repeat(offset - begin, sizes) + np.arange(len(data))] = data
         return
     order = np.argsort(sizes.astype(np.uint16), kind="stable")
     for size, group in zip(used.tolist(), np.split(order, np.cumsum(counts[used])[:-1]), strict=True):
-        _runs(out, size)[place[group]] = _runs(data, size)[begin[group]]
+        _runs(out, size)[offset[group]] = _runs(data, size)[begin[group]]
 
 
 def _runs(data: Bytes, size: int) -> NDArray[np.void]:
@@ -157,12 +157,12 @@ def scattered(part: Rows, rows: Ints, count: int) -> Rows:
 def picked(table: Rows, number: NDArray[Any]) -> Rows:
     """For each row the bytes of one row of a small table, by its number."""
     lengths = table.lengths[number]
-    place = np.cumsum(lengths) - lengths
+    offset = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), np.uint8)
     begin = np.cumsum(table.lengths) - table.lengths
     for at in np.flatnonzero(np.bincount(number, minlength=len(table))).tolist():
         if size := int(table.lengths[at]):
-            _runs(out, size)[place[number == at]] = _runs(table.data, size)[begin[at]]
+            _runs(out, size)[offset[number == at]] = _runs(table.data, size)[begin[at]]
     return Rows(out, lengths)
 
 
@@ -226,16 +226,16 @@ def text_attribute(name: str, values: pl.Series) -> list[Rows]:
     missing = values.null_count()
     if missing == len(values):
         return []
-    there = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
-    return bytes_attribute(name, "string_val", texts(values), there)
+    present = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
+    return bytes_attribute(name, "string_val", texts(values), present)
 
 
 def list_attribute(name: str, member: str, values: pl.Series) -> list[Rows]:
     """The fields of an attribute with a list of whole numbers, in the rows where it is not null (it may be empty)."""
-    there = values.is_not_null().to_numpy()
+    present = values.is_not_null().to_numpy()
     counts = values.list.len().fill_null(0).cast(pl.Int64).to_numpy()
     flat = values.drop_nulls().explode(empty_as_null=False, keep_nulls=False).cast(pl.Int64).to_numpy()
-    return number_list_attribute(name, member, counts, flat, there)
+    return number_list_attribute(name, member, counts, flat, present)
 
 
 def number_list_attribute(name: str, member: str, counts: Ints, values: Ints, there: Flags) -> list[Rows]:

@@ -39,12 +39,12 @@ class Buffer:
 def buffer(data: bytes) -> Buffer:
     """A buffer of `data`."""
     whole = data + bytes(_PADDING)
-    places = len(data) + _PADDING // 2
+    length = len(data) + _PADDING // 2
     return Buffer(
         whole,
         np.frombuffer(whole, np.uint8),
-        np.ndarray(places, "<u4", whole, strides=(1,)),
-        np.ndarray(places, "<u8", whole, strides=(1,)),
+        np.ndarray(length, "<u4", whole, strides=(1,)),
+        np.ndarray(length, "<u8", whole, strides=(1,)),
     )
 
 
@@ -99,16 +99,16 @@ def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     counts = np.bincount(np.concatenate([last.row, *(step.row for step in steps)]), minlength=len(starts))
     first = np.cumsum(counts) - counts
     # The n-th step holds the n-th field of its messages; what was left is in order already.
-    places = [first[step.row] + number for number, step in enumerate(steps)]
-    places.append(first[last.row] + len(steps) + _number_within(last.row))
-    return _placed([*steps, last], np.concatenate(places))
+    positions = [first[step.row] + number for number, step in enumerate(steps)]
+    positions.append(first[last.row] + len(steps) + _number_within(last.row))
+    return _placed([*steps, last], np.concatenate(positions))
 
 
-def _placed(steps: list[Fields], place: Ints) -> Fields:
+def _placed(steps: list[Fields], position: Ints) -> Fields:
     columns = []
     for name in ("row", "number", "kind", "value", "begin"):
-        column = np.empty(len(place), np.int64)
-        column[place] = np.concatenate([getattr(step, name) for step in steps])
+        column = np.empty(len(position), np.int64)
+        column[position] = np.concatenate([getattr(step, name) for step in steps])
         columns.append(column)
     return Fields(*columns)
 
@@ -125,15 +125,15 @@ def _step(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> tuple[Fields, Int
     key, at = _varint(source, rows, at)
     kind, number = key & 7, key >> 3
     value, begin = np.zeros(len(rows), np.int64), at.copy()
-    for wire_type, which in ((t, np.flatnonzero(kind == t)) for t in (VARINT, DELIMITED, FIXED64, FIXED32)):
-        if not len(which):
+    for wire_type, indices in ((t, np.flatnonzero(kind == t)) for t in (VARINT, DELIMITED, FIXED64, FIXED32)):
+        if not len(indices):
             continue
         if wire_type in {VARINT, DELIMITED}:
-            value[which], begin[which] = _varint(source, rows[which], at[which])
+            value[indices], begin[indices] = _varint(source, rows[indices], at[indices])
         elif wire_type == FIXED64:
-            value[which], begin[which] = source.words[at[which]].view(np.int64), at[which] + 8
+            value[indices], begin[indices] = source.words[at[indices]].view(np.int64), at[indices] + 8
         else:
-            value[which], begin[which] = source.halves[at[which]], at[which] + 4
+            value[indices], begin[indices] = source.halves[at[indices]], at[indices] + 4
     after = begin + np.where(kind == DELIMITED, value, 0)
     wrong = (after > stop) | ((kind == DELIMITED) & (value < 0)) | (number == 0) | (kind > FIXED32)
     wrong |= (kind > DELIMITED) & (kind < FIXED32)  # groups, which no version of the schema has
@@ -143,46 +143,46 @@ def _step(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> tuple[Fields, Int
 
 
 def _varint(source: Buffer, rows: Ints, at: Ints) -> tuple[Ints, Ints]:
-    """The varints at some places, and where each ends."""
+    """The varint at each position, and where it ends."""
     last = len(source.bytes) - 1
     byte = source.bytes[np.minimum(at, last)]
     value = (byte & 127).astype(np.uint64)
     after = at + 1
-    which = np.flatnonzero(byte > 127)
+    unfinished = np.flatnonzero(byte > 127)
     shift = 7
-    while len(which):
+    while len(unfinished):
         if shift > _MOST_SHIFT:
-            raise DamageError(int(rows[which[0]]))
-        byte = source.bytes[np.minimum(after[which], last)]
-        value[which] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
-        after[which] += 1
-        which = which[byte > 127]
+            raise DamageError(int(rows[unfinished[0]]))
+        byte = source.bytes[np.minimum(after[unfinished], last)]
+        value[unfinished] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
+        after[unfinished] += 1
+        unfinished = unfinished[byte > 127]
         shift += 7
     return value.view(np.int64), after
 
 
 def _one_by_one(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> Fields:
-    found: list[tuple[int, int, int, int, int]] = []
+    parsed: list[tuple[int, int, int, int, int]] = []
     for row, begin, end in zip(rows.tolist(), at.tolist(), stop.tolist(), strict=True):
-        here = begin
-        while here < end:
-            key, here = _one_varint(source.data, here, row)
+        position = begin
+        while position < end:
+            key, position = _one_varint(source.data, position, row)
             number, kind = key >> 3, key & 7
             value = 0
             if kind in {VARINT, DELIMITED}:
-                value, here = _one_varint(source.data, here, row)
+                value, position = _one_varint(source.data, position, row)
             elif kind in {FIXED64, FIXED32}:
                 size = 8 if kind == FIXED64 else 4
-                value = int.from_bytes(source.data[here : here + size], "little")
-                here += size
+                value = int.from_bytes(source.data[position : position + size], "little")
+                position += size
             else:
                 raise DamageError(row)
-            after = here + value if kind == DELIMITED else here
+            after = position + value if kind == DELIMITED else position
             if after > end or not number:
                 raise DamageError(row)
-            found.append((row, number, kind, value if value < 1 << 63 else value - (1 << 64), here))
-            here = after
-    return Fields(*(np.array([f[n] for f in found], np.int64) for n in range(5)))
+            parsed.append((row, number, kind, value if value < 1 << 63 else value - (1 << 64), position))
+            position = after
+    return Fields(*(np.array([f[n] for f in parsed], np.int64) for n in range(5)))
 
 
 def _one_varint(data: bytes, at: int, row: int) -> tuple[int, int]:
@@ -213,10 +213,10 @@ def packed(source: Buffer, begin: Ints, length: Ints) -> tuple[Ints, Ints]:
     if not whole.all() or (sizes > 10).any():
         raise DamageError(int(np.flatnonzero(~whole)[0]) if not whole.all() else 0)
     value = np.zeros(len(first), np.uint64)
-    which = np.arange(len(first))
+    unfinished = np.arange(len(first))
     for number in range(int(sizes.max(initial=0))):
-        value[which] |= (data[first[which] + number] & 127).astype(np.uint64) << np.uint64(7 * number)
-        which = which[sizes[which] > number + 1]
+        value[unfinished] |= (data[first[unfinished] + number] & 127).astype(np.uint64) << np.uint64(7 * number)
+        unfinished = unfinished[sizes[unfinished] > number + 1]
     return counts, value.view(np.int64)
 
 
@@ -235,9 +235,9 @@ class Names:
 
     _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
-    def __init__(self, known: tuple[str, ...]) -> None:
-        source = buffer("".join(known).encode())
-        length = np.array([len(name.encode()) for name in known])
+    def __init__(self, names: tuple[str, ...]) -> None:
+        source = buffer("".join(names).encode())
+        length = np.array([len(name.encode()) for name in names])
         if length.max() > 24:
             raise ValueError("a name is too long to be found")
         hashes = self._hashes(source, np.cumsum(length) - length, length)
@@ -256,8 +256,8 @@ class Names:
         total = length.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
         for number, factor in enumerate(self._FACTORS):
             inside = np.clip(length - 8 * number, 0, 8)
-            place = np.minimum(begin + 8 * number, len(source.words) - 1)
-            word: Any = source.words[place]
+            index = np.minimum(begin + 8 * number, len(source.words) - 1)
+            word: Any = source.words[index]
             # A shift by 64 is undefined, so that 8 bytes are kept in two shifts.
             kept = np.uint64(8) * (np.uint64(8) - inside.astype(np.uint64))
             half = kept >> np.uint64(1)

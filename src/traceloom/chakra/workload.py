@@ -54,8 +54,8 @@ def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Pla
         UsageError: `no-file`: something does not exist.
         InputError: `no-traces`: a directory without `.et` files.
     """
-    found: dict[tuple[Path, str], list[tuple[int | None, Path]]] = {}
-    given: dict[tuple[Path, str], bool] = {}
+    files_of_set: dict[tuple[Path, str], list[tuple[int | None, Path]]] = {}
+    from_directory: dict[tuple[Path, str], bool] = {}
     for path in map(Path, inputs):
         if not path.exists():
             raise UsageError(f"there is no `{path}`", slug="no-file", hint="check the path")
@@ -66,37 +66,37 @@ def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Pla
             match = _NUMBERED.match(member.name)
             key = (member.parent, match["prefix"] if match else member.name)
             entry = (int(match["rank"]) if match else None, member)
-            if entry not in found.setdefault(key, []):
-                found[key].append(entry)
-            given[key] = given.get(key, False) or path.is_dir()
+            if entry not in files_of_set.setdefault(key, []):
+                files_of_set[key].append(entry)
+            from_directory[key] = from_directory.get(key, False) or path.is_dir()
     return [
         Place(
             str(home / prefix),
             tuple(sorted(files, key=lambda f: (-1 if f[0] is None else f[0], f[1]))),
-            given[home, prefix] or len(files) > 1,
+            from_directory[home, prefix] or len(files) > 1,
             groups or next((home / name for name in GROUP_FILES if (home / name).is_file()), None),
         )
-        for (home, prefix), files in sorted(found.items())
+        for (home, prefix), files in sorted(files_of_set.items())
     ]
 
 
-def read_workload(place: Place, step: Callable[[Path], None] | None = None) -> Workload:
+def read_workload(location: Place, step: Callable[[Path], None] | None = None) -> Workload:
     """Read all files of a set into columns.
 
     Args:
-        place: The set.
+        location: The set.
         step: Called before each file is read.
 
     Raises:
         InputError: A file is no Chakra trace at all. What is readable of a damaged file is read, with a notice.
     """
     tables = []
-    for _, path in place.files:
+    for _, path in location.files:
         if step:
             step(path)
         note_input(path)
         tables.append(read_table(path))
-    ranks = tuple(rank for rank, _ in place.files)
-    if place.groups:
-        note_input(place.groups)
-    return Workload(place, ranks, tuple(tables), read_groups(place.groups) if place.groups else Groups())
+    ranks = tuple(rank for rank, _ in location.files)
+    if location.groups:
+        note_input(location.groups)
+    return Workload(location, ranks, tuple(tables), read_groups(location.groups) if location.groups else Groups())

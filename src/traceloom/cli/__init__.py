@@ -166,9 +166,9 @@ def _dispatch(arguments: list[str]) -> int:
     if first != "record":  # which hands its environment to the user's program
         # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    theirs = arguments[len(_ours(arguments)) :]
+    program = arguments[len(_ours(arguments)) :]
     try:
-        args = parser([first]).parse_args([a for a in _ours(arguments) if a != "--debug"] + theirs)
+        args = parser([first]).parse_args([a for a in _ours(arguments) if a != "--debug"] + program)
     except SystemExit as stop:  # argparse leaves this way after --help
         return int(stop.code or 0)
     if first == "record":  # its arguments are the user's program
@@ -195,7 +195,7 @@ def _named(args: argparse.Namespace, *, outputs: bool) -> Iterator[str | Path]:
 
 
 def _of_system(error: OSError) -> TraceloomError:
-    """What the system refuses: to read a file, a directory or a disk, or to take what is printed."""
+    """An error of the operating system: reading a file, a directory or a disk, or writing standard output."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
         where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
@@ -210,8 +210,8 @@ def _of_system(error: OSError) -> TraceloomError:
     with suppress(OSError, ValueError):
         # What is still buffered would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    said = f"standard output cannot be written: {reason}"
-    return OutputError(said, slug="cannot-write", hint="make room there, or write a file with -o")
+    message = f"standard output cannot be written: {reason}"
+    return OutputError(message, slug="cannot-write", hint="make room there, or write a file with -o")
 
 
 def _defect(error: Exception) -> TraceloomError:

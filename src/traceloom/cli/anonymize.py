@@ -96,8 +96,8 @@ def _key(path: Path | None) -> tuple[Key, bool]:
 
 def _lines(outcome: Outcome) -> Iterator[str]:
     report = outcome.report
-    entries = sum(one.get("entries_in", 0) for one in report["files"])
-    kept = sum(one.get("entries_out", 0) for one in report["files"])
+    entries = sum(file.get("entries_in", 0) for file in report["files"])
+    kept = sum(file.get("entries_out", 0) for file in report["files"])
     files = len(report["files"])
     yield f"{files} file{'' if files == 1 else 's'}, {entries:,} entries read, {kept:,} written"
     yield from _dropped(report)
@@ -109,13 +109,13 @@ def _dropped(report: dict[str, Any]) -> Iterator[str]:
     yield "\nLeft out"
     rows = [(f"entries: {reason}", count) for reason, count in report["dropped_entries"].items()]
     rows += [(f"files: {reason}", count) for reason, count in report["left_out"].items()]
-    unknown = [one for one in report["dropped"] if one["unknown"]]
-    known = [one for one in report["dropped"] if not one["unknown"]]
-    rows += [(f"by policy: {one['name']}", one["count"]) for one in known[:_SHOWN]]
-    rows += [(f"not understood: {one['name']}", one["count"]) for one in unknown[:_SHOWN]]
-    for what, count in rows:
-        yield f"  {count:>10,}  {harmless(what)}"
-    hidden = max(0, len(known) - _SHOWN) + max(0, len(unknown) - _SHOWN)
+    unknown = [field for field in report["dropped"] if field["unknown"]]
+    by_policy = [field for field in report["dropped"] if not field["unknown"]]
+    rows += [(f"by policy: {field['name']}", field["count"]) for field in by_policy[:_SHOWN]]
+    rows += [(f"not understood: {field['name']}", field["count"]) for field in unknown[:_SHOWN]]
+    for label, count in rows:
+        yield f"  {count:>10,}  {harmless(label)}"
+    hidden = max(0, len(by_policy) - _SHOWN) + max(0, len(unknown) - _SHOWN)
     if hidden or not rows:
         yield f"  {'':>10}  and {hidden} more, in the report" if hidden else "  nothing"
 
@@ -133,8 +133,8 @@ def _utility(entries: list[dict[str, Any]]) -> Iterator[str]:
             continue
         worst = max((part["verdict"] for part in several), key=("equal", "rounded", "given up", "changed").index)
         off = max(part["largest_difference"] for part in several)
-        said = "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
-        yield f"  {worst:<8} {name}: {figures:,} figure{'' if figures == 1 else 's'}{said}"
+        detail = "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
+        yield f"  {worst:<8} {name}: {figures:,} figure{'' if figures == 1 else 's'}{detail}"
     fresh = sorted({slug for entry in entries for slug in entry.get("new_notices", [])})
     if fresh:
         yield f"  new notices of the reader: {', '.join(fresh)}"
@@ -149,13 +149,13 @@ def _leaks(leaks: dict[str, Any]) -> Iterator[str]:
     yield f"  {counts['public']:>10,}  public vocabulary"
     yield f"  {counts['format']:>10,}  words of the format"
     yield f"  {counts['other']:>10,}  others, all of them here or in the report:"
-    others = [one["text"] for one in leaks["strings"] if one["class"] == "other"]
+    others = [leak["text"] for leak in leaks["strings"] if leak["class"] == "other"]
     for text in others[:_SHOWN]:
         yield f"              {harmless(text)[:100]}"
     if len(others) > _SHOWN:
         yield f"              ... and {len(others) - _SHOWN} more"
     if leaks["echoes"]:
-        words = ", ".join(harmless(one["word"]) for one in leaks["echoes"][:_SHOWN])
+        words = ", ".join(harmless(echo["word"]) for echo in leaks["echoes"][:_SHOWN])
         yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {words}"
     if shapes["distinct"]:
         yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"
@@ -170,5 +170,5 @@ def _closing(args: argparse.Namespace, outcome: Outcome, *, fresh: bool) -> Iter
         yield f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself."
     yield f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it."
     shown = shlex.quote(str(outcome.output))
-    verb = "validate" if all(one["kind"] in ("et", "groups") for one in outcome.report["files"]) else "report"
+    verb = "validate" if all(file["kind"] in ("et", "groups") for file in outcome.report["files"]) else "report"
     yield f"Wrote {outcome.output}; look at it: traceloom {verb} {shown}"

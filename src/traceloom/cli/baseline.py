@@ -66,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_usage(args: argparse.Namespace) -> None:
-    """What belongs to which action."""
+    """Refuse options that do not belong to the action."""
     from traceloom.errors import UsageError
 
-    def wrong(said: str) -> UsageError:
+    def wrong(message: str) -> UsageError:
         hint = "traceloom baseline save NAME RUN... | list | compare NAME RUN..."
-        return UsageError(said, slug="wrong-usage", hint=hint)
+        return UsageError(message, slug="wrong-usage", hint=hint)
 
     if args.action == "list":
         if args.name is not None:
@@ -98,13 +98,13 @@ def _save(args: argparse.Namespace) -> int:
     from traceloom.report.verdict import store
 
     store.checked(args.name)
-    place = store.Store(args.store)
+    baseline_store = store.Store(args.store)
     if not args.force:
-        place.check_free(args.name)
+        baseline_store.check_free(args.name)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         runs = _summaries(args, progress, refused)
-        where = place.save(args.name, runs, int(time.time()), force=args.force)
+        where = baseline_store.save(args.name, runs, int(time.time()), force=args.force)
     if args.json:
         checking.json({"name": args.name, "where": where, "runs": len(runs)}, sys.stdout.buffer)
     elif not args.quiet:
@@ -141,9 +141,9 @@ def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notic
     from traceloom.analyze import gate
 
     progress.say("reading")
-    found = checking.runs(args.runs, args, refused)
+    sessions = checking.runs(args.runs, args, refused)
     progress.say("measuring")
-    return [gate.summarise(one) for one in found]
+    return [gate.summarise(session) for session in sessions]
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -151,22 +151,22 @@ def _list(args: argparse.Namespace) -> int:
     from traceloom.report import terminal
     from traceloom.report.verdict import baselines, store
 
-    place = store.Store(args.store)
+    baseline_store = store.Store(args.store)
     rows: list[dict[str, Any]] = []
     damaged: list[InputError] = []
 
     def add(name: str) -> None:
         try:
-            rows.append(baselines.row(name, place.load(name)))
+            rows.append(baselines.row(name, baseline_store.load(name)))
         except InputError as error:
             damaged.append(error)
 
-    for name in place.names():
+    for name in baseline_store.names():
         add(name)
     if args.json:
         checking.json({"store": args.store, "baselines": rows}, sys.stdout.buffer)
     elif rows:
-        shown = [one | {"saved": dt.datetime.fromtimestamp(one["saved_unix_s"], dt.timezone.utc)} for one in rows]
+        shown = [row | {"saved": dt.datetime.fromtimestamp(row["saved_unix_s"], dt.timezone.utc)} for row in rows]
         terminal.put(partial(baselines.render, shown, args.top), sys.stdout)
     elif not damaged:
         print(f"There is no baseline in {args.store}; traceloom baseline save NAME RUN makes one.")
@@ -193,8 +193,8 @@ def _compare(args: argparse.Namespace) -> int:
         written = checking.write(args, chosen, document)
     checking.show(args, document)
     again = ["traceloom", "baseline", "compare", args.name, *args.runs, *_at(args)]
-    asked = [part for text in args.conditions for part in ("--fail-if", text)]
-    closing.tell(args, written, f"{shlex.join([*again, *asked])} -o check.md")
+    flags = [part for text in args.conditions for part in ("--fail-if", text)]
+    closing.tell(args, written, f"{shlex.join([*again, *flags])} -o check.md")
     checking.conclude(document)
     _refusals(refused)
     return 0

@@ -68,12 +68,12 @@ def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice]) 
     """All runs that the paths hold."""
     from traceloom.read import load_inputs
 
-    found: list[Session] = []
+    sessions: list[Session] = []
     for path in paths:
         loaded = load_inputs(path, cache=not args.no_cache)
         refused += loaded.refused
-        found += loaded.runs
-    return found
+        sessions += loaded.runs
+    return sessions
 
 
 def named(paths: Sequence[str]) -> str:
@@ -85,7 +85,7 @@ def targets(args: argparse.Namespace, formats: dict[str, Writer]) -> list[tuple[
     """The files to write, which can be written, with what writes them."""
     from traceloom import files
 
-    found = []
+    outputs = []
     for path in args.output:
         write = formats.get(path.suffix.lower())
         if write is None:
@@ -94,10 +94,10 @@ def targets(args: argparse.Namespace, formats: dict[str, Writer]) -> list[tuple[
                 slug="unknown-format",
                 hint=f"use one of the endings {', '.join(formats)}",
             )
-        found.append((path, write))
-    for path, _ in found:
+        outputs.append((path, write))
+    for path, _ in outputs:
         files.check_free(path, force=args.force)
-    return found
+    return outputs
 
 
 def write(args: argparse.Namespace, chosen: list[tuple[Path, Writer]], document: Document) -> list[tuple[Path, int]]:

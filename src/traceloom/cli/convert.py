@@ -127,10 +127,10 @@ def _kind(name: str, target: Path) -> str:
 
 
 def _check(args: argparse.Namespace, kind: str) -> None:
-    """Refuse what does not go together."""
+    """Refuse options that do not go together."""
     if args.target == "astra-sim" and (kind != "directory" or args.only):
-        said = "--target astra-sim writes a directory" if kind != "directory" else "--only does not go with --target"
-        raise UsageError(said, slug="wrong-usage", hint="as in: traceloom convert job.graph sim/ --target astra-sim")
+        message = "--target astra-sim writes a directory" if kind != "directory" else "--only does not go with --target"
+        raise UsageError(message, slug="wrong-usage", hint="as in: traceloom convert job.graph sim/ --target astra-sim")
     if args.gpu_only and args.target != "astra-sim":
         raise UsageError("--gpu-only goes with --target astra-sim", slug="wrong-usage", hint="add --target astra-sim")
     if args.only and kind not in {"chakra", "directory"}:

@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
     if args.conditions:
         return _check(args)
     if args.more_base or args.more_new or args.strict:
-        said = "--base, --new and --strict belong to a check"
-        raise UsageError(said, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
+        message = "--base, --new and --strict belong to a check"
+        raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
     chosen = checking.targets(args, _FORMATS)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         base, new = (
-            _load(given, side, args, progress, refused) for given, side in ((args.base, "base"), (args.new, "new"))
+            _load(path, side, args, progress, refused) for path, side in ((args.base, "base"), (args.new, "new"))
         )
         progress.say("comparing")
         document = _comparison(base, new)
@@ -79,16 +79,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(given: str, side: str, args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> Session:
+def _load(path: str, side: str, args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> Session:
     progress.say(f"reading the {side}")
-    found = checking.runs([given], args, refused)
-    if len(found) > 1:
+    sessions = checking.runs([path], args, refused)
+    if len(sessions) > 1:
         raise UsageError(
-            f"`{given}` holds {len(found)} runs, and a side of a comparison is one",
+            f"`{path}` holds {len(sessions)} runs, and a side of a comparison is one",
             slug="several-runs",
             hint="name a directory that holds the traces of one run, or one file; with --fail-if a side may have many",
         )
-    return found[0]
+    return sessions[0]
 
 
 def _comparison(base: Session, new: Session) -> dict[str, Any]:
@@ -134,14 +134,14 @@ def _verdict(
     from traceloom.analyze.gate.causes import causes_of
     from traceloom.report import comparison, verdict
 
-    runs = [[gate.summarise(run) for run in found] for _, found in sides]
+    runs = [[gate.summarise(run) for run in sessions] for _, sessions in sides]
     judged = gate.judge(runs[0], runs[1], conditions)
-    usual = [found[_usual(one)] for (_, found), one in zip(sides, runs, strict=True)]
+    usual = [sessions[_usual(summaries)] for (_, sessions), summaries in zip(sides, runs, strict=True)]
     compared = compare(*usual)
     judged = replace(judged, causes=causes_of(compared))
-    base, new = ((name, one) for (name, _), one in zip(sides, runs, strict=True))
-    told = comparison.build(compared, *usual)
-    return verdict.build(judged, base, new, strict=args.strict, comparison=told)
+    base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
+    comparison_document = comparison.build(compared, *usual)
+    return verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
 
 
 def _usual(runs: list[RunSummary]) -> int:

@@ -38,16 +38,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write")
     number, size, real = _count, _bytes, _positive
-    some = parser.add_argument_group("collective and pipeline")
-    some.add_argument("--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)")
-    some.add_argument(
+    shared = parser.add_argument_group("collective and pipeline")
+    shared.add_argument("--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)")
+    shared.add_argument(
         "--size", type=size, metavar="BYTES", help="bytes of a collective or of activations, as 1MiB or 64kB (1MiB)"
     )
-    one = parser.add_argument_group("collective")
-    one.add_argument("--collective", metavar="NAME", help="all_reduce, all_gather, reduce_scatter, ... (all_reduce)")
-    one.add_argument("--algorithm", metavar="NAME", help="one-node, or the messages of ring, tree, direct (one-node)")
-    one.add_argument("--count", type=number, metavar="N", help="how many, one after the other (1)")
-    one.add_argument("--compute-us", type=int, metavar="US", help="computation before each, and per reduction (0)")
+    collective = parser.add_argument_group("collective")
+    collective.add_argument(
+        "--collective", metavar="NAME", help="all_reduce, all_gather, reduce_scatter, ... (all_reduce)"
+    )
+    collective.add_argument(
+        "--algorithm", metavar="NAME", help="one-node, or the messages of ring, tree, direct (one-node)"
+    )
+    collective.add_argument("--count", type=number, metavar="N", help="how many, one after the other (1)")
+    collective.add_argument(
+        "--compute-us", type=int, metavar="US", help="computation before each, and per reduction (0)"
+    )
     pipe = parser.add_argument_group("pipeline")
     pipe.add_argument("--forward-us", type=number, metavar="US", help="forward of a micro-batch on a stage (100)")
     pipe.add_argument("--backward-us", type=number, metavar="US", help="backward of a micro-batch on a stage (200)")
@@ -117,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:>18}  {_shown(value)}")
     if not args.quiet:
         nodes = sum(len(program) for program in generated.programs)
-        said = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes); next: traceloom validate {args.output}"
-        print(said, file=sys.stderr if args.json else sys.stdout)
+        message = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes); next: traceloom validate {args.output}"
+        print(message, file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
@@ -131,24 +137,24 @@ def _generated(args: argparse.Namespace) -> Generated:
         "transformer": (generate.TransformerOptions, generate.transformer),
     }
     options, make = kinds[args.kind]
-    mine = {field.name for field in fields(options)}
+    accepted = {field.name for field in fields(options)}
     every = {field.name for kind, _ in kinds.values() for field in fields(kind)}
-    given = {name: getattr(args, name) for name in every if getattr(args, name) is not None}
-    if strange := sorted(given.keys() - mine):
+    chosen = {name: getattr(args, name) for name in every if getattr(args, name) is not None}
+    if strange := sorted(chosen.keys() - accepted):
         option = "--" + strange[0].replace("_", "-")
         raise UsageError(f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away")
-    _check(given, "collective", generate.KINDS)
-    _check(given, "algorithm", generate.ALGORITHMS)
-    _check(given, "schedule", generate.SCHEDULES)
-    if given.get("ranks", 2) < 2:
+    _check(chosen, "collective", generate.KINDS)
+    _check(chosen, "algorithm", generate.ALGORITHMS)
+    _check(chosen, "schedule", generate.SCHEDULES)
+    if chosen.get("ranks", 2) < 2:
         raise UsageError("one rank has nobody to talk to", slug="wrong-usage", hint="give --ranks 2 or more")
-    made: Generated = make(options(**given))
+    made: Generated = make(options(**chosen))
     return made
 
 
-def _check(given: dict[str, Any], name: str, known: tuple[str, ...]) -> None:
-    if name in given and given[name] not in known:
-        raise UsageError(f"`{given[name]}` is no {name}", slug="wrong-usage", hint=f"there are {', '.join(known)}")
+def _check(chosen: dict[str, Any], name: str, allowed: tuple[str, ...]) -> None:
+    if name in chosen and chosen[name] not in allowed:
+        raise UsageError(f"`{chosen[name]}` is no {name}", slug="wrong-usage", hint=f"there are {', '.join(allowed)}")
 
 
 def _shown(value: Any) -> str:

@@ -184,12 +184,12 @@ def _holds_memory_alone(inputs: Sequence[str]) -> bool:
 
 
 def _memory_alone(args: argparse.Namespace) -> int:
-    """There are no times to account for, but there is whose memory it was."""
+    """Show whose memory it was, where no times were recorded."""
     from traceloom.cli import memory
 
     if not args.quiet:
-        said = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
-        print(f"traceloom: {said}", file=sys.stderr)
+        message = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
+        print(f"traceloom: {message}", file=sys.stderr)
     words = [*args.inputs, *(word for path in args.output for word in ("-o", str(path)))]
     words += [f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))]
     parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
@@ -232,13 +232,13 @@ def _peak(args: argparse.Namespace) -> str | None:
     """The peaks that the user gives, checked before anything is read."""
     from traceloom.analyze.peaks import peak_of
 
-    given: str | None = args.device if args.peak is None else args.peak
+    peak: str | None = args.device if args.peak is None else args.peak
     if args.peak is not None and "=" not in args.peak:
         hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
         raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
-    if given is not None:
-        peak_of(given)
-    return given
+    if peak is not None:
+        peak_of(peak)
+    return peak
 
 
 def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
@@ -274,7 +274,7 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
     homes = Counter(home for session in sessions for home in _homes(session))
     commands = [_command(session, homes) for session in sessions]
     of_one = [str(path) for path in args.output if not format_of(path).of_runs]
-    of_one += [option for option, given in (("--rank", args.rank), ("--steps", args.steps)) if given]
+    of_one += [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
     if of_one:
         raise UsageError(
             f"the inputs hold {len(sessions)} runs, but {of_one[0]} is about one",

@@ -71,16 +71,16 @@ def run(args: argparse.Namespace) -> int:
         network = _network(args.inputs, progress)
         row = None if args.node is None else _row(network, args.node, args.rank)
         progress.say("counting")
-        said = _document(network, row)
+        document = _document(network, row)
         if args.output is not None:
             progress.say(f"drawing {args.output}")
             size = _draw(args, network, row)
     if args.json:
         from traceloom.report.jsonfile import encode
 
-        sys.stdout.buffer.write(encode(said))
+        sys.stdout.buffer.write(encode(document))
     elif args.output is None:
-        _print(said)
+        _print(document)
     if args.output is not None and not args.quiet:
         from traceloom.model import units
 
@@ -106,13 +106,15 @@ def _network(inputs: list[str], progress: Progress) -> Network:
         return of_graph(load(graphs[0]))
     from traceloom.chakra.workload import places, read_workload
 
-    found = places(inputs)
-    if len(found) > 1:
-        names = ", ".join(place.name for place in found[:4])
+    file_sets = places(inputs)
+    if len(file_sets) > 1:
+        names = ", ".join(file_set.name for file_set in file_sets[:4])
         raise UsageError(
-            f"there are {len(found)} sets of files: {names}", slug="several-sets", hint="name the files of one of them"
+            f"there are {len(file_sets)} sets of files: {names}",
+            slug="several-sets",
+            hint="name the files of one of them",
         )
-    return of_workload(read_workload(found[0], lambda path: progress.say(f"reading {path}")))
+    return of_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
 
 
 def _row(network: Network, identity: int, rank: int | None) -> int:
@@ -169,8 +171,8 @@ def _draw(args: argparse.Namespace, network: Network, row: int | None) -> int:
     return files.write(args.output, fill, force=args.force)
 
 
-def _print(said: dict[str, Any]) -> None:
+def _print(document: dict[str, Any]) -> None:
     from traceloom.report.terminal import put
     from traceloom.report.workload import terminal
 
-    put(partial(terminal.render_node if "node" in said else terminal.render, said), sys.stdout)
+    put(partial(terminal.render_node if "node" in document else terminal.render, document), sys.stdout)

@@ -116,14 +116,14 @@ def _problem(alike: list[Problem]) -> Iterator[str]:
 def _summary(verdict: Verdict) -> str:
     if not verdict.problems:
         return "nothing is wrong"
-    wrong, ours = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}
+    wrong, checked = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}
     files = len(verdict.files)
-    places = [f"{len(wrong & ours)} of {files} file{_s(files)}"] if wrong & ours else []
-    places += ["the group file"] if wrong - ours else []
+    places = [f"{len(wrong & checked)} of {files} file{_s(files)}"] if wrong & checked else []
+    places += ["the group file"] if wrong - checked else []
     errors, warnings = verdict.errors, verdict.warnings
-    said = [f"{errors:,} error{_s(errors)}"] if errors else []
-    said += [f"{warnings:,} warning{_s(warnings)}"] if warnings else []
-    return f"{' and '.join(said)} in {' and '.join(places)}"
+    counts = [f"{errors:,} error{_s(errors)}"] if errors else []
+    counts += [f"{warnings:,} warning{_s(warnings)}"] if warnings else []
+    return f"{' and '.join(counts)} in {' and '.join(places)}"
 
 
 def _shown(path: Path, files: int) -> str:

@@ -92,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
         progress.say("evaluating")
         plan = Plan(graph)
         kept = law(graph, plan)
-        found = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
-        document = report.build(session.name, args.step, changes, found, kept)
+        outcome = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
+        document = report.build(session.name, args.step, changes, outcome, kept)
         written = []
-        asked = _Asked(document, graph, changes, found)
+        answer = _Asked(document, graph, changes, outcome)
         for path in args.output:
             progress.say(f"writing {path}")
-            written.append((path, files.write(path, _writer(path, asked), force=args.force)))
+            written.append((path, files.write(path, _writer(path, answer), force=args.force)))
     _show(args, document, written)
     return 0
 
@@ -123,13 +123,13 @@ class _Asked:
         return changed_graph(self.graph, self.scenario(), self.found.times)
 
 
-def _writer(path: Path, asked: _Asked) -> Callable[[BinaryIO], None]:
+def _writer(path: Path, answer: _Asked) -> Callable[[BinaryIO], None]:
     name = path.name.lower()
     if name.endswith((".perfetto.json.gz", ".perfetto.json")):
-        return partial(_perfetto, asked, packed=name.endswith(".gz"))
+        return partial(_perfetto, answer, packed=name.endswith(".gz"))
     if name.endswith(".html"):
-        return partial(_page, asked)
-    return partial(_markdown if name.endswith(".md") else _json, asked.document)
+        return partial(_page, answer)
+    return partial(_markdown if name.endswith(".md") else _json, answer.document)
 
 
 def _json(document: dict[str, Any], handle: BinaryIO) -> None:
@@ -144,23 +144,23 @@ def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
     handle.write(encoded(whatif_files.markdown(document)))
 
 
-def _page(asked: _Asked, handle: BinaryIO) -> None:
+def _page(answer: _Asked, handle: BinaryIO) -> None:
     from traceloom.report import before_after
 
-    view = before_after.build(asked.graph, asked.scenario(), asked.found)
-    handle.write(encoded(before_after.render(asked.document, view)))
+    view = before_after.build(answer.graph, answer.scenario(), answer.found)
+    handle.write(encoded(before_after.render(answer.document, view)))
 
 
-def _perfetto(asked: _Asked, handle: BinaryIO, *, packed: bool) -> None:
+def _perfetto(answer: _Asked, handle: BinaryIO, *, packed: bool) -> None:
     from isal import igzip
 
     from traceloom.report.perfetto.graph import write_graph
 
     if not packed:
-        write_graph(asked.after(), handle)
+        write_graph(answer.after(), handle)
         return
     with igzip.IGzipFile(fileobj=handle, mode="wb", compresslevel=2) as gz:
-        write_graph(asked.after(), gz)
+        write_graph(answer.after(), gz)
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tuple[Path, int]]) -> None:

@@ -18,7 +18,7 @@ from traceloom.findings import (
     stragglers,
     synchronisation,
 )
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.ranking import Ranked, rank
 from traceloom.findings.rule import Rule
 from traceloom.model import Session
@@ -49,7 +49,7 @@ def findings(session: Session) -> Ranked:
         >>> for finding in findings(traceloom.load("run")).time:  # doctest: +SKIP
         ...     print(finding.saving_fraction, finding.title)
     """
-    return rank(Ground.of(session), RULES)
+    return rank(Context.of(session), RULES)
 
 
-__all__ = ["RULES", "Ground", "Ranked", "Rule", "findings", "rank"]
+__all__ = ["RULES", "Context", "Ranked", "Rule", "findings", "rank"]

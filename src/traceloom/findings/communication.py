@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.links import slow_links
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
@@ -25,30 +25,30 @@ _MESSAGES = ("send", "receive")
 _MOVABLE = ("all_reduce", "reduce_scatter", "all_gather")
 
 
-def exposed(ground: Ground) -> Iterator[Said]:
+def exposed(context: Context) -> Iterator[Said]:
     """Communication that no computing hides, by kind."""
-    if not ground.of_kind(*gs.COMMUNICATION).any():
+    if not context.of_kind(*gs.COMMUNICATION).any():
         yield Abstention("exposed-communication", "no communication was recorded")
         return
-    if not ground.on_device:
+    if not context.on_device:
         yield Abstention("exposed-communication", "no GPU work was recorded that could hide it")
         return
-    rows = ground.graph.communication
-    links = [change for slow in slow_links(ground) for change in slow.changes]
+    rows = context.graph.communication
+    links = [change for slow in slow_links(context) for change in slow.changes]
     # what a stage waits for is the schedule's: see pipeline-bubbles
     for kind in rows["kind"].drop_nulls().unique().sort().to_list():
-        mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+        mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
-        mask &= ground.of_kind(*gs.COMMUNICATION)
-        alone = ground.exposed_ns(mask)
-        if not alone or (kind in _MESSAGES and ground.piped):
+        mask &= context.of_kind(*gs.COMMUNICATION)
+        alone = context.exposed_ns(mask)
+        if not alone or (kind in _MESSAGES and context.piped):
             continue
-        time = int(ground.graph.nodes["duration_ns"].to_numpy()[mask].sum())
+        time = int(context.graph.nodes["duration_ns"].to_numpy()[mask].sum())
         movable = kind in _MOVABLE
         change = Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives"))
         yield Candidate(
-            title=f"nothing hides {ground.in_words(alone)} of the {ground.in_words(time)} in {kind} "
-            f"({ground.many(int(mask.sum()))} calls{ground.over_ranks})",
+            title=f"nothing hides {context.in_words(alone)} of the {context.in_words(time)} in {kind} "
+            f"({context.many(int(mask.sum()))} calls{context.over_ranks})",
             changes=(change,),
             confidence=0.5 if movable else 0.3,
             advice="Start it earlier and wait for it later: gradient buckets in DDP, prefetching in FSDP "
@@ -56,60 +56,60 @@ def exposed(ground: Ground) -> Iterator[Said]:
             if movable
             else "What comes next needs its result: split the batch in two and compute one half while the other "
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
-            evidence=ground.evidence(mask & ~ground.of_kind(gs.KERNEL)),
-            at_most_ns=_beside(ground, links, change) if links else None,
-            seen_ns=alone // max(ground.rank_count, 1),
+            evidence=context.evidence(mask & ~context.of_kind(gs.KERNEL)),
+            at_most_ns=_beside(context, links, change) if links else None,
+            seen_ns=alone // max(context.rank_count, 1),
         )
 
 
-def _beside(ground: Ground, links: list[Change], change: Change) -> int:
+def _beside(context: Context, links: list[Change], change: Change) -> int:
     """What a change saves when slow links are as fast as they should be: what they cost is theirs."""
-    fixed = ground.changed(Scenario.of(ground.graph), links)
-    times = whatif_many(ground.graph, (fixed, ground.changed(fixed, [change])), ground.plan)
+    fixed = context.changed(Scenario.of(context.graph), links)
+    times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
     return max(int(times[0] - times[1]), 0)
 
 
-def small_messages(ground: Ground) -> Iterator[Said]:
+def small_messages(context: Context) -> Iterator[Said]:
     """Many small collectives that could be one."""
-    rows = ground.graph.communication.filter(
+    rows = context.graph.communication.filter(
         pl.col("in_bytes").is_not_null(), pl.col("in_bytes") > 0, pl.col("in_bytes") < _SMALL_BYTES
     )
-    if not ground.of_kind(*gs.COMMUNICATION).any():
+    if not context.of_kind(*gs.COMMUNICATION).any():
         yield Abstention("small-collectives", "no communication was recorded")
         return
-    for (kind,), some in rows.group_by("kind", maintain_order=True):
-        if some.height < _MANY * max(ground.rank_count, 1) * ground.step_count or kind in _MESSAGES:
+    for (kind,), messages in rows.group_by("kind", maintain_order=True):
+        if messages.height < _MANY * max(context.rank_count, 1) * context.step_count or kind in _MESSAGES:
             continue
-        mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-        mask[some["node"].to_numpy()] = True
+        mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+        mask[messages["node"].to_numpy()] = True
         yield Candidate(
-            title=f"{units.count(some.height)} calls of {kind} send less than {units.size(_SMALL_BYTES)} each",
+            title=f"{units.count(messages.height)} calls of {kind} send less than {units.size(_SMALL_BYTES)} each",
             changes=(Change("scale", Chosen(f"small {kind}", mask, "collectives"), 1 / _MANY),),
             confidence=0.5,
             advice="Put them together: larger buckets (bucket_cap_mb), flattened tensors, coalesced calls.",
-            evidence=ground.evidence(mask),
+            evidence=context.evidence(mask),
         )
 
 
-def uneven_exchange(ground: Ground) -> Iterator[Said]:
+def uneven_exchange(context: Context) -> Iterator[Said]:
     """All-to-alls in which one peer gets far more than the others."""
-    rows = ground.graph.communication.filter(pl.col("kind") == "all_to_all")
+    rows = context.graph.communication.filter(pl.col("kind") == "all_to_all")
     if not rows.height:
         return
     if not _split(rows).height:
         yield Abstention("uneven-exchange", "the split sizes of all_to_all were not recorded")
         return
-    change = evened(ground)
+    change = evened(context)
     if change is None:
         return
-    mask = change.selection.nodes(ground.graph)
+    mask = change.selection.nodes(context.graph)
     yield Candidate(
         title=f"{units.count(int(mask.sum()))} all_to_alls are uneven: one part is {1 / change.factor:.1f} × the mean",
         changes=(change,),
         confidence=0.4,
         advice="Balance what is exchanged: capacity factor or auxiliary loss of the router, another placement of "
         "experts or embedding tables.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
@@ -117,19 +117,19 @@ def _split(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.filter(pl.col("in_splits").list.len() > 1, pl.col("in_splits").list.sum() > 0)
 
 
-def evened(ground: Ground) -> Change | None:
-    """Uneven all-to-alls, as long as if all parts were equal; None where none is uneven."""
-    split = _split(ground.graph.communication.filter(pl.col("kind") == "all_to_all"))
-    told = split.with_columns(
+def evened(context: Context) -> Change | None:
+    """Uneven all-to-alls, as fast as they would be with equal parts; None where none is uneven."""
+    split = _split(context.graph.communication.filter(pl.col("kind") == "all_to_all"))
+    ratios = split.with_columns(
         given=pl.col("in_splits").list.max() / pl.col("in_splits").list.mean(),
         got=pl.col("out_splits").list.max() / pl.col("out_splits").list.mean(),
     )
     # one part is sent by one rank and received by another; the slowest of both decides
-    worst = told.with_columns(worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0))
+    worst = ratios.with_columns(worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0))
     bad = worst.filter(pl.col("worst") > _UNEVEN)
     if not bad.height:
         return None
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     mask[bad["node"].to_numpy()] = True
     return Change("scale", Chosen("uneven all_to_all", mask, "collectives"), 1 / float(bad["worst"].median()))  # type: ignore[arg-type]
 

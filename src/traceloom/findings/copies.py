@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -23,102 +23,102 @@ _HOST = ("HtoD", "DtoH")
 
 def _copies(trace: Trace) -> pl.DataFrame:
     """Copies in order: event, kind, bytes, start_ns, op, launch."""
-    known = trace.events.select("event", "start_ns", "duration_ns", "op", "launch", "step")
-    return trace.copies.join(known, on="event", how="inner").sort("start_ns")
+    events = trace.events.select("event", "start_ns", "duration_ns", "op", "launch", "step")
+    return trace.copies.join(events, on="event", how="inner").sort("start_ns")
 
 
-def back_and_forth(ground: Ground) -> Iterator[Said]:
+def back_and_forth(context: Context) -> Iterator[Said]:
     """The same number of bytes goes to the host and comes back."""
-    if not ground.of_kind(gs.COPY).any():
-        if not ground.on_device:
+    if not context.of_kind(gs.COPY).any():
+        if not context.on_device:
             yield Abstention("needless-copies", "no GPU work was recorded")
         return
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     pairs = 0
-    for trace in ground.traces:
-        rows = pl.Series(_pairs(ground.in_step(_copies(trace))), dtype=pl.UInt32)
+    for trace in context.traces:
+        rows = pl.Series(_pairs(context.in_step(_copies(trace))), dtype=pl.UInt32)
         pairs += rows.len() // 2
         calls = trace.events["launch"].gather(rows).drop_nulls()
-        mask |= ground.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
+        mask |= context.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
     if not pairs or not mask.any():
         return
-    on_device = mask & ground.of_kind(gs.COPY)
+    on_device = mask & context.of_kind(gs.COPY)
     chosen = Chosen("copies to the host and back", mask, "copies")
     yield Candidate(
         title=f"{units.count(pairs)} times data goes to the host and as many bytes come back: "
-        f"{units.duration(ground.work_ns(on_device))} of copying",
+        f"{units.duration(context.work_ns(on_device))} of copying",
         changes=(Change("drop", chosen), Change("remove", chosen)),
         confidence=0.5,
         advice="Keep it on the device: no `.cpu()`, `.numpy()` or `.to('cpu')` between two operations of the device.",
-        evidence=ground.evidence(on_device),
+        evidence=context.evidence(on_device),
     )
 
 
 def _pairs(copies: pl.DataFrame) -> list[int]:
     """Events of copies to the host and of the next copy of as many bytes back."""
-    found: list[int] = []
+    paired: list[int] = []
     waiting: dict[int, list[int]] = {}
     rows = copies.filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
     for event, kind, size in rows.select("event", "kind", "bytes").iter_rows():
         if kind == "DtoH":
             waiting.setdefault(size, []).append(event)
         elif waiting.get(size):
-            found += [waiting[size].pop(0), event]
-    return found
+            paired += [waiting[size].pop(0), event]
+    return paired
 
 
-def on_the_device(ground: Ground) -> Iterator[Said]:
+def on_the_device(context: Context) -> Iterator[Said]:
     """Copies from the device to itself."""
-    mask, by_op = _within(ground)
-    time = ground.work_ns(mask)
-    if not mask.any() or time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
+    mask, by_op = _within(context)
+    time = context.work_ns(mask)
+    if not mask.any() or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
     most = max(by_op, key=lambda name: by_op[name])
     yield Candidate(
-        title=f"{ground.many(int(mask.sum()))} copies inside the device take {ground.in_words(time)}, most of it in "
+        title=f"{context.many(int(mask.sum()))} copies inside the device take {context.in_words(time)}, most of it in "
         f"{most}",
         changes=(Change("remove", Chosen("copies inside the device", mask, "copies")),),
         confidence=0.3,
         advice="Avoid clones and changes of layout: write in place or into preallocated tensors, keep one memory "
         "format, do not clone inputs of compiled or graphed functions that nobody changes.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
-def _within(ground: Ground) -> tuple[Bools, dict[str, int]]:
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+def _within(context: Context) -> tuple[Bools, dict[str, int]]:
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     by_op: dict[str, int] = {}
-    for trace in ground.traces:
+    for trace in context.traces:
         rows = _copies(trace).filter(pl.col("kind") == "DtoD")
-        mask |= ground.nodes_of(trace, rows["event"])
+        mask |= context.nodes_of(trace, rows["event"])
         names, parents = trace.events["name"], trace.events["parent"]
         for op, time in rows.group_by("op").agg(pl.col("duration_ns").sum()).iter_rows():
             name = "no operator" if op is None else names[op]
             if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
                 name = names[parents[op]]
             by_op[brief(name)] = by_op.get(brief(name), 0) + time
-    return mask & ground.of_kind(gs.COPY), by_op
+    return mask & context.of_kind(gs.COPY), by_op
 
 
-def exposed(ground: Ground) -> Iterator[Said]:
+def exposed(context: Context) -> Iterator[Said]:
     """Copies between host and device while nothing computes."""
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-    for trace in ground.traces:
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+    for trace in context.traces:
         rows = _copies(trace).filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
-        mask |= ground.nodes_of(trace, rows["event"])
-    mask &= ground.of_kind(gs.COPY)
-    alone = ground.exposed_ns(mask)
-    if alone < _LEAST_SHARE * ground.whole_ns:
+        mask |= context.nodes_of(trace, rows["event"])
+    mask &= context.of_kind(gs.COPY)
+    alone = context.exposed_ns(mask)
+    if alone < _LEAST_SHARE * context.whole_ns:
         return
-    size = int(ground.graph.nodes["bytes"].to_numpy()[mask].sum()) if mask.any() else 0
+    size = int(context.graph.nodes["bytes"].to_numpy()[mask].sum()) if mask.any() else 0
     yield Candidate(
-        title=f"nothing is computed during {ground.in_words(alone)} of copying between host and device "
+        title=f"nothing is computed during {context.in_words(alone)} of copying between host and device "
         f"({units.size(size)})",
         changes=(Change("overlap", Chosen("copies between host and device, beside computing", mask, "copies")),),
         confidence=0.4,
         advice="Copy the next batch on a stream of its own while this one is computed: pinned memory, "
         "`non_blocking=True`, a prefetching loader.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from traceloom import analyze
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
@@ -17,15 +17,15 @@ from traceloom.simulate.selection import Chosen, Selection
 _WORKERS = 4
 
 
-def data_starved(ground: Ground) -> Iterator[Said]:
+def data_starved(context: Context) -> Iterator[Said]:
     """The main thread waits for, or makes, its batches."""
     waited, seen, workers = 0, False, False
     evidence: list[Evidence] = []
-    masks = Selection("loading").nodes(ground.graph)
-    for trace in ground.traces:
-        waits = ground.ask(trace, analyze.data_loading).waits
+    masks = Selection("loading").nodes(context.graph)
+    for trace in context.traces:
+        waits = context.ask(trace, analyze.data_loading).waits
         seen |= bool(waits.height)
-        waits = ground.in_step(waits)
+        waits = context.in_step(waits)
         workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
         waited += int(waits["duration_ns"].sum())
         longest = waits.sort("duration_ns", descending=True).head(3).to_dicts()
@@ -40,11 +40,11 @@ def data_starved(ground: Ground) -> Iterator[Said]:
     how = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
     advice = f"Make batches faster or further ahead: {how}." if workers else f"Make batches beside the step: {how}."
     yield Candidate(
-        title=f"{ground.where} waits {units.duration(waited)} for data{ground.over_ranks}",
+        title=f"{context.where} waits {units.duration(waited)} for data{context.over_ranks}",
         changes=(change,),
         confidence=0.8,
         advice=advice,
-        evidence=tuple(sorted(evidence, key=lambda one: -(one.duration_ns or 0))[:5]),
+        evidence=tuple(sorted(evidence, key=lambda wait: -(wait.duration_ns or 0))[:5]),
     )
 
 

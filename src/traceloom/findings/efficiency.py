@@ -14,7 +14,7 @@ from traceloom.analyze.intervals import coverage, union
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.matrix_units import matrix_units
 from traceloom.analyze.roofline import modelled
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -59,171 +59,173 @@ class _Products:
     checked: bool
 
 
-def _products(ground: Ground) -> _Products:
-    size = ground.graph.nodes.height
+def _products(context: Context) -> _Products:
+    size = context.graph.nodes.height
     odd, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
     checked = False
-    for trace in ground.traces:
-        told = ground.ask(trace, analyze.anti_patterns)
-        rule = told.patterns.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
+    for trace in context.traces:
+        anti_patterns = context.ask(trace, analyze.anti_patterns)
+        rule = anti_patterns.patterns.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
         checked |= bool(rule["checked"].any())
-        rows = told.matches.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
+        rows = anti_patterns.matches.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
         if rows.height:
-            odd |= ground.below(trace, rows["event"])
-        unused |= ground.nodes_of(trace, ground.ask(trace, _without_units))
-    kernels = ground.of_kind(gs.KERNEL)
+            odd |= context.below(trace, rows["event"])
+        unused |= context.nodes_of(trace, context.ask(trace, _without_units))
+    kernels = context.of_kind(gs.KERNEL)
     return _Products(odd & kernels, unused & kernels & ~odd, checked)
 
 
 def _without_units(trace: Trace) -> pl.Series:
     """Events of matrix products on scalar or vector units."""
-    told = kinds(trace).with_columns(name=trace.events["name"].gather(kinds(trace)["event"]))
-    names = told.select("name", "kind").unique()
+    kernels = kinds(trace).with_columns(name=trace.events["name"].gather(kinds(trace)["event"]))
+    names = kernels.select("name", "kind").unique()
     state = names.with_columns(state=matrix_units(names).cast(pl.String)).filter(pl.col("state") == "unused")
-    return told.join(state, on=["name", "kind"], how="semi")["event"]
+    return kernels.join(state, on=["name", "kind"], how="semi")["event"]
 
 
-def _roofline_factor(ground: Ground, mask: Bools) -> float | None:
-    """What the time of some kernels would be times, at what good kernels reach; None where no peak is known."""
+def _roofline_factor(context: Context, mask: Bools) -> float | None:
+    """The factor on the time of some kernels if they ran as well as good ones; None where no peak is known."""
     ns = roof = 0
-    for trace in ground.traces:
-        rows = ground.ask(trace, modelled).drop_nulls("roofline_ns")
-        mine = ground.graph.nodes.filter(pl.Series(mask))
-        if len(ground.traces) > 1:
-            mine = mine.filter(pl.col("rank") == trace.rank)
-        known = rows.join(mine.select("event", "duration_ns"), on="event", how="inner")
-        ns += int(known["duration_ns"].sum())
-        roof += int(known["roofline_ns"].sum())
+    for trace in context.traces:
+        rows = context.ask(trace, modelled).drop_nulls("roofline_ns")
+        rank_nodes = context.graph.nodes.filter(pl.Series(mask))
+        if len(context.traces) > 1:
+            rank_nodes = rank_nodes.filter(pl.col("rank") == trace.rank)
+        matched = rows.join(rank_nodes.select("event", "duration_ns"), on="event", how="inner")
+        ns += int(matched["duration_ns"].sum())
+        roof += int(matched["roofline_ns"].sum())
     return None if not ns else min(max(roof / ns / _REACHABLE, 0.05), 1.0)
 
 
-def odd_sizes(ground: Ground) -> Iterator[Said]:
+def odd_sizes(context: Context) -> Iterator[Said]:
     """Matrix products in half precision whose sizes are no multiples of 8."""
-    if not ground.on_device:
+    if not context.on_device:
         yield Abstention("unaligned-matmul", "no GPU work was recorded")
         return
-    found = _products(ground)
-    if not found.checked:
+    products = _products(context)
+    if not products.checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
         return
-    time = ground.work_ns(found.odd)
-    if time < _LEAST_SHARE * ground.whole_ns:
+    time = context.work_ns(products.odd)
+    if time < _LEAST_SHARE * context.whole_ns:
         return
-    factor = _roofline_factor(ground, found.odd)
+    factor = _roofline_factor(context, products.odd)
     yield Candidate(
-        title=f"{ground.in_words(time)} of matrix products have sizes that are no multiples of 8",
-        changes=(Change("scale", Chosen("matrix products of odd sizes", found.odd, "kernels"),
+        title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8",
+        changes=(Change("scale", Chosen("matrix products of odd sizes", products.odd, "kernels"),
                         _ON_MATRIX_UNITS if factor is None else factor),),
         confidence=0.6,
         advice="Pad the last dimensions to a multiple of 8 (better 64): vocabulary, sequence length, hidden sizes; in "
         "attention, scaled_dot_product_attention pads by itself.",
-        evidence=ground.evidence(found.odd),
+        evidence=context.evidence(products.odd),
     )  # fmt: skip
 
 
-def no_matrix_units(ground: Ground) -> Iterator[Said]:
+def no_matrix_units(context: Context) -> Iterator[Said]:
     """Matrix products on scalar units."""
-    if not ground.on_device:
+    if not context.on_device:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
-    unused = _products(ground).unused
-    time = ground.work_ns(unused)
-    if time < _LEAST_SHARE * ground.whole_ns:
+    unused = _products(context).unused
+    time = context.work_ns(unused)
+    if time < _LEAST_SHARE * context.whole_ns:
         return
     abilities = [
-        float(one) for trace in ground.traces for one in trace.devices["compute_capability"].drop_nulls().to_list()
+        float(capability)
+        for trace in context.traces
+        for capability in trace.devices["compute_capability"].drop_nulls().to_list()
     ]
     tf32 = bool(abilities) and max(abilities) >= _TF32
     yield Candidate(
-        title=f"{ground.in_words(time)} of matrix products use no tensor cores"
+        title=f"{context.in_words(time)} of matrix products use no tensor cores"
         + (": TF32 is off" if tf32 else ""),
         changes=(Change("scale", Chosen("matrix products without matrix units", unused, "kernels"), _ON_MATRIX_UNITS),),
         confidence=0.6 if tf32 else 0.4,
         advice="torch.set_float32_matmul_precision('high') allows TF32; better, train in bf16: torch.autocast('cuda', "
         "dtype=torch.bfloat16)." if tf32 else "Use half precision: torch.autocast('cuda', dtype=torch.float16) with a "
         "gradient scaler, or bfloat16 where the device has it.",
-        evidence=ground.evidence(unused),
+        evidence=context.evidence(unused),
     )  # fmt: skip
 
 
-def low_roofline(ground: Ground) -> Iterator[Said]:
+def low_roofline(context: Context) -> Iterator[Said]:
     """Modelled operators far below what the device could do, that no other rule explains."""
-    if not ground.on_device:
+    if not context.on_device:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
-    known = _products(ground)
-    told = False
+    products = _products(context)
+    any_modelled = False
     by_op: dict[str, list[tuple[Trace, pl.DataFrame]]] = {}
-    for trace in ground.traces:
-        rows = ground.ask(trace, modelled).drop_nulls("roofline_ns")
-        told |= bool(rows.height)
+    for trace in context.traces:
+        rows = context.ask(trace, modelled).drop_nulls("roofline_ns")
+        any_modelled |= bool(rows.height)
         events = trace.events
         work = rows.with_columns(
             ns=events["duration_ns"].gather(rows["event"]), op_name=events["name"].gather(rows["op"])
         )
-        for (name,), some in work.group_by("op_name", maintain_order=True):
-            by_op.setdefault(str(name), []).append((trace, some))
+        for (name,), op_work in work.group_by("op_name", maintain_order=True):
+            by_op.setdefault(str(name), []).append((trace, op_work))
     for name, parts in sorted(by_op.items(), key=lambda item: -_time(item[1]))[:_LARGEST]:
-        mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-        for trace, some in parts:
-            mask |= ground.nodes_of(trace, some["event"])
-        mask &= ~known.odd & ~known.unused
-        factor = _roofline_factor(ground, mask) if mask.any() else None
+        mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+        for trace, op_work in parts:
+            mask |= context.nodes_of(trace, op_work["event"])
+        mask &= ~products.odd & ~products.unused
+        factor = _roofline_factor(context, mask) if mask.any() else None
         if factor is not None and factor * _REACHABLE < _FAR:
-            yield _far(ground, name, parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0], mask, factor)
-    if not told:
+            yield _far(context, name, parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0], mask, factor)
+    if not any_modelled:
         yield Abstention("low-roofline", "the device's peaks are unknown, or shapes were not recorded")
 
 
 def _time(parts: list[tuple[Trace, pl.DataFrame]]) -> int:
-    return sum(int(some["ns"].sum()) for _, some in parts)
+    return sum(int(op_work["ns"].sum()) for _, op_work in parts)
 
 
-def _far(ground: Ground, name: str, bound: str, mask: Bools, factor: float) -> Candidate:
+def _far(context: Context, name: str, bound: str, mask: Bools, factor: float) -> Candidate:
     limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
-    hint = next((said for pattern, said in _HINTS.items() if re.search(pattern, name)), _HINT)
+    hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
     return Candidate(
         title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
-        f"{ground.in_words(ground.work_ns(mask))} in {ground.many(int(mask.sum()))} kernels",
+        f"{context.in_words(context.work_ns(mask))} in {context.many(int(mask.sum()))} kernels",
         changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
         confidence=0.4,
         advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
-        evidence=ground.evidence(mask, 3),
+        evidence=context.evidence(mask, 3),
     )
 
 
-def slow_kernels(ground: Ground) -> Iterator[Said]:
+def slow_kernels(context: Context) -> Iterator[Said]:
     """Kernels of the step that take longer than the same kernels elsewhere in the run."""
-    for trace in ground.traces:
-        slow = ground.ask(trace, _slow)
-        mask = ground.nodes_of(trace, slow["event"]) & ground.of_kind(gs.KERNEL)  # communication waits for others
+    for trace in context.traces:
+        slow = context.ask(trace, _slow)
+        mask = context.nodes_of(trace, slow["event"]) & context.of_kind(gs.KERNEL)  # communication waits for others
         if not mask.any():
             continue
-        slow = slow.filter(pl.col("event").is_in(ground.graph.nodes["event"].filter(pl.Series(mask)).implode()))
+        slow = slow.filter(pl.col("event").is_in(context.graph.nodes["event"].filter(pl.Series(mask)).implode()))
         lost = int((slow["duration_ns"] - slow["usual"]).sum())
         factor = float(slow["usual"].sum()) / max(float(slow["duration_ns"].sum()), 1.0)
-        shared = _beside_communication_ns(ground, mask)
-        beside = 2 * shared > ground.work_ns(mask)
-        of_rank = f" of rank {trace.rank}" if len(ground.traces) > 1 else ""
+        shared = _beside_communication_ns(context, mask)
+        beside = 2 * shared > context.work_ns(mask)
+        of_rank = f" of rank {trace.rank}" if len(context.traces) > 1 else ""
         yield Candidate(
-            title=f"{ground.many(slow.height)} kernels{of_rank} take {ground.in_words(lost)} longer than the same ones "
-            "elsewhere in the run" + (", while communication runs beside them" if beside else ""),
+            title=f"{context.many(slow.height)} kernels{of_rank} take {context.in_words(lost)} longer than the same "
+            "ones elsewhere in the run" + (", while communication runs beside them" if beside else ""),
             changes=(Change("scale", Chosen("slow kernels", mask, "kernels"), factor),),
             confidence=0.3 if beside else 0.4,
             advice="Give communication fewer SMs (NCCL_MAX_CTAS, NCCL_MIN_CTAS) or another moment; what is won there "
             "may be lost where it was hidden." if beside else "Look at clocks, power and temperature at that time, and "
             "at what else runs on the device.",
-            evidence=ground.evidence(mask),
+            evidence=context.evidence(mask),
             at_most_ns=min(lost, shared) if beside else None,
         )  # fmt: skip
 
 
-def _beside_communication_ns(ground: Ground, mask: Bools) -> int:
+def _beside_communication_ns(context: Context, mask: Bools) -> int:
     """For how long communication of the same rank runs beside some kernels."""
-    nodes = ground.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     kernels = nodes.filter(pl.Series(mask))
     talk = nodes.filter(
-        pl.Series(ground.of_kind(*gs.COMMUNICATION)), pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True)
+        pl.Series(context.of_kind(*gs.COMMUNICATION)), pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True)
     )
     spans = union(talk["start_ns"].to_numpy(), talk["end_ns"].to_numpy())
     return int(coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())

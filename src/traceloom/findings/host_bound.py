@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.pauses import IDLE, between_operators, long_ns, waits_for_requests
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
@@ -32,35 +32,35 @@ _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
 
 
-def _gaps(ground: Ground) -> tuple[int, int, tuple[Evidence, ...]]:
+def _gaps(context: Context) -> tuple[int, int, tuple[Evidence, ...]]:
     """Idle time of the devices in the step because launches came late, the most that better launching could win on
     one rank, and the longest such gaps.
     """
     whole, most, shown = 0, 0, []
-    for trace in ground.traces:
-        rows = ground.in_step(ground.ask(trace, analyze.idle).gaps)
+    for trace in context.traces:
+        rows = context.in_step(context.ask(trace, analyze.idle).gaps)
         late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
         whole += int(late["duration_ns"].sum())
         also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
         most = max(most, int(late["duration_ns"].sum()) + int(also["duration_ns"].sum()))
         for row in late.sort("duration_ns", descending=True).head(3).to_dicts():
-            what = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
-            shown.append(Evidence(what, trace.rank, row["start_ns"], row["duration_ns"]))
-    return whole, most, tuple(sorted(shown, key=lambda one: -(one.duration_ns or 0))[:4])
+            label = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
+            shown.append(Evidence(label, trace.rank, row["start_ns"], row["duration_ns"]))
+    return whole, most, tuple(sorted(shown, key=lambda gap: -(gap.duration_ns or 0))[:4])
 
 
-def launch_bound(ground: Ground) -> Iterator[Said]:
+def launch_bound(context: Context) -> Iterator[Said]:
     """Kernels wait for their launches."""
-    if not ground.on_device:
+    if not context.on_device:
         yield Abstention("launch-bound", "no GPU work was recorded")
         return
-    idle, most, evidence = _gaps(ground)
-    if idle < _LEAST_GAP * ground.whole_ns:
+    idle, most, evidence = _gaps(context)
+    if idle < _LEAST_GAP * context.whole_ns:
         return
-    most = min(most, ground.step_ns * ground.step_count)  # a pause may go on into the next step
+    most = min(most, context.step_ns * context.step_count)  # a pause may go on into the next step
     yield Candidate(
-        title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {ground.where}"
-        f"{ground.over_ranks}"
+        title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {context.where}"
+        f"{context.over_ranks}"
         + (
             f", and in all {units.duration(most)} with the time launched work takes to begin"
             if most > 1.5 * idle
@@ -107,96 +107,97 @@ def _loops(trace: Trace) -> pl.DataFrame:
     )
 
 
-def looped(ground: Ground) -> tuple[Bools, dict[str, int]]:
-    """All between the beginning and the end of such loops, with what they launch, and how often they call which."""
-    nodes, edges = ground.graph.nodes, ground.graph.edges
-    found = np.zeros(nodes.height, dtype=np.bool_)
+def looped(context: Context) -> tuple[Bools, dict[str, int]]:
+    """The nodes of such loops from start to end, with what they launch, and how often each call is made."""
+    nodes, edges = context.graph.nodes, context.graph.edges
+    in_loops = np.zeros(nodes.height, dtype=np.bool_)
     calls: dict[str, int] = {}
-    host = ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
-    for trace in ground.traces:
-        loops = ground.in_step(ground.ask(trace, _loops)).sort("calls", descending=True).head(_MOST_LOOPS)
+    for trace in context.traces:
+        loops = context.in_step(context.ask(trace, _loops)).sort("calls", descending=True).head(_MOST_LOOPS)
         for row in loops.to_dicts():
-            ends = [np.flatnonzero(host & ground.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
+            ends = [np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
             if ends[0].size and ends[1].size:
-                found |= (
+                in_loops |= (
                     host & (lane == lane[ends[0][0]]) & (start >= start[ends[0][0]]) & (start <= start[ends[1]].max())
                 )
                 calls[row["name"]] = calls.get(row["name"], 0) + row["calls"]
     launched = edges["target"].filter(
-        (edges["kind"].cast(pl.String) == "launch") & pl.Series(found).gather(edges["source"])
+        (edges["kind"].cast(pl.String) == "launch") & pl.Series(in_loops).gather(edges["source"])
     )
-    found[launched.to_numpy()] = True
-    return found & ~ground.of_kind(*gs.COMMUNICATION), calls
+    in_loops[launched.to_numpy()] = True
+    return in_loops & ~context.of_kind(*gs.COMMUNICATION), calls
 
 
-def _loop(ground: Ground, mask: Bools, calls: dict[str, int]) -> Candidate:
+def _loop(context: Context, mask: Bools, calls: dict[str, int]) -> Candidate:
     """Loops over the elements of tensors."""
-    host = mask & ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = mask & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
     many = ", ".join(f"{brief(name)} {units.count(count)} times" for name, count in sorted(calls.items())[:3])
     return Candidate(
-        title=f"a loop over the elements of a tensor calls {many}: {units.duration(ground.work_ns(host))} of "
-        f"{ground.where}{ground.over_ranks}",
+        title=f"a loop over the elements of a tensor calls {many}: {units.duration(context.work_ns(host))} of "
+        f"{context.where}{context.over_ranks}",
         changes=(Change("remove", Chosen("loops over elements", mask)),),
         confidence=0.5,
         advice="One call for the whole tensor takes hardly longer than one of these; where Python needs the values, "
         "`tensor.tolist()` reads them at once.",
-        evidence=ground.evidence(host),
+        evidence=context.evidence(host),
     )
 
 
-def python_bound(ground: Ground) -> Iterator[Said]:
+def python_bound(context: Context) -> Iterator[Said]:
     """Python between operators holds up the step."""
-    if not ground.of_kind(gs.HOST).any() or not (ground.graph.nodes["category"] == cat.OP).any():
+    if not context.of_kind(gs.HOST).any() or not (context.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: nobody knows what the host did")
         return
-    if waits_for_requests(ground):
+    if waits_for_requests(context):
         yield Abstention("python-bound", IDLE)
         return
-    loops, calls = looped(ground)
-    if ground.work_ns(loops & ~ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * ground.whole_ns:
-        yield _loop(ground, loops, calls)
-    work = ground.graph.nodes["work_ns"].to_numpy()
-    short = between_operators(ground) & ~loops & (work < long_ns(ground))
+    loops, calls = looped(context)
+    if context.work_ns(loops & ~context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * context.whole_ns:
+        yield _loop(context, loops, calls)
+    work = context.graph.nodes["work_ns"].to_numpy()
+    short = between_operators(context) & ~loops & (work < long_ns(context))
     if not short.any():
         return
-    time = ground.work_ns(short)
-    if time < _LEAST_PYTHON * ground.whole_ns * max(ground.rank_count, 1):
+    time = context.work_ns(short)
+    if time < _LEAST_PYTHON * context.whole_ns * max(context.rank_count, 1):
         return  # as much lies between the operators of any step, most of it the cost of recording them
-    slower = "; recording stacks makes it look longer than it is" if ground.stacks else ""
+    slower = "; recording stacks makes it look longer than it is" if context.stacks else ""
     yield Candidate(
-        title=f"Python between operators takes {units.duration(time)} of {ground.where}{ground.over_ranks}{slower}",
+        title=f"Python between operators takes {units.duration(time)} of {context.where}{context.over_ranks}{slower}",
         changes=(Change("scale", Chosen("Python between operators", short, "think"), _LEFT),),
-        confidence=0.3 if ground.stacks else 0.4,
+        confidence=0.3 if context.stacks else 0.4,
         advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
         "change, log less often.",
-        evidence=ground.evidence(short),
-        at_most_ns=ground.step_ran_ns,  # who waits runs no Python
+        evidence=context.evidence(short),
+        at_most_ns=context.step_ran_ns,  # who waits runs no Python
     )
 
 
-def small_kernels(ground: Ground) -> Iterator[Said]:
+def small_kernels(context: Context) -> Iterator[Said]:
     """Runs of elementwise kernels that one kernel could do."""
     chosen = Selection("kernels", _ELEMENTWISE)
-    mask = chosen.nodes(ground.graph)
+    mask = chosen.nodes(context.graph)
     count = int(mask.sum())
-    if count < _MANY * ground.step_count:
+    if count < _MANY * context.step_count:
         return
-    source, target = (ground.graph.edges[end].to_numpy() for end in ("source", "target"))
-    streams = (ground.graph.edges["kind"].cast(pl.String) == "stream").to_numpy()
+    source, target = (context.graph.edges[end].to_numpy() for end in ("source", "target"))
+    streams = (context.graph.edges["kind"].cast(pl.String) == "stream").to_numpy()
     following = np.zeros(mask.size, dtype=np.bool_)
     following[target[streams & mask[source] & mask[target]]] = True
     many = int(following.sum())
-    if many < _MANY // 2 * ground.step_count:
+    if many < _MANY // 2 * context.step_count:
         return
     yield Candidate(
-        title=f"{ground.many(many)} of {ground.many(count)} elementwise kernels follow another one: they could be one",
+        title=f"{context.many(many)} of {context.many(count)} elementwise kernels follow another one: "
+        "they could be one",
         changes=(Change("fuse", chosen),),
         confidence=0.6,
         advice="Let torch.compile fuse them, or use fused operators.",
         evidence=(
-            Evidence("elementwise kernels", count=count, total_ns=ground.work_ns(mask)),
-            *ground.evidence(following, 2),
+            Evidence("elementwise kernels", count=count, total_ns=context.work_ns(mask)),
+            *context.evidence(following, 2),
         ),
     )
 

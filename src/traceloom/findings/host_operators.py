@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.data_loading import loader_calls
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.host_bound import looped
 from traceloom.findings.pauses import between_operators
 from traceloom.findings.rule import Candidate, Rule, Said
@@ -38,39 +38,39 @@ _LEAST_TINY = 0.05  # of the step
 _HOST = (gs.HOST, gs.THINK)
 
 
-def extra_copies(ground: Ground) -> Iterator[Said]:
+def extra_copies(context: Context) -> Iterator[Said]:
     """Copies that the program asks for itself."""
-    if ground.on_device:
+    if context.on_device:
         yield Abstention("host-copies", "the device computes: see device-copies and needless-copies")
         return
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count, by_name = 0, pl.DataFrame()
-    for trace in ground.traces:
-        rows = ground.in_step(ground.ask(trace, _copies))
+    for trace in context.traces:
+        rows = context.in_step(context.ask(trace, _copies))
         count += rows.height
         by_name = pl.concat([by_name, rows.select("name", "duration_ns")])
         if rows.height:
-            mask |= ground.below(trace, rows["event"])
-    mask |= _behind(ground, mask)
-    time = ground.work_ns(mask & ground.of_kind(*_HOST))
-    if not count or time < _LEAST_SHARE * ground.whole_ns * max(ground.rank_count, 1):
+            mask |= context.below(trace, rows["event"])
+    mask |= _behind(context, mask)
+    time = context.work_ns(mask & context.of_kind(*_HOST))
+    if not count or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
     sums = by_name.group_by("name").agg(pl.col("duration_ns").sum())
     sums = sums.sort("duration_ns", "name", descending=[True, False])
     yield Candidate(
-        title=f"{units.count(count)} copies of tensors on the host take {units.duration(time)} of {ground.where}"
-        f"{ground.over_ranks}, most of it in {brief(sums['name'][0])}",
+        title=f"{units.count(count)} copies of tensors on the host take {units.duration(time)} of {context.where}"
+        f"{context.over_ranks}, most of it in {brief(sums['name'][0])}",
         changes=(Change("remove", Chosen("copies of tensors on the host", mask, "ops")),),
         confidence=0.4,
         advice="Leave out clones and conversions that nobody needs; keep one layout and one type: each "
         "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient, too.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
-def _behind(ground: Ground, mask: Bools) -> Bools:
+def _behind(context: Context, mask: Bools) -> Bools:
     """The short stretch of Python behind each: it calls the next one, and gives the memory back."""
-    nodes = ground.graph.nodes
+    nodes = context.graph.nodes
     order = (
         nodes.select("rank", "lane", "start_ns", "node").with_row_index("at").sort("rank", "lane", "start_ns", "node")
     )
@@ -78,8 +78,8 @@ def _behind(ground: Ground, mask: Bools) -> Bools:
     lane = order["lane"].fill_null(_NO_LANE).to_numpy()
     follows = np.zeros(at.size, dtype=np.bool_)
     follows[at[1:]] = mask[at[:-1]] & (lane[1:] == lane[:-1])
-    found: Bools = follows & between_operators(ground) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
-    return found
+    short: Bools = follows & between_operators(context) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
+    return short
 
 
 def _copies(trace: Trace) -> pl.DataFrame:
@@ -100,58 +100,60 @@ def _copies(trace: Trace) -> pl.DataFrame:
 
 def _has_below(parent: Ints, marked: Bools, roots: Ints) -> Bools:
     """Which of some events have a marked one inside."""
-    found = np.zeros(parent.size, dtype=np.bool_)
+    has_marked = np.zeros(parent.size, dtype=np.bool_)
     above = parent[np.flatnonzero(marked)]
     while (above := above[above >= 0]).size:  # one turn per level of nesting
-        found[above] = True
+        has_marked[above] = True
         above = parent[above]
-    inside: Bools = found[roots]
+    inside: Bools = has_marked[roots]
     return inside
 
 
 def _below(parent: Ints, marked: Bools, events: Ints) -> Bools:
     """Which of some events lie inside a marked one."""
-    found = np.zeros(events.size, dtype=np.bool_)
+    inside = np.zeros(events.size, dtype=np.bool_)
     above = parent[events]
     while (above >= 0).any():
-        found |= (above >= 0) & marked[np.maximum(above, 0)]
+        inside |= (above >= 0) & marked[np.maximum(above, 0)]
         above = np.where(above >= 0, parent[np.maximum(above, 0)], -1)
-    return found
+    return inside
 
 
-def tiny_operators(ground: Ground) -> Iterator[Said]:
+def tiny_operators(context: Context) -> Iterator[Said]:
     """The same few small operators again and again."""
-    if ground.on_device:
+    if context.on_device:
         yield Abstention("tiny-operators", "the device computes: see launch-bound and small-kernels")
         return
-    known, _ = looped(ground)
-    nodes = ground.graph.nodes
+    in_loops, _ = looped(context)
+    nodes = context.graph.nodes
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
-    host = ground.of_kind(*_HOST) & ~known
+    host = context.of_kind(*_HOST) & ~in_loops
     mask, left = np.zeros(nodes.height, dtype=np.bool_), np.ones(nodes.height)
     calls = 0
-    for trace in ground.traces:
-        for row in ground.in_step(ground.ask(trace, _stretches)).to_dicts():
-            ends = [np.flatnonzero(ground.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
+    for trace in context.traces:
+        for row in context.in_step(context.ask(trace, _stretches)).to_dicts():
+            ends = [np.flatnonzero(context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
             if not ends[0].size or not ends[1].size:
                 continue
-            mine = host & (lane == lane[ends[0][0]]) & (start >= start[ends[0]].min()) & (start <= start[ends[1]].max())
-            mask |= mine
-            left[mine] = 1 / row["times"]
+            stretch = (
+                host & (lane == lane[ends[0][0]]) & (start >= start[ends[0]].min()) & (start <= start[ends[1]].max())
+            )
+            mask |= stretch
+            left[stretch] = 1 / row["times"]
             calls += row["calls"]
     work = nodes["work_ns"].to_numpy()
     time = int(work[mask].sum())
-    if time < _LEAST_TINY * ground.whole_ns * max(ground.rank_count, 1):
+    if time < _LEAST_TINY * context.whole_ns * max(context.rank_count, 1):
         return
     remains = float((work[mask] * left[mask]).sum() / max(time, 1))
     yield Candidate(
         title=f"{units.count(calls)} tiny operators, the same few again and again, take {units.duration(time)} of "
-        f"{ground.where}{ground.over_ranks}",
+        f"{context.where}{context.over_ranks}",
         changes=(Change("scale", Chosen("tiny operators, each kind once", mask, "host"), remains),),
         confidence=0.5,
         advice="Do it for all elements at once: stack the tensors and call each operator once, use the `_foreach_` or "
         "fused variant, or compile the function (torch.compile).",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
@@ -177,7 +179,7 @@ def _stretches(trace: Trace) -> pl.DataFrame:
     )
     key, took = ops["key"].to_numpy(), ops["duration_ns"].to_numpy()
     taken = np.zeros(key.size, dtype=np.bool_)
-    found: list[tuple[int, int, int | None, int, int]] = []
+    stretches: list[tuple[int, int, int | None, int, int]] = []
     for period in range(1, min(_PERIOD, key.size - 1) + 1):
         same = np.flatnonzero(
             np.diff(np.concatenate([[False], key[period:] == key[:-period], [False]]).astype(np.int8))
@@ -188,8 +190,8 @@ def _stretches(trace: Trace) -> pl.DataFrame:
             if times < _TIMES or taken[low : last + 1].any() or np.median(took[low : last + 1]) > _TINY_NS:
                 continue
             taken[low : last + 1] = True
-            found.append((ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times))
-    return pl.DataFrame(found, schema=schema, orient="row")
+            stretches.append((ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times))
+    return pl.DataFrame(stretches, schema=schema, orient="row")
 
 
 RULES = (

@@ -10,7 +10,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.across.slow_steps import SlowSteps
 from traceloom.analyze.host_wait import COLLECTIONS
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Remark, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import graph_schema as gs
@@ -24,106 +24,106 @@ _HOST = (gs.HOST, gs.THINK, gs.LAUNCH)
 _COSTLY = 1.05  # recording that makes steps this many times longer is told
 
 
-def collections(ground: Ground) -> Iterator[Said]:
+def collections(context: Context) -> Iterator[Said]:
     """Python collects garbage in the step."""
-    mask = named(ground.graph, COLLECTIONS).fill_null(value=False).to_numpy() & ground.of_kind(gs.HOST, gs.THINK)
-    for trace in ground.traces:  # frames and annotations that the graph knows only as time of something else
-        gaps = ground.in_step(ground.ask(trace, analyze.idle).gaps)
+    mask = named(context.graph, COLLECTIONS).fill_null(value=False).to_numpy() & context.of_kind(gs.HOST, gs.THINK)
+    for trace in context.traces:  # frames and annotations that the graph knows only as time of something else
+        gaps = context.in_step(context.ask(trace, analyze.idle).gaps)
         if not mask.any() and (gaps["cause"].cast(pl.String) == "host_garbage_collection").any():
-            mask |= _during(ground, trace.rank, gaps)
+            mask |= _during(context, trace.rank, gaps)
     if not mask.any():
-        yield from _without_host(ground, "garbage-collection")
+        yield from _without_host(context, "garbage-collection")
         return
     yield Candidate(
-        title=f"Python collects garbage for {units.duration(ground.work_ns(mask))} in {ground.where}",
+        title=f"Python collects garbage for {units.duration(context.work_ns(mask))} in {context.where}",
         changes=(Change("remove", Chosen("garbage collection", mask, "host")),),
         confidence=0.8,
         advice="gc.freeze() after set-up and a higher threshold (gc.set_threshold), or gc.disable() with gc.collect() "
         "every N steps, on all ranks in the same step.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
-def _without_host(ground: Ground, slug: str) -> Iterator[Abstention]:
+def _without_host(context: Context, slug: str) -> Iterator[Abstention]:
     """What the host did not do cannot be told where nothing of it was recorded."""
-    if not ground.of_kind(gs.HOST).any():
+    if not context.of_kind(gs.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
 
 
-def _during(ground: Ground, rank: int | None, gaps: pl.DataFrame) -> np.ndarray:
+def _during(context: Context, rank: int | None, gaps: pl.DataFrame) -> np.ndarray:
     """Host nodes that hold a pause of the device of that cause."""
     rows = gaps.filter(pl.col("cause").cast(pl.String) == "host_garbage_collection")
-    nodes = ground.graph.nodes
-    start = nodes["start_ns"].to_numpy() + ground.graph.epoch_ns
+    nodes = context.graph.nodes
+    start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
     end = start + nodes["duration_ns"].to_numpy()
     of_rank = (
         nodes["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0]).to_numpy()
-        if len(ground.traces) > 1
+        if len(context.traces) > 1
         else np.ones(nodes.height, dtype=np.bool_)
     )
-    found = np.zeros(nodes.height, dtype=np.bool_)
+    holding = np.zeros(nodes.height, dtype=np.bool_)
     for low, long in rows.select("start_ns", "duration_ns").iter_rows():
-        found |= (start <= low) & (end >= low + long)
-    return found & of_rank & ground.of_kind(gs.HOST, gs.THINK)
+        holding |= (start <= low) & (end >= low + long)
+    return holding & of_rank & context.of_kind(gs.HOST, gs.THINK)
 
 
-def compiling(ground: Ground) -> Iterator[Said]:
+def compiling(context: Context) -> Iterator[Said]:
     """torch.compile compiles in the step."""
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count = recompiled = 0
-    for trace in ground.traces:
-        rows = ground.in_step(ground.ask(trace, analyze.compiled).compilations)
+    for trace in context.traces:
+        rows = context.in_step(context.ask(trace, analyze.compiled).compilations)
         count += rows.height
         recompiled += int(rows["recompile"].fill_null(value=False).sum())
         if rows.height:
-            mask |= ground.below(trace, rows["event"])
+            mask |= context.below(trace, rows["event"])
     if not mask.any():
-        yield from _without_host(ground, "compiling")
+        yield from _without_host(context, "compiling")
         return
     again = f", {units.count(recompiled)} of them again" if recompiled else ""
     yield Candidate(
-        title=f"torch.compile compiles {units.count(count)} times in {ground.where}{again}: "
-        f"{units.duration(ground.work_ns(mask))}",
+        title=f"torch.compile compiles {units.count(count)} times in {context.where}{again}: "
+        f"{units.duration(context.work_ns(mask))}",
         changes=(Change("remove", Chosen("compilation", mask, "host")),),
-        confidence=0.8 if ground.steps is not None else 0.5,
+        confidence=0.8 if context.steps is not None else 0.5,
         advice="Compile before the part that is measured (warm up); avoid recompilations: mark sizes that change with "
         "mark_dynamic, keep Python numbers out of guards.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
-def autotuning(ground: Ground) -> Iterator[Said]:
+def autotuning(context: Context) -> Iterator[Said]:
     """Kernels are tried out in the step."""
-    mask = named(ground.graph, _AUTOTUNING).fill_null(value=False).to_numpy() & ground.of_kind(*_HOST, gs.KERNEL)
-    for trace in ground.traces:
+    mask = named(context.graph, _AUTOTUNING).fill_null(value=False).to_numpy() & context.of_kind(*_HOST, gs.KERNEL)
+    for trace in context.traces:
         names = trace.events["name"].unique()
         fitting = names.filter(names.str.contains(f"(?i){_AUTOTUNING}"))
         if fitting.len():
-            rows = ground.in_step(trace.events.filter(pl.col("name").is_in(fitting.implode())))
+            rows = context.in_step(trace.events.filter(pl.col("name").is_in(fitting.implode())))
             host = rows.filter(pl.col("launch").is_null())
-            mask |= ground.below(trace, host["event"])
+            mask |= context.below(trace, host["event"])
     if not mask.any():
-        yield from _without_host(ground, "autotuning")
+        yield from _without_host(context, "autotuning")
         return
     yield Candidate(
-        title=f"kernels are tried out (autotuning) in {ground.where}: {units.duration(ground.work_ns(mask))}",
+        title=f"kernels are tried out (autotuning) in {context.where}: {units.duration(context.work_ns(mask))}",
         changes=(Change("remove", Chosen("autotuning", mask, "host")),),
         confidence=0.7,
         advice="Warm up with every shape first, and keep what was found: TORCHINDUCTOR_CACHE_DIR, Triton's cache; "
         "torch.backends.cudnn.benchmark=False where shapes change all the time.",
-        evidence=ground.evidence(mask),
+        evidence=context.evidence(mask),
     )
 
 
-def graph_breaks(ground: Ground) -> Iterator[Said]:
+def graph_breaks(context: Context) -> Iterator[Said]:
     """Compiled regions fall apart."""
     seen, between, count = False, 0.0, 0
     evidence: list[Evidence] = []
-    for trace in ground.traces:
-        told = ground.ask(trace, analyze.compiled)
-        seen |= told.seen
-        share = 1.0 if ground.steps is None else ground.step_count / max(trace.steps.height, 1)
-        for row in told.breaks.to_dicts():
+    for trace in context.traces:
+        compiled = context.ask(trace, analyze.compiled)
+        seen |= compiled.seen
+        share = 1.0 if context.steps is None else context.step_count / max(trace.steps.height, 1)
+        for row in compiled.breaks.to_dicts():
             between += row["between_ns"] * share
             count += row["count"]
             line = brief(row["place"] or row["resumed"] or "an unknown line")
@@ -131,26 +131,26 @@ def graph_breaks(ground: Ground) -> Iterator[Said]:
     if not seen:
         yield Abstention("graph-breaks", "torch.compile was not seen")
         return
-    host = ground.of_kind(*_HOST)
-    whole = ground.work_ns(host)
+    host = context.of_kind(*_HOST)
+    whole = context.work_ns(host)
     if not count or not whole or not between:
         return
     left = 1 - min(between / whole, 0.9)
     yield Candidate(
         title=f"{units.count(len(evidence))} graph breaks cost the host {units.duration(round(between))} of "
-        f"{ground.where}",
+        f"{context.where}",
         changes=(Change("scale", Chosen("the host, by what it spends at graph breaks", host, "host"), left),),
         confidence=0.4,
         advice="See them with TORCH_LOGS=graph_breaks; take prints, `.item()` and data-dependent branches out of the "
         "compiled function; compile with fullgraph=True to be told.",
-        evidence=tuple(sorted(evidence, key=lambda one: -(one.total_ns or 0))[:4]),
+        evidence=tuple(sorted(evidence, key=lambda graph_break: -(graph_break.total_ns or 0))[:4]),
         at_most_ns=round(between),
     )
 
 
-def recording(ground: Ground) -> Iterator[Said]:
+def recording(context: Context) -> Iterator[Said]:
     """Recording makes steps longer: what it shows of the host is too long."""
-    ratio = ground.host_ratio
+    ratio = context.host_ratio
     if ratio is None:
         yield Abstention("profiler-overhead", "nobody measured unrecorded steps (traceloom record does)")
         return
@@ -163,9 +163,9 @@ def recording(ground: Ground) -> Iterator[Said]:
     )
 
 
-def slow_steps(ground: Ground) -> Iterator[Said]:
-    """Steps beyond the spread of the others: they are not in the step that savings are of."""
-    slow = ground.across.slow if ground.across is not None else _alone(ground)
+def slow_steps(context: Context) -> Iterator[Said]:
+    """Steps beyond the spread of the others: savings are not estimated on them."""
+    slow = context.across.slow if context.across is not None else _alone(context)
     if slow is None or slow.steps["limit_ns"].null_count() == slow.steps.height:
         yield Abstention("slow-steps", "fewer than four whole steps were recorded")
         return
@@ -173,13 +173,16 @@ def slow_steps(ground: Ground) -> Iterator[Said]:
         why = slow.differences.filter(pl.col("step") == row["step"], pl.col("more_ns") > 0).sort(
             "more_ns", descending=True
         )
-        told = [f"{one['class'].replace('_', ' ')} {units.duration(one['more_ns'])}" for one in why.head(2).to_dicts()]
-        trace = ground.trace_of(row["rank"])
+        increases = [
+            f"{difference['class'].replace('_', ' ')} {units.duration(difference['more_ns'])}"
+            for difference in why.head(2).to_dicts()
+        ]
+        trace = context.trace_of(row["rank"])
         starts = [] if trace is None else trace.steps.filter(pl.col("step") == row["step"])["start_ns"].to_list()
         start = starts[0] if starts else None
         yield Remark(
-            title=f"{ground.unit} {row['step']} takes {units.duration(row['over_ns'])} longer than the median one "
-            f"({units.duration(row['median_ns'])}): more {', '.join(told) or 'of nothing that is known'}",
+            title=f"{context.unit} {row['step']} takes {units.duration(row['over_ns'])} longer than the median one "
+            f"({units.duration(row['median_ns'])}): more {', '.join(increases) or 'of nothing that is known'}",
             confidence=0.7,
             advice="Look at this step alone (--steps): validation, checkpoints, collections and recompilations come "
             "every so many steps.",
@@ -187,8 +190,8 @@ def slow_steps(ground: Ground) -> Iterator[Said]:
         )
 
 
-def _alone(ground: Ground) -> SlowSteps | None:
-    return analyze.slow_steps([analyze.rank_part(trace) for trace in ground.traces]) if ground.traces else None
+def _alone(context: Context) -> SlowSteps | None:
+    return analyze.slow_steps([analyze.rank_part(trace) for trace in context.traces]) if context.traces else None
 
 
 RULES = (

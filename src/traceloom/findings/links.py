@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.collective.bandwidth import Link, link_of, with_sizes
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
@@ -55,44 +55,48 @@ class Slow:
     nodes: np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def slow_links(ground: Ground) -> list[Slow]:
+def slow_links(context: Context) -> list[Slow]:
     """Transfers that take too long, by kind and size, those that lose the most time first."""
-    rows = _transfers(ground)
+    rows = _transfers(context)
     if not rows.height:
         return []
     keys = ["kind", "size_bytes", "group_size"]
     groups = rows.group_by(*keys, "ranks", maintain_order=True).agg(
         "node", pl.col("transfer_ns").median().alias("takes_ns"), pl.col("wire_bytes").first(), pl.len().alias("count")
     )
-    found = []
-    for _, some in groups.filter(pl.col("count") >= _KNOWN).group_by(keys, maintain_order=True):
+    candidates = []
+    for _, peers in groups.filter(pl.col("count") >= _KNOWN).group_by(keys, maintain_order=True):
         for certain in (True, False):
-            told = [one for row in some.to_dicts() if (one := _target(ground, row, some, certain=certain)) is not None]
-            if told:
-                found.append((_slow(ground, told, certain=certain), _lost(told)))
+            targets = [
+                target
+                for row in peers.to_dicts()
+                if (target := _target(context, row, peers, certain=certain)) is not None
+            ]
+            if targets:
+                candidates.append((_slow(context, targets, certain=certain), _lost(targets)))
                 break
-    return [slow for slow, _ in sorted(found, key=lambda one: -one[1])]
+    return [slow for slow, _ in sorted(candidates, key=lambda candidate: -candidate[1])]
 
 
-def _transfers(ground: Ground) -> pl.DataFrame:
+def _transfers(context: Context) -> pl.DataFrame:
     """Communication whose transfer is known: node, kind, ranks, group_size, size_bytes, wire_bytes, transfer_ns."""
-    edges = ground.graph.edges
+    edges = context.graph.edges
     ends = pl.Series(among(edges["kind"], gs.EDGE_KINDS, ("rendezvous",))) & edges["to_end"]
     transfers = edges.filter(ends).select(
         node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns")
     ).filter(pl.col("transfer_ns") > 0)  # fmt: skip
-    calls = ground.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))
+    calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))
     sized = with_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
     return sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _LARGE)
 
 
-def _target(ground: Ground, row: dict[str, Any], some: pl.DataFrame, *, certain: bool) -> dict[str, Any] | None:
+def _target(context: Context, row: dict[str, Any], peers: pl.DataFrame, *, certain: bool) -> dict[str, Any] | None:
     """The group with `should_ns` and `against`, where it takes far longer; None where not."""
     if certain:
-        others = [one["takes_ns"] for one in some.to_dicts() if one["ranks"] != row["ranks"]]
+        others = [peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]]
         should, against = float(np.median(others or [row["takes_ns"]])), "in the other groups of this run"
         return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOWER * should else None
-    link = _link(ground, row["ranks"])
+    link = _link(context, row["ranks"])
     if link is None:
         return None
     steps = _STEPS[row["kind"]] * (row["group_size"] - 1)
@@ -101,54 +105,54 @@ def _target(ground: Ground, row: dict[str, Any], some: pl.DataFrame, *, certain:
     return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _FAR * should else None
 
 
-def _link(ground: Ground, ranks: list[int]) -> Link | None:
-    """The link between ranks that are known to stand on one host; None where it is not known or not switched."""
-    members = [ground.trace_of(rank) for rank in ranks]
+def _link(context: Context, ranks: list[int]) -> Link | None:
+    """The link between ranks that are known to be on one host; None where it is unknown or not switched."""
+    members = [context.trace_of(rank) for rank in ranks]
     hosts = {trace.meta.host if trace is not None else None for trace in members}
-    if len(hosts) != 1 or None in hosts or len(ground.traces) < 2:
+    if len(hosts) != 1 or None in hosts or len(context.traces) < 2:
         return None
     used = [trace.devices.filter(pl.col("used"))["name"] for trace in members if trace is not None]
-    names = {name for one in used for name in one.to_list()}
+    names = {name for device_names in used for name in device_names.to_list()}
     links = {link_of(name) for name in names}
     link = links.pop() if len(links) == 1 else None
     return link if link is not None and link.name in _SWITCHED else None
 
 
-def _lost(told: list[dict[str, Any]]) -> float:
-    return float(sum((one["takes_ns"] - one["should_ns"]) * one["count"] for one in told))
+def _lost(targets: list[dict[str, Any]]) -> float:
+    return float(sum((target["takes_ns"] - target["should_ns"]) * target["count"] for target in targets))
 
 
-def _slow(ground: Ground, told: list[dict[str, Any]], *, certain: bool) -> Slow:
-    whole = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+def _slow(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> Slow:
+    whole = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     changes = []
-    for one in told:
+    for target in targets:
         mask = np.zeros(whole.size, dtype=np.bool_)
-        mask[one["node"]] = True
+        mask[target["node"]] = True
         whole |= mask
-        who = f"{one['kind']} of ranks {', '.join(map(str, one['ranks']))}"
-        changes.append(Change("scale", Chosen(who, mask, "collectives"), one["should_ns"] / one["takes_ns"]))
-    times = float(np.median([one["takes_ns"] / one["should_ns"] for one in told]))
-    ranks = tuple(tuple(one["ranks"]) for one in told)
-    first = told[0]
+        who = f"{target['kind']} of ranks {', '.join(map(str, target['ranks']))}"
+        changes.append(Change("scale", Chosen(who, mask, "collectives"), target["should_ns"] / target["takes_ns"]))
+    times = float(np.median([target["takes_ns"] / target["should_ns"] for target in targets]))
+    ranks = tuple(tuple(target["ranks"]) for target in targets)
+    first = targets[0]
     return Slow(first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), whole)
 
 
-def slow_link(ground: Ground) -> Iterator[Said]:
+def slow_link(context: Context) -> Iterator[Said]:
     """Transfers that take longer than elsewhere in the run, or than the link between the devices takes."""
-    if ground.rank_count < 2:
+    if context.rank_count < 2:
         yield Abstention("slow-link", "only one rank was recorded: what is transfer and what is waiting is not known")
         return
-    for slow in slow_links(ground):
-        some = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
-        some += "; …" if len(slow.ranks) > 3 else ""
+    for slow in slow_links(context):
+        who = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
+        who += "; …" if len(slow.ranks) > 3 else ""
         yield Candidate(
-            title=f"{slow.kind} of {units.size(slow.size_bytes)} between ranks {some} takes {slow.times:.1f} × as long "
+            title=f"{slow.kind} of {units.size(slow.size_bytes)} between ranks {who} takes {slow.times:.1f} × as long "
             f"as {slow.against}",
             changes=slow.changes,
             confidence=0.6 if slow.certain else 0.4,
             advice="Look at the link between these devices (nvidia-smi topo -m, nvidia-smi nvlink -s, errors and "
             "retries of the network), at which way NCCL takes (NCCL_DEBUG=INFO), and at what else uses it.",
-            evidence=ground.evidence(slow.nodes & ground.of_kind(*gs.COMMUNICATION)),
+            evidence=context.evidence(slow.nodes & context.of_kind(*gs.COMMUNICATION)),
         )
 
 

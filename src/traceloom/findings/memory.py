@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from traceloom.analyze.allocations.answers import Allocations
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import MemoryCandidate, Rule, Said
 from traceloom.model import Trace, units
 from traceloom.model.finding import Abstention, Evidence
@@ -18,20 +18,20 @@ _ORDINALS = {2: "second", 3: "third"}
 _FRAGMENTED = 0.25  # of what is reserved, unused at the peak
 
 
-def _each(ground: Ground, slug: str) -> Iterator[tuple[Trace, Allocations] | Abstention]:
-    if not ground.allocations:
+def _each(context: Context, slug: str) -> Iterator[tuple[Trace, Allocations] | Abstention]:
+    if not context.allocations:
         yield Abstention(slug, "allocations were not recorded")
-    yield from ground.allocations
+    yield from context.allocations
 
 
-def growth(ground: Ground) -> Iterator[Said]:
+def growth(context: Context) -> Iterator[Said]:
     """Memory that every step leaves behind, or every second or third."""
-    for one in _each(ground, "memory-growth"):
-        if isinstance(one, Abstention):
-            yield one
+    for entry in _each(context, "memory-growth"):
+        if isinstance(entry, Abstention):
+            yield entry
             continue
-        trace, found = one
-        for row in found.growth.filter(pl.col("bytes_per_step") >= _LEAST_GROWTH).to_dicts():
+        trace, allocations = entry
+        for row in allocations.growth.filter(pl.col("bytes_per_step") >= _LEAST_GROWTH).to_dicts():
             per_step, period = round(row["bytes_per_step"]), row["period"]
             steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
             yield MemoryCandidate(
@@ -45,14 +45,14 @@ def growth(ground: Ground) -> Iterator[Said]:
             )
 
 
-def fragmentation(ground: Ground) -> Iterator[Said]:
+def fragmentation(context: Context) -> Iterator[Said]:
     """Memory that the allocator holds and cannot give out."""
-    for one in _each(ground, "memory-fragmentation"):
-        if isinstance(one, Abstention):
-            yield one
+    for entry in _each(context, "memory-fragmentation"):
+        if isinstance(entry, Abstention):
+            yield entry
             continue
-        trace, found = one
-        for row in found.pools.drop_nulls("reserved_at_peak_bytes").to_dicts():
+        trace, allocations = entry
+        for row in allocations.pools.drop_nulls("reserved_at_peak_bytes").to_dicts():
             spare = row["reserved_at_peak_bytes"] - row["peak_bytes"]
             if spare > _FRAGMENTED * row["reserved_at_peak_bytes"]:
                 yield MemoryCandidate(
@@ -67,15 +67,15 @@ def fragmentation(ground: Ground) -> Iterator[Said]:
                 )
 
 
-def nearly_full(ground: Ground) -> Iterator[Said]:
+def nearly_full(context: Context) -> Iterator[Said]:
     """A device that is nearly full."""
-    for one in _each(ground, "memory-nearly-full"):
-        if isinstance(one, Abstention):
-            yield one
+    for entry in _each(context, "memory-nearly-full"):
+        if isinstance(entry, Abstention):
+            yield entry
             continue
-        trace, found = one
+        trace, allocations = entry
         sizes = {d.get("device"): d.get("memory_bytes") for d in (trace.meta.capture or {}).get("devices") or []}
-        for row in found.pools.to_dicts():
+        for row in allocations.pools.to_dicts():
             whole = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
             used = max(row["peak_bytes"], row["reserved_at_peak_bytes"] or 0)
             if isinstance(whole, int) and used > _FULL * whole:

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.host_wait import COLLECTIONS
-from traceloom.findings.ground import NAMELESS, Bools, Ground
+from traceloom.findings.context import NAMELESS, Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
@@ -28,79 +28,79 @@ _ASLEEP = 0.2  # at most: it waits
 IDLE = "the program waits most of the time, for requests or whatever it is that nobody recorded: that costs nothing"
 
 
-def pauses(ground: Ground) -> Iterator[Said]:
+def pauses(context: Context) -> Iterator[Said]:
     """The host does one other thing for long: a pause, a write, a log."""
-    if waits_for_requests(ground):
+    if waits_for_requests(context):
         yield Abstention("host-pause", IDLE)
         return
-    python = between_operators(ground)
-    work = ground.graph.nodes["work_ns"].to_numpy()
-    long = python & (work >= long_ns(ground))
-    if ground.steps is None:  # threads of a program without steps that sleep, wait for work: that is no pause
-        long &= ~ground.asleep(long, _ASLEEP)
+    python = between_operators(context)
+    work = context.graph.nodes["work_ns"].to_numpy()
+    long = python & (work >= long_ns(context))
+    if context.steps is None:  # threads of a program without steps that sleep, wait for work: that is no pause
+        long &= ~context.asleep(long, _ASLEEP)
     if not long.any():
         return
-    ranks = ground.ranks_of(long)
+    ranks = context.ranks_of(long)
     if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
-        rank_of = ground.graph.nodes["rank"].fill_null(-1).to_numpy()
-        times = {rank: ground.work_ns(long & (rank_of == rank)) for rank in ranks}
+        rank_of = context.graph.nodes["rank"].fill_null(-1).to_numpy()
+        times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
         by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
         for rank in by_time[:_MOST_RANKS]:
-            yield _pause(ground, long & (rank_of == rank), (rank,))
-        others = [times[rank] for rank in by_time[1:]] + [0] * (ground.rank_count - len(ranks))
+            yield _pause(context, long & (rank_of == rank), (rank,))
+        others = [times[rank] for rank in by_time[1:]] + [0] * (context.rank_count - len(ranks))
         if times[by_time[0]] >= _FAR_MORE * float(np.median(others)):
             return  # the others pause now and then
-    yield _pause(ground, long, tuple(ranks))
+    yield _pause(context, long, tuple(ranks))
 
 
-def between_operators(ground: Ground) -> Bools:
+def between_operators(context: Context) -> Bools:
     """Host time between operators that no other rule is about."""
-    nodes = ground.graph.nodes
-    frames = pl.Series(ground.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
-    mine = ground.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
-    others = (named(ground.graph, LOADING) | named(ground.graph, COLLECTIONS)).fill_null(value=False).to_numpy()
-    found: Bools = mine & ~others
-    return found
+    nodes = context.graph.nodes
+    frames = pl.Series(context.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
+    between = context.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
+    others = (named(context.graph, LOADING) | named(context.graph, COLLECTIONS)).fill_null(value=False).to_numpy()
+    unclaimed: Bools = between & ~others
+    return unclaimed
 
 
-def waits_for_requests(ground: Ground) -> bool:
+def waits_for_requests(context: Context) -> bool:
     """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
-    return ground.steps is None and ground.running is not None and ground.running < _BUSY
+    return context.steps is None and context.running is not None and context.running < _BUSY
 
 
-def long_ns(ground: Ground) -> float:
+def long_ns(context: Context) -> float:
     """From how long on a stretch of host time is a pause."""
-    return max(_LONG * ground.whole_ns / ground.step_count, _LONG_NS)
+    return max(_LONG * context.whole_ns / context.step_count, _LONG_NS)
 
 
-def _pause(ground: Ground, long: Bools, ranks: tuple[int, ...]) -> Candidate:
+def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     """The long stretches of some ranks."""
-    time = ground.work_ns(long)
-    evidence = ground.evidence(long)
-    what = evidence[0].what
+    time = context.work_ns(long)
+    evidence = context.evidence(long)
+    label = evidence[0].what
     count = int(long.sum())
-    known = "" if _STEP.match(what) or what == NAMELESS else f": {what}"
-    alone = ground.rank_count > 1 and len(ranks) == 1
+    detail = "" if _STEP.match(label) or label == NAMELESS else f": {label}"
+    alone = context.rank_count > 1 and len(ranks) == 1
     who = f"the host of rank {ranks[0]}" if alone else "the host"
-    over = "" if len(ranks) == 1 else ground.over_ranks
+    over = "" if len(ranks) == 1 else context.over_ranks
     return Candidate(
-        title=f"{who} {_how(ground, long, time)} {units.duration(time)} outside of operators"
+        title=f"{who} {_how(context, long, time)} {units.duration(time)} outside of operators"
         + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
-        + known,
+        + detail,
         changes=(
             Change("remove", Chosen(f"{f'rank {ranks[0]}: ' if alone else ''}long host stretches between operators",
                                     long, "think", ranks if alone else ())),
         ),
-        confidence=0.6 if ground.stacks else 0.5,
+        confidence=0.6 if context.stacks else 0.5,
         advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
         "with `--stacks` to see what it is.",
         evidence=evidence,
     )  # fmt: skip
 
 
-def _how(ground: Ground, nodes: Bools, time_ns: int) -> str:
+def _how(context: Context, nodes: Bools, time_ns: int) -> str:
     """Whether the host works or waits in some stretches, as far as the processor time of its threads tells."""
-    ran = ground.ran_ns(nodes)
+    ran = context.ran_ns(nodes)
     if ran is None:
         return "spends"
     return "works" if ran[0] >= _BUSY * time_ns else "waits" if ran[1] <= _ASLEEP * time_ns else "spends"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
@@ -38,26 +38,26 @@ class _Schedule:
     how: str
 
 
-def bubbles(ground: Ground) -> Iterator[Said]:
+def bubbles(context: Context) -> Iterator[Said]:
     """Stages wait for each other at the beginning and end of each step."""
-    if ground.across is None:
+    if context.across is None:
         yield Abstention("pipeline-bubbles", "only one rank was recorded")
         return
-    rows = ground.in_step(ground.across.pipeline.steps)
+    rows = context.in_step(context.across.pipeline.steps)
     if not rows.height:
-        if _pairwise(ground):
+        if _pairwise(context):
             yield Abstention("pipeline-bubbles", "ranks send to each other, but the order of stages is not known")
         return
     window, bubble = float(rows["window_ns"].sum()), float(rows["bubble_ns"].sum())
     if bubble < _LEAST * window:
         return
     share = bubble / max(window, 1.0)
-    better = _better(ground, rows)
+    better = _better(context, rows)
     worst = rows.sort("bubble_ns", descending=True).head(3)
     stages = rows["stage"].n_unique()
     yield Candidate(
         title=f"pipeline bubbles take {units.share(share, 1)} of {stages} stages' time",
-        changes=(_shorter(ground, share, better),),
+        changes=(_shorter(context, share, better),),
         confidence=0.4,
         advice="More microbatches per step, or an interleaved or zero-bubble schedule: the saving assumes "
         f"{better.how}.",
@@ -65,34 +65,34 @@ def bubbles(ground: Ground) -> Iterator[Said]:
             Evidence(f"bubbles of stage {row['stage']}", row["rank"], total_ns=row["bubble_ns"])
             for row in worst.to_dicts()
         ),
-        at_most_ns=round((better.bubble_ns - better.left_ns) * ground.step_count),
+        at_most_ns=round((better.bubble_ns - better.left_ns) * context.step_count),
     )
 
 
-def _shorter(ground: Ground, share: float, better: _Schedule) -> Change:
+def _shorter(context: Context, share: float, better: _Schedule) -> Change:
     """Everything takes less time, so that the step gets as much shorter as the bubbles that go are long.
 
     All stages wait in turn, so that a shorter bubble shortens the whole step evenly. Stages are in different steps at
     the same time: where the graph of one step also holds a part of others, which the change leaves as they are, it
     takes a smaller factor for the same time.
     """
-    everything = np.ones(ground.graph.nodes.height, dtype=np.bool_)
-    wanted, base = better.bubble_ns - better.left_ns, Scenario.of(ground.graph)
+    everything = np.ones(context.graph.nodes.height, dtype=np.bool_)
+    target_ns, base = better.bubble_ns - better.left_ns, Scenario.of(context.graph)
 
     def change(gone: float) -> Change:
         return Change("scale", Chosen("everything, by the bubbles that go", everything), 1 - gone)
 
-    gone = share * wanted / max(better.bubble_ns, 1.0)
+    gone = share * target_ns / max(better.bubble_ns, 1.0)
     for _ in range(_TRIES):
-        times = whatif_many(ground.graph, (base, ground.changed(base, [change(gone)])), ground.plan)
-        saved = float(times[0] - times[1]) / ground.step_count
-        if saved <= 0 or saved >= (1 - _NEAR) * wanted:
+        times = whatif_many(context.graph, (base, context.changed(base, [change(gone)])), context.plan)
+        saved = float(times[0] - times[1]) / context.step_count
+        if saved <= 0 or saved >= (1 - _NEAR) * target_ns:
             break
-        gone = min(gone * wanted / saved, 1.0)
+        gone = min(gone * target_ns / saved, 1.0)
     return change(gone)
 
 
-def _better(ground: Ground, rows: pl.DataFrame) -> _Schedule:
+def _better(context: Context, rows: pl.DataFrame) -> _Schedule:
     """Four microbatches per stage where there are fewer; else two chunks per stage.
 
     With m microbatches each stage waits (stages - 1) / m of the time it computes for the pipeline to fill and to drain;
@@ -102,34 +102,34 @@ def _better(ground: Ground, rows: pl.DataFrame) -> _Schedule:
     Source: Huang et al., GPipe (2019), and Narayanan et al., Megatron-LM (2021), section 2.2.
     """
     bubble = float(rows["bubble_ns"].mean() or 0)  # type: ignore[arg-type]
-    now, wanted = _microbatches(ground, rows), _PER_STAGE * rows["stage"].n_unique()
+    now, target_count = _microbatches(context, rows), _PER_STAGE * rows["stage"].n_unique()
     if now is None:
         return _Schedule(bubble, bubble * _LEFT, "two chunks per stage, which halve the bubbles")
     waits = min(float(rows["steady_ns"].min() or 0), bubble)  # type: ignore[arg-type]
     message, filling = waits / max(now - 1, 1), bubble - waits
-    if now < wanted:
-        left = filling * now / wanted + message * (wanted - 1)
-        return _Schedule(bubble, min(left, bubble), f"{wanted} microbatches, four per stage, in place of {now}")
+    if now < target_count:
+        left = filling * now / target_count + message * (target_count - 1)
+        return _Schedule(bubble, min(left, bubble), f"{target_count} microbatches, four per stage, in place of {now}")
     left = filling * _LEFT + 2 * waits  # each chunk has messages of its own
     return _Schedule(bubble, min(left, bubble), "two chunks per stage, which halve the time until all are busy")
 
 
-def _microbatches(ground: Ground, rows: pl.DataFrame) -> int | None:
+def _microbatches(context: Context, rows: pl.DataFrame) -> int | None:
     """How many activations each rank of the last stages gets in the step; None where that is not one number."""
-    if ground.steps is None:
+    if context.steps is None:
         return None
     last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]
-    received = ground.graph.nodes.filter(
-        pl.Series(ground.of_kind(gs.RECEIVE)),
+    received = context.graph.nodes.filter(
+        pl.Series(context.of_kind(gs.RECEIVE)),
         pl.col("rank").is_in(last.implode()),
-        pl.col("step").is_in(list(ground.steps)),
+        pl.col("step").is_in(list(context.steps)),
     )
     counts = received.group_by("rank", "step").len()["len"].unique().to_list()
     return int(counts[0]) if len(counts) == 1 else None
 
 
-def _pairwise(ground: Ground) -> bool:
-    return bool(ground.graph.communication.select(pl.col("kind").is_in(["send", "receive"]).any()).item())
+def _pairwise(context: Context) -> bool:
+    return bool(context.graph.communication.select(pl.col("kind").is_in(["send", "receive"]).any()).item())
 
 
 RULES = (Rule("pipeline-bubbles", "stages of a pipeline wait for each other", bubbles),)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
 from traceloom.findings.steady import MOST_STEPS, Key, Steady, interval, keyed, middle, steady
 from traceloom.model.finding import Abstention, Alternative, Finding, Severity
@@ -44,7 +44,7 @@ class Ranked:
     limit: str = ""
 
 
-def rank(ground: Ground, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> Ranked:
+def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> Ranked:
     """Ask all rules, and put their candidates in order.
 
     Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and so on. What is left
@@ -52,7 +52,7 @@ def rank(ground: Ground, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> R
     middle one of them counts.
 
     Args:
-        ground: The usual step.
+        context: The usual step.
         rules: Who is asked.
         steps: Steps to evaluate at most; 1 for the usual one alone.
     """
@@ -61,33 +61,33 @@ def rank(ground: Ground, rules: Sequence[Rule], *, steps: int = MOST_STEPS) -> R
     abstained: list[Abstention] = []
     remarks: list[Finding] = []
     for rule in rules:
-        for said in rule.look(ground):
-            if isinstance(said, Abstention):
-                abstained.append(said)
-            elif isinstance(said, MemoryCandidate):
-                memory.append(_of_memory(rule, said))
-            elif isinstance(said, Remark):
-                remarks.append(_of_remark(rule, said))
+        for outcome in rule.look(context):
+            if isinstance(outcome, Abstention):
+                abstained.append(outcome)
+            elif isinstance(outcome, MemoryCandidate):
+                memory.append(_of_memory(rule, outcome))
+            elif isinstance(outcome, Remark):
+                remarks.append(_of_remark(rule, outcome))
             else:
-                time.append((rule, said))
-    found, limit = _greedy(ground, keyed(time), rules, steps) if ground.whole_ns else ((), "")
-    abstained += _untold(ground, [(rule.slug, candidate) for rule, candidate in time], found)
-    return Ranked((*found, *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained), limit)
+                time.append((rule, outcome))
+    findings, limit = _greedy(context, keyed(time), rules, steps) if context.whole_ns else ((), "")
+    abstained += _untold(context, [(rule.slug, candidate) for rule, candidate in time], findings)
+    return Ranked((*findings, *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained), limit)
 
 
 def _greedy(
-    ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int
+    context: Context, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int
 ) -> tuple[tuple[Finding, ...], str]:
     """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on."""
-    steps = steady(ground, usual, rules, most)
+    steps = steady(context, usual, rules, most)
     order = {rule.slug: number for number, rule in enumerate(rules)}
     left = sorted(steps.candidates, key=lambda key: order[key[0]])
-    place = {key: number for number, key in enumerate(left)}
-    least = LEAST * ground.step_ns
+    position = {key: number for number, key in enumerate(left)}
+    least = LEAST * context.step_ns
     alone: dict[Key, Ints] = {}
     before: dict[Key, Ints] = {}
     ranked: list[Finding] = []
-    room = ground.step_ns
+    room = context.step_ns
     while left:
         after = steps.after(left)
         saved = {key: steps.saved_ns(key, after.get(key)) for key in left}
@@ -100,24 +100,28 @@ def _greedy(
         left = sorted((key for key in left if middle(saved[key]) >= least), key=lambda key: -middle(saved[key]))[:_MOST]
         if not left:
             break
-        best = _first(steps, {key: middle(saved[key]) for key in sorted(left, key=place.__getitem__)})
-        finding = _finding(steps, best, (usual.get(best), ground), (saved[best], alone[best]), room)
+        best = _first(steps, {key: middle(saved[key]) for key in sorted(left, key=position.__getitem__)})
+        finding = _finding(steps, best, (usual.get(best), context), (saved[best], alone[best]), room)
         room -= finding.saving_ns or 0
         ranked.append(replace(finding, lower_bound=_held(steps, best)))
         steps.fix(best, after.get(best))
         before = saved
         left.remove(best)
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
-    kept = [one for one in ranked if (one.saving_fraction or 0) >= LEAST]
-    alone_in_time = ground.steps is not None and steps.count == steps.ground.step_count == 1 and ground.unit == "step"
-    return tuple(sorted(kept, key=lambda one: -(one.saving_ns or 0))), _LIMIT if alone_in_time else ""
+    kept = [fix for fix in ranked if (fix.saving_fraction or 0) >= LEAST]
+    alone_in_time = (
+        context.steps is not None and steps.count == steps.context.step_count == 1 and context.unit == "step"
+    )
+    return tuple(sorted(kept, key=lambda fix: -(fix.saving_ns or 0))), _LIMIT if alone_in_time else ""
 
 
-def _untold(ground: Ground, seen: list[tuple[str, Candidate]], told: tuple[Finding, ...]) -> Iterator[Abstention]:
-    """Why what looks large is no finding: without it the step would take as long."""
-    slugs = {finding.slug for finding in told} | {one.slug for finding in told for one in finding.alternatives}
+def _untold(context: Context, seen: list[tuple[str, Candidate]], findings: tuple[Finding, ...]) -> Iterator[Abstention]:
+    """Why something that looks large is no finding: without it the step would take as long."""
+    slugs = {finding.slug for finding in findings} | {
+        alternative.slug for finding in findings for alternative in finding.alternatives
+    }
     for slug, candidate in seen:
-        if slug not in slugs and (candidate.seen_ns or 0) >= HIGH * ground.step_ns:
+        if slug not in slugs and (candidate.seen_ns or 0) >= HIGH * context.step_ns:
             yield Abstention(
                 slug, f"{candidate.title}: hiding it saves nothing, what comes behind waits for more than that"
             )
@@ -155,18 +159,18 @@ def _alternative(steps: Steady, key: Key, usual: Candidate | None, alone_ns: Int
 
 def _held(steps: Steady, key: Key) -> bool:
     """Whether threads whose waker is unknown hold the saving back."""
-    ground = steps.ground
-    fixed = ground.changed(steps.base, steps.candidates[key].changes)
+    context = steps.context
+    fixed = context.changed(steps.base, steps.candidates[key].changes)
     saved = int(np.ptp(steps.base.times(steps.plan)) - np.ptp(fixed.times(steps.plan)))
-    return saves_more(steps.base, fixed, saved, round(_COUNTS * ground.step_ns * ground.step_count), steps.plan)
+    return saves_more(steps.base, fixed, saved, round(_COUNTS * context.step_ns * context.step_count), steps.plan)
 
 
 def _finding(
-    steps: Steady, key: Key, usual: tuple[Candidate | None, Ground], savings: tuple[Ints, Ints], room: int
+    steps: Steady, key: Key, usual: tuple[Candidate | None, Context], savings: tuple[Ints, Ints], room: int
 ) -> Finding:
     """A finding from what it saves in each step: the middle one, and between which values that lies.
 
-    It is told in the words of the usual step, else of all that were looked at. Together no more is told than the usual
+    Its words are those of the usual step, else of all that were evaluated. Together no more is saved than the usual
     step takes.
 
     Args:
@@ -176,23 +180,23 @@ def _finding(
         savings: On top of what is above it, and alone; ns, shape (counted steps,).
         room: What is left of the usual step, ns.
     """
-    told, first = ([steps.unrecorded_ns(key, max(one, 0)) for one in values.tolist()] for values in savings)
-    low, high = interval(told)
-    saving = min(middle(told), room)
-    in_usual, ground = usual
+    on_top, first = ([steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings)
+    low, high = interval(on_top)
+    saving = min(middle(on_top), room)
+    in_usual, context = usual
     candidate = steps.candidates[key] if in_usual is None else in_usual
-    fraction = saving / ground.step_ns
+    fraction = saving / context.step_ns
     return Finding(
         slug=key[0],
         title=candidate.title,
         severity=_severity(fraction),
-        confidence=candidate.confidence * (1.0 if ground.law.holds and ground.law.points_hold else 0.5),
+        confidence=candidate.confidence * (1.0 if context.law.holds and context.law.points_hold else 0.5),
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
-        alone_ns=min(middle(first), ground.step_ns),
+        alone_ns=min(middle(first), context.step_ns),
         saving_low_ns=min(low, saving) if steps.count > 1 else None,
-        saving_high_ns=min(max(high, saving), ground.step_ns) if steps.count > 1 else None,
+        saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,
         evidence=candidate.evidence,
         learn_more=_page(key[0]),
@@ -204,31 +208,31 @@ def _severity(fraction: float) -> Severity:
     return "high" if fraction >= HIGH else "medium" if fraction >= MEDIUM else "low"
 
 
-def _of_remark(rule: Rule, said: Remark) -> Finding:
+def _of_remark(rule: Rule, remark: Remark) -> Finding:
     return Finding(
         slug=rule.slug,
-        title=said.title,
+        title=remark.title,
         severity="low",
-        confidence=said.confidence,
-        advice=said.advice,
+        confidence=remark.confidence,
+        advice=remark.advice,
         saving_ns=0,
         saving_fraction=0.0,
         alone_ns=0,
-        evidence=said.evidence,
+        evidence=remark.evidence,
         learn_more=_page(rule.slug),
     )
 
 
-def _of_memory(rule: Rule, said: MemoryCandidate) -> Finding:
+def _of_memory(rule: Rule, candidate: MemoryCandidate) -> Finding:
     return Finding(
         slug=rule.slug,
-        title=said.title,
-        severity="high" if said.severe else "medium" if said.risk else "low",
-        confidence=said.confidence,
-        advice=said.advice,
-        saving_bytes=said.saving_bytes,
-        risk=said.risk,
-        evidence=said.evidence,
+        title=candidate.title,
+        severity="high" if candidate.severe else "medium" if candidate.risk else "low",
+        confidence=candidate.confidence,
+        advice=candidate.advice,
+        saving_bytes=candidate.saving_bytes,
+        risk=candidate.risk,
+        evidence=candidate.evidence,
         learn_more=_page(rule.slug),
     )
 

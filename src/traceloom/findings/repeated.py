@@ -11,7 +11,7 @@ from traceloom import analyze
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.host import of_passes
 from traceloom.analyze.recompute import recomputed
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
@@ -27,105 +27,111 @@ _NORM_OPS = ("aten::pow", "aten::square", "aten::mean", "aten::var", "aten::add"
              "aten::rsqrt", "aten::sqrt", "aten::div", "aten::reciprocal", "aten::add_", "aten::mul_")  # fmt: skip
 
 
-def recomputation(ground: Ground) -> Iterator[Said]:
+def recomputation(context: Context) -> Iterator[Said]:
     """What activation checkpointing does a second time."""
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-    for trace in ground.traces:
-        found = recomputed(trace)
-        if found.root.any():
-            mask |= ground.inside(trace, found.root | found.own) | _around(ground, trace, found.root)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+    for trace in context.traces:
+        repeated = recomputed(trace)
+        if repeated.root.any():
+            mask |= context.inside(trace, repeated.root | repeated.own) | _around(context, trace, repeated.root)
     if not mask.any():
         return
-    on_device = mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
-    time = ground.work_ns(on_device if on_device.any() else mask)
+    on_device = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
+    time = context.work_ns(on_device if on_device.any() else mask)
     yield Candidate(
-        title=f"activation checkpointing repeats {ground.in_words(time)} of forward work",
+        title=f"activation checkpointing repeats {context.in_words(time)} of forward work",
         changes=(Change("remove", Chosen("recomputation", mask)),),
         confidence=0.6,
         advice="Checkpoint less: only the layers whose activations are large and cheap to repeat, or selective "
         "checkpointing, as far as memory allows.",
-        evidence=ground.evidence(on_device if on_device.any() else mask),
+        evidence=context.evidence(on_device if on_device.any() else mask),
     )
 
 
-def _around(ground: Ground, trace: Trace, roots: Bools) -> Bools:
+def _around(context: Context, trace: Trace, roots: Bools) -> Bools:
     """What the autograd nodes that repeat do themselves until the repetition is over: the Python of the checkpoint."""
     tree = forest(trace)
     above = tree.parent[roots]
     root_rows, holder_rows = tree.row[roots][above >= 0], tree.row[above[above >= 0]]
-    nodes = ground.graph.nodes.with_row_index("at").with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
-    mine = nodes.filter(pl.Series(ground.nodes_of(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32))))
+    nodes = context.graph.nodes.with_row_index("at").with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
+    tree_nodes = nodes.filter(
+        pl.Series(context.nodes_of(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32)))
+    )
     held = pl.DataFrame({"event": root_rows, "holder": holder_rows}).cast(pl.UInt32)
     until = (
-        mine.with_columns(pl.col("event").cast(pl.UInt32))
+        tree_nodes.with_columns(pl.col("event").cast(pl.UInt32))
         .join(held, on="event")
         .group_by("holder")
         .agg(pl.col("end").max().alias("until"))
     )
-    pieces = mine.with_columns(pl.col("event").cast(pl.UInt32)).join(until, left_on="event", right_on="holder")
-    found = np.zeros(nodes.height, dtype=np.bool_)
-    found[pieces.filter(pl.col("start_ns") <= pl.col("until"))["at"].to_numpy()] = True
-    return found
+    pieces = tree_nodes.with_columns(pl.col("event").cast(pl.UInt32)).join(until, left_on="event", right_on="holder")
+    mask = np.zeros(nodes.height, dtype=np.bool_)
+    mask[pieces.filter(pl.col("start_ns") <= pl.col("until"))["at"].to_numpy()] = True
+    return mask
 
 
-def unfused_optimizer(ground: Ground) -> Iterator[Said]:
+def unfused_optimizer(context: Context) -> Iterator[Said]:
     """An optimizer that goes through its parameters one by one."""
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     checked, reason, count = False, "", 0
-    for trace in ground.traces:
-        told = ground.ask(trace, analyze.anti_patterns)
-        rule = told.patterns.filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer").row(0, named=True)
+    for trace in context.traces:
+        anti_patterns = context.ask(trace, analyze.anti_patterns)
+        rule = anti_patterns.patterns.filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer").row(
+            0, named=True
+        )
         checked |= rule["checked"]
         reason = rule["reason"] or reason
-        rows = ground.in_step(told.matches).filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer")
+        rows = context.in_step(anti_patterns.matches).filter(
+            pl.col("pattern").cast(pl.String) == "single_tensor_optimizer"
+        )
         count += rows.height
         if rows.height:  # a closure makes the passes inside of it
-            mask |= ground.below(trace, rows["event"]) & ~ground.inside(trace, ground.ask(trace, of_passes))
+            mask |= context.below(trace, rows["event"]) & ~context.inside(trace, context.ask(trace, of_passes))
     if not checked:
         yield Abstention("unfused-optimizer", reason)
         return
-    host = mask & ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = mask & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
     if not host.any():
         return
-    gpu = mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
-    time = ground.work_ns(host)
+    gpu = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
+    time = context.work_ns(host)
     yield Candidate(
         title=f"the optimizer steps tensor by tensor: {units.duration(time)} of host time, "
         f"{units.count(int(gpu.sum()))} kernels",
         changes=(Change("scale", Chosen("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
-        evidence=(Evidence("optimizer steps", count=count, total_ns=time), *ground.evidence(host, 2)),
+        evidence=(Evidence("optimizer steps", count=count, total_ns=time), *context.evidence(host, 2)),
     )
 
 
-def unfused_norm(ground: Ground) -> Iterator[Said]:
+def unfused_norm(context: Context) -> Iterator[Said]:
     """Normalisations made of single operators: a root, and the powers, means and products around it."""
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count = 0
-    for trace in ground.traces:
-        rows = ground.ask(trace, _norms)
-        count += ground.in_step(rows)["norm"].n_unique()
+    for trace in context.traces:
+        rows = context.ask(trace, _norms)
+        count += context.in_step(rows)["norm"].n_unique()
         if rows.height:
-            mask |= ground.below(trace, rows["event"])
+            mask |= context.below(trace, rows["event"])
     if not mask.any():
         return
-    kernels = mask & ground.of_kind(gs.KERNEL)
+    kernels = mask & context.of_kind(gs.KERNEL)
     if not kernels.any():
         return
     yield Candidate(
-        title=f"{units.count(count)} normalisations are made of {ground.many(int(kernels.sum()))} kernels "
-        f"({ground.in_words(ground.work_ns(kernels))})",
-        changes=(Change("scale", Chosen("normalisations, fused", _all_but_waits(ground, mask), "gpu"), _NORM_LEFT),),
+        title=f"{units.count(count)} normalisations are made of {context.many(int(kernels.sum()))} kernels "
+        f"({context.in_words(context.work_ns(kernels))})",
+        changes=(Change("scale", Chosen("normalisations, fused", _all_but_waits(context, mask), "gpu"), _NORM_LEFT),),
         confidence=0.6,
         advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",
-        evidence=(Evidence("normalisations", count=count, total_ns=ground.work_ns(kernels)),
-                  *ground.evidence(kernels, 3)),
+        evidence=(Evidence("normalisations", count=count, total_ns=context.work_ns(kernels)),
+                  *context.evidence(kernels, 3)),
     )  # fmt: skip
 
 
-def _all_but_waits(ground: Ground, mask: Bools) -> Bools:
-    return mask & ground.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
+def _all_but_waits(context: Context, mask: Bools) -> Bools:
+    return mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
 
 
 def _norms(trace: Trace) -> pl.DataFrame:
@@ -142,23 +148,26 @@ def _norms(trace: Trace) -> pl.DataFrame:
     top = events.filter(is_op & by_op).sort("lane", "start_ns")
     names, lanes, rows = top["name"].to_list(), top["lane"].to_list(), top["event"].to_list()
     steps = top["step"].to_list()
-    found: list[tuple[int, int, int | None]] = []
-    known = set(_NORM_OPS)
+    members: list[tuple[int, int, int | None]] = []
+    norm_ops = set(_NORM_OPS)
     for at, name in enumerate(names):
         if name != "aten::rsqrt":
             continue
         low = at
-        while low > 0 and at - low < _BEFORE and names[low - 1] in known and lanes[low - 1] == lanes[at]:
+        while low > 0 and at - low < _BEFORE and names[low - 1] in norm_ops and lanes[low - 1] == lanes[at]:
             low -= 1
         high = at
         while (
-            high + 1 < len(names) and high - at < _AFTER and names[high + 1] in known and lanes[high + 1] == lanes[at]
+            high + 1 < len(names)
+            and high - at < _AFTER
+            and names[high + 1] in norm_ops
+            and lanes[high + 1] == lanes[at]
         ):
             high += 1
         before, after = names[low:at], names[at + 1 : high + 1]
         if ("aten::mean" in before or "aten::var" in before) and ("aten::mul" in after or "aten::mul_" in after):
-            found += [(at, rows[k], steps[k]) for k in range(low, high + 1)]
-    return pl.DataFrame(found, schema=nothing.schema, orient="row")
+            members += [(at, rows[k], steps[k]) for k in range(low, high + 1)]
+    return pl.DataFrame(members, schema=nothing.schema, orient="row")
 
 
 RULES = (

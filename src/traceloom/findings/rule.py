@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 
@@ -41,7 +41,7 @@ class MemoryCandidate:
     Attributes:
         title: One line with the main figure.
         saving_bytes: What the fix frees; None where it is only a risk.
-        risk: What will go wrong, and on which ground.
+        risk: What will go wrong, and on which context.
         severe: Whether the run will fail.
         confidence: From 0 to 1.
         advice: What to do.
@@ -84,9 +84,9 @@ class Rule:
     Attributes:
         slug: Stable name.
         title: What it looks for, in a few words.
-        look: Ground -> candidates, or why it cannot know. Nothing where all is well.
+        look: Context -> candidates, or why it cannot know. Nothing where all is well.
     """
 
     slug: str
     title: str
-    look: Callable[[Ground], Iterable[Said]]
+    look: Callable[[Context], Iterable[Said]]

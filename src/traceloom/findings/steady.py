@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from traceloom.findings.ground import Ground
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule
 from traceloom.retime import Plan
 from traceloom.retime.arrays import point_times
@@ -30,14 +30,14 @@ class Steady:
     """Steps, and what could be fixed in them.
 
     Attributes:
-        ground: Steps that follow each other, or one step.
+        context: Steps that follow each other, or one step.
         candidates: By what they are about.
         base: The steps with what was fixed so far.
         plan: Of its graph.
         now_ns: How long each counted step takes with that, shape (counted steps,).
     """
 
-    ground: Ground
+    context: Context
     candidates: dict[Key, Candidate]
     base: Scenario = field(init=False)
     plan: Plan = field(init=False)
@@ -45,8 +45,8 @@ class Steady:
 
     def __post_init__(self) -> None:
         """Nothing is fixed yet."""
-        self.base, self.plan = Scenario.of(self.ground.graph), self.ground.plan
-        self.now_ns = self._lengths(point_times(self.ground.graph))
+        self.base, self.plan = Scenario.of(self.context.graph), self.context.plan
+        self.now_ns = self._lengths(point_times(self.context.graph))
 
     @property
     def count(self) -> int:
@@ -56,19 +56,19 @@ class Steady:
     def after(self, keys: Sequence[Key]) -> dict[Key, Ints]:
         """How long each step takes with each of these fixed, too, where there is something to fix; ns."""
         present = [key for key in keys if key in self.candidates]
-        graph = self.ground.graph
+        graph = self.context.graph
         # one after the other: each scenario is large
-        scenarios = (self.ground.changed(self.base, self.candidates[key].changes) for key in present)
+        scenarios = (self.context.changed(self.base, self.candidates[key].changes) for key in present)
         measured = point_times(graph)
         lengths = {}
         for key, (scenario, times) in zip(present, evaluations(scenarios, self.plan), strict=True):
             lengths[key] = self._lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
         return lengths
 
-    def after_both(self, one: Key, other: Key) -> Ints:
+    def after_both(self, first: Key, second: Key) -> Ints:
         """How long each step takes with two of these fixed, too; ns."""
-        changes = (*self.candidates[one].changes, *self.candidates[other].changes)
-        return self._lengths(self.ground.changed(self.base, changes).times(self.plan))
+        changes = (*self.candidates[first].changes, *self.candidates[second].changes)
+        return self._lengths(self.context.changed(self.base, changes).times(self.plan))
 
     def saved_ns(self, key: Key, after_ns: Ints | None) -> Ints:
         """What a fix saves in each step on top of those before it, together at most what it can; ns."""
@@ -76,61 +76,63 @@ class Steady:
             return np.zeros(self.count, dtype=np.int64)
         saved = self.now_ns - after_ns
         most, whole = self.candidates[key].at_most_ns, int(saved.sum())
-        if most is not None and whole > most * self.count / self.ground.step_count:
-            saved = np.floor(saved * (most * self.count / self.ground.step_count / whole)).astype(np.int64)
+        if most is not None and whole > most * self.count / self.context.step_count:
+            saved = np.floor(saved * (most * self.count / self.context.step_count / whole)).astype(np.int64)
         return saved
 
     def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
         """A saving of one step when nobody records."""
         if key not in self.candidates:
             return 0
-        ground = self.ground
+        context = self.context
         return unrecorded_saving_ns(
-            ground.graph, self.candidates[key].changes, min(saved_ns, ground.step_ns),
-            whole_ns=ground.step_ns, ratio=ground.host_ratio,
+            context.graph, self.candidates[key].changes, min(saved_ns, context.step_ns),
+            whole_ns=context.step_ns, ratio=context.host_ratio,
         )  # fmt: skip
 
     def fix(self, key: Key, after_ns: Ints | None) -> None:
         """From now on this is fixed."""
         if after_ns is None:
             return
-        self.base, self.now_ns = self.ground.changed(self.base, self.candidates[key].changes), after_ns
+        self.base, self.now_ns = self.context.changed(self.base, self.candidates[key].changes), after_ns
         if self.base.graph is not self.plan.graph:
             self.plan = Plan(self.base.graph)
 
     def _lengths(self, times: Ints) -> Ints:
         """How long each step that counts takes."""
-        lengths = self.ground.lengths_ns(times)
+        lengths = self.context.lengths_ns(times)
         # the first one may begin with what others left behind: it counts where there are too few others
         return lengths[1:] if lengths.size == 2 or lengths.size > MOST_STEPS else lengths
 
 
-def steady(ground: Ground, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int) -> Steady:
+def steady(context: Context, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int) -> Steady:
     """Steps around the usual one, with what the rules find in them; the usual one alone where there are no others.
 
     Args:
-        ground: The usual step.
+        context: The usual step.
         usual: What the rules find in it.
         rules: All of them.
         most: Steps that count at most, fewer of large graphs.
     """
-    room = min(most + 1, _MOST_NODES // max(ground.graph.nodes.height, 1))
-    steps = ground.around(room) if most > 1 and room > 1 else ()
+    room = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
+    steps = context.around(room) if most > 1 and room > 1 else ()
     if len(steps) < 2:
-        return Steady(ground, usual)
-    several = ground.over(steps)
-    said = [(rule, one) for rule in rules for one in rule.look(several) if isinstance(one, Candidate)]
-    return Steady(several, keyed(said))
+        return Steady(context, usual)
+    several = context.over(steps)
+    candidates = [
+        (rule, candidate) for rule in rules for candidate in rule.look(several) if isinstance(candidate, Candidate)
+    ]
+    return Steady(several, keyed(candidates))
 
 
 def keyed(candidates: Iterable[tuple[Rule, Candidate]]) -> dict[Key, Candidate]:
     """Candidates by rule and what they change, figures left out."""
-    found: dict[Key, Candidate] = {}
+    by_key: dict[Key, Candidate] = {}
     for rule, candidate in candidates:
         about = tuple((change.action, str(change.selection)) for change in candidate.changes)
-        number = sum(key[:2] == (rule.slug, about) for key in found)
-        found[rule.slug, about, number] = candidate
-    return found
+        number = sum(key[:2] == (rule.slug, about) for key in by_key)
+        by_key[rule.slug, about, number] = candidate
+    return by_key
 
 
 def middle(values: ArrayLike) -> int:

@@ -12,7 +12,7 @@ from traceloom.analyze.across.blame import Slow, slow_ranks
 from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.findings.communication import evened
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
 from traceloom.model import units
@@ -28,10 +28,10 @@ _ITS_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is ca
 _MEASURES = {"tokens": "tokens", "exchanged_bytes": "exchanged bytes", "embedding_ns": "time in embedding tables"}
 
 
-def _latest(ground: Ground) -> list[int]:
+def _latest(context: Context) -> list[int]:
     """Ranks whose work, from when they begin, ends last."""
     work = (
-        ground.graph.nodes.filter(pl.Series(ground.of_kind(*_WORK)))
+        context.graph.nodes.filter(pl.Series(context.of_kind(*_WORK)))
         .group_by("rank")
         .agg(pl.col("work_ns").sum(), first=pl.col("start_ns").min())
         .with_columns(late=pl.col("work_ns") + pl.col("first"))
@@ -40,38 +40,42 @@ def _latest(ground: Ground) -> list[int]:
     return [rank for rank in work["rank"].to_list() if rank is not None]
 
 
-def _roots(ground: Ground) -> pl.DataFrame:
+def _roots(context: Context) -> pl.DataFrame:
     """Collectives of the step at which others waited, with the rank and cause where the chain of reasons ends."""
-    assert ground.across is not None
-    rows = ground.across.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
-    return ground.in_step(rows) if "step" in rows.columns else rows
+    assert context.across is not None
+    rows = context.across.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
+    return context.in_step(rows) if "step" in rows.columns else rows
 
 
-def straggler(ground: Ground) -> Iterator[Said]:
+def straggler(context: Context) -> Iterator[Said]:
     """Ranks that begin late or work longer than the middle one."""
-    if ground.rank_count < 2 or ground.across is None:
+    if context.rank_count < 2 or context.across is None:
         yield Abstention("straggler", "only one rank was recorded")
         return
-    if not ground.meeting:
+    if not context.meeting:
         yield Abstention("straggler", _APART)
         return
-    roots = _roots(ground)
-    slow = {one.rank: one for one in slow_ranks(ground.across.collectives) if one.fraction >= _ITS_SHARE}
-    ranks = [rank for rank in slow or _latest(ground) if rank in ground.meeting][:_MOST_RANKS]
-    uneven = _given_more(ground)
+    roots = _roots(context)
+    slow = {
+        slow_rank.rank: slow_rank
+        for slow_rank in slow_ranks(context.across.collectives)
+        if slow_rank.fraction >= _ITS_SHARE
+    }
+    ranks = [rank for rank in slow or _latest(context) if rank in context.meeting][:_MOST_RANKS]
+    uneven = _given_more(context)
     for rank in ranks:
         cause = slow[rank].cause if rank in slow else None
         # who has more to do is not slow: see compute-imbalance and shard-imbalance
         if not (rank in uneven and cause == "compute"):
-            yield _late(ground, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
-    for host, members in _hosts(ground, ranks):
-        yield _late(ground, members, f"host {host} (ranks {', '.join(map(str, members))})",
+            yield _late(context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
+    for host, members in _hosts(context, ranks):
+        yield _late(context, members, f"host {host} (ranks {', '.join(map(str, members))})",
                     roots.filter(pl.col("root_rank").is_in(list(members))), _shared_cause(slow, members))  # fmt: skip
 
 
-def _hosts(ground: Ground, ranks: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _hosts(context: Context, ranks: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Hosts with several ranks of which more than one is late, where there are other hosts."""
-    hosts = {trace.rank: trace.meta.host for trace in ground.traces if trace.rank is not None}
+    hosts = {trace.rank: trace.meta.host for trace in context.traces if trace.rank is not None}
     if len(set(hosts.values())) < 2:
         return
     for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
@@ -81,11 +85,15 @@ def _hosts(ground: Ground, ranks: list[int]) -> Iterator[tuple[str, tuple[int, .
 
 
 def _shared_cause(slow: dict[int, Slow], members: tuple[int, ...]) -> str | None:
-    """What most of the waiting for these ranks is there for."""
-    return max((slow[rank] for rank in members if rank in slow), key=lambda one: one.waited_ns).cause if slow else None
+    """The cause of most of the waiting for these ranks."""
+    return (
+        max((slow[rank] for rank in members if rank in slow), key=lambda slow_rank: slow_rank.waited_ns).cause
+        if slow
+        else None
+    )
 
 
-def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame, cause: str | None) -> Candidate:
+def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFrame, cause: str | None) -> Candidate:
     why = "" if cause is None else f": {CAUSE_WORDS[cause]}"
     worst = roots.sort("wait_ns", descending=True).head(3).to_dicts()
     waited = units.duration(int(roots["wait_ns"].sum()))
@@ -96,44 +104,47 @@ def _late(ground: Ground, ranks: tuple[int, ...], who: str, roots: pl.DataFrame,
         changes=(Change("delay", Selection("host", "", ranks)),),
         confidence=0.7 if roots.height else 0.4,
         advice=f"See what {who} does at that time: {_advice(cause)}",
-        evidence=(*(one for row in worst if (one := _wait(ground, row)) is not None), *(seen if roots.height else ())),
-        at_most_ns=_behind_ns(ground, ranks),
+        evidence=(
+            *(wait for row in worst if (wait := _wait(context, row)) is not None),
+            *(seen if roots.height else ()),
+        ),
+        at_most_ns=_behind_ns(context, ranks),
     )
 
 
-def _behind_ns(ground: Ground, ranks: tuple[int, ...]) -> int:
-    """By how much more than the middle one of the others these ranks do, taken together; a bound on what they cost.
+def _behind_ns(context: Context, ranks: tuple[int, ...]) -> int:
+    """By how much these ranks together work more than the median of the others; a bound on what they cost.
 
     Work of each name differs from rank to rank by chance, and is as often more as it is less.
     """
-    mine = True if ground.elsewhere is None else ~ground.elsewhere
+    in_step = True if context.elsewhere is None else ~context.elsewhere
     behind = 0
-    for some in ((gs.HOST, gs.THINK, gs.LAUNCH), (gs.KERNEL, gs.COPY, gs.FILL)):
-        rows = ground.graph.nodes.filter(pl.Series(ground.of_kind(*some) & mine))
+    for node_kinds in ((gs.HOST, gs.THINK, gs.LAUNCH), (gs.KERNEL, gs.COPY, gs.FILL)):
+        rows = context.graph.nodes.filter(pl.Series(context.of_kind(*node_kinds) & in_step))
         works = dict(rows.group_by("rank").agg(pl.col("work_ns").sum()).rows())
         others = [work for rank, work in works.items() if rank not in ranks]
         most = max((works.get(rank, 0) for rank in ranks), default=0)
         behind += max(most - round(float(np.median(others or [most]))), 0)
-    if ground.piped:  # where a stage begins its step is the schedule's
+    if context.piped:  # where a stage begins its step is the schedule's
         return behind
-    hosts = ground.graph.nodes.filter(pl.Series(ground.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)))
+    hosts = context.graph.nodes.filter(pl.Series(context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)))
     begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
     usual = float(np.median([begin for rank, begin in begins.items() if rank not in ranks] or [0]))
     return behind + max(round(max((begins.get(rank, usual) for rank in ranks), default=usual) - usual), 0)
 
 
-def _wait(ground: Ground, row: dict[str, Any]) -> Evidence | None:
+def _wait(context: Context, row: dict[str, Any]) -> Evidence | None:
     """The wait of the rank that waited longest, on its own clock."""
-    assert ground.across is not None
-    parts = ground.across.parts.filter(pl.col("instance") == row["instance"]).sort("wait_ns", descending=True)
+    assert context.across is not None
+    parts = context.across.parts.filter(pl.col("instance") == row["instance"]).sort("wait_ns", descending=True)
     if not parts.height:
         return None
-    one = parts.row(0, named=True)
-    trace = ground.trace_of(one["rank"])
+    part = parts.row(0, named=True)
+    trace = context.trace_of(part["rank"])
     if trace is None:
         return None
-    event = trace.events.row(one["event"], named=True)
-    return Evidence(f"rank {one['rank']} waits in {row['kind']}", one["rank"], event["start_ns"],
+    event = trace.events.row(part["event"], named=True)
+    return Evidence(f"rank {part['rank']} waits in {row['kind']}", part["rank"], event["start_ns"],
                     event["duration_ns"], event["lane"])  # fmt: skip
 
 
@@ -147,92 +158,92 @@ def _advice(cause: str | None) -> str:
     return "its host (processes beside it, its CPU's clock), its data, its share of the work."
 
 
-def imbalance(ground: Ground) -> Iterator[Said]:
+def imbalance(context: Context) -> Iterator[Said]:
     """Ranks compute for different lengths of time."""
     chosen = Selection("kernels")
-    mask = chosen.nodes(ground.graph)
-    if ground.rank_count < 2 or not mask.any():
+    mask = chosen.nodes(context.graph)
+    if context.rank_count < 2 or not mask.any():
         yield Abstention("compute-imbalance", "it takes at least two ranks with GPU work")
         return
-    if ground.piped:
+    if context.piped:
         yield Abstention("compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles")
         return
-    if not ground.meeting:
+    if not context.meeting:
         yield Abstention("compute-imbalance", _APART)
         return
-    found = _worst(ground, mask)
-    if found is None:
+    worst = _worst(context, mask)
+    if worst is None:
         return
-    largest, ratio, rank = found
+    largest, ratio, rank = worst
     yield Candidate(
-        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){_uneven(ground)}",
-        changes=(Change("balance", chosen), *((even,) if (even := evened(ground)) is not None else ())),
+        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){_uneven(context)}",
+        changes=(Change("balance", chosen), *((even,) if (even := evened(context)) is not None else ())),
         confidence=0.5,
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
         evidence=(Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
-                  *ground.evidence(mask & (ground.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy(), 2)),
+                  *context.evidence(mask & (context.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy(), 2)),
     )  # fmt: skip
 
 
-def _worst(ground: Ground, mask: Bools) -> tuple[int, float, int] | None:
+def _worst(context: Context, mask: Bools) -> tuple[int, float, int] | None:
     """Work of the rank that works longest, times the mean, and which it is; None where all are about even."""
-    sums = ground.graph.nodes.filter(pl.Series(mask)).group_by("rank").agg(pl.col("work_ns").sum())
+    sums = context.graph.nodes.filter(pl.Series(mask)).group_by("rank").agg(pl.col("work_ns").sum())
     top = sums.sort("work_ns", "rank", descending=[True, False]).row(0, named=True)
-    ratio = top["work_ns"] / max(float(sums["work_ns"].sum()) / max(ground.rank_count, 1), 1.0)
+    ratio = top["work_ns"] / max(float(sums["work_ns"].sum()) / max(context.rank_count, 1), 1.0)
     return None if ratio < _UNEVEN else (top["work_ns"], ratio, top["rank"])
 
 
-def _measures(ground: Ground) -> pl.DataFrame:
+def _measures(context: Context) -> pl.DataFrame:
     """Measures of what ranks were given that differ, the most uneven first."""
-    assert ground.across is not None
-    return ground.across.balance.measures.filter(
+    assert context.across is not None
+    return context.across.balance.measures.filter(
         pl.col("measure").is_in(list(_MEASURES)), pl.col("max_over_mean") > _UNEVEN
     ).sort("max_over_mean", descending=True)
 
 
-def _given_more(ground: Ground) -> list[int]:
+def _given_more(context: Context) -> list[int]:
     """Ranks that were given more to do, by more than they compute for longer in all."""
-    kernels = ground.of_kind(gs.KERNEL)
-    found = _worst(ground, kernels) if kernels.any() else None
-    rows = _measures(ground)
-    if found is not None:
-        rows = rows.filter((pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * found[1]))
+    kernels = context.of_kind(gs.KERNEL)
+    worst = _worst(context, kernels) if kernels.any() else None
+    rows = _measures(context)
+    if worst is not None:
+        rows = rows.filter((pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * worst[1]))
     ranks: list[int] = rows["max_rank"].to_list()
     return ranks
 
 
-def _uneven(ground: Ground) -> str:
+def _uneven(context: Context) -> str:
     """What is uneven besides time: tokens, bytes, tables."""
-    rows = _measures(ground)
+    rows = _measures(context)
     if not rows.height:
         return ""
     row = rows.row(0, named=True)
     return f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
 
 
-def shards(ground: Ground) -> Iterator[Said]:
+def shards(context: Context) -> Iterator[Said]:
     """Embedding tables that are spread unevenly."""
-    if ground.rank_count < 2:
+    if context.rank_count < 2:
         yield Abstention("shard-imbalance", "only one rank was recorded")
         return
-    if not ground.meeting:
+    if not context.meeting:
         yield Abstention("shard-imbalance", _APART)
         return
-    mask = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-    for trace in ground.traces:
-        told = ground.ask(trace, kinds)
-        mask |= ground.nodes_of(trace, told.filter(pl.col("kind").cast(pl.String) == "embedding")["event"])
-    mask &= ground.of_kind(gs.KERNEL)
-    found = _worst(ground, mask) if mask.any() else None
-    if found is None:
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+    for trace in context.traces:
+        kernel_kinds = context.ask(trace, kinds)
+        mask |= context.nodes_of(trace, kernel_kinds.filter(pl.col("kind").cast(pl.String) == "embedding")["event"])
+    mask &= context.of_kind(gs.KERNEL)
+    worst = _worst(context, mask) if mask.any() else None
+    if worst is None:
         return
-    largest, ratio, rank = found
+    largest, ratio, rank = worst
     yield Candidate(
         title=f"rank {rank} spends {ratio:.2f} × the mean in embedding tables ({units.duration(largest)})",
         changes=(Change("balance", Chosen("embedding kernels", mask, "kernels")),),
         confidence=0.5,
         advice="Plan the shards by measured cost: split large tables by row or column, move tables between ranks.",
-        evidence=ground.evidence(mask & (ground.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()),
+        evidence=context.evidence(mask & (context.graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.findings.ground import Bools, Ground
+from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief, place
 from traceloom.model import units
@@ -70,58 +70,58 @@ class _Place:
     evidence: list[Evidence] = field(default_factory=list)
 
 
-def _places(ground: Ground, slug: str) -> list[_Place]:
+def _places(context: Context, slug: str) -> list[_Place]:
     kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
-    found: dict[tuple[str, ...], _Place] = {}
-    for trace in ground.traces:
-        asked = ground.ask(trace, analyze.blocking_calls)
-        calls = ground.in_step(asked.calls)
-        sites = asked.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
+    places: dict[tuple[str, ...], _Place] = {}
+    for trace in context.traces:
+        blocking = context.ask(trace, analyze.blocking_calls)
+        calls = context.in_step(blocking.calls)
+        sites = blocking.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
         for site in sites.to_dicts():
-            mine = calls.filter(pl.col("site") == site["site"])
-            if not mine.height or _of_profiler(site):
+            site_calls = calls.filter(pl.col("site") == site["site"])
+            if not site_calls.height or _of_profiler(site):
                 continue
             where = brief(site["frame"]) if site["frame"] else place(site["op"] or site["call"])
             # an op's copy and the synchronisation behind it wait for the same: only both together can go
-            nowhere = np.zeros(ground.graph.nodes.height, dtype=np.bool_)
-            one = found.setdefault((site["kind"], where), _Place(site["kind"], site["call"], where, nowhere))
-            one.nodes |= ground.nodes_of(trace, mine["event"])
-            one.blocked_ns += int(mine["blocked_ns"].sum())
-            one.count += mine.height
-            one.pageable += site["pageable_count"]
-            one.evidence += [
+            nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+            entry = places.setdefault((site["kind"], where), _Place(site["kind"], site["call"], where, nowhere))
+            entry.nodes |= context.nodes_of(trace, site_calls["event"])
+            entry.blocked_ns += int(site_calls["blocked_ns"].sum())
+            entry.count += site_calls.height
+            entry.pageable += site["pageable_count"]
+            entry.evidence += [
                 Evidence(site["call"], trace.rank, row["start_ns"], row["blocked_ns"], site["lane"])
-                for row in mine.sort("blocked_ns", descending=True).head(3).to_dicts()
+                for row in site_calls.sort("blocked_ns", descending=True).head(3).to_dicts()
             ]
-    return [one for one in found.values() if one.nodes.any()]
+    return [entry for entry in places.values() if entry.nodes.any()]
 
 
 def _of_profiler(site: dict[str, Any]) -> bool:
     return any(text is not None and _PROFILER.search(text) is not None for text in (site["frame"], site["stack"]))
 
 
-def _of(slug: str, ground: Ground) -> Iterator[Said]:
+def _of(slug: str, context: Context) -> Iterator[Said]:
     """One candidate per place in the code."""
-    if not ground.on_device:
+    if not context.on_device:
         yield Abstention(slug, "no GPU work was recorded")
         return
-    for one in _places(ground, slug):
-        what = f"{one.call} at {one.where}" if one.where != one.call else one.call
-        chosen = Chosen(what, one.nodes, "syncs")
-        pageable = " from or to pageable memory" if one.pageable and slug == "blocking-copy" else ""
-        at = f", at {one.where}" if one.where != one.call else f" ({one.call})"
+    for site in _places(context, slug):
+        label = f"{site.call} at {site.where}" if site.where != site.call else site.call
+        chosen = Chosen(label, site.nodes, "syncs")
+        pageable = " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
+        at = f", at {site.where}" if site.where != site.call else f" ({site.call})"
         gone = (Change("remove", chosen),) if slug in _GONE else ()
         yield Candidate(
-            title=f"{_KINDS[one.kind][1]}{pageable} holds the host {units.duration(one.blocked_ns)}{at}",
+            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.duration(site.blocked_ns)}{at}",
             changes=(Change("drop", chosen), *gone),
-            confidence=0.4 if slug in _GONE and ground.steps is None else 0.7,
+            confidence=0.4 if slug in _GONE and context.steps is None else 0.7,
             advice=_ADVICE[slug],
-            evidence=tuple(sorted(one.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
+            evidence=tuple(sorted(site.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
         )
 
 
 def _rule(slug: str) -> Rule:
-    return Rule(slug, _TITLES[slug], lambda ground: _of(slug, ground))
+    return Rule(slug, _TITLES[slug], lambda context: _of(slug, context))
 
 
 RULES = tuple(_rule(slug) for slug in _TITLES)

@@ -47,60 +47,58 @@ class Found(NamedTuple):
     flow: DataFlow | None = None
 
 
-def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) -> pl.DataFrame:
-    """The `coverage` rows of a rank but those of its host trace.
+def coverage_rows(rank: int, parts: Parts, seen: Found, refused: pl.DataFrame) -> pl.DataFrame:
+    """The `coverage` rows of a rank, except those of its host trace.
 
     Args:
         rank: The rank.
         parts: What its nodes are made of.
-        found: What was seen on the way.
+        seen: What was seen on the way.
         refused: Edges that contradict the order of others: kind, count.
     """
     work, host = parts.work, parts.host
     span = work.end - work.start
     rows: list[tuple[str, str, int, int | None]] = []
-    known = work.call >= 0
+    launched = work.call >= 0
     outcomes = (
-        ("attached by correlation", known & work.correlated),
-        ("attached by arrow", known & ~work.correlated),
+        ("attached by correlation", launched & work.correlated),
+        ("attached by arrow", launched & ~work.correlated),
         ("attached to its op by External id", work.orphans == BY_OP),
         *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
     )
-    for subject, mine in (("gpu-work", ~work.command), ("device-commands", work.command)):
-        for said, chosen in outcomes:
-            here = chosen & mine
-            if here.any():
-                rows.append((subject, said, int(here.sum()), int(span[here].sum())))
-    submitted = np.unique(work.call[known]).size
+    for subject, of_subject in (("gpu-work", ~work.command), ("device-commands", work.command)):
+        for outcome, chosen in outcomes:
+            counted = chosen & of_subject
+            if counted.any():
+                rows.append((subject, outcome, int(counted.sum()), int(span[counted].sum())))
+    submitted = np.unique(work.call[launched]).size
     is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
     rows.append(("launches", "with GPU work", submitted, None))
-    silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[known])]].sum())
+    silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[launched])]].sum())
     if silent:
         rows.append(("launches", "without GPU work in the window", silent, None))
-    if found.overlapping:
-        rows.append(("streams", "neighbours that overlap", found.overlapping, None))
-    if found.queued:
-        rows.append(("launches", "held up by a full queue", found.queued, None))
-    if found.flow is not None:
-        rows.append(("data", "edges from the last writer of a storage", found.flow.source.size, None))
-        rows.append(("data", "reads of what was written before the window, or nowhere", found.flow.unplaced, None))
-        rows.append(("data", "reads before their writer had ended: no edge", found.flow.late, None))
-    if found.late.crowded:
-        rows.append(("streams", "work that waited for room on the device", found.late.crowded, None))
-    if found.late.before.size:
-        waited = int(found.late.before_ns.sum())
-        rows.append(("streams", "work behind what was launched before the window", found.late.before.size, waited))
-    if found.late.unexplained.size:
-        waited = int(found.late.waited_ns.sum())
-        rows.append(("streams", "work that waited for nothing recorded", found.late.unexplained.size, waited))
-    if found.unknown.size:
-        took = int(parts.tree.span()[found.unknown].sum())
-        rows.append(("synchronisations", "long, and not known what was awaited", found.unknown.size, took))
-    if found.spins.size:
-        took = int((host.end - host.start)[found.spins].sum())
-        rows.append(
-            ("synchronisations", "self time that ends with the work launched before it", found.spins.size, took)
-        )
+    if seen.overlapping:
+        rows.append(("streams", "neighbours that overlap", seen.overlapping, None))
+    if seen.queued:
+        rows.append(("launches", "held up by a full queue", seen.queued, None))
+    if seen.flow is not None:
+        rows.append(("data", "edges from the last writer of a storage", seen.flow.source.size, None))
+        rows.append(("data", "reads of what was written before the window, or nowhere", seen.flow.unplaced, None))
+        rows.append(("data", "reads before their writer had ended: no edge", seen.flow.late, None))
+    if seen.late.crowded:
+        rows.append(("streams", "work that waited for room on the device", seen.late.crowded, None))
+    if seen.late.before.size:
+        waited = int(seen.late.before_ns.sum())
+        rows.append(("streams", "work behind what was launched before the window", seen.late.before.size, waited))
+    if seen.late.unexplained.size:
+        waited = int(seen.late.waited_ns.sum())
+        rows.append(("streams", "work that waited for nothing recorded", seen.late.unexplained.size, waited))
+    if seen.unknown.size:
+        took = int(parts.tree.span()[seen.unknown].sum())
+        rows.append(("synchronisations", "long, and not known what was awaited", seen.unknown.size, took))
+    if seen.spins.size:
+        took = int((host.end - host.start)[seen.spins].sum())
+        rows.append(("synchronisations", "self time that ends with the work launched before it", seen.spins.size, took))
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
@@ -112,7 +110,7 @@ def coverage_rows(rank: int, parts: Parts, found: Found, refused: pl.DataFrame) 
 
 
 def late_notices(names: pl.Series, late: Late, window_ns: int, rank: int) -> list[Notice]:
-    """Say so where much of the window is spent before GPU work that nothing recorded holds back.
+    """Warn where much of the window is spent before GPU work that nothing recorded holds back.
 
     Args:
         names: Name of each work.
@@ -120,24 +118,24 @@ def late_notices(names: pl.Series, late: Late, window_ns: int, rank: int) -> lis
         window_ns: Length of the rank's window.
         rank: The rank.
     """
-    much = MUCH * max(window_ns, 1)
-    said_all = []
+    least = MUCH * max(window_ns, 1)
+    notices = []
     longest = int(late.before_ns.max(initial=0))
-    if longest >= much:
-        said = (
+    if longest >= least:
+        text = (
             f"for {longest / 1e6:.1f} ms ({100 * longest / window_ns:.0f} % of the window) the device did nothing that "
             "is recorded, though work had been launched: it was behind what lies before the window; "
             "that time is taken as given"
         )
-        said_all.append(Notice("busy-before-window", "warning", said, int(late.before.size), rank))
+        notices.append(Notice("busy-before-window", "warning", text, int(late.before.size), rank))
     total = int(late.waited_ns.sum())
-    if total < much:
-        return said_all
+    if total < least:
+        return notices
     worst = int(np.argmax(late.waited_ns))
     name, waited = names[int(late.unexplained[worst])][:_LONG_NAME], late.waited_ns[worst] / 1e6
-    said = (
+    text = (
         f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
         f"known to hold them back ({name}: {waited:.1f} ms); "
         "re-timing from causes alone misses that time"
     )
-    return [*said_all, Notice("unexplained-starts", "warning", said, int(late.unexplained.size), rank)]
+    return [*notices, Notice("unexplained-starts", "warning", text, int(late.unexplained.size), rank)]

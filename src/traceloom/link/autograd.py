@@ -42,23 +42,23 @@ def _arrows(trace: Trace, tree: HostTree) -> tuple[Ints, Ints]:
     """Positions of forward and backward op of each arrow."""
     arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
     source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
-    there = (source >= 0) & (target >= 0)
-    return source[there], target[there]
+    has_both = (source >= 0) & (target >= 0)
+    return source[has_both], target[has_both]
 
 
 def _numbers(trace: Trace, tree: HostTree) -> tuple[Ints, Ints]:
     """Positions of forward and backward op that share a process and a sequence number.
 
-    Several ops can bear one number, since it is read when an op begins: of forward ops the last to begin made the
+    Several ops can have one number, since it is read when an op begins: of forward ops the last to begin made the
     node, of backward ops the outermost stands for it.
     """
     nothing = np.zeros(0, dtype=np.int64)
     columns = trace.events.select("process", "sequence", "forward_thread", "category", "lane")
-    known = columns.with_columns(pl.Series("position", tree.position)).filter(
+    numbered = columns.with_columns(pl.Series("position", tree.position)).filter(
         (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
     )
-    forward = known.filter(pl.col("forward_thread").fill_null(0) == 0)
-    backward = known.filter(pl.col("forward_thread") > 0)
+    forward = numbered.filter(pl.col("forward_thread").fill_null(0) == 0)
+    backward = numbered.filter(pl.col("forward_thread") > 0)
     if not forward.height or not backward.height:
         return nothing, nothing
     threads = pl.concat(

@@ -64,72 +64,74 @@ def fit(threads: list[Line], lanes: list[Line]) -> Fit:
         return Fit()
     places = [_places(thread, lanes[:_LANES]) for thread in threads]
     best = Fit()
-    for lane, found in places[0].items():
-        here = Fit([Placed(threads[0], lanes[lane], found.start, found.slack)], threads[0].size)
+    for lane, first_places in places[0].items():
+        attempt = Fit([Placed(threads[0], lanes[lane], first_places.start, first_places.slack)], threads[0].size)
         taken = {lane}
-        for thread, mine in zip(threads[1:], places[1:], strict=True):
-            _add(here, thread, {at: one for at, one in mine.items() if at not in taken}, lanes, taken)
-        if (here.ops, here.iterations) > (best.ops, best.iterations):
-            best = here
+        for thread, thread_places in zip(threads[1:], places[1:], strict=True):
+            _add(
+                attempt, thread, {at: in_lane for at, in_lane in thread_places.items() if at not in taken}, lanes, taken
+            )
+        if (attempt.ops, attempt.iterations) > (best.ops, best.iterations):
+            best = attempt
     return best
 
 
 def _places(thread: Line, lanes: list[Line]) -> dict[int, Places]:
     """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or nearly."""
     for nested in (True, False):
-        found = {
+        exact = {
             at: Places(start, np.full(start.size, thread.size), 0)
             for at, lane in enumerate(lanes)
             if (
                 start := occurrences(thread.nested if nested else thread.names, lane.nested if nested else lane.names)
             ).size
         }
-        if found:
-            return found
+        if exact:
+            return exact
     near = {at: similar(thread.names, lane.names) for at, lane in enumerate(lanes)}
-    most = max((int(place.votes.max(initial=0)) for place in near.values()), default=0)
-    return {at: place for at, place in near.items() if most and place.votes.max(initial=0) >= 0.8 * most}
+    most = max((int(candidate.votes.max(initial=0)) for candidate in near.values()), default=0)
+    return {at: candidate for at, candidate in near.items() if most and candidate.votes.max(initial=0) >= 0.8 * most}
 
 
-def _add(here: Fit, thread: Line, places: dict[int, Places], lanes: list[Line], taken: set[int]) -> None:
+def _add(attempt: Fit, thread: Line, places: dict[int, Places], lanes: list[Line], taken: set[int]) -> None:
     """Add the lane in which a thread fits most of the iterations, if there is one."""
     most: tuple[Bools, Ints, int] | None = None
-    for at, found in places.items():
-        good, which = _in_iteration(here.placed[0], thread, lanes[at], found)
+    for at, in_lane in places.items():
+        good, chosen = _in_iteration(attempt.placed[0], thread, lanes[at], in_lane)
         if good.any() and (most is None or good.sum() > most[0].sum()):
-            most = good, found.start[which], at
+            most = good, in_lane.start[chosen], at
     if most is None:
         return
     good, start, at = most
-    here.placed = [Placed(one.line, one.lane, one.start[good], one.slack) for one in here.placed]
-    here.placed.append(Placed(thread, lanes[at], start[good], places[at].slack))
-    here.ops += thread.size
+    attempt.placed = [Placed(placed.line, placed.lane, placed.start[good], placed.slack) for placed in attempt.placed]
+    attempt.placed.append(Placed(thread, lanes[at], start[good], places[at].slack))
+    attempt.ops += thread.size
     taken.add(at)
 
 
-def _in_iteration(first: Placed, thread: Line, lane: Line, found: Places) -> tuple[Bools, Ints]:
-    """For each iteration of the first thread: does the other have a place in it, and which."""
+def _in_iteration(first: Placed, thread: Line, lane: Line, places: Places) -> tuple[Bools, Ints]:
+    """For each iteration of the first thread: whether the other has a place in it, and which."""
     before = int(np.searchsorted(first.line.order, thread.order[0])) - 1
     low = _times(first.lane, first.start + before - first.slack)
     high = _times(first.lane, first.start + before + 1 + first.slack)
-    early = _times(lane, found.start - found.slack)
-    late = _times(lane, found.start + found.slack)
-    last = found.start.size - 1
+    early = _times(lane, places.start - places.slack)
+    late = _times(lane, places.start + places.slack)
+    last = places.start.size - 1
     if before < 0:
-        which = np.searchsorted(early, high, side="right") - 1
-        good = (which >= 0) | (early[0] <= high + _RACE_NS)
+        chosen = np.searchsorted(early, high, side="right") - 1
+        good = (chosen >= 0) | (early[0] <= high + _RACE_NS)
     else:
-        which = np.searchsorted(late, low)
+        chosen = np.searchsorted(late, low)
         bounded = before + 1 < first.line.size
-        good = (which <= last) & ((early[np.minimum(which, last)] <= high + _RACE_NS) | (not bounded))
+        good = (chosen <= last) & ((early[np.minimum(chosen, last)] <= high + _RACE_NS) | (not bounded))
         # Only where none comes after, one that came a little before.
-        near = ~good & (which > 0) & (late[np.maximum(which - 1, 0)] >= low - _RACE_NS)
-        which = np.where(near, which - 1, which)
+        near = ~good & (chosen > 0) & (late[np.maximum(chosen - 1, 0)] >= low - _RACE_NS)
+        chosen = np.where(near, chosen - 1, chosen)
         good |= near
-    which = np.clip(which, 0, found.start.size - 1)
-    again = np.flatnonzero(which[1:] == which[:-1])  # one place cannot belong to two iterations
+    chosen = np.clip(chosen, 0, places.start.size - 1)
+    again = np.flatnonzero(chosen[1:] == chosen[:-1])  # one place cannot belong to two iterations
     good[again if before >= 0 else again + 1] = False
-    return good, which
+    return good, chosen
 
 
 def _times(lane: Line, at: Ints) -> Ints:
@@ -145,18 +147,18 @@ def pairs(fitted: Fit, iteration: int = 0, *, shifted: bool = True) -> tuple[Int
         shifted: Trust that most ops stand as far apart in both as the place says. Where a short pattern repeats and ops
             are missing, that pairs repetitions wrongly.
     """
-    mine, theirs = [], []
-    for one in fitted.placed:
-        start = int(one.start[iteration])
-        if one.slack == 0:
-            left, right = np.arange(one.line.size), np.arange(start, start + one.line.size)
+    host_rows, event_rows = [], []
+    for placed in fitted.placed:
+        start = int(placed.start[iteration])
+        if placed.slack == 0:
+            left, right = np.arange(placed.line.size), np.arange(start, start + placed.line.size)
         else:
-            low = max(0, start - one.slack)
-            high = min(one.lane.size, start + one.line.size + 2 * one.slack)
+            low = max(0, start - placed.slack)
+            high = min(placed.lane.size, start + placed.line.size + 2 * placed.slack)
             shift = start - low if shifted else None
-            left, right = align(one.line.names, hashes(one.lane.names.tokens[low:high]), shift)
+            left, right = align(placed.line.names, hashes(placed.lane.names.tokens[low:high]), shift)
             right = right + low
-        mine.append(one.line.row[left])
-        theirs.append(one.lane.row[right])
+        host_rows.append(placed.line.row[left])
+        event_rows.append(placed.lane.row[right])
     nothing = np.empty(0, dtype=np.int64)
-    return np.concatenate([nothing, *mine]), np.concatenate([nothing, *theirs])
+    return np.concatenate([nothing, *host_rows]), np.concatenate([nothing, *event_rows])

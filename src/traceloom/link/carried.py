@@ -29,17 +29,17 @@ def carry(timed: Trace, graph: Trace, matching: Matching) -> Matching:
     """
     same = same_ops(timed, graph, matching.host_op >= 0)
     host_op = np.where(same >= 0, matching.host_op[same], -1)
-    given, all_ops = int((host_op >= 0).sum()), int(timed_ops(timed).sum())
+    matched, all_ops = int((host_op >= 0).sum()), int(timed_ops(timed).sum())
     carried = replace(
         matching,
         host_op=host_op,
         exact=False,
-        carried=(given, all_ops - given),
+        carried=(matched, all_ops - matched),
         rank=timed.rank if timed.rank is not None else matching.rank,
     )
-    if given >= _LEAST * all_ops and given:
+    if matched >= _LEAST * all_ops and matched:
         return carried
-    said = (
-        f"only {given:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
+    text = (
+        f"only {matched:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
     )
-    return carried.with_notices(Notice("unlike-graph-step", "warning", said, all_ops - given, where=timed.meta.path))
+    return carried.with_notices(Notice("unlike-graph-step", "warning", text, all_ops - matched, where=timed.meta.path))

@@ -82,11 +82,11 @@ def _reach(first: str, hosts: list[str], by_host: dict[str, dict[int, int]], clo
         best = max(shared, default=(0, ""), key=lambda pair: pair[0])
         if not best[0]:
             return
-        mine = by_host[best[1]]
-        common = sorted(mine.keys() & on_job_clock.keys())
-        theirs = np.array([int(np.median(on_job_clock[key])) for key in common], dtype=np.int64)
-        clocks[best[1]] = _fit(np.array([mine[key] for key in common], dtype=np.int64), theirs)
-        _settle(mine, clocks[best[1]], on_job_clock)
+        own_ends = by_host[best[1]]
+        common = sorted(own_ends.keys() & on_job_clock.keys())
+        job_ends = np.array([int(np.median(on_job_clock[key])) for key in common], dtype=np.int64)
+        clocks[best[1]] = _fit(np.array([own_ends[key] for key in common], dtype=np.int64), job_ends)
+        _settle(own_ends, clocks[best[1]], on_job_clock)
 
 
 def _settle(ends: dict[int, int], clock: Clock, on_job_clock: dict[int, list[int]]) -> None:
@@ -96,37 +96,37 @@ def _settle(ends: dict[int, int], clock: Clock, on_job_clock: dict[int, list[int
         on_job_clock[key].append(time)
 
 
-def _fit(mine: Ints, theirs: Ints) -> Clock:
-    order = np.argsort(mine, kind="stable")
-    mine, theirs = mine[order], theirs[order]
-    apart = theirs - mine
-    offset = int(np.median(apart))
-    left = np.abs(apart - offset)
+def _fit(own_ends: Ints, job_ends: Ints) -> Clock:
+    order = np.argsort(own_ends, kind="stable")
+    own_ends, job_ends = own_ends[order], job_ends[order]
+    offsets = job_ends - own_ends
+    offset = int(np.median(offsets))
+    left = np.abs(offsets - offset)
     residual = _usual(left)
-    since = int(mine[0])
-    drift = _drift((mine - since).astype(np.float64), apart.astype(np.float64))
+    since = int(own_ends[0])
+    drift = _drift((own_ends - since).astype(np.float64), offsets.astype(np.float64))
     if drift:
-        drifted = apart - np.floor(drift * (mine - since)).astype(np.int64)
-        offset_there = int(np.median(drifted))
-        left_there = np.abs(drifted - offset_there)
+        drifted = offsets - np.floor(drift * (own_ends - since)).astype(np.int64)
+        drifted_offset = int(np.median(drifted))
+        drifted_left = np.abs(drifted - drifted_offset)
         # A drift that explains little is chance: it would bend every time for nothing.
-        if np.median(left_there) < 0.5 * np.median(left):
-            return Clock(offset_there, drift, since, _usual(left_there), len(mine))
+        if np.median(drifted_left) < 0.5 * np.median(left):
+            return Clock(drifted_offset, drift, since, _usual(drifted_left), len(own_ends))
     # An offset within the noise of its own measurement is none: ranks of one machine share a clock.
-    if abs(offset) <= residual and len(mine) > 1:
-        return Clock(0, 0.0, 0, _usual(np.abs(apart)), len(mine))
-    return Clock(offset, 0.0, 0, residual, len(mine))
+    if abs(offset) <= residual and len(own_ends) > 1:
+        return Clock(0, 0.0, 0, _usual(np.abs(offsets)), len(own_ends))
+    return Clock(offset, 0.0, 0, residual, len(own_ends))
 
 
-def _drift(since: Floats, apart: Floats) -> float:
+def _drift(since: Floats, offsets: Floats) -> float:
     """Theil-Sen slope; 0 where the meetings are too few or too close."""
     if len(since) < _FOR_DRIFT or since[-1] - since[0] < _DRIFT_SPAN_NS:
         return 0.0
     chosen = np.unique(np.linspace(0, len(since) - 1, min(len(since), _MOST_PAIRS)).astype(np.int64))
-    x, y = since[chosen], apart[chosen]
-    one, other = np.triu_indices(len(x), 1)
-    wide = x[other] - x[one] > 0
-    return float(np.median((y[other] - y[one])[wide] / (x[other] - x[one])[wide])) if wide.any() else 0.0
+    x, y = since[chosen], offsets[chosen]
+    first, second = np.triu_indices(len(x), 1)
+    wide = x[second] - x[first] > 0
+    return float(np.median((y[second] - y[first])[wide] / (x[second] - x[first])[wide])) if wide.any() else 0.0
 
 
 def _usual(differences: Ints) -> int:
@@ -135,10 +135,10 @@ def _usual(differences: Ints) -> int:
 
 def _spread(meetings: pl.DataFrame, host: str) -> int | None:
     """How far the ranks of one host disagree about the ends."""
-    mine = (
+    ends = (
         meetings.filter(pl.col("host") == host)
         .group_by("instance")
         .agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart"), pl.len())
     )
-    several = mine.filter(pl.col("len") > 1)["apart"].to_numpy()
+    several = ends.filter(pl.col("len") > 1)["apart"].to_numpy()
     return _usual(several) if len(several) else None

@@ -57,14 +57,14 @@ def join_parts(parts: pl.DataFrame) -> Joined:
     instance = np.full(parts.height, -1, dtype=np.int64)
     evidence: list[str | None] = [None] * parts.height
     notices: list[Notice] = []
-    found = 0
-    for rows, known in _matches(table, notices):
+    count = 0
+    for rows, basis in _matches(table, notices):
         numbers = rows["key"].rank("dense").to_numpy().astype(np.int64) - 1
         at = rows["row"].to_numpy()
-        instance[at] = numbers + found
-        found += int(numbers.max(initial=-1)) + 1
+        instance[at] = numbers + count
+        count += int(numbers.max(initial=-1)) + 1
         for row in at.tolist():
-            evidence[row] = known
+            evidence[row] = basis
     return Joined(instance, evidence, tuple(notices))
 
 
@@ -95,13 +95,13 @@ def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.Da
     differ = keyed.filter(pl.col("kinds") > 1)
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0])
-        said = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
+        text = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
         notices.append(
             Notice(
                 "collectives-mismatch",
                 "warning",
                 f"{differ['key'].n_unique()} collectives of group {group} are not of one kind on all ranks, "
-                f"first number {first['sequence'][0]}: {said}; they are not joined",
+                f"first number {first['sequence'][0]}: {text}; they are not joined",
                 differ.height,
             )
         )
@@ -114,12 +114,12 @@ def _sizes(rows: pl.DataFrame, group: str, notices: list[Notice]) -> None:
     differ = rows.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0])
-        said = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
+        text = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
         notices.append(
             Notice(
                 "collectives-sizes",
                 "warning",
-                f"{differ['key'].n_unique()} collectives of group {group} differ in size between ranks, first: {said}",
+                f"{differ['key'].n_unique()} collectives of group {group} differ in size between ranks, first: {text}",
                 differ.height,
             )
         )
@@ -134,53 +134,55 @@ def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataF
     longest = max(lists, key=lambda part: (lists[part].height, -part))
     reference = lists[longest]
     keep = [reference.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias("key"))]
-    for part, mine in lists.items():
+    for part, own in lists.items():
         if part == longest:
             continue
-        shift, length = _aligned(reference, mine)
+        shift, length = _aligned(reference, own)
         skip = max(-shift, 0)
-        if skip + length < mine.height and shift + skip + length < reference.height:
-            notices.append(_disagreement(group, reference.row(shift + skip + length, named=True), mine, skip + length))
+        if skip + length < own.height and shift + skip + length < reference.height:
+            notices.append(_disagreement(group, reference.row(shift + skip + length, named=True), own, skip + length))
         numbers = (pl.int_range(length, dtype=pl.Int64) + (shift + skip)).alias("key")
-        keep.append(mine.slice(skip, length).with_columns(numbers))
+        keep.append(own.slice(skip, length).with_columns(numbers))
     joined = pl.concat([frame.select("row", "part", "key") for frame in keep])
     return joined.filter(pl.col("part").n_unique().over("key") > 1)
 
 
-def _aligned(reference: pl.DataFrame, mine: pl.DataFrame) -> tuple[int, int]:
-    """The shift of my list against the reference (negative: mine begins earlier), and how far both agree from there.
+def _aligned(reference: pl.DataFrame, own: pl.DataFrame) -> tuple[int, int]:
+    """The shift of a list against the reference (negative: it begins earlier), and how far both agree from there.
 
     The longest overlap that agrees is taken, unless another one makes the ends meet much better: two windows of equal
     length may be cut one operation apart.
     """
-    one, other = reference["code"].to_numpy(), mine["code"].to_numpy()
-    ends, my_ends = reference["end_ns"].to_numpy(), mine["end_ns"].to_numpy()
-    found: list[tuple[int, float, int]] = []  # length, how much the ends scatter, shift
-    for shift in sorted(range(1 - len(other), len(one)), key=abs)[:_MOST_SHIFTS]:
-        here, there = max(shift, 0), max(-shift, 0)
-        length = min(len(one) - here, len(other) - there)
-        if 2 * length < len(other) or not np.array_equal(one[here : here + length], other[there : there + length]):
+    codes, own_codes = reference["code"].to_numpy(), own["code"].to_numpy()
+    ends, own_ends = reference["end_ns"].to_numpy(), own["end_ns"].to_numpy()
+    overlaps: list[tuple[int, float, int]] = []  # length, how much the ends scatter, shift
+    for shift in sorted(range(1 - len(own_codes), len(codes)), key=abs)[:_MOST_SHIFTS]:
+        start, own_start = max(shift, 0), max(-shift, 0)
+        length = min(len(codes) - start, len(own_codes) - own_start)
+        if 2 * length < len(own_codes) or not np.array_equal(
+            codes[start : start + length], own_codes[own_start : own_start + length]
+        ):
             continue
-        apart = ends[here : here + length] - my_ends[there : there + length]
-        found.append((length, float(np.median(np.abs(apart - np.median(apart)))) + abs(float(np.median(apart))), shift))
-    if found:
-        length, scatter, shift = max(found, key=lambda way: (way[0], -way[1]))
-        tighter = min(found, key=lambda way: (way[1], -way[0]))
+        gaps = ends[start : start + length] - own_ends[own_start : own_start + length]
+        overlaps.append((length, float(np.median(np.abs(gaps - np.median(gaps)))) + abs(float(np.median(gaps))), shift))
+    if overlaps:
+        length, scatter, shift = max(overlaps, key=lambda way: (way[0], -way[1]))
+        tighter = min(overlaps, key=lambda way: (way[1], -way[0]))
         return (tighter[2], tighter[0]) if tighter[1] * 4 < scatter else (shift, length)
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(codes), len(own_codes))
+    differ = np.flatnonzero(codes[:length] != own_codes[:length])
     return 0, int(differ[0]) if len(differ) else length
 
 
-def _disagreement(group: str, there: dict[str, Any], mine: pl.DataFrame, number: int) -> Notice:
-    here = mine.row(number, named=True)
+def _disagreement(group: str, expected: dict[str, Any], own: pl.DataFrame, number: int) -> Notice:
+    actual = own.row(number, named=True)
     return Notice(
         "collectives-mismatch",
         "warning",
-        f"the order of collectives of group {group} differs: number {number + 1} of rank {here['rank']} is "
-        f"{_spoken(here)}, where rank {there['rank']} has {_spoken(there)}; from there on they are not joined",
-        mine.height - number,
-        rank=here["rank"],
+        f"the order of collectives of group {group} differs: number {number + 1} of rank {actual['rank']} is "
+        f"{_spoken(actual)}, where rank {expected['rank']} has {_spoken(expected)}; from there on they are not joined",
+        own.height - number,
+        rank=actual["rank"],
     )
 
 
@@ -191,11 +193,11 @@ def _spoken(row: dict[str, Any]) -> str:
 
 def _pairs(rows: pl.DataFrame) -> pl.DataFrame:
     """Sends and receives between the same two ranks, group and tag, in order."""
-    known = rows.filter(pl.col("rank").is_not_null() & pl.col("peer").is_not_null())
-    if not known.height:
-        return known.with_columns(pl.lit(0).alias("key"))
+    addressed = rows.filter(pl.col("rank").is_not_null() & pl.col("peer").is_not_null())
+    if not addressed.height:
+        return addressed.with_columns(pl.lit(0).alias("key"))
     sends = pl.col("kind") == "send"
-    keyed = known.with_columns(
+    keyed = addressed.with_columns(
         pl.when(sends).then("rank").otherwise("peer").alias("from"),
         pl.when(sends).then("peer").otherwise("rank").alias("to"),
         pl.col("tag").fill_null(-1).alias("tag"),

@@ -74,8 +74,8 @@ class Communication(Struct, frozen=True):
 
     def node_bytes(self, parts: Parts) -> tuple[Ints, Ints]:
         """Nodes whose bytes are known, and the bytes that this rank puts in."""
-        known = self.about["in_bytes"].is_not_null().to_numpy()
-        return self.nodes(parts)[known], self.about["in_bytes"].drop_nulls().to_numpy()
+        has_bytes = self.about["in_bytes"].is_not_null().to_numpy()
+        return self.nodes(parts)[has_bytes], self.about["in_bytes"].drop_nulls().to_numpy()
 
 
 @lru_cache(maxsize=1)
@@ -137,28 +137,34 @@ def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.S
     """For each position the fields of itself, completed by those of the described events around it."""
     if not described.height:
         return _told_by_name(described.select(_FIELDS).clear(position.size), names)
-    says = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    is_described = np.zeros(tree.row.size + 1, dtype=np.bool_)
     at = tree.position[described["event"].to_numpy()]
-    says[at[at >= 0]] = True
-    above = nearest(tree.parent, says[:-1])
+    is_described[at[at >= 0]] = True
+    above = nearest(tree.parent, is_described[:-1])
     rows = pl.DataFrame({"place": at, **{name: described[name] for name in _FIELDS}}).filter(pl.col("place") >= 0)
     rows = rows.unique("place", keep="first")
-    here = position.copy()
-    found: pl.DataFrame | None = None
+    current = position.copy()
+    fields: pl.DataFrame | None = None
     for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
-        here = np.where((here >= 0) & says[here], here, np.where(here >= 0, above[here], -1) if above.size else -1)
-        part = pl.DataFrame({"place": here}).join(rows, on="place", how="left", maintain_order="left").select(_FIELDS)
-        found = part if found is None else found.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
-        here = np.where(here >= 0, above[here], -1) if above.size else here
-    assert found is not None
-    return _told_by_name(found, names)
+        current = np.where(
+            (current >= 0) & is_described[current],
+            current,
+            np.where(current >= 0, above[current], -1) if above.size else -1,
+        )
+        part = (
+            pl.DataFrame({"place": current}).join(rows, on="place", how="left", maintain_order="left").select(_FIELDS)
+        )
+        fields = part if fields is None else fields.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
+        current = np.where(current >= 0, above[current], -1) if above.size else current
+    assert fields is not None
+    return _told_by_name(fields, names)
 
 
-def _told_by_name(found: pl.DataFrame, names: pl.Series) -> pl.DataFrame:
+def _told_by_name(fields: pl.DataFrame, names: pl.Series) -> pl.DataFrame:
     """Where nothing says what kind of communication it is, its name does."""
     lower = names.str.to_lowercase()
     by_name = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
-    return found.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))
+    return fields.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))
 
 
 def _of_kernels(trace: Trace, tree: HostTree, work: DeviceWork, chosen: Ints, described: pl.DataFrame) -> pl.DataFrame:
@@ -173,11 +179,11 @@ def _of_kernels(trace: Trace, tree: HostTree, work: DeviceWork, chosen: Ints, de
 
 def _host_events(tree: HostTree, work: DeviceWork) -> Ints:
     """Outermost calls of back ends that communicate from the host, without GPU work of their own."""
-    wanted = tree.named(HOST_BACKENDS) & ~tree.call
-    wanted &= nearest(tree.parent, wanted) < 0
+    outermost = tree.named(HOST_BACKENDS) & ~tree.call
+    outermost &= nearest(tree.parent, outermost) < 0
     submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
     np.add.at(submitted, work.call[work.call >= 0] + 1, 1)
     total = np.cumsum(submitted)
-    position = np.flatnonzero(wanted)
+    position = np.flatnonzero(outermost)
     alone: Ints = position[total[tree.stop[position]] == total[position]]
     return alone

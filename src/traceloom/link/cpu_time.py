@@ -34,10 +34,10 @@ class CpuTime(Struct, frozen=True):
         return cls({lane: samples[thread] for lane, thread in hosts if thread in samples})
 
     def worked(self, lane: Ints, low: Ints, high: Ints) -> Bools:
-        """Stretches in which the thread ran most of the time for certain."""
+        """Stretches in which the thread certainly ran most of the time."""
         least = np.zeros_like(low)
         for number, samples in self.lanes.items():
             at = np.flatnonzero(lane == number)
             least[at] = samples.ran(low[at], high[at])[0]
-        found: Bools = least >= _WORKED * (high - low)
-        return found & (high > low)
+        mostly_ran: Bools = least >= _WORKED * (high - low)
+        return mostly_ran & (high > low)

@@ -39,8 +39,8 @@ class Part(Struct, frozen=True):
 
 def step_bounds(trace: Trace, step: int) -> tuple[int, int] | None:
     """Start and end of a step on the trace's clock, ns; None where the trace does not have it."""
-    found = trace.steps.filter(pl.col("step") == step)
-    return (int(found["start_ns"][0]), int(found["end_ns"][0])) if found.height else None
+    rows = trace.steps.filter(pl.col("step") == step)
+    return (int(rows["start_ns"][0]), int(rows["end_ns"][0])) if rows.height else None
 
 
 def cut_to_step(trace: Trace, low: int, high: int) -> Part:
@@ -63,15 +63,15 @@ def cut_to_step(trace: Trace, low: int, high: int) -> Part:
     device = events["category"].is_in([*GPU_WORK, COMMAND]).to_numpy()
     launch = events["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
     from_ns = _lead(start, end, device, launch, low, high)
-    asked = np.where(launch >= 0, start[launch], start) if start.size else start
-    ours = device & (asked >= from_ns) & (asked < high)
-    until = max(high, int(end[ours].max(initial=high)))
+    launched_ns = np.where(launch >= 0, start[launch], start) if start.size else start
+    own_work = device & (launched_ns >= from_ns) & (launched_ns < high)
+    until = max(high, int(end[own_work].max(initial=high)))
     # What was launched after the step came after its work on each stream: it held nothing of it back.
-    ran = device & (end > from_ns) & (start < until) & ((launch < 0) | (asked < high))
+    ran = device & (end > from_ns) & (start < until) & ((launch < 0) | (launched_ns < high))
     host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else device
     bound = np.where(host, high, until)
     # What has no length counts where it stands; the first moment belongs to the part, the last does not.
-    kept = ours | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
+    kept = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
     kept = _with_parents(kept, events["parent"].cast(pl.Int64).fill_null(-1).to_numpy())
     row = np.flatnonzero(kept)
     first = np.where(host[row], np.maximum(start[row], from_ns), start[row])

@@ -51,9 +51,9 @@ def data_flow(  # noqa: PLR0917  (the parts of a rank)
 ) -> DataFlow:
     """Find the last writer of each storage that an op reads.
 
-    The numbers of storages are given anew after they are freed. That does no harm here: what fills a storage anew
-    comes in time between its old and its new readers, and becomes the last writer of these.
-    Ops that only make views write nothing. Allocations on a device write nothing, but what stood there is gone.
+    Storage numbers are reused after a storage is freed. That does no harm here: what fills it again comes in time
+    between its old and its new readers, and becomes the last writer of these.
+    Ops that only make views write nothing. Allocations on a device write nothing, but the old content is gone.
 
     Args:
         tree: Host events.
@@ -75,10 +75,10 @@ def data_flow(  # noqa: PLR0917  (the parts of a rank)
     storage, on_device = uses["storage"].to_numpy(), uses["on_device"].to_numpy()
     writer = np.where(write, np.arange(write.size), -1)
     last = np.append(-1, np.maximum.accumulate(writer)[:-1]) if write.size else writer
-    known = last >= 0
-    known[known] = storage[last[known]] == storage[known]
-    reads = np.flatnonzero(~write & known)
-    unplaced = int((~write & ~known).sum())
+    written = last >= 0
+    written[written] = storage[last[written]] == storage[written]
+    reads = np.flatnonzero(~write & written)
+    unplaced = int((~write & ~written).sum())
     by, reader, on_device = position[last[reads]], position[reads], on_device[reads]
     # what a device op without GPU work "writes" is memory that it was given
     real = (by != reader) & ~(on_device & (last_work[by] < 0))
@@ -112,13 +112,13 @@ def _actors(tree: HostTree, work: DeviceWork, host_op: Ints) -> tuple[Bools, Int
     matched = host_op >= 0
     above = nearest(tree.parent, matched)
     owner = np.where(matched, np.arange(matched.size), above)
-    known = np.flatnonzero(work.call >= 0)
-    of = owner[work.call[known]]
-    known, of = known[of >= 0], of[of >= 0]
+    launched = np.flatnonzero(work.call >= 0)
+    of = owner[work.call[launched]]
+    launched, of = launched[of >= 0], of[of >= 0]
     first, last = (np.full(matched.size, -1, dtype=np.int64) for _ in range(2))
-    by_start, by_end = np.argsort(-work.start[known], kind="stable"), np.argsort(work.end[known], kind="stable")
-    first[of[by_start]] = known[by_start]
-    last[of[by_end]] = known[by_end]
+    by_start, by_end = np.argsort(-work.start[launched], kind="stable"), np.argsort(work.end[launched], kind="stable")
+    first[of[by_start]] = launched[by_start]
+    last[of[by_end]] = launched[by_end]
     leaf = matched.copy()
     leaf[above[matched & (above >= 0)]] = False
     return leaf | (first >= 0), first, last
@@ -141,12 +141,12 @@ def _uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
     read = _tensors(about, "inputs", "input_types")
     made = _tensors(about, "outputs", "output_types")
     # outputs in the storage of an input are views, unless the op says that it changes what it was given
-    known = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
+    input_storages = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
     changes = about.select(
         "id",
         (pl.col("schema").str.contains("!", literal=True) | pl.col("talks") | pl.col("underscored")).alias("changes"),
     )
-    made = made.join(known, on=["id", "storage"], how="left").join(changes, on="id", how="left")
+    made = made.join(input_storages, on=["id", "storage"], how="left").join(changes, on="id", how="left")
     written = made.filter(pl.col("given").is_null() | pl.col("changes")).select("id", "storage", "on_device")
     silent = changes.filter("changes").join(made.select("id").unique(), on="id", how="anti").select("id")
     changed = read.join(silent, on="id", how="semi").select("id", "storage", "on_device")

@@ -78,10 +78,10 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     correlated = launch >= 0
     launch = np.where(correlated, launch, _by_arrow(trace, row))
     call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
-    known = call >= 0
+    has_call = call >= 0
     called = np.full(row.size, BEFORE, dtype=np.int64)
-    called[known] = tree.start[call[known]]
-    wrong = known & (start < called - _SKEW_NS)
+    called[has_call] = tree.start[call[has_call]]
+    wrong = has_call & (start < called - _SKEW_NS)
     call[wrong], called[wrong] = -1, BEFORE
     orphans = np.full(row.size, -1)
     lost = call < 0
@@ -119,8 +119,8 @@ def _named_op(trace: Trace, tree: HostTree, row: Ints, start: Ints, lost: Bools)
 def _by_correlation(trace: Trace, work: pl.DataFrame) -> Ints:
     """The call that has the number of each work; -1 where none has."""
     calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
-    wanted = work["correlation"].fill_null(NULL).to_numpy()
-    return first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), wanted)
+    numbers = work["correlation"].fill_null(NULL).to_numpy()
+    return first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers)
 
 
 def _by_arrow(trace: Trace, row: Ints) -> Ints:
@@ -135,5 +135,5 @@ def _first_of_stream(lane: NDArray[np.uint32], start: Ints, lost: Bools) -> Bool
     """Work that runs before any work with a launch does on its stream: it was launched before the window."""
     earliest = np.full(int(lane.max(initial=0)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(earliest, lane[~lost], start[~lost])
-    found: Bools = start <= earliest[lane]
-    return found
+    early: Bools = start <= earliest[lane]
+    return early

@@ -115,7 +115,7 @@ def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:
 
 
 def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
-    """Which edges can stand together without a circle: the firm ones, and what agrees with the order they make.
+    """Which edges fit together without a cycle: the firm ones, and what agrees with the order they make.
 
     Edges that take no time, or go back in time (a call that returned, by its clock, before what it awaited), are held
     against the firm ones first. The order that these make, with times moved on where they must be, decides about all
@@ -137,12 +137,14 @@ def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
                 hint="this is a defect of Traceloom, please report it",
             )
         basis &= ~inside
-    place = np.empty(times.size, dtype=np.int64)
-    place[order] = np.arange(times.size)
+    position = np.empty(times.size, dtype=np.int64)
+    position[order] = np.arange(times.size)
     moved = _moved_on(times, source[at], target[at])
-    forward = (moved[source] < moved[target]) | ((moved[source] == moved[target]) & (place[source] < place[target]))
-    found: Bools = basis | forward
-    return found
+    forward = (moved[source] < moved[target]) | (
+        (moved[source] == moved[target]) & (position[source] < position[target])
+    )
+    kept: Bools = basis | forward
+    return kept
 
 
 def _ordered(nodes: int, source: Ints, target: Ints) -> tuple[Ints, Bools] | tuple[None, Bools]:
@@ -159,12 +161,12 @@ def _behind_circles(nodes: int, source: Ints, target: Ints) -> Bools:
     starts = np.arange(nodes, dtype=np.int64) * 2
     before, after = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
     left = np.ones(2 * nodes, dtype=np.bool_)
-    for one, other in ((before, after), (after, before)):
-        order = np.argsort(one, kind="stable")
-        reached = other[order]
-        bounds = np.searchsorted(one[order], np.arange(2 * nodes + 1))
+    for tails, heads in ((before, after), (after, before)):
+        order = np.argsort(tails, kind="stable")
+        reached = heads[order]
+        bounds = np.searchsorted(tails[order], np.arange(2 * nodes + 1))
         live = left[before] & left[after]
-        waits = np.bincount(other[live], minlength=2 * nodes)
+        waits = np.bincount(heads[live], minlength=2 * nodes)
         ready = np.flatnonzero((waits == 0) & left).tolist()
         while ready:
             point = ready.pop()

@@ -74,15 +74,15 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
         fits &= before <= np.maximum(_TAIL_NS, _TAIL * length)
         better = fits & (np.abs(before) < distance)
         best, distance = np.where(better, other, best), np.where(better, np.abs(before), distance)
-    found = best >= 0
-    edges.add("occupancy", "inferred", work_node[best[found]], work_node[late[found]], from_end=True, to_end=False)
-    rest = late[~found]
+    held = best >= 0
+    edges.add("occupancy", "inferred", work_node[best[held]], work_node[late[held]], from_end=True, to_end=False)
+    rest = late[~held]
     early = _held_from_before(work, rest, ready, int(times.min(initial=0)), int(times.max(initial=0)), begun)
     before, rest = rest[early], rest[~early]
     nothing = np.zeros(before.size, dtype=np.int64)
     edges.add("origin", "assumed", nothing, work_node[before], from_end=True, to_end=False, firm=True)
     waited = work.start - ready
-    return Late(int(found.sum()), rest, waited[rest], before, waited[before])
+    return Late(int(held.sum()), rest, waited[rest], before, waited[before])
 
 
 def _held_from_before(  # noqa: PLR0917  (times of the work and of the window)
@@ -93,17 +93,17 @@ def _held_from_before(  # noqa: PLR0917  (times of the work and of the window)
     While it was ready its device did nothing that is recorded: it was busy with what had been launched before.
     """
     _, bounds = work.lanes()
-    asked = work.asked[rest] - work.start[rest] + begun[rest]
-    early = np.isin(rest, bounds[:-1]) & (asked - low <= BEGINNING * (high - low))
+    launched_ns = work.asked[rest] - work.start[rest] + begun[rest]
+    early = np.isin(rest, bounds[:-1]) & (launched_ns - low <= BEGINNING * (high - low))
     for device in np.unique(work.device).tolist():
-        mine = np.flatnonzero(work.device == device)
-        ends = np.sort(work.end[mine])
-        here = work.device[rest] == device
+        of_device = np.flatnonzero(work.device == device)
+        ends = np.sort(work.end[of_device])
+        on_device = work.device[rest] == device
         ended = np.searchsorted(ends, work.start[rest], side="right") - np.searchsorted(ends, ready[rest], side="right")
-        running = np.searchsorted(np.sort(work.start[mine]), work.start[rest]) - np.searchsorted(
+        running = np.searchsorted(np.sort(work.start[of_device]), work.start[rest]) - np.searchsorted(
             ends, work.start[rest], side="right"
         )
-        early &= ~here | ((ended == 0) & (running == 0))
+        early &= ~on_device | ((ended == 0) & (running == 0))
     return early
 
 

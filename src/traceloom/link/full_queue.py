@@ -65,19 +65,19 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         holds = int(counts[::-1][often[::-1].argmax()])
         keeps = (pending[deep] <= holds + 1).mean() >= _CERTAIN
         maker = np.where(held, done - 1, number - holds)
-        there = (maker >= 0) & (held | keeps)
-        maker = np.where(there, by_end[np.maximum(maker, 0)], 0)
-        there &= work.end[maker] <= returned + _CLOCK_NS
-        edges.add("queue", "inferred", work_node[maker[there]], last_node[launch[there]], from_end=True, to_end=True)
+        valid = (maker >= 0) & (held | keeps)
+        maker = np.where(valid, by_end[np.maximum(maker, 0)], 0)
+        valid &= work.end[maker] <= returned + _CLOCK_NS
+        edges.add("queue", "inferred", work_node[maker[valid]], last_node[launch[valid]], from_end=True, to_end=True)
     return held_up
 
 
 def _single(work: DeviceWork) -> NDArray[np.bool_]:
     """Work whose call submitted nothing else: graph launches have a cost of their own."""
-    known = work.call >= 0
-    count = np.bincount(work.call[known])
-    single: NDArray[np.bool_] = known.copy()
-    single[known] = count[work.call[known]] == 1
+    has_call = work.call >= 0
+    count = np.bincount(work.call[has_call])
+    single: NDArray[np.bool_] = has_call.copy()
+    single[has_call] = count[work.call[has_call]] == 1
     return single
 
 
@@ -91,5 +91,5 @@ def _usual_ns(tree: HostTree, launch: Ints, sample: Ints) -> Ints:
     bounds = np.flatnonzero(np.diff(sampled[order], prepend=0, append=0))
     for low, high in pairwise(bounds.tolist()):
         usual[sampled[order[low]]] = spans[order[(low + high) // 2]]
-    found: Ints = usual[codes[: launch.size]]
-    return found
+    per_launch: Ints = usual[codes[: launch.size]]
+    return per_launch

@@ -71,8 +71,8 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     both = _both(trace, host)
     _refuse_by_names(both)
     _refuse_by_process(both)
-    found = _by_record_id(both) or _by_external_id(both)
-    return found if found is not None else _by_names(both)
+    matching = _by_record_id(both) or _by_external_id(both)
+    return matching if matching is not None else _by_names(both)
 
 
 def _both(trace: Trace, host: HostTrace) -> _Both:
@@ -90,9 +90,9 @@ def _both(trace: Trace, host: HostTrace) -> _Both:
 def _refuse_by_names(both: _Both) -> None:
     """Quickly, by how often each name occurs: no more can be matched than that."""
     size = int(max(both.host_code.max(initial=0), both.event_code.max(initial=0))) + 1
-    mine = np.bincount(both.host_code[both.op], minlength=size)
-    theirs = np.bincount(both.event_code[both.event], minlength=size)
-    most = int(np.minimum(mine, theirs).sum())
+    host_counts = np.bincount(both.host_code[both.op], minlength=size)
+    event_counts = np.bincount(both.event_code[both.event], minlength=size)
+    most = int(np.minimum(host_counts, event_counts).sum())
     if most < _least(both):
         raise _mismatch(both, most, "are in the device trace at all", by_name_only=True)
 
@@ -105,26 +105,30 @@ def _least(both: _Both) -> float:
 
 def _refuse_by_process(both: _Both) -> None:
     """The process id, where both know it; ranks of one job run the same ops, so names do not tell them apart."""
-    mine, trace = both.host.process, both.trace
-    theirs = trace.events["process"].filter(pl.Series(both.event)).unique().drop_nulls()
-    if mine is None or not theirs.len() or mine in theirs:
+    host_process, trace = both.host.process, both.trace
+    device_processes = trace.events["process"].filter(pl.Series(both.event)).unique().drop_nulls()
+    if host_process is None or not device_processes.len() or host_process in device_processes:
         return
-    shown = trace.meta.process if trace.meta.process is not None else theirs[0]
+    shown = trace.meta.process if trace.meta.process is not None else device_processes[0]
     raise InputError(
-        f"the host trace is of process {mine}, the device trace of process {shown}",
+        f"the host trace is of process {host_process}, the device trace of process {shown}",
         slug="host-mismatch",
         where=f"{both.host.path}, {trace.meta.path}",
         hint="give the two traces of one process; ranks of one job look alike but are not the same",
     )
 
 
-def _mismatch(both: _Both, found: int, said: str, *, by_name_only: bool = False) -> InputError:
-    mine, theirs = both.host.process, both.trace.meta.process
-    others = f" (process {mine}, process {theirs})" if None not in {mine, theirs} and mine != theirs else ""
+def _mismatch(both: _Both, count: int, clause: str, *, by_name_only: bool = False) -> InputError:
+    host_process, device_process = both.host.process, both.trace.meta.process
+    processes = (
+        f" (process {host_process}, process {device_process})"
+        if None not in {host_process, device_process} and host_process != device_process
+        else ""
+    )
     least = _least(both) / both.ops if by_name_only else LEAST
     return InputError(
-        f"host trace and device trace are not of one run{others}: only {found:,} of {both.ops:,} host ops "
-        f"({_percent(found, both.ops)}) {said}, {100 * least:.0f} % are needed",
+        f"host trace and device trace are not of one run{processes}: only {count:,} of {both.ops:,} host ops "
+        f"({_percent(count, both.ops)}) {clause}, {100 * least:.0f} % are needed",
         slug="host-mismatch",
         where=f"{both.host.path}, {both.trace.meta.path}",
         hint="give the host trace of the same run and process, or the device trace alone",
@@ -148,11 +152,11 @@ def _by_record_id(both: _Both) -> Matching | None:
     outcome[_outside(both, "record_function_id")] = ms.OUTCOMES.index(ms.OUTSIDE)
     outcome[row] = ms.OUTCOMES.index(ms.BY_RECORD_ID)
     outcome[row[~same]] = ms.OUTCOMES.index(ms.BY_RECORD_ID_RENAMED)
-    found = _matching(both, row, event, outcome, exact=True)
+    matching = _matching(both, row, event, outcome, exact=True)
     if row.size >= LEAST * both.ops:
-        return found
-    said = f"only {row.size:,} of {both.ops:,} host ops ({_percent(row.size, both.ops)}) are in the device trace"
-    return found.with_notices(Notice("host-ops-missing", "warning", said, both.ops - row.size, where=both.host.path))
+        return matching
+    text = f"only {row.size:,} of {both.ops:,} host ops ({_percent(row.size, both.ops)}) are in the device trace"
+    return matching.with_notices(Notice("host-ops-missing", "warning", text, both.ops - row.size, where=both.host.path))
 
 
 def _by_external_id(both: _Both) -> Matching | None:
@@ -178,10 +182,10 @@ def _equal_ids(both: _Both, column: str) -> tuple[Ints, Ints]:
         return row[:0], event[:0]
     keys, first = np.unique(ids.fill_null(0).to_numpy()[event], return_index=True)
     event = event[first]
-    wanted, first = np.unique(own.fill_null(0).to_numpy()[row], return_index=True)
+    own_keys, first = np.unique(own.fill_null(0).to_numpy()[row], return_index=True)
     row = row[first]
-    at = np.minimum(np.searchsorted(keys, wanted), keys.size - 1)
-    hit = keys[at] == wanted
+    at = np.minimum(np.searchsorted(keys, own_keys), keys.size - 1)
+    hit = keys[at] == own_keys
     return row[hit], event[at[hit]]
 
 
@@ -197,31 +201,31 @@ def _outside(both: _Both, column: str) -> Bools:
 
 
 def _by_names(both: _Both) -> Matching:
-    known = np.isin(both.host_code, both.event_code[both.event])
-    asked = np.isin(both.event_code, both.host_code[both.op])
-    threads = host_lines(both.host, both.host_code, both.op & known)
-    lanes = device_lines(both.trace, both.event_code, both.event & asked)
+    in_trace = np.isin(both.host_code, both.event_code[both.event])
+    in_host = np.isin(both.event_code, both.host_code[both.op])
+    threads = host_lines(both.host, both.host_code, both.op & in_trace)
+    lanes = device_lines(both.trace, both.event_code, both.event & in_host)
     fitted = by_names.fit(threads, lanes)
     row, event = by_names.pairs(fitted)
     for iteration in range(1, min(fitted.iterations, _TRIED)):
         if row.size >= LEAST * both.ops:
             break
-        row, event = max((row, event), by_names.pairs(fitted, iteration), key=lambda found: found[0].size)
+        row, event = max((row, event), by_names.pairs(fitted, iteration), key=lambda pair: pair[0].size)
     if row.size < LEAST * both.ops:
-        row, event = max((row, event), by_names.pairs(fitted, shifted=False), key=lambda found: found[0].size)
+        row, event = max((row, event), by_names.pairs(fitted, shifted=False), key=lambda pair: pair[0].size)
     if row.size < LEAST * both.ops:
         raise _mismatch(both, row.size, "are found in the same order")
     outcome = _outcomes(both, ms.NO_PLACE)
-    outcome[both.op & ~known] = ms.OUTCOMES.index(ms.NO_NAME)
+    outcome[both.op & ~in_trace] = ms.OUTCOMES.index(ms.NO_NAME)
     outcome[row] = ms.OUTCOMES.index(ms.BY_NAMES)
-    found = _matching(both, row, event, outcome, exact=False, iterations=fitted.iterations)
+    matching = _matching(both, row, event, outcome, exact=False, iterations=fitted.iterations)
     if fitted.iterations == 1:
-        return found
-    said = (
+        return matching
+    text = (
         f"the host trace fits {fitted.iterations} iterations of the device trace equally well; the first is taken, and "
         "what the graph says because of it is inferred"
     )
-    return found.with_notices(Notice("several-iterations", "info", said, fitted.iterations, where=both.host.path))
+    return matching.with_notices(Notice("several-iterations", "info", text, fitted.iterations, where=both.host.path))
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

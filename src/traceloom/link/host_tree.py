@@ -66,8 +66,8 @@ class HostTree(Struct, frozen=True):
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
         """Which events, of all or of those at some positions, have a name that holds the regular expression."""
         hits = contains(self.words, pattern).to_numpy()
-        found: Bools = hits[self.word if position is None else self.word[position]]
-        return found
+        matches: Bools = hits[self.word if position is None else self.word[position]]
+        return matches
 
 
 def host_tree(trace: Trace) -> HostTree:
@@ -138,18 +138,18 @@ def _calls_around(parent: Ints, call: Bools, driver: Ints) -> Ints:
 def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
     """For each event the outermost communication on the host around it; -1 for none.
 
-    One in which something calls a device is not meant: what it gives the device to do is work of its own.
+    One in which something calls a device does not count: what it gives the device to do is work of its own.
     """
     outer = np.full(parent.size, -1, dtype=np.int64)
     chosen = named(trace.events["name"], HOST_BACKENDS).to_numpy() & (trace.events["category"] != cat.PYTHON).to_numpy()
     if not chosen.any():
         return outer
-    here = np.flatnonzero(parent >= 0)
-    above = parent[here]
-    while here.size:  # one turn per level of nesting: the last communication met is the outermost
-        outer[here] = np.where(chosen[above], above, outer[here])
+    nested = np.flatnonzero(parent >= 0)
+    above = parent[nested]
+    while nested.size:  # one turn per level of nesting: the last communication met is the outermost
+        outer[nested] = np.where(chosen[above], above, outer[nested])
         above = parent[above]
-        here, above = here[above >= 0], above[above >= 0]
+        nested, above = nested[above >= 0], above[above >= 0]
     on_device = np.zeros(parent.size, dtype=np.bool_)
     calling = outer[call & (outer >= 0)]
     on_device[calling] = True
@@ -168,7 +168,7 @@ def _words(name: pl.Series) -> tuple[pl.Series, Ints]:
 
 
 def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
-    """Lanes that hold calls and nothing else, most of them questions whether something is done."""
+    """Lanes that hold calls and nothing else, most of them polls for completion."""
     lanes = trace.lanes.height
     lane_of = trace.events["lane"].to_numpy()
     polls = np.zeros(lane_of.size, dtype=np.bool_)
@@ -176,15 +176,15 @@ def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
     polls[rows] = named(trace.events["name"].gather(rows), POLLS).to_numpy()
     count = np.bincount(lane_of[kept], minlength=lanes)
     calls = np.bincount(lane_of[rows], minlength=lanes)
-    asked = np.bincount(lane_of[polls], minlength=lanes)
-    found: Bools = (asked > _POLLING * count) & (calls == count) & (count > 0)
-    return found
+    poll_count = np.bincount(lane_of[polls], minlength=lanes)
+    polling: Bools = (poll_count > _POLLING * count) & (calls == count) & (count > 0)
+    return polling
 
 
 def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
     stop = np.arange(1, lane.size + 1)
     bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
     for low, high in pairwise(bounds.tolist()):
-        found = low + np.searchsorted(start[low:high], end[low:high], side="left")
-        stop[low:high] = np.maximum(stop[low:high], found)
+        first_after = low + np.searchsorted(start[low:high], end[low:high], side="left")
+        stop[low:high] = np.maximum(stop[low:high], first_after)
     return stop

@@ -79,25 +79,25 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
     """
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
-    given = tuple(os.fspath(path) for path in paths)
-    found = find(given)
-    if found.captures:
-        return _of_capture(found, given, window)
-    if len(found.inputs) > 1 and any(str(one.path) == "-" for one in found.inputs):
+    path_texts = tuple(os.fspath(path) for path in paths)
+    sources = find(path_texts)
+    if sources.captures:
+        return _of_capture(sources, path_texts, window)
+    if len(sources.inputs) > 1 and any(str(file.path) == "-" for file in sources.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
-    devices, hosts, refused = _kinds(found.inputs)
+    devices, hosts, refused = _kinds(sources.inputs)
     if not devices:
-        raise _no_device(hosts, refused, given)
+        raise _no_device(hosts, refused, path_texts)
     runs = group(devices)
     if len(runs) > 1:
-        shown = "; ".join(names(runs, given)[:6])
-        some = shlex.join(str(one.source.path) for one in runs[0][:4])
+        shown = "; ".join(names(runs, path_texts)[:6])
+        example = shlex.join(str(peek.source.path) for peek in runs[0][:4])
         raise UsageError(
             f"the inputs hold {len(runs)} runs, expected one: {shown}{'; ...' if len(runs) > 6 else ''}",
             slug="several-runs",
-            hint=f"give the files of one run, as in: traceloom link {some}{' ...' if len(runs[0]) > 4 else ''}",
+            hint=f"give the files of one run, as in: traceloom link {example}{' ...' if len(runs[0]) > 4 else ''}",
         )
-    out = Inputs(names(runs, given)[0], refused=refused)
+    out = Inputs(names(runs, path_texts)[0], refused=refused)
     ranks = _ranks(devices)
     pairs = _paired(ranks, hosts, out.notices)
     for rank, device in sorted(ranks.items()):
@@ -110,15 +110,15 @@ def _kinds(inputs: list[Input]) -> tuple[list[Peek], list[HostPeek], list[InputE
     devices: list[Peek] = []
     hosts: list[HostPeek] = []
     refused: list[InputError] = []
-    for one in inputs:
+    for file in inputs:
         try:
-            seen = told(one)
+            seen = told(file)
         except InputError as error:
-            if one.given or error.slug not in _BESIDE:
+            if file.given or error.slug not in _BESIDE:
                 refused.append(error)
-                note_input(one.path)
+                note_input(file.path)
             continue
-        note_input(one.path)
+        note_input(file.path)
         if isinstance(seen, HostPeek):
             hosts.append(seen)
         else:
@@ -126,16 +126,16 @@ def _kinds(inputs: list[Input]) -> tuple[list[Peek], list[HostPeek], list[InputE
     return devices, hosts, refused
 
 
-def _no_device(hosts: list[HostPeek], refused: list[InputError], given: tuple[str, ...]) -> InputError:
+def _no_device(hosts: list[HostPeek], refused: list[InputError], paths: tuple[str, ...]) -> InputError:
     if hosts:
         return InputError(
-            f"only host traces were given ({_listed(one.source.path for one in hosts)}); they hold no times",
+            f"only host traces were given ({_listed(host.source.path for host in hosts)}); they hold no times",
             slug="no-device-trace",
             hint="give the Kineto traces of the same processes with them",
         )
     if refused:
         return refused[0]
-    return InputError("the directory holds no trace among its .json files", slug="no-traces", where=", ".join(given))
+    return InputError("the directory holds no trace among its .json files", slug="no-traces", where=", ".join(paths))
 
 
 # -- plain files ------------------------------------------------------------------------------------------------------
@@ -143,24 +143,24 @@ def _no_device(hosts: list[HostPeek], refused: list[InputError], given: tuple[st
 
 def _ranks(devices: list[Peek]) -> dict[int, Peek]:
     """Device traces by rank; each rank has one."""
-    unknown = [one for one in devices if one.rank is None]
-    if unknown and len(devices) > 1 and len({one.process for one in devices}) == len(devices):
+    unknown = [device for device in devices if device.rank is None]
+    if unknown and len(devices) > 1 and len({device.process for device in devices}) == len(devices):
         raise InputError(
             f"{len(unknown)} of {len(devices)} device traces do not say their rank: "
-            f"{_listed(one.source.path for one in unknown)}",
+            f"{_listed(device.source.path for device in unknown)}",
             slug="unknown-ranks",
             hint="put the rank into the file names, as in rank0.json.gz",
         )
     ranks: dict[int, Peek] = {}
-    for one in devices:
-        rank = one.rank or 0
+    for device in devices:
+        rank = device.rank or 0
         if rank in ranks:
             raise InputError(
-                f"there are two device traces of rank {rank}: {_listed([ranks[rank].source.path, one.source.path])}",
+                f"there are two device traces of rank {rank}: {_listed([ranks[rank].source.path, device.source.path])}",
                 slug="several-windows",
                 hint="a graph is of one window; give one device trace per rank",
             )
-        ranks[rank] = one
+        ranks[rank] = device
     return ranks
 
 
@@ -185,9 +185,9 @@ def _paired(ranks: dict[int, Peek], hosts: list[HostPeek], notices: list[Notice]
         # Whether they belong together is seen when they are matched.
         pairs[free[0]] = left.pop()
     if left:
-        some = "1 host trace" if len(left) == 1 else f"{len(left)} host traces"
-        said = f"no device trace goes with {some}: {_listed(one.source.path for one in left)}"
-        notices.append(Notice("unpaired-host-trace", "warning", said, len(left), where=str(left[0].source.path)))
+        count_text = "1 host trace" if len(left) == 1 else f"{len(left)} host traces"
+        text = f"no device trace goes with {count_text}: {_listed(unpaired.source.path for unpaired in left)}"
+        notices.append(Notice("unpaired-host-trace", "warning", text, len(left), where=str(left[0].source.path)))
     return {rank: host.source for rank, host in pairs.items()}
 
 
@@ -215,30 +215,30 @@ def _stem(path: Path) -> tuple[str, ...]:
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def _of_capture(found: Found, given: tuple[str, ...], window: Window) -> Inputs:
-    if len(found.captures) > 1 or any(one.capture is None for one in found.inputs if _outside(one, found)):
+def _of_capture(sources: Found, paths: tuple[str, ...], window: Window) -> Inputs:
+    if len(sources.captures) > 1 or any(file.capture is None for file in sources.inputs if _outside(file, sources)):
         raise UsageError(
             "a capture was given together with other traces, expected one run",
             slug="several-runs",
-            hint=f"as in: traceloom link {shlex.quote(str(next(iter(found.captures))))}",
+            hint=f"as in: traceloom link {shlex.quote(str(next(iter(sources.captures))))}",
         )
-    folder, document = next(iter(found.captures.items()))
-    out = Inputs(str(folder) if len(given) > 1 else given[0])
-    out.notices.extend(found.notices.get(folder, []))
+    folder, document = next(iter(sources.captures.items()))
+    out = Inputs(str(folder) if len(paths) > 1 else paths[0])
+    out.notices.extend(sources.notices.get(folder, []))
     entries = _dicts(document.get("ranks"))
     _check_job(folder, document)
     for entry in entries:
         _add_entry(out, folder, entry, window)
     if not out.ranks:
         raise InputError("the capture holds no trace that can be linked", slug="no-traces", where=str(folder))
-    out.ranks.sort(key=lambda one: one.rank)
+    out.ranks.sort(key=lambda rank_input: rank_input.rank)
     _say_missing(out, max((int(entry.get("world_size") or 1) for entry in entries), default=1))
     if window == "graph":
-        said = (
+        text = (
             "the graph step was recorded with PyTorch's observer, which slows every op down: dependencies are exact, "
             "durations contain its cost"
         )
-        out.notices.append(Notice("observer-cost", "warning", said, len(out.ranks), where=str(folder)))
+        out.notices.append(Notice("observer-cost", "warning", text, len(out.ranks), where=str(folder)))
     return out
 
 
@@ -257,9 +257,9 @@ def _check_job(folder: Path, document: dict[str, Any]) -> None:
         )
 
 
-def _outside(one: Input, found: Found) -> bool:
-    """Not in the folder of a capture, whose files may be named beside it."""
-    return one.path.resolve().parent not in {folder.resolve() for folder in found.captures}
+def _outside(file: Input, sources: Found) -> bool:
+    """Whether a file is not in the folder of a capture, whose files may be named beside it."""
+    return file.path.resolve().parent not in {folder.resolve() for folder in sources.captures}
 
 
 def _dicts(entries: Any) -> list[dict[str, Any]]:
@@ -271,13 +271,15 @@ def _add_entry(out: Inputs, folder: Path, entry: dict[str, Any], window: Window)
     rank = rank if isinstance(rank, int) and 0 <= rank < 2**31 else 0
     listed = entry.get("windows")
     timed = [
-        file for one in (listed if isinstance(listed, list) else [entry.get("window")]) if (file := _file(folder, one))
+        file
+        for listed_window in (listed if isinstance(listed, list) else [entry.get("window")])
+        if (file := _file(folder, listed_window))
     ]
     step = entry.get("graph_step")
     graph, host = _file(folder, step), _file(folder, step, "host_file")
-    if any(one.rank == rank for one in out.ranks):
-        said = f"a second process of rank {rank} was recorded (a restart); it is left out"
-        out.notices.append(Notice("several-windows", "warning", said, rank=rank, where=str(folder)))
+    if any(earlier.rank == rank for earlier in out.ranks):
+        text = f"a second process of rank {rank} was recorded (a restart); it is left out"
+        out.notices.append(Notice("several-windows", "warning", text, rank=rank, where=str(folder)))
         return
 
     def of(path: Path) -> Input:
@@ -285,8 +287,8 @@ def _add_entry(out: Inputs, folder: Path, entry: dict[str, Any], window: Window)
 
     if window == "graph":
         if graph is None:
-            said = f"rank {rank} has no graph step: it was not recorded, or the run ended before it"
-            raise InputError(said, slug="graph-step-missing", where=str(folder), hint="link the timed window instead")
+            text = f"rank {rank} has no graph step: it was not recorded, or the run ended before it"
+            raise InputError(text, slug="graph-step-missing", where=str(folder), hint="link the timed window instead")
         out.ranks.append(RankInput(rank, of(graph), of(host) if host else None))
         return
     if not timed:
@@ -295,8 +297,8 @@ def _add_entry(out: Inputs, folder: Path, entry: dict[str, Any], window: Window)
         )
         return
     if len(timed) > 1:
-        said = f"rank {rank} has {len(timed)} timed windows; the first is linked"
-        out.notices.append(Notice("several-windows", "warning", said, len(timed), rank=rank, where=str(folder)))
+        text = f"rank {rank} has {len(timed)} timed windows; the first is linked"
+        out.notices.append(Notice("several-windows", "warning", text, len(timed), rank=rank, where=str(folder)))
     whole = graph is not None and host is not None
     out.ranks.append(
         RankInput(rank, of(timed[0]), of(host) if whole and host else None, of(graph) if whole and graph else None)
@@ -315,19 +317,19 @@ def _file(folder: Path, part: Any, key: str = "file") -> Path | None:
 
 
 def _say_missing(out: Inputs, world: int) -> None:
-    have = {one.rank for one in out.ranks}
+    have = {rank_input.rank for rank_input in out.ranks}
     absent = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
     if absent and len(have) > 0 and world > 1:
-        said = (
+        text = (
             f"{len(absent)} of {world} ranks {'are' if len(absent) > 1 else 'is'} missing ({_numbers(absent)}); "
             f"when {'they arrive' if len(absent) > 1 else 'it arrives'} at collectives is assumed"
         )
-        out.notices.append(Notice("missing-ranks", "warning", said, len(absent)))
-    alone = [one.rank for one in out.ranks if one.host is None]
+        out.notices.append(Notice("missing-ranks", "warning", text, len(absent)))
+    alone = [rank_input.rank for rank_input in out.ranks if rank_input.host is None]
     if alone:
-        whose = "" if len(out.ranks) == 1 else f" for rank{'s' if len(alone) > 1 else ''} {_numbers(alone)}"
-        said = f"there is no host trace{whose}: ops have no tensors, and data edges are missing"
-        out.notices.append(Notice("no-host-trace", "info", said, len(alone)))
+        of_ranks = "" if len(out.ranks) == 1 else f" for rank{'s' if len(alone) > 1 else ''} {_numbers(alone)}"
+        text = f"there is no host trace{of_ranks}: ops have no tensors, and data edges are missing"
+        out.notices.append(Notice("no-host-trace", "info", text, len(alone)))
 
 
 def _numbers(ranks: list[int]) -> str:

@@ -49,10 +49,10 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
 
 
 def _ranks(parts: Sequence[Graph]) -> list[int]:
-    """The rank of each part; one that does not say it gets the lowest that is free."""
-    known = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
-    free = iter(number for number in range(2 * len(parts)) if number not in known)
-    return [next(free) if rank is None else rank for rank in known]
+    """The rank of each part; one that does not state it gets the lowest free one."""
+    own_ranks = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
+    free = iter(number for number in range(2 * len(parts)) if number not in own_ranks)
+    return [next(free) if rank is None else rank for rank in own_ranks]
 
 
 def _ranked(part: Graph, rank: int) -> Graph:
@@ -60,11 +60,11 @@ def _ranked(part: Graph, rank: int) -> Graph:
         return part
     named = pl.lit(rank, dtype=pl.Int32).alias("rank")
     ranks = part.ranks if part.ranks.height else _one_rank(part)
-    said = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
+    notice = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
     return replace(
         part,
         ranks=ranks.with_columns(named),
-        notices=(*part.notices, said),
+        notices=(*part.notices, notice),
         **{name: getattr(part, name).with_columns(named) for name in ("nodes", "lanes", "host_ops", "coverage")},
     )
 
@@ -77,7 +77,7 @@ def _one_rank(part: Graph) -> pl.DataFrame:
 
 def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
     """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a circle."""
-    by_number = np.array([known == "measured" for known in joined.evidence], dtype=np.bool_)
+    by_number = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
     for kept in (np.ones(len(by_number), dtype=np.bool_), by_number):
         instance = np.where(kept, joined.instance, -1)
         graph = _numbered(merged, instance, joined.evidence)
@@ -95,11 +95,11 @@ def _numbered(merged: Graph, instance: Ints, evidence: list[str | None]) -> Grap
 
 
 def _circle(count: int) -> Notice:
-    said = (
+    text = (
         f"{count} parts of communications, joined between ranks, would wait for each other in a circle; "
         "they are not joined (the traces do not show one and the same run, or their order cannot be told)"
     )
-    return Notice("collectives-circle", "warning", said, count)
+    return Notice("collectives-circle", "warning", text, count)
 
 
 def _communication(parts: Sequence[Graph], epoch: int) -> pl.DataFrame:
@@ -142,11 +142,11 @@ def _clock_notices(parts: Sequence[Graph], clocks: list[Clock]) -> list[Notice]:
         return []
     worst = max(abs(clock.offset_ns) for _, clock in moved)
     left = max(clock.residual_ns or 0 for _, clock in moved)
-    said = (
+    text = (
         f"the clocks of {len(moved)} ranks were corrected by up to {worst / 1e6:.3f} ms, fitted on the ends of "
         f"collectives; {left / 1e3:.1f} us remain"
     )
-    return [Notice("clocks-corrected", "info", said, len(moved))]
+    return [Notice("clocks-corrected", "info", text, len(moved))]
 
 
 def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) -> Graph:

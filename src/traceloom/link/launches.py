@@ -31,15 +31,17 @@ def launch_edges(  # noqa: PLR0917  (both ends of the edges)
         segment_node: Node of each segment.
         work_node: Node of each work.
     """
-    known = work.call >= 0
-    call = work.call[known]
-    submits_last = (tree.span()[call] >= _LONG_NS) & (work.start[known] >= tree.end[call] - _BEFORE_NS) & ~awaited[call]
-    evidence = np.where(work.correlated[known], "correlated", "measured")
+    has_call = work.call >= 0
+    call = work.call[has_call]
+    submits_last = (
+        (tree.span()[call] >= _LONG_NS) & (work.start[has_call] >= tree.end[call] - _BEFORE_NS) & ~awaited[call]
+    )
+    evidence = np.where(work.correlated[has_call], "correlated", "measured")
     edges.add(
         "launch",
         evidence,
         segment_node[np.where(submits_last, host.last[call], host.first[call])],
-        work_node[known],
+        work_node[has_call],
         from_end=submits_last,
         to_end=False,
         firm=True,

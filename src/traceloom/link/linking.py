@@ -62,9 +62,9 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
     from traceloom.link.rank import link_rank  # not before: what is refused needs nothing of it
 
     parts = []
-    for number, one in enumerate(loaded.ranks, 1):
-        say(f"linking rank {one.rank} ({number} of {len(loaded.ranks)})")
-        parts.append(link_rank(one.trace, one.matching))
+    for number, loaded_rank in enumerate(loaded.ranks, 1):
+        say(f"linking rank {loaded_rank.rank} ({number} of {len(loaded.ranks)})")
+        parts.append(link_rank(loaded_rank.trace, loaded_rank.matching))
         give_back()
     say("joining ranks and calibrating")
     refused = tuple(_refusal(error) for error in loaded.refused)

@@ -63,43 +63,43 @@ def load_ranks(
         UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given belongs to another
             process; the refusal of the only device trace.
     """
-    found = find_inputs(*paths, window=window)
-    out = LoadedRanks(found.name, notices=list(found.notices), refused=list(found.refused))
+    inputs = find_inputs(*paths, window=window)
+    out = LoadedRanks(inputs.name, notices=list(inputs.notices), refused=list(inputs.refused))
     # Host traces first: a device trace may be decoded beside until then (see `traceloom.read.ahead`).
-    hosts = [_host_trace(one) for one in found.ranks]
-    devices = read_all([one.device for one in found.ranks], cache=_cache(cache), report=progress)
-    for one, host, trace in zip(found.ranks, hosts, devices, strict=True):
+    hosts = [_host_trace(rank_input) for rank_input in inputs.ranks]
+    devices = read_all([rank_input.device for rank_input in inputs.ranks], cache=_cache(cache), report=progress)
+    for rank_input, host, trace in zip(inputs.ranks, hosts, devices, strict=True):
         if isinstance(trace, InputError):
             out.refused.append(trace)
             continue
-        matching = _matched(one, host, trace, out.notices)
-        out.ranks.append(LoadedRank(one.rank, trace, matching))
+        matching = _matched(rank_input, host, trace, out.notices)
+        out.ranks.append(LoadedRank(rank_input.rank, trace, matching))
     if not out.ranks:
         raise out.refused[0]
     return out
 
 
-def _cache(wanted: bool) -> Cache | None:
-    return Cache() if wanted else None
+def _cache(enabled: bool) -> Cache | None:
+    return Cache() if enabled else None
 
 
-def _host_trace(one: RankInput) -> HostTrace | InputError | None:
+def _host_trace(rank_input: RankInput) -> HostTrace | InputError | None:
     """The host trace of a rank, or why it cannot be read; None where there is none."""
-    if one.host is None:
+    if rank_input.host is None:
         return None
     try:
-        return read_host_trace(one.host.path, capture=one.host.entry)
+        return read_host_trace(rank_input.host.path, capture=rank_input.host.entry)
     except InputError as error:
         return error
 
 
 def _matched(
-    one: RankInput, host: HostTrace | InputError | None, trace: Trace, notices: list[Notice]
+    rank_input: RankInput, host: HostTrace | InputError | None, trace: Trace, notices: list[Notice]
 ) -> Matching | None:
     """Join the host trace of a rank to its device trace; over the graph step where a capture has one.
 
     Args:
-        one: The files.
+        rank_input: The files of the rank.
         host: The host trace, read.
         trace: The device trace, read.
         notices: Told why a capture's host trace is left out.
@@ -107,18 +107,20 @@ def _matched(
     Raises:
         InputError: A host trace that the user gave cannot be read, or is of another process.
     """
-    if one.host is None or host is None:
+    if rank_input.host is None or host is None:
         return None
     try:
         if isinstance(host, InputError):
             raise host
-        if one.graph_step is None:
+        if rank_input.graph_step is None:
             return match(trace, host)
-        step = read_kineto(one.graph_step.path, capture=one.graph_step.entry)
+        step = read_kineto(rank_input.graph_step.path, capture=rank_input.graph_step.entry)
         return carry(trace, step, match(step, host))
     except InputError as error:
-        if one.host.capture is None:
+        if rank_input.host.capture is None:
             raise
-        said = f"the host trace of rank {one.rank} is left out: {error}"
-        notices.append(Notice("host-trace-unused", "warning", said, rank=one.rank, where=str(one.host.path)))
+        text = f"the host trace of rank {rank_input.rank} is left out: {error}"
+        notices.append(
+            Notice("host-trace-unused", "warning", text, rank=rank_input.rank, where=str(rank_input.host.path))
+        )
         return None

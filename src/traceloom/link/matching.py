@@ -87,8 +87,8 @@ class Matching:
         counts = dict(self.outcome.value_counts().iter_rows())
         rows = [("host-ops", outcome, counts[outcome]) for outcome in OUTCOMES if counts.get(outcome)]
         if self.carried is not None:
-            given, without = self.carried
-            rows.append(("timed-ops", "matched: names in the order of the graph step", given))
+            matched, without = self.carried
+            rows.append(("timed-ops", "matched: names in the order of the graph step", matched))
             rows += [("timed-ops", "unmatched: not in the graph step", without)] if without else []
         frame = pl.DataFrame(rows, schema=["subject", "outcome", "count"], orient="row")
         return frame.with_columns(

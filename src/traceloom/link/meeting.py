@@ -85,11 +85,11 @@ def _parts(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
 
 def _meetings(parts: pl.DataFrame) -> pl.DataFrame:
     """One row per operation that has, or must have had, several parts."""
-    given = pl.col("from").filter(pl.col("gives"))
+    sender_start = pl.col("from").filter(pl.col("gives"))
     return (
         parts.group_by("key", maintain_order=True)
         .agg(
-            given.max().fill_null(pl.col("from").min()).alias("start"),
+            sender_start.max().fill_null(pl.col("from").min()).alias("start"),
             (pl.col("expected").max() - pl.len()).clip(lower_bound=0).alias("missing"),
             pl.len().alias("parts"),
             pl.col("kind").first(),

@@ -44,38 +44,38 @@ class WorkByTime:
         if not lane.size:
             return out
         order = np.argsort(lane, kind="stable")
-        asked = lane[order]
-        bounds = np.flatnonzero(np.diff(asked, prepend=asked[0] - 1, append=asked[-1] + 1))
+        lanes = lane[order]
+        bounds = np.flatnonzero(np.diff(lanes, prepend=lanes[0] - 1, append=lanes[-1] + 1))
         for low, high in pairwise(bounds.tolist()):
-            stream = self._by_lane.get(int(asked[low]))
+            stream = self._by_lane.get(int(lanes[low]))
             if stream is not None:
-                here = order[low:high]
-                out[here] = getattr(stream, question)(time[here])
+                rows = order[low:high]
+                out[rows] = getattr(stream, question)(time[rows])
         return out
 
     def thread_launched_before(self, thread: Ints, time: Ints) -> Ints:
         """The last work that a host thread launched before a time."""
         at = self._place(thread, time, "left") - 1
-        found = at >= 0
-        found[found] = self._thread[at[found]] == thread[found]
-        return np.where(found, self._submitted[at] if self._submitted.size else -1, -1)
+        valid = at >= 0
+        valid[valid] = self._thread[at[valid]] == thread[valid]
+        return np.where(valid, self._submitted[at] if self._submitted.size else -1, -1)
 
     def thread_launches_after(self, thread: Ints, time: Ints) -> Ints:
         """The first work that a host thread launches at or after a time."""
         at = self._place(thread, time, "left")
-        found = at < self._thread.size
-        found[found] = self._thread[at[found]] == thread[found]
-        at = np.where(found, at, 0)
-        return np.where(found, self._submitted[at] if self._submitted.size else -1, -1)
+        valid = at < self._thread.size
+        valid[valid] = self._thread[at[valid]] == thread[valid]
+        at = np.where(valid, at, 0)
+        return np.where(valid, self._submitted[at] if self._submitted.size else -1, -1)
 
     def _place(self, thread: Ints, time: Ints, side: str) -> Ints:
         """Where (thread, time) would stand among the launches."""
         out = np.zeros(thread.size, dtype=np.int64)
         for number in np.unique(thread).tolist():
-            here = thread == number
+            own = thread == number
             low = np.searchsorted(self._thread, number, "left")
             high = np.searchsorted(self._thread, number, "right")
-            out[here] = low + np.searchsorted(self._asked[low:high], time[here], side)  # type: ignore[call-overload]
+            out[own] = low + np.searchsorted(self._asked[low:high], time[own], side)  # type: ignore[call-overload]
         return out
 
 
@@ -83,11 +83,11 @@ class _Stream:
     """One stream's work: what of it ends last among all that was launched, or had ended, before a time."""
 
     def __init__(self, work: DeviceWork, low: int, high: int) -> None:
-        asked, end = work.asked[low:high], work.end[low:high]
-        order = np.argsort(asked, kind="stable")
+        launched, end = work.asked[low:high], work.end[low:high]
+        order = np.argsort(launched, kind="stable")
         reach = np.maximum.accumulate(end[order])
         holder = np.maximum.accumulate(np.where(end[order] >= reach, np.arange(high - low), 0))
-        self.asked = asked[order]
+        self.asked = launched[order]
         self.by_asked = order + low
         self.lasting = order[holder] + low
         by_end = np.argsort(end, kind="stable")

@@ -72,18 +72,18 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         which is `trace.start_ns`.
     """
     tree = host_tree(trace)
-    given = hand_offs(trace, tree, segments(tree))
-    host = given.host
+    handovers = hand_offs(trace, tree, segments(tree))
+    host = handovers.host
     work = device_work(trace, tree)
     times = WorkByTime(work, tree)
     records = sync_records(trace, tree)
     waiting = awaited(trace, tree, work, times, records)
-    looks = spins(trace, tree, host, times, given.waits)
+    spinning = spins(trace, tree, host, times, handovers.waits)
     talk = communication(trace, tree, work)
     parts = Parts(
         tree=tree,
         host=host,
-        kinds=_segment_kinds(tree, given, work, waiting, looks, talk),
+        kinds=_segment_kinds(tree, handovers, work, waiting, spinning, talk),
         work=work,
         talk=talk,
         segment_node=np.arange(1, host.owner.size + 1),
@@ -102,16 +102,16 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     )  # fmt: skip
     wait_edges(edges, tree, times, parts.work_node, records)
     edges.add(
-        "synchronize", "inferred", parts.work_node[looks.work], parts.segment_node[looks.segment],
+        "synchronize", "inferred", parts.work_node[spinning.work], parts.segment_node[spinning.segment],
         from_end=True, to_end=True,
     )  # fmt: skip
     held = command_waits(edges, trace, work, parts.work_node)
     queued = queue_edges(edges, tree, work, last_node, parts.work_node)
-    hand_off_edges(edges, given, parts.segment_node)
+    hand_off_edges(edges, handovers, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
     flow = None if matching is None else _data(parts, edges, matching)
     return _assembled(
-        trace, parts, edges, Found(overlapping, queued, held, waiting.unknown, looks.segment, flow=flow), matching
+        trace, parts, edges, Found(overlapping, queued, held, waiting.unknown, spinning.segment, flow=flow), matching
     )
 
 
@@ -125,20 +125,20 @@ def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
 
 
 def _segment_kinds(  # noqa: PLR0917  (what was found about the segments)
-    tree: HostTree, given: HandOffs, work: DeviceWork, waiting: Awaited, looks: Spins, talk: Communication
+    tree: HostTree, handovers: HandOffs, work: DeviceWork, waiting: Awaited, spinning: Spins, talk: Communication
 ) -> Ints:
     """Number of the kind of each segment: gaps think, calls launch or block, the rest is the host's own work."""
-    host = given.host
+    host = handovers.host
     kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
     submits = np.zeros(tree.row.size, dtype=np.bool_)
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
     submits[call[tree.named(LAUNCHES, call) & ~tree.named(NO_LAUNCH, call)]] = True
-    kinds[given.waits] = gs.NODE_KINDS.index(gs.WAIT)
+    kinds[handovers.waits] = gs.NODE_KINDS.index(gs.WAIT)
     kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
     kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[looks.segment] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[spinning.segment] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
     return kinds
 
@@ -146,23 +146,23 @@ def _segment_kinds(  # noqa: PLR0917  (what was found about the segments)
 def _thread_edges(edges: Edges, parts: Parts) -> None:
     """Each segment after the one before it on its thread."""
     host, tree = parts.host, parts.tree
-    one = np.flatnonzero(host.lane[1:] == host.lane[:-1])
-    before, after = host.owner[one], host.owner[one + 1]
+    index = np.flatnonzero(host.lane[1:] == host.lane[:-1])
+    before, after = host.owner[index], host.owner[index + 1]
     low, high = np.minimum(before, after), np.maximum(before, after)
     nested = (low >= 0) & (low != high) & (high < tree.stop[low]) if tree.row.size else low > 0
     for kind, chosen in (("call", nested), ("thread", ~nested)):
-        at = one[chosen]
+        at = index[chosen]
         edges.add(
             kind, "measured", parts.segment_node[at], parts.segment_node[at + 1],
             from_end=True, to_end=False, firm=True,
         )  # fmt: skip
 
 
-def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching: Matching | None) -> Graph:
-    nodes, lanes = _nodes(trace, parts, found.held, matching)
+def _assembled(trace: Trace, parts: Parts, edges: Edges, observed: Found, matching: Matching | None) -> Graph:
+    nodes, lanes = _nodes(trace, parts, observed.held, matching)
     times = _point_times(nodes)
     on_engines = (nodes["category"].gather(parts.work_node) == COPY).to_numpy()
-    found = found._replace(late=occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times))
+    observed = observed._replace(late=occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times))
     frame, refused = edges.frame(times)
     meta = trace.meta
     ranks = pl.DataFrame(
@@ -181,9 +181,9 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, found: Found, matching:
         ],
         schema=GRAPH_SCHEMAS["ranks"],
     )
-    coverage = coverage_rows(meta.rank or 0, parts, found, refused)
+    coverage = coverage_rows(meta.rank or 0, parts, observed, refused)
     names = nodes["name"].gather(parts.work_node)
-    late = late_notices(names, found.late, int(times.max() - times[0]), meta.rank or 0)
+    late = late_notices(names, observed.late, int(times.max() - times[0]), meta.rank or 0)
     host_ops, notices = empty_frame("host_ops"), (*trace.notices, *late)
     if matching is not None:
         host_ops = _of_rank(matching.host.ops, meta.rank or 0, "host_ops")
@@ -249,9 +249,9 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
 
 
 def _of_rank(frame: pl.DataFrame, rank: int, name: str) -> pl.DataFrame:
-    """The rows of a frame of the graph, said of one rank."""
-    said = frame.with_columns(pl.lit(rank, dtype=pl.Int32).alias("rank"))
-    return said.select(list(GRAPH_SCHEMAS[name])).cast(GRAPH_SCHEMAS[name])
+    """The rows of a frame of the graph, with their rank."""
+    with_rank = frame.with_columns(pl.lit(rank, dtype=pl.Int32).alias("rank"))
+    return with_rank.select(list(GRAPH_SCHEMAS[name])).cast(GRAPH_SCHEMAS[name])
 
 
 def _host_op(op: pl.Series, matching: Matching | None) -> pl.Series:

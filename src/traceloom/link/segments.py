@@ -60,13 +60,13 @@ class Segments(Struct, frozen=True):
 def segments(tree: HostTree) -> Segments:
     """Tile each host thread with segments."""
     size = tree.row.size
-    here = np.arange(size)
+    events = np.arange(size)
     # Place of every begin and end in a walk around the forest: what began before it plus what ended before it.
-    begins = 2 * here - tree.depth
+    begins = 2 * events - tree.depth
     ends = 2 * tree.stop - 1 - tree.depth
     # Ancestors belong to one lane, so that lanes follow each other in this numbering.
     owner, time, lane = (np.full(2 * size, -1, dtype=np.int64) for _ in range(3))
-    owner[begins], owner[ends] = here, tree.parent
+    owner[begins], owner[ends] = events, tree.parent
     time[begins], time[ends] = tree.start, tree.end
     lane[begins], lane[ends] = tree.lane, tree.lane
     closes = np.zeros(2 * size, dtype=np.bool_)

@@ -62,14 +62,14 @@ def link_session(
     late it ran, and what ran before it on the same devices (see `traceloom.link.cutting`). `event` and `op` of the
     nodes are rows of the whole traces. Host traces are not looked at.
 
-    The graphs asked for last are remembered as long as the traces live: nobody may change them.
+    The most recent graphs are remembered as long as the traces live: do not change them.
 
     Args:
         session: The run.
         step: The number of a step; None links all of it.
         last: The last of several steps of which `step` is the first; one step where None.
         progress: Told in words what is being done.
-        remember: Whether the graph is kept for who asks next.
+        remember: Whether the graph is kept for the next caller.
 
     Returns:
         The graph, as `traceloom.link.link` gives it.
@@ -91,12 +91,12 @@ def link_session(
     say = progress or _silent
     chosen, notices = _chosen(session, steps)
     several = many(chosen)
-    parts, lot = [], Lot()
+    parts, storage = [], Lot()
     for number, trace in enumerate(chosen, 1):
         who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
         say(f"linking {who}")
         part = link_rank(trace) if steps is None else _steps_of(trace, *steps)
-        parts.append(lot.graph(part) if several else part)
+        parts.append(storage.graph(part) if several else part)
     say("joining ranks and calibrating")
     merged = join(parts, session.name)
     parts.clear()  # calibrating needs as much again
@@ -129,8 +129,8 @@ def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace
     notices = []
     if lacking:
         who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
-        said = f"{_in_words(steps)} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
-        notices.append(Notice("step-missing", "warning", said, len(lacking)))
+        text = f"{_in_words(steps)} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
+        notices.append(Notice("step-missing", "warning", text, len(lacking)))
     return list(first.values()), notices
 
 
@@ -159,11 +159,11 @@ def _in_words(steps: tuple[int, int]) -> str:
 
 
 def _no_step(session: Session, steps: tuple[int, int]) -> str:
-    wanted = _in_words(steps)
-    known = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
-    if not known:
-        return f"there is no {wanted}: the traces have no steps"
-    return f"there is no {wanted}; the traces have {known[0]} to {known[-1]}"
+    step_text = _in_words(steps)
+    recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+    if not recorded:
+        return f"there is no {step_text}: the traces have no steps"
+    return f"there is no {step_text}; the traces have {recorded[0]} to {recorded[-1]}"
 
 
 def _steps_of(trace: Trace, first: int, last: int) -> Graph:

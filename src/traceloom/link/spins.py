@@ -57,10 +57,10 @@ def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits
     of = times.thread_launched_before(host.lane[at], host.start[at])
     close = np.minimum(_CLOSE * (host.end[at] - host.start[at]), _BEFORE_NS)
     late = times.work.end[of] - host.end[at]
-    found = (
+    matches = (
         (of >= 0) & (late <= close) & (-late <= np.minimum(close, _AFTER_NS)) & (times.work.end[of] > host.start[at])
     )
-    return Spins(at[found], of[found])
+    return Spins(at[matches], of[matches])
 
 
 def _after_launch(tree: HostTree, host: Segments, times: WorkByTime) -> Bools:

@@ -37,9 +37,9 @@ class SyncRecords(Struct, frozen=True):
 
     def of(self, kind: str) -> SyncRecords:
         """The records of one kind."""
-        here = np.flatnonzero((self.kind == kind).to_numpy())
+        rows = np.flatnonzero((self.kind == kind).to_numpy())
         arrays = (self.call, self.device, self.lane, self.awaited, self.recorded)
-        return SyncRecords(self.kind.gather(here), *(array[here] for array in arrays))
+        return SyncRecords(self.kind.gather(rows), *(array[rows] for array in arrays))
 
 
 def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:

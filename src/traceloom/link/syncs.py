@@ -55,20 +55,20 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
     synchronising = np.unique(np.concatenate([device, stream, event]))
     if not work.row.size:
         return _Pairs.none().awaited(tree, synchronising)
-    told = _told(tree, times, records, np.concatenate([device, stream, event]))
-    stream, event = (part[~np.isin(part, told.call)] for part in (stream, event))
-    known = np.isin(device, records.of("Context Sync").call)
-    found = [
-        told,
-        _whole_device(tree, times, device[known], records),
-        _whole_device(tree, times, device[~known], None),
+    recorded = _told(tree, times, records, np.concatenate([device, stream, event]))
+    stream, event = (part[~np.isin(part, recorded.call)] for part in (stream, event))
+    has_record = np.isin(device, records.of("Context Sync").call)
+    parts = [
+        recorded,
+        _whole_device(tree, times, device[has_record], records),
+        _whole_device(tree, times, device[~has_record], None),
         _one_stream(tree, times, stream),
         _one_event(tree, times, event),
         _copies(trace, tree, work),
     ]
-    call = np.concatenate([part.call for part in found])
-    of = np.concatenate([part.work for part in found])
-    evidence = np.concatenate([part.evidence for part in found])
+    call = np.concatenate([part.call for part in parts])
+    of = np.concatenate([part.work for part in parts])
+    evidence = np.concatenate([part.evidence for part in parts])
     # A call is only held back by what can end no later than it returns.
     possible = work.end[of] <= tree.end[call] + _EARLY_NS
     call, of, evidence = call[possible], of[possible], evidence[possible]
@@ -96,8 +96,8 @@ class _Pairs(Struct, frozen=True):
 
 
 def _pairs(call: Ints, work: Ints, evidence: str) -> _Pairs:
-    there = work >= 0
-    return _Pairs(call[there], work[there], np.full(int(there.sum()), evidence))
+    valid = work >= 0
+    return _Pairs(call[valid], work[valid], np.full(int(valid.sum()), evidence))
 
 
 def _told(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> _Pairs:
@@ -116,13 +116,13 @@ def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRe
     call = np.repeat(call, times.lanes.size)
     lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
     of = times.launched_before(lane, tree.start[call])
-    there = of >= 0
+    valid = of >= 0
     if records is not None:
         meant = records.of("Context Sync")
         device = np.full(tree.row.size, UNKNOWN)
         device[meant.call] = meant.device
-        there &= (device[call] == UNKNOWN) | (times.work.device[of] == device[call])
-    call, of = call[there], of[there]
+        valid &= (device[call] == UNKNOWN) | (times.work.device[of] == device[call])
+    call, of = call[valid], of[valid]
     order = np.lexsort((call, of, tree.lane[call]))
     call, of = call[order], of[order]
     again = np.zeros(call.size, dtype=np.bool_)
@@ -158,8 +158,8 @@ def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
 def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
     """The last of `events` (positions, ascending) on the thread of each call before it; -1 where there is none."""
     at = np.searchsorted(events, call) - 1
-    found = np.where(at >= 0, events[at] if events.size else -1, -1)
-    return np.where((found >= 0) & (tree.lane[found] == tree.lane[call]), found, -1)
+    last = np.where(at >= 0, events[at] if events.size else -1, -1)
+    return np.where((last >= 0) & (tree.lane[last] == tree.lane[call]), last, -1)
 
 
 def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool) -> Ints:
@@ -183,15 +183,15 @@ def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool
 
 
 def _ending_streams(times: WorkByTime, tree: HostTree, call: Ints) -> tuple[Ints, Ints]:
-    """Of each long call, the streams on which work ends when it returns: places in `call`, and the streams' lanes."""
+    """Of each long call, the streams on which work ends when it returns: indices into `call`, and their lanes."""
     long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
     until = tree.end[call[long]]
     by_end = np.argsort(times.work.end, kind="stable")
     ends = times.work.end[by_end]
     low = np.searchsorted(ends, until - _AT_ONCE_NS, side="left")
     count = np.searchsorted(ends, until + _EARLY_NS, side="right") - low
-    place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
-    pairs = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[place]]]), axis=1)
+    index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
+    pairs = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
     return pairs[0], pairs[1]
 
 
@@ -204,9 +204,9 @@ def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
     number = np.full(trace.events.height + 1, -1, dtype=np.int64)
     number[work.row] = np.arange(work.row.size)
     of = number[copies["event"].to_numpy()]
-    here = of >= 0
-    here[here] = work.call[of[here]] >= 0
-    of, copies = of[here], copies.filter(pl.Series(here, dtype=pl.Boolean))
+    launched = of >= 0
+    launched[launched] = work.call[of[launched]] >= 0
+    of, copies = of[launched], copies.filter(pl.Series(launched, dtype=pl.Boolean))
     call = work.call[of]
     blocking = tree.named(calls.BLOCKING_COPIES, call)
     pageable = pl.col("target_memory").eq_missing("pageable")

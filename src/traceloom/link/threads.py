@@ -106,20 +106,20 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     }
     talk = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
     spells = {lane: spell for lane, spell in spells.items() if lane not in tree.lane[talk]}
-    mine = np.flatnonzero(quiet & (host.lane == main))
-    begin, done, head, tail = _filled(host, mine, spells, set(autograd.tolist()))
-    taken = _communicated(tree, host, mine, talk, (begin, done, head, tail))
-    waited = [_Waits(mine, begin, done, head, tail)]
+    segment = np.flatnonzero(quiet & (host.lane == main))
+    begin, done, head, tail = _filled(host, segment, spells, set(autograd.tolist()))
+    taken = _communicated(tree, host, segment, talk, (begin, done, head, tail))
+    waited = [_Waits(segment, begin, done, head, tail)]
     inside = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[talk])
     talk = np.setdiff1d(talk, taken)
     waited += [
         _elsewhere(tree, host, np.flatnonzero(inside & (host.lane == lane)), talk) for lane in lanes[lanes != main]
     ]
-    mine, begin, done, head, tail = _in_order(waited)
-    cut, number = host.cut(np.repeat(mine, 2), np.stack([begin, done], axis=1).ravel())
-    waiting = number[mine] + 1
-    given = head >= 0
-    heads, givers = number[head[given]], number[mine[given]]
+    segment, begin, done, head, tail = _in_order(waited)
+    cut, number = host.cut(np.repeat(segment, 2), np.stack([begin, done], axis=1).ravel())
+    waiting = number[segment] + 1
+    handed_over = head >= 0
+    heads, givers = number[head[handed_over]], number[segment[handed_over]]
     source = np.concatenate([number[tail] + _parts_after(host, number, tail), givers])
     still = _quiet(trace, tree, cut)
     still[waiting] = False
@@ -139,10 +139,10 @@ def _awaited(host: Segments, lane: Ints, begin: Ints, done: Ints) -> Ints:
     """
     awaited = [np.zeros(0, dtype=np.int64)]
     for number in np.unique(lane).tolist():
-        here = np.flatnonzero(host.lane == number)
-        begun = np.searchsorted(np.sort(begin[lane == number]), host.start[here], side="left")
-        over = np.searchsorted(np.sort(done[lane == number]), host.start[here], side="left")
-        awaited.append(here[begun > over])
+        own = np.flatnonzero(host.lane == number)
+        begun = np.searchsorted(np.sort(begin[lane == number]), host.start[own], side="left")
+        over = np.searchsorted(np.sort(done[lane == number]), host.start[own], side="left")
+        awaited.append(own[begun > over])
     return np.concatenate(awaited)
 
 
@@ -168,14 +168,14 @@ def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken:
     target, to_end = _held(host, number[np.concatenate([heads, woken.head])])
     unknown, idle = _held(host, number[nothing_known.head])
     waiting = number[waiting]
-    known = np.ones(source.size, dtype=np.bool_)
+    all_certain = np.ones(source.size, dtype=np.bool_)
     return HandOffs(
         host,
         waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
         source=np.concatenate([number[source] + _parts_after(cut, number, source), givers]),
         target=np.concatenate([waiting, target]),
         to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
-        certain=np.concatenate([known, woken.certain]),
+        certain=np.concatenate([all_certain, woken.certain]),
         unknown=unknown[idle],
     )
 
@@ -188,7 +188,7 @@ def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
 
 
 def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
-    """The thread that runs the program: the one that bears the process's number, or another that does far more.
+    """The thread that runs the program: the one that has the process's number, or another that does far more.
 
     Programs train in other threads, too, while the first one waits or serves. The threads of the backward pass do what
     they are given, and nothing else.
@@ -198,8 +198,8 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     root = tree.parent < 0
     size = int(lanes.max()) + 1
     roots = np.bincount(tree.lane[root], minlength=size)
-    given = np.bincount(tree.lane[root & tree.named(_AUTOGRAD)], minlength=size)
-    own = lanes[given[lanes] < _ONLY * np.maximum(roots[lanes], 1)]
+    autograd_roots = np.bincount(tree.lane[root & tree.named(_AUTOGRAD)], minlength=size)
+    own = lanes[autograd_roots[lanes] < _ONLY * np.maximum(roots[lanes], 1)]
     own = own if own.size else lanes
     plain = tree.call | tree.named(_PLAIN_OP)
     done = np.bincount(tree.lane[plain], minlength=size)
@@ -213,8 +213,8 @@ def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     category = trace.events["category"].gather(tree.row)
     plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
     works = tree.call | plain | tree.named(HOST_BACKENDS)
-    found: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
-    return found
+    quiet: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
+    return quiet
 
 
 def _roots(tree: HostTree, host: Segments, lane: int) -> _Spells:
@@ -231,20 +231,20 @@ def _runs(host: Segments, gap: Bools, lane: int) -> _Spells:
 
 
 def _filled(
-    host: Segments, mine: Ints, spells: dict[int, _Spells], autograd: set[int]
+    host: Segments, segment: Ints, spells: dict[int, _Spells], autograd: set[int]
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with which segments.
 
     The first segment of that work is -1 where it had begun before the quiet time.
     """
-    low, high = host.start[mine], host.end[mine]
-    begin, done, head, tail = (np.full(mine.size, -1, dtype=np.int64) for _ in range(4))
+    low, high = host.start[segment], host.end[segment]
+    begin, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
     for lane, spell in spells.items():
         if not spell.start.size:
             continue
         first = np.searchsorted(spell.end, low, side="right")  # the first spell that ends inside or later
         last = np.searchsorted(spell.end, high, side="right") - 1  # the last one that ends inside
-        there = (first <= last) & (last >= 0)
+        inside = (first <= last) & (last >= 0)
         first, last = np.minimum(first, spell.end.size - 1), np.maximum(last, 0)
         running = spell.start[first] < low
         start, end = np.maximum(spell.start[first], low), spell.end[last]
@@ -252,7 +252,7 @@ def _filled(
         goes_on = (last + 1 < spell.start.size) & (spell.start[after] < high)
         covered = np.concatenate([[0], np.cumsum(spell.end - spell.start)])
         busy = covered[last + 1] - covered[first]
-        fits = there & (end - start >= _SHARE * (high - low))
+        fits = inside & (end - start >= _SHARE * (high - low))
         if lane not in autograd:
             fits &= ~goes_on & (busy >= _BUSY * (end - start))
             fits &= high - end <= np.maximum(_AWAKE_NS, _ALONE * (high - low))
@@ -274,41 +274,43 @@ def _elsewhere(tree: HostTree, host: Segments, quiet: Ints, talk: Ints) -> _Wait
 
 
 def _in_order(waits: list[_Waits]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """The segments of all that something filled, ascending, with what filled them."""
+    """All segments that something filled, ascending, with what filled them."""
     segment, begin, done, head, tail = (
-        np.concatenate([getattr(one, name) for one in waits]) for name in ("segment", "begin", "done", "head", "tail")
+        np.concatenate([getattr(wait, name) for wait in waits]) for name in ("segment", "begin", "done", "head", "tail")
     )
     order = np.argsort(segment, kind="stable")
     order = order[done[order] >= 0]
     return segment[order], begin[order], done[order], head[order], tail[order]
 
 
-def _communicated(tree: HostTree, host: Segments, mine: Ints, talk: Ints, found: tuple[Ints, Ints, Ints, Ints]) -> Ints:
+def _communicated(
+    tree: HostTree, host: Segments, segment: Ints, talk: Ints, filled: tuple[Ints, Ints, Ints, Ints]
+) -> Ints:
     """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
 
     Of all quiet times that a communication shares and fills, the one in which it ends waited for it, else the one that
     shares most of it: that may end before, since the thread that communicates wakes the waiting one, and ends its own
     event when it is its turn again.
     """
-    begin, done, head, tail = found
-    low, high = host.start[mine], host.end[mine]
+    begin, done, head, tail = filled
+    low, high = host.start[segment], host.end[segment]
     first = np.searchsorted(high, tree.start[talk], side="right")
     count = np.maximum(np.searchsorted(low, tree.end[talk], side="left") - first, 0)
     event = np.repeat(talk, count)
     quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
     call = np.repeat(calls_for(tree, talk), count)
-    asked = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
-    since = np.where(asked, low[quiet], np.maximum(tree.start[event], low[quiet]))
+    early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
+    since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
     fits = until - since >= np.maximum(_QUIET_NS, _SHARE * (high[quiet] - low[quiet]))
     ends = fits & (tree.end[event] <= high[quiet])
     order = np.lexsort((since - until, ~ends, event))
     order = order[np.append(True, event[order[1:]] != event[order[:-1]])[: order.size]]
     order = order[np.argsort(until[order], kind="stable")]  # of several in one quiet time the last
-    event, quiet, since, until, asked, fits = (x[order] for x in (event, quiet, since, until, asked, fits))
+    event, quiet, since, until, early, fits = (x[order] for x in (event, quiet, since, until, early, fits))
     event, quiet = event[fits], quiet[fits]
     begin[quiet], done[quiet] = since[fits], until[fits]
-    head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~asked[fits], host.first[event], -1)
+    head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~early[fits], host.first[event], -1)
     tail[quiet] = host.last[event]
     taken: Ints = event
     return taken
@@ -321,12 +323,17 @@ def _held(host: Segments, head: Ints) -> tuple[Ints, Bools]:
     return np.where(gap, before, head), gap
 
 
-def hand_off_edges(edges: Edges, found: HandOffs, segment_node: Ints) -> None:
-    """From the end of what hands over to what is held back by it; from the origin where nobody knows what it is."""
+def hand_off_edges(edges: Edges, hand_offs: HandOffs, segment_node: Ints) -> None:
+    """From the end of what hands over to what is held back by it; from the origin where that is unknown."""
     edges.add(
-        "cross-thread", np.where(found.certain, "inferred", "assumed"), segment_node[found.source],
-        segment_node[found.target], from_end=True, to_end=found.to_end,
+        "cross-thread", np.where(hand_offs.certain, "inferred", "assumed"), segment_node[hand_offs.source],
+        segment_node[hand_offs.target], from_end=True, to_end=hand_offs.to_end,
     )  # fmt: skip
     edges.add(
-        "origin", "assumed", np.zeros_like(found.unknown), segment_node[found.unknown], from_end=True, to_end=True
+        "origin",
+        "assumed",
+        np.zeros_like(hand_offs.unknown),
+        segment_node[hand_offs.unknown],
+        from_end=True,
+        to_end=True,
     )

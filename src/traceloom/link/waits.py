@@ -27,13 +27,13 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkByTime, work_node: Ints,
     """
     if not work_node.size:
         return
-    told = records.of("Stream Wait Event")
-    source, target = _told(tree, times, told)
+    recorded = records.of("Stream Wait Event")
+    source, target = _told(tree, times, recorded)
     _add(edges, work_node, source, target, "measured")
     waits = np.flatnonzero(tree.call)
     waits = waits[tree.named(calls.STREAM_EVENT_WAITS, waits)]
-    complete = (told.lane != UNKNOWN) & (told.awaited != UNKNOWN) & (told.recorded != UNKNOWN)
-    waits = waits[~np.isin(waits, told.call[complete])]
+    complete = (recorded.lane != UNKNOWN) & (recorded.awaited != UNKNOWN) & (recorded.recorded != UNKNOWN)
+    waits = waits[~np.isin(waits, recorded.call[complete])]
     source, target = _inferred(tree, times, waits)
     _add(edges, work_node, source, target, "inferred")
 
@@ -56,22 +56,22 @@ def command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints)
     records = records[np.argsort(work.end[records], kind="stable")]
     best = np.full(waits.size, -1, dtype=np.int64)
     for lane in np.unique(work.lane[records]).tolist():
-        mine = records[work.lane[records] == lane]
-        at = np.searchsorted(work.end[mine], work.end[waits] + _CLOCK_NS, side="right") - 1
-        of = np.where((at >= 0) & (work.lane[waits] != lane), mine[np.maximum(at, 0)], -1)
+        of_lane = records[work.lane[records] == lane]
+        at = np.searchsorted(work.end[of_lane], work.end[waits] + _CLOCK_NS, side="right") - 1
+        of = np.where((at >= 0) & (work.lane[waits] != lane), of_lane[np.maximum(at, 0)], -1)
         best = np.where((of >= 0) & ((best < 0) | (work.end[of] > work.end[best])), of, best)
-    found = (best >= 0) & (work.end[best] > work.start[waits])
-    edges.add("wait", "inferred", work_node[best[found]], work_node[waits[found]], from_end=True, to_end=True)
-    holds: Ints = waits[found]
+    held = (best >= 0) & (work.end[best] > work.start[waits])
+    edges.add("wait", "inferred", work_node[best[held]], work_node[waits[held]], from_end=True, to_end=True)
+    holds: Ints = waits[held]
     return holds
 
 
-def _told(tree: HostTree, times: WorkByTime, told: SyncRecords) -> tuple[Ints, Ints]:
-    usable = (told.lane != UNKNOWN) & (told.awaited != UNKNOWN) & (told.recorded != UNKNOWN)
-    source = times.launched_before(told.awaited[usable], told.recorded[usable])
-    target = times.launches_on_after(told.lane[usable], tree.start[told.call[usable]])
-    there = (source >= 0) & (target >= 0)
-    return _possible(times, source[there], target[there])
+def _told(tree: HostTree, times: WorkByTime, records: SyncRecords) -> tuple[Ints, Ints]:
+    usable = (records.lane != UNKNOWN) & (records.awaited != UNKNOWN) & (records.recorded != UNKNOWN)
+    source = times.launched_before(records.awaited[usable], records.recorded[usable])
+    target = times.launches_on_after(records.lane[usable], tree.start[records.call[usable]])
+    valid = (source >= 0) & (target >= 0)
+    return _possible(times, source[valid], target[valid])
 
 
 def _possible(times: WorkByTime, source: Ints, target: Ints) -> tuple[Ints, Ints]:
@@ -98,20 +98,20 @@ def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Int
     target, latest, count = _per_target(target, until)
     begin = times.work.start[target]
     own = times.work.lane[target]
-    found = np.full((times.lanes.size, target.size), -1, dtype=np.int64)
+    candidates = np.full((times.lanes.size, target.size), -1, dtype=np.int64)
     for row, number in enumerate(times.lanes.tolist()):
         lane = np.full(target.size, number)
-        asked = times.launched_before(lane, latest)
+        launched = times.launched_before(lane, latest)
         ended = times.ended_by(lane, begin + _CLOCK_NS)
         # in a stream's order the earlier of the two: what was recorded, as far as it was done
-        of = np.where(times.work.end[asked] <= times.work.end[ended], asked, ended)
-        found[row] = np.where((asked < 0) | (ended < 0) | (own == number), -1, of)
-    ends = np.where(found >= 0, times.work.end[found], np.iinfo(np.int64).min // 2)
+        of = np.where(times.work.end[launched] <= times.work.end[ended], launched, ended)
+        candidates[row] = np.where((launched < 0) | (ended < 0) | (own == number), -1, of)
+    ends = np.where(candidates >= 0, times.work.end[candidates], np.iinfo(np.int64).min // 2)
     order = np.argsort(-ends, axis=0, kind="stable")
     rank = np.empty_like(order)
     np.put_along_axis(rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0)
-    stream, column = np.nonzero((found >= 0) & (rank < count[None, :]))
-    return _possible(times, found[stream, column], target[column])
+    stream, column = np.nonzero((candidates >= 0) & (rank < count[None, :]))
+    return _possible(times, candidates[stream, column], target[column])
 
 
 def _per_target(target: Ints, until: Ints) -> tuple[Ints, Ints, Ints]:

@@ -39,7 +39,7 @@ class Wakers(Struct, frozen=True):
         return Wakers(self.head[chosen], self.source[chosen], self.cut_ns[chosen], self.certain[chosen])
 
 
-def wakers(host: Segments, tree: HostTree, quiet: Bools, known: Ints, main: int, cpu: CpuTime) -> Wakers:  # noqa: PLR0917
+def wakers(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime) -> Wakers:  # noqa: PLR0917
     """Find who woke the threads beside the main one.
 
     Communication was handed over by the call of the framework that began last before it. All else by what ended last
@@ -50,7 +50,7 @@ def wakers(host: Segments, tree: HostTree, quiet: Bools, known: Ints, main: int,
         host: All segments.
         tree: Their events.
         quiet: Segments in which nothing says what the thread does, shape (segments,).
-        known: Segments whose waker is known already.
+        has_waker: Segments whose waker is known already.
         main: The main thread.
         cpu: How long threads ran: one that ran all the time was not idle.
     """
@@ -58,7 +58,7 @@ def wakers(host: Segments, tree: HostTree, quiet: Bools, known: Ints, main: int,
     gap &= ~cpu.worked(host.lane, host.start, host.end)
     first = np.flatnonzero(np.append(True, host.lane[1:] != host.lane[:-1]))
     after = np.flatnonzero(gap[:-1] & (host.lane[1:] == host.lane[:-1])) + 1
-    head = np.setdiff1d(np.concatenate([first, after]), known)
+    head = np.setdiff1d(np.concatenate([first, after]), has_waker)
     head = head[host.lane[head] != main]
     begins = np.zeros(host.owner.size, dtype=np.bool_)
     begins[after] = True
@@ -72,8 +72,8 @@ def wakers(host: Segments, tree: HostTree, quiet: Bools, known: Ints, main: int,
     certain = (called >= 0) | just
     inside = _quiet_then(host, quiet, np.where(certain | (event < 0), -1, tree.lane[np.maximum(event, 0)]), head)
     cut = np.where(inside >= 0, host.start[head], -1)
-    found = Wakers(head, np.where(inside >= 0, inside, source), cut, certain)
-    return found.of(begins[head] | certain)  # what begins a thread for the first time may have begun by itself
+    woken = Wakers(head, np.where(inside >= 0, inside, source), cut, certain)
+    return woken.of(begins[head] | certain)  # what begins a thread for the first time may have begun by itself
 
 
 def calls_for(tree: HostTree, talk: Ints) -> Ints:
@@ -89,13 +89,13 @@ def calls_for(tree: HostTree, talk: Ints) -> Ints:
 
 def _called(host: Segments, tree: HostTree, head: Ints, since: Ints) -> Ints:
     """For work that is communication, the call that asked for it, after the idle time had begun; else -1."""
-    found = np.full(head.size, -1, dtype=np.int64)
+    callers = np.full(head.size, -1, dtype=np.int64)
     owner = host.owner[head]
     talk = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
     event = calls_for(tree, owner[talk])
     fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[talk])
-    found[talk[fits]] = event[fits]
-    return found
+    callers[talk[fits]] = event[fits]
+    return callers
 
 
 def _ended(host: Segments, tree: HostTree, head: Ints, since: Ints) -> Ints:
@@ -108,19 +108,19 @@ def _ended(host: Segments, tree: HostTree, head: Ints, since: Ints) -> Ints:
     at = np.searchsorted(times, host.start[head], side="right") - 1
     own = (at >= 0) & (lane[at] == host.lane[head])
     at = np.where(own, before_run[at], at)
-    found = np.where(at >= 0, ends[at], -1)
-    found[(found >= 0) & (tree.end[found] < since)] = -1
-    return found
+    latest = np.where(at >= 0, ends[at], -1)
+    latest[(latest >= 0) & (tree.end[latest] < since)] = -1
+    return latest
 
 
 def _quiet_then(host: Segments, quiet: Bools, lane: Ints, head: Ints) -> Ints:
-    """The quiet segment of a thread (-1: of none) in whose midst each head begins; -1 where it is none."""
-    found = np.full(head.size, -1, dtype=np.int64)
+    """The quiet segment of a thread (-1: no thread) within which each head begins; -1 where there is none."""
+    matches = np.full(head.size, -1, dtype=np.int64)
     for number in np.unique(lane[lane >= 0]).tolist():
-        mine = np.flatnonzero(host.lane == number)
-        asked = np.flatnonzero(lane == number)
-        time = host.start[head[asked]]
-        at = mine[np.maximum(np.searchsorted(host.start[mine], time, side="right") - 1, 0)]
+        segments = np.flatnonzero(host.lane == number)
+        heads = np.flatnonzero(lane == number)
+        time = host.start[head[heads]]
+        at = segments[np.maximum(np.searchsorted(host.start[segments], time, side="right") - 1, 0)]
         inside = quiet[at] & (host.start[at] < time) & (time < host.end[at])
-        found[asked[inside]] = at[inside]
-    return found
+        matches[heads[inside]] = at[inside]
+    return matches

@@ -91,8 +91,8 @@ class Finding:
     alternatives: tuple[Alternative, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as it stands in report JSON."""
-        lists = {name: [asdict(one) for one in getattr(self, name)] for name in ("evidence", "alternatives")}
+        """The finding as it appears in report JSON."""
+        lists = {name: [asdict(entry) for entry in getattr(self, name)] for name in ("evidence", "alternatives")}
         return asdict(self) | lists
 
 

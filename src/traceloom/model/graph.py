@@ -108,13 +108,13 @@ class Graph:
 
     def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""
-        found = []
+        edge_points = []
         for node, end in (("source", "from_end"), ("target", "to_end")):
             points = self.edges[node].to_numpy().astype(np.int64)
             points *= 2
             points += self.edges[end].to_numpy()
-            found.append(points)
-        return found[0], found[1]
+            edge_points.append(points)
+        return edge_points[0], edge_points[1]
 
     def point_times(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The measured time of every point (see `points`)."""
@@ -146,8 +146,8 @@ class Graph:
             raise _broken("times", f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}")
         source, target = self.points()
         times = self.point_times()
-        asked = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
-        late = times[target] < times[source] + asked
+        required = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
+        late = times[target] < times[source] + required
         if late.any():
             first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
             raise _broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")

@@ -59,25 +59,25 @@ def load(path: str | Path) -> Graph:
         InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
             `newer-format`: written by a later version.
     """
-    place = str(path)
+    where = str(path)
     try:
         handle = files.open_input(path)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=place) from error
+        raise InputError(f"the file cannot be read: {reason}", slug="unreadable", where=where) from error
     try:
         with handle, zipfile.ZipFile(handle) as archive:
-            header = _header(archive, place)
+            header = _header(archive, where)
             frames = {name: _frame(archive, name, header["rows"][name]) for name in GRAPH_SCHEMAS}
             graph = _graph(header, frames)
         graph.check_columns()
     except zipfile.BadZipFile as error:
         raise _no_zip(Path(path)) from error
     except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
-        raise _damaged(_first_line(error), place) from error
+        raise _damaged(_first_line(error), where) from error
     # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, InvariantError) as error:
-        raise _damaged(_first_line(error), place) from error
+        raise _damaged(_first_line(error), where) from error
     return graph
 
 
@@ -127,18 +127,18 @@ def _is_enum(kind: pl.DataType) -> bool:
     return isinstance(kind, pl.Enum)
 
 
-def _header(archive: zipfile.ZipFile, place: str) -> dict[str, Any]:
+def _header(archive: zipfile.ZipFile, where: str) -> dict[str, Any]:
     names = archive.namelist()
     if _HEADER not in names:
-        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=place)
+        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
     header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=place)
+        raise InputError("this is a zip archive, but not a saved graph", slug="not-a-graph", where=where)
     if header.get("version") != VERSION:
         raise InputError(
             f"the graph has format version {header.get('version')!r}, this Traceloom reads version {VERSION}",
             slug="newer-format",
-            where=place,
+            where=where,
             hint="use the version of Traceloom that wrote it, or a later one",
         )
     expected = {_HEADER, *(f"{name}.parquet" for name in GRAPH_SCHEMAS)}
@@ -161,19 +161,19 @@ def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 def _frame(archive: zipfile.ZipFile, name: str, rows: int) -> pl.DataFrame:
     data = _member(archive, f"{name}.parquet", 1 << 40)
-    there = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
-    if there != rows:
-        raise ValueError(f"`{name}` has {there:,} rows, its header says {rows!r}")
-    if there > max(_FEW_ROWS, len(data) * _MOST_ROWS_PER_BYTE):
-        raise ValueError(f"`{name}` claims {there:,} rows in {len(data):,} bytes")
+    height = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
+    if height != rows:
+        raise ValueError(f"`{name}` has {height:,} rows, its header says {rows!r}")
+    if height > max(_FEW_ROWS, len(data) * _MOST_ROWS_PER_BYTE):
+        raise ValueError(f"`{name}` claims {height:,} rows in {len(data):,} bytes")
     frame = pl.read_parquet(io.BytesIO(data))
     schema = GRAPH_SCHEMAS[name]
     if frame.columns != list(schema):
         raise ValueError(f"`{name}` has the columns {', '.join(frame.columns)}, expected {', '.join(schema)}")
     for column, kind in schema.items():
-        found = frame.schema[column]
-        if found != (pl.String if _is_enum(kind) else kind):
-            raise ValueError(f"column `{column}` of `{name}` is {found}, expected {kind}")
+        actual = frame.schema[column]
+        if actual != (pl.String if _is_enum(kind) else kind):
+            raise ValueError(f"column `{column}` of `{name}` is {actual}, expected {kind}")
     if empty := next((column for column in _NEVER_NULL.get(name, ()) if frame[column].null_count()), None):
         raise ValueError(f"column `{empty}` of `{name}` has rows without a value")
     return frame.cast(schema)
@@ -185,8 +185,8 @@ def _graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
         raise ValueError(f"`{stage}` is no stage of a graph")
     if not (world is None or isinstance(world, int)) or not isinstance(header["epoch_ns"], int):
         raise TypeError("its header has no whole numbers where they belong")
-    known = {field.name for field in fields(Notice)}
-    notices = tuple(Notice(**{k: v for k, v in notice.items() if k in known}) for notice in header["notices"])
+    field_names = {field.name for field in fields(Notice)}
+    notices = tuple(Notice(**{k: v for k, v in notice.items() if k in field_names}) for notice in header["notices"])
     return Graph(
         **frames, name=str(header["name"]), epoch_ns=header["epoch_ns"], world_size=world, stage=stage, notices=notices
     )
@@ -200,10 +200,10 @@ def _no_zip(path: Path) -> InputError:
     return InputError("this is not a saved graph", slug="not-a-graph", where=str(path), hint="a graph is a zip archive")
 
 
-def _damaged(why: str, place: str) -> InputError:
+def _damaged(why: str, where: str) -> InputError:
     return InputError(
         f"the saved graph is damaged: {why}",
         slug="graph-damaged",
-        where=place,
+        where=where,
         hint="write it again with `traceloom link`",
     )

@@ -37,9 +37,9 @@ def contains(names: pl.Series, pattern: str) -> pl.Series:
 def contain(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
     """For each of several regular expressions, which names hold it, upper and lower case alike."""
     frame = pl.DataFrame([names.alias("name"), names.str.to_lowercase().alias("lower")])
-    asked = [
+    conditions = [
         (pl.col("name").str.contains(f"{_ANY_CASE}{text}") if low is None else pl.col("lower").str.contains(low))
         for text in patterns
         for low in (lowered(text),)
     ]
-    return frame.select(expr.alias(str(at)) for at, expr in enumerate(asked)).get_columns() if asked else []
+    return frame.select(expr.alias(str(at)) for at, expr in enumerate(conditions)).get_columns() if conditions else []

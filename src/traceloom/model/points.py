@@ -34,7 +34,7 @@ class Layers(Struct, frozen=True):
 
 
 def layers(chained: Bools, source: Ints, target: Ints) -> Layers | None:
-    """Order items that wait for each other; None where some wait in a circle.
+    """Order items that wait for each other; None if there is a cycle.
 
     The work outside NumPy is one step per run and link, so that long chains cost next to nothing.
 
@@ -56,20 +56,20 @@ def layers(chained: Bools, source: Ints, target: Ints) -> Layers | None:
     reached = _by_number(to_run[by_source], many)
     bounds = _by_number(np.searchsorted(from_run[by_source], np.arange(count + 1)), many)
     next_follows = _by_number(np.append(follows[1:], False), many)
-    found = np.zeros(count, dtype=np.int64, like=chained)
-    layer = _by_number(found, many)
+    run_layers = np.zeros(count, dtype=np.int64, like=chained)
+    layer = _by_number(run_layers, many)
     ready = [at for at, left in enumerate(waits) if not left]
     order = array("q")
     while ready:
         at = ready.pop()
         while True:
             order.append(at)
-            here = layer[at]
+            current = layer[at]
             low, high = bounds[at], bounds[at + 1]
             if low < high:
                 for follower in reached[low:high]:
-                    if layer[follower] <= here:
-                        layer[follower] = here + 1
+                    if layer[follower] <= current:
+                        layer[follower] = current + 1
                     left = waits[follower] - 1
                     waits[follower] = left
                     if not left:
@@ -77,8 +77,8 @@ def layers(chained: Bools, source: Ints, target: Ints) -> Layers | None:
             if not next_follows[at]:
                 break
             at += 1
-            if layer[at] < here:  # noqa: PLR1730  (max() takes three times as long)
-                layer[at] = here
+            if layer[at] < current:  # noqa: PLR1730  (max() takes three times as long)
+                layer[at] = current
             left = waits[at] - 1
             waits[at] = left
             if left:
@@ -88,8 +88,8 @@ def layers(chained: Bools, source: Ints, target: Ints) -> Layers | None:
     rank = np.empty(count, dtype=np.int64, like=chained)
     rank[np.frombuffer(order, dtype=np.int64)] = np.arange(count)
     if not many:
-        found[:] = layer
-    return Layers(run, rank, found)
+        run_layers[:] = layer
+    return Layers(run, rank, run_layers)
 
 
 def _by_number(values: NDArray[Any], many: bool) -> Any:
@@ -108,10 +108,10 @@ def topological(nodes: int, source: Ints, target: Ints) -> Ints:
     Raises:
         InvariantError: `broken-cycle`: there is none.
     """
-    found = _of_points(nodes, source, target)
-    if found is None:
+    layering = _of_points(nodes, source, target)
+    if layering is None:
         raise cycle(nodes, source, target)
-    return np.argsort(found.rank[found.run], kind="stable")
+    return np.argsort(layering.rank[layering.run], kind="stable")
 
 
 def acyclic(nodes: int, source: Ints, target: Ints) -> bool:

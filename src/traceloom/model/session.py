@@ -53,11 +53,11 @@ class Session:
         return self.of_ranks((rank,))
 
     def of_ranks(self, ranks: tuple[int, ...]) -> Session:
-        """The session with only these ranks; UsageError where one is not there."""
+        """The session with only these ranks; UsageError if one is missing."""
         missing = [rank for rank in ranks if rank not in self.ranks]
         if missing:
-            known = sorted({rank for rank in self.ranks if rank is not None})
-            have = f"it has {', '.join(map(str, known))}" if known else "its traces do not say their ranks"
+            present = sorted({rank for rank in self.ranks if rank is not None})
+            have = f"it has {', '.join(map(str, present))}" if present else "its traces do not say their ranks"
             raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
         kept = tuple(trace for trace in self.traces if trace.rank in ranks)
         return Session(kept, self.name, self.capture, self.notices)

@@ -51,12 +51,12 @@ def numbers(trace: Trace, events: Ints, keys: Mapping[str, str]) -> pl.DataFrame
     )
     columns = {name: np.full(events.size, np.nan) for name in keys}
     none = record()
-    for places, found in _decoded(trace, events, record):
-        rows = [none if args is None else args for args in found]
+    for places, decoded in _decoded(trace, events, record):
+        rows = [none if args is None else args for args in decoded]
         for name, values in columns.items():
             values[places] = finite([getattr(row, name) for row in rows])
-    known = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
-    return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *known])
+    series = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
+    return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *series])
 
 
 def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
@@ -67,11 +67,11 @@ def whole(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: `unreadable`: the file is gone.
     """
-    said: list[dict[str, Any]] = [{}] * events.size
-    for places, found in _decoded(trace, events, dict[str, Any]):
-        for place, args in zip(places.tolist(), found, strict=True):
-            said[place] = args if args is not None else {}
-    yield from said
+    arguments: list[dict[str, Any]] = [{}] * events.size
+    for places, decoded in _decoded(trace, events, dict[str, Any]):
+        for position, args in zip(places.tolist(), decoded, strict=True):
+            arguments[position] = args if args is not None else {}
+    yield from arguments
 
 
 def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints, list[Any]]]:

@@ -64,13 +64,13 @@ def hashes(tokens: Tokens) -> Hashes:
 
 
 def occurrences(pattern: Hashes, text: Hashes) -> Ints:
-    """All places where the whole pattern stands in the text, ascending."""
+    """All positions where the whole pattern occurs in the text, ascending."""
     length, last = pattern.tokens.size, text.tokens.size - pattern.tokens.size
     if last < 0 or not length:
         return np.empty(0, dtype=np.int64)
-    wanted = pattern.of(np.zeros(1, dtype=np.int64), length)[0]
+    pattern_hash = pattern.of(np.zeros(1, dtype=np.int64), length)[0]
     places: Ints = np.flatnonzero(text.tokens[: last + 1] == pattern.tokens[0])
-    places = places[text.of(places, length) == wanted]
+    places = places[text.of(places, length) == pattern_hash]
     if places.size and not np.array_equal(text.tokens[places[0] : places[0] + length], pattern.tokens):
         equal = [np.array_equal(text.tokens[at : at + length], pattern.tokens) for at in places]  # pragma: no cover
         places = places[equal]  # pragma: no cover - hashes that collide
@@ -117,21 +117,24 @@ def similar(pattern: Hashes, text: Hashes) -> Places:
 
 
 def _shifts(pattern: Hashes, text: Hashes, stretch: int) -> Ints:
-    """How much later in the text than in the pattern stretches stand; the rarest stretches first, bounded in number."""
+    """Offsets from pattern to text at which stretches match; the rarest stretches first, bounded in number."""
     if min(pattern.tokens.size, text.tokens.size) < stretch:
         return np.empty(0, dtype=np.int64)
-    mine = pattern.of(np.arange(pattern.tokens.size - stretch + 1), stretch)
-    theirs = text.of(np.arange(text.tokens.size - stretch + 1), stretch)
-    order = np.argsort(theirs, kind="stable")
-    theirs = theirs[order]
-    low, high = np.searchsorted(theirs, mine, side="left"), np.searchsorted(theirs, mine, side="right")
-    # Of equally rare ones a random choice, which is no part of the pattern more than another.
-    rare = np.lexsort((mixed(np.arange(mine.size)), high - low))
+    pattern_hashes = pattern.of(np.arange(pattern.tokens.size - stretch + 1), stretch)
+    text_hashes = text.of(np.arange(text.tokens.size - stretch + 1), stretch)
+    order = np.argsort(text_hashes, kind="stable")
+    text_hashes = text_hashes[order]
+    low, high = (
+        np.searchsorted(text_hashes, pattern_hashes, side="left"),
+        np.searchsorted(text_hashes, pattern_hashes, side="right"),
+    )
+    # Equally rare ones in random order, so that no part of the pattern is preferred.
+    rare = np.lexsort((mixed(np.arange(pattern_hashes.size)), high - low))
     rare = rare[(high - low)[rare] > 0]
     budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
     rare = rare[np.cumsum((high - low)[rare]) <= budget]
-    place = order[ranges(low[rare], (high - low)[rare])]
-    return place - np.repeat(rare, (high - low)[rare])
+    starts = order[ranges(low[rare], (high - low)[rare])]
+    return starts - np.repeat(rare, (high - low)[rare])
 
 
 def ranges(start: Ints, length: Ints) -> Ints:
@@ -143,45 +146,45 @@ def ranges(start: Ints, length: Ints) -> Ints:
 # -- two similar sequences ------------------------------------------------------------------------------------------
 
 
-def align(one: Hashes, other: Hashes, shift: int | None = None) -> tuple[Ints, Ints]:
-    """Places of equal elements in both, both strictly ascending; nearly as many as there can be.
+def align(first: Hashes, second: Hashes, shift: int | None = None) -> tuple[Ints, Ints]:
+    """Indices of equal elements in both, each strictly ascending; nearly as many as possible.
 
-    Stretches that occur once in both, between what is known already, are anchors; the longest chain of anchors in the
+    Stretches that occur once in both, between existing matches, are anchors; the longest chain of anchors in the
     same order is kept, and everything equal beside them is added; then shorter stretches between them.
 
     Args:
-        one: The first sequence.
-        other: The second.
-        shift: How much later most of the first stands in the second, where that is known; among repetitions only this
-            tells the right ones.
+        first: The first sequence.
+        second: The second.
+        shift: Offset of most of the first in the second, where that is known; among repetitions only this identifies
+            the right ones.
     """
-    mine = theirs = np.empty(0, dtype=np.int64)
+    in_first = in_second = np.empty(0, dtype=np.int64)
     if shift is not None:
-        mine = _along(one, other, shift)
-        theirs = mine + shift
+        in_first = _along(first, second, shift)
+        in_second = in_first + shift
     # What is equal at the ends by chance must not come before anchors inside.
     for outer in (False, True):
         if outer:
-            mine, theirs = _filled(one, other, mine, theirs, outer=True)
+            in_first, in_second = _filled(first, second, in_first, in_second, outer=True)
         for stretch in (*_STRETCHES, *([1] * _ROUNDS)):
-            left, right = _anchors(one, other, mine, theirs, stretch)
+            left, right = _anchors(first, second, in_first, in_second, stretch)
             if left.size:
-                mine, theirs = _merged(mine, theirs, left, right)
-                mine, theirs = _filled(one, other, mine, theirs, outer=outer)
+                in_first, in_second = _merged(in_first, in_second, left, right)
+                in_first, in_second = _filled(first, second, in_first, in_second, outer=outer)
             elif stretch == 1:
                 break
-    return _merged(mine, theirs, *_repetitions(one, other, mine, theirs))
+    return _merged(in_first, in_second, *_repetitions(first, second, in_first, in_second))
 
 
-def _along(one: Hashes, other: Hashes, shift: int) -> Ints:
-    """Places of the first sequence where stretches of both are equal with just this shift."""
-    low, high = max(0, -shift), min(one.tokens.size, other.tokens.size - shift)
+def _along(first: Hashes, second: Hashes, shift: int) -> Ints:
+    """Places of the first sequence where stretches of both are equal at exactly this shift."""
+    low, high = max(0, -shift), min(first.tokens.size, second.tokens.size - shift)
     if high <= low:
         return np.empty(0, dtype=np.int64)
-    equal = np.concatenate([[False], one.tokens[low:high] == other.tokens[low + shift : high + shift], [False]])
+    equal = np.concatenate([[False], first.tokens[low:high] == second.tokens[low + shift : high + shift], [False]])
     turns = np.flatnonzero(np.diff(equal))
     start, length = turns[::2], turns[1::2] - turns[::2]
-    long = length >= stretch_of(one.tokens.size)
+    long = length >= stretch_of(first.tokens.size)
     return low + ranges(start[long], length[long])
 
 
@@ -190,25 +193,25 @@ def stretch_of(size: int) -> int:
     return max(1, min(8, size // 4))
 
 
-def _merged(mine: Ints, theirs: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints]:
-    mine = np.concatenate([mine, left])
-    order = np.argsort(mine, kind="stable")
-    return mine[order], np.concatenate([theirs, right])[order]
+def _merged(in_first: Ints, in_second: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints]:
+    in_first = np.concatenate([in_first, left])
+    order = np.argsort(in_first, kind="stable")
+    return in_first[order], np.concatenate([in_second, right])[order]
 
 
-def _gaps(known: Ints, size: int) -> tuple[Ints, Ints]:
-    """Start and end of the places between known ones, the outer ones too; empty ones included."""
-    return np.concatenate([[0], known + 1]), np.concatenate([known, [size]])
+def _gaps(matched: Ints, size: int) -> tuple[Ints, Ints]:
+    """Start and end of the gaps between matched places, the outer ones too; empty ones included."""
+    return np.concatenate([[0], matched + 1]), np.concatenate([matched, [size]])
 
 
-def _anchors(one: Hashes, other: Hashes, mine: Ints, theirs: Ints, stretch: int) -> tuple[Ints, Ints]:
-    left = _free(mine, one.tokens.size, stretch)
-    right = _free(theirs, other.tokens.size, stretch)
+def _anchors(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints, stretch: int) -> tuple[Ints, Ints]:
+    left = _free(in_first, first.tokens.size, stretch)
+    right = _free(in_second, second.tokens.size, stretch)
     if not left.size or not right.size:
         return left[:0], right[:0]
-    # A stretch counts between the same two known pairs only.
-    left_keys = one.of(left, stretch) ^ mixed(np.searchsorted(mine, left), 1)
-    right_keys = other.of(right, stretch) ^ mixed(np.searchsorted(theirs, right), 1)
+    # A stretch counts only between the same two matched pairs.
+    left_keys = first.of(left, stretch) ^ mixed(np.searchsorted(in_first, left), 1)
+    right_keys = second.of(right, stretch) ^ mixed(np.searchsorted(in_second, right), 1)
     left_keys, left = _once(left_keys, left)
     right_keys, right = _once(right_keys, right)
     _, at, to = np.intersect1d(left_keys, right_keys, assume_unique=True, return_indices=True)
@@ -218,9 +221,9 @@ def _anchors(one: Hashes, other: Hashes, mine: Ints, theirs: Ints, stretch: int)
     return left[order][chain], right[order][chain]
 
 
-def _free(known: Ints, size: int, stretch: int) -> Ints:
-    """Places where a stretch begins that touches no known place."""
-    start, end = _gaps(known, size)
+def _free(matched: Ints, size: int, stretch: int) -> Ints:
+    """Places where a stretch begins that touches no matched place."""
+    start, end = _gaps(matched, size)
     length = np.maximum(end - start - stretch + 1, 0)
     return ranges(start, length)
 
@@ -247,38 +250,38 @@ def _longest_rise(values: Ints) -> Ints:
         before[at] = last[pile - 1] if pile else -1
     out = np.empty(len(ends), dtype=np.int64)
     at = last[-1] if last else -1
-    for place in range(len(ends) - 1, -1, -1):
-        out[place] = at
+    for index in range(len(ends) - 1, -1, -1):
+        out[index] = at
         at = int(before[at])
     return out
 
 
-def _repetitions(one: Hashes, other: Hashes, mine: Ints, theirs: Ints) -> tuple[Ints, Ints]:
+def _repetitions(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints) -> tuple[Ints, Ints]:
     """What can still be paired in the gaps, where everything repeats: a longest common subsequence of each."""
-    left, left_end = _gaps(mine, one.tokens.size)
-    right, right_end = _gaps(theirs, other.tokens.size)
+    left, left_end = _gaps(in_first, first.tokens.size)
+    right, right_end = _gaps(in_second, second.tokens.size)
     cells = (left_end - left) * (right_end - right)
     order = np.argsort(cells, kind="stable")
     order = order[(cells[order] > 0) & (np.cumsum(cells[order]) <= _MOST_CELLS)]
     more: list[tuple[Ints, Ints]] = []
     for gap in order.tolist():
-        a, b = one.tokens[left[gap] : left_end[gap]], other.tokens[right[gap] : right_end[gap]]
+        a, b = first.tokens[left[gap] : left_end[gap]], second.tokens[right[gap] : right_end[gap]]
         at, to = _common(a, b)
         more.append((at + left[gap], to + right[gap]))
     nothing = np.empty(0, dtype=np.int64)
     return tuple(np.concatenate([nothing, *(pair[side] for pair in more)]) for side in (0, 1))  # type: ignore[return-value]
 
 
-def _common(one: Tokens, other: Tokens) -> tuple[Ints, Ints]:
+def _common(first: Tokens, second: Tokens) -> tuple[Ints, Ints]:
     """A longest common subsequence, as early in both as it can be."""
-    best = np.zeros((one.size + 1, other.size + 1), dtype=np.int32)
-    for row in range(one.size - 1, -1, -1):
-        here = np.where(other == one[row], best[row + 1, 1:] + 1, best[row + 1, :-1])
-        best[row, :-1] = np.maximum.accumulate(here[::-1])[::-1]
+    best = np.zeros((first.size + 1, second.size + 1), dtype=np.int32)
+    for row in range(first.size - 1, -1, -1):
+        lengths = np.where(second == first[row], best[row + 1, 1:] + 1, best[row + 1, :-1])
+        best[row, :-1] = np.maximum.accumulate(lengths[::-1])[::-1]
     at, to = [], []
     row = column = 0
-    while row < one.size and column < other.size and best[row, column]:
-        if one[row] == other[column]:
+    while row < first.size and column < second.size and best[row, column]:
+        if first[row] == second[column]:
             at.append(row)
             to.append(column)
             row, column = row + 1, column + 1
@@ -289,33 +292,33 @@ def _common(one: Tokens, other: Tokens) -> tuple[Ints, Ints]:
     return np.array(at, dtype=np.int64), np.array(to, dtype=np.int64)
 
 
-def _filled(one: Hashes, other: Hashes, mine: Ints, theirs: Ints, *, outer: bool) -> tuple[Ints, Ints]:
-    """Add what is equal directly behind and before known pairs; with `outer` also at the ends of both sequences."""
+def _filled(first: Hashes, second: Hashes, in_first: Ints, in_second: Ints, *, outer: bool) -> tuple[Ints, Ints]:
+    """Add what is equal directly after and before matched pairs; with `outer` also at the ends of both sequences."""
     for backward in (False, True):
-        left, left_end = _gaps(mine, one.tokens.size)
-        right, right_end = _gaps(theirs, other.tokens.size)
+        left, left_end = _gaps(in_first, first.tokens.size)
+        right, right_end = _gaps(in_second, second.tokens.size)
         room = np.minimum(left_end - left, right_end - right)
         if not outer:
             room[-1 if backward else 0] = 0
         if backward:
-            length = _equal(one, other, left_end, right_end, room, backward=True)
+            length = _equal(first, second, left_end, right_end, room, backward=True)
             more = ranges(left_end - length, length), ranges(right_end - length, length)
         else:
-            length = _equal(one, other, left, right, room, backward=False)
+            length = _equal(first, second, left, right, room, backward=False)
             more = ranges(left, length), ranges(right, length)
-        mine, theirs = _merged(mine, theirs, *more)
-    return mine, theirs
+        in_first, in_second = _merged(in_first, in_second, *more)
+    return in_first, in_second
 
 
-def _equal(one: Hashes, other: Hashes, left: Ints, right: Ints, room: Ints, *, backward: bool) -> Ints:
-    """How many elements behind (or before) each pair of places are equal, at most `room`."""
+def _equal(first: Hashes, second: Hashes, left: Ints, right: Ints, room: Ints, *, backward: bool) -> Ints:
+    """How many elements after (or before) each pair of places are equal, at most `room`."""
     length = np.zeros(left.size, dtype=np.int64)
     step = 1 << max(0, int(room.max(initial=0)).bit_length() - 1)
     while step:
         longer = length + step
         may = np.flatnonzero(longer <= room)
         start = (left[may] - longer[may], right[may] - longer[may]) if backward else (left[may], right[may])
-        same = one.of(start[0], longer[may]) == other.of(start[1], longer[may])
+        same = first.of(start[0], longer[may]) == second.of(start[1], longer[may])
         length[may[same]] = longer[may[same]]
         step >>= 1
     return length

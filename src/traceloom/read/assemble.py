@@ -122,10 +122,10 @@ class _Builder:
 
     def _leave_out_our_threads(self) -> None:
         """Python frames of threads that the recorder itself runs are no host work: stacks show them, too."""
-        ours = [number for number, text in enumerate(self.texts.names) if _OUR_THREAD.search(text)]
-        if ours:
+        name_codes = [number for number, text in enumerate(self.texts.names) if _OUR_THREAD.search(text)]
+        if name_codes:
             python = self.category == _PYTHON
-            places = np.unique(self.place[python & np.isin(self.name, ours)])
+            places = np.unique(self.place[python & np.isin(self.name, name_codes)])
             self.category[python & np.isin(self.place, places)] = _OTHER
 
     def rows(self, table: str) -> Ints:

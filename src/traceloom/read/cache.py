@@ -36,10 +36,10 @@ _TICK_NS = 2 * 10**9
 
 
 def root() -> Path:
-    """Where the cache lies: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
-    given = os.environ.get("TRACELOOM_CACHE_DIR")
-    if given:
-        return Path(given)
+    """The cache directory: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
+    override = os.environ.get("TRACELOOM_CACHE_DIR")
+    if override:
+        return Path(override)
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("traceloom", appauthor=False))
@@ -103,15 +103,15 @@ class Cache:
         return Entry(self._folder / "traces" / about.hexdigest(), path, seen, content)
 
     def _content(self, path: Path, seen: Seen) -> str | None:
-        """Digest of the content, from the index where the file is noted there; None where it changes meanwhile."""
+        """Digest of the content, from the index if the file is listed there; None if it changes meanwhile."""
         about = json.dumps([str(path.resolve()), *seen.stamp]).encode()
         noted = self._folder / "index" / hashlib.blake2b(about, digest_size=20).hexdigest()
         if seen.settled:
             with contextlib.suppress(OSError, ValueError):
                 with open_regular(noted) as file:
-                    known = file.read(41).decode("ascii")
-                if len(known) == 40:
-                    return known
+                    cached = file.read(41).decode("ascii")
+                if len(cached) == 40:
+                    return cached
         content = digest(path)
         if Seen.now(path).stamp != seen.stamp:
             return None

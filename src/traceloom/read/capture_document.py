@@ -128,23 +128,23 @@ def decode(text: bytes) -> tuple[dict[str, Any], list[Notice]] | None:
     return document, _notices(odd, replaced)
 
 
-def _fitting(entry: Any, types: dict[str, Any], place: str, odd: list[str]) -> dict[str, Any] | None:
+def _fitting(entry: Any, types: dict[str, Any], path: str, odd: list[str]) -> dict[str, Any] | None:
     """The entry without the values that do not fit; None where it is no object."""
     if not isinstance(entry, dict):
-        odd.append(f"{place}: expected an object")
+        odd.append(f"{path}: expected an object")
         return None
-    return {key: _value(value, types.get(key), f"{place}.{key}", odd) for key, value in entry.items()}
+    return {key: _value(value, types.get(key), f"{path}.{key}", odd) for key, value in entry.items()}
 
 
-def _value(value: Any, kind: Any, place: str, odd: list[str]) -> Any:
+def _value(value: Any, kind: Any, path: str, odd: list[str]) -> Any:
     """The value if it fits, null if not; of a list those that fit."""
     if kind is None or _fault(value, kind) is None:
         return value
     members = [_fault(value[at : at + 1], kind) for at in range(len(value))] if isinstance(value, list) else []
     if None not in members:
-        odd.append(f"{place}: {_fault(value, kind)}")
+        odd.append(f"{path}: {_fault(value, kind)}")
         return None
-    odd.extend(f"{place}[{at}]: {fault}" for at, fault in enumerate(members) if fault is not None)
+    odd.extend(f"{path}[{at}]: {fault}" for at, fault in enumerate(members) if fault is not None)
     return [item for item, fault in zip(value, members, strict=True) if fault is None]
 
 
@@ -159,9 +159,9 @@ def _fault(value: Any, kind: Any) -> str | None:
 def _notices(odd: list[str], replaced: int) -> list[Notice]:
     notices = []
     if odd:
-        said = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"
-        notices.append(Notice("odd-capture", "warning", said, len(odd), where=odd[0].partition(":")[0]))
+        text = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"
+        notices.append(Notice("odd-capture", "warning", text, len(odd), where=odd[0].partition(":")[0]))
     if replaced:
-        said = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
-        notices.append(Notice("replaced-text", "warning", said, replaced))
+        text = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
+        notices.append(Notice("replaced-text", "warning", text, replaced))
     return notices

@@ -16,7 +16,7 @@ _FILLED = ("group", "group_size", "element_type", "in_bytes", "out_bytes", "sequ
 def with_captured(
     collectives: pl.DataFrame, events: pl.DataFrame, capture: dict[str, Any] | None
 ) -> tuple[pl.DataFrame, list[Notice]]:
-    """Fill what is unknown of collectives from the calls that the recorder saw.
+    """Fill in what is unknown about collectives from the calls that the recorder saw.
 
     The calls of a kind inside the window and the collectives of that kind in the trace are matched in order, for ops,
     annotations and kernels each, where their numbers agree; else they stay as they are and a notice says so.
@@ -32,14 +32,14 @@ def with_captured(
     sizes = numbered.group_by("category", "kind").len().join(counts, on="kind")
     agree = sizes.filter(pl.col("len") == pl.col("calls")).select("category", "kind")
     unmatched = sizes.filter(pl.col("len") != pl.col("calls"))
-    known = calls.join(agree, on="kind").with_columns(pl.int_range(pl.len()).over("category", "kind").alias("nth"))
-    joined = numbered.join(known, on=["category", "kind", "nth"], how="left", suffix="_known", maintain_order="left")
+    matched = calls.join(agree, on="kind").with_columns(pl.int_range(pl.len()).over("category", "kind").alias("nth"))
+    joined = numbered.join(matched, on=["category", "kind", "nth"], how="left", suffix="_known", maintain_order="left")
     filled = joined.with_columns(pl.col(name).fill_null(pl.col(f"{name}_known")) for name in _FILLED)
     notices = []
     if unmatched.height:
         kinds = ", ".join(sorted(set(unmatched["kind"].to_list())))
-        said = f"the recorder saw another number of collectives ({kinds}) than the trace holds; they are not joined"
-        notices.append(Notice("collectives-unmatched", "info", said, int(unmatched["len"].sum())))
+        text = f"the recorder saw another number of collectives ({kinds}) than the trace holds; they are not joined"
+        notices.append(Notice("collectives-unmatched", "info", text, int(unmatched["len"].sum())))
     return filled.select(list(SCHEMAS["collectives"])).cast(SCHEMAS["collectives"]), notices
 
 

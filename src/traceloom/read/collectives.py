@@ -110,7 +110,7 @@ def mapped(column: pl.Series, function: Any, dtype: Any = pl.String) -> pl.Serie
 
 
 def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
-    found = (
+    annotated = (
         events.lazy()
         .filter(pl.col("category") == "annotation")
         .select("event", called=pl.col("name").str.extract(_ANNOTATION), peer=pl.col("name").str.extract(_PEER))
@@ -118,19 +118,19 @@ def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
         .join(tensors.lazy().select("event", "shapes", "types"), on="event", how="left", maintain_order="left")
         .collect()
     )
-    if not found.height:
+    if not annotated.height:
         return pl.DataFrame(schema=SCHEMAS["collectives"])
-    described = found.select("shapes", "types").unique().rows()
+    described = annotated.select("shapes", "types").unique().rows()
     table = {key: _elements(*key) for key in described}
-    contents = [table[key] for key in found.select("shapes", "types").iter_rows()]
+    contents = [table[key] for key in annotated.select("shapes", "types").iter_rows()]
     return pl.DataFrame(
         {
-            "event": found["event"],
-            "kind": mapped(found["called"], kind_of),
+            "event": annotated["event"],
+            "kind": mapped(annotated["called"], kind_of),
             "element_type": [content[0] for content in contents],
             "in_elements": [content[1] for content in contents],
             "in_bytes": [content[2] for content in contents],
-            "peer": found["peer"].cast(pl.Int32, strict=False),
+            "peer": annotated["peer"].cast(pl.Int32, strict=False),
         },
         schema_overrides={"element_type": pl.String, "in_elements": pl.Int64, "in_bytes": pl.Int64},
     ).select(

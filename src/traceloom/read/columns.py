@@ -126,17 +126,17 @@ class _Arguments(Struct, frozen=True):
         return [args[row] for row in rows.tolist()]
 
     def rare(self, rows: Array) -> list[Any]:
-        """The arguments of these rows with the rare ones among them."""
+        """The arguments of these rows, the rare ones included."""
         places = zip(
             rows.tolist(), (self.offsets[rows] - self.part.base).tolist(), self.lengths[rows].tolist(), strict=True
         )
-        text, found = self.part.text, []
+        text, arguments = self.part.text, []
         for row, at, length in places:
             args, odd = all_arguments(self.args[row], text[at : at + length])
-            found.append(args)
+            arguments.append(args)
             if odd:
                 self.damage.note("odd-values", f"byte {self.part.base + at} of the text")
-        return found
+        return arguments
 
 
 class Known(Struct, frozen=True):
@@ -220,27 +220,27 @@ class Columns:
                 for piece in pieces(len(values)):
                     yield table, name, values[piece].view(np.ndarray)
 
-    def extend(self, known: Known, some: Iterable[tuple[str, str, Array]]) -> None:
+    def extend(self, state: Known, some: Iterable[tuple[str, str, Array]]) -> None:
         """Take what another process found in the part of the text that follows: its `known()` and `pieces()`."""
-        texts = np.array([*map(self.texts.__getitem__, known.texts), -1], dtype=np.int32)  # -1 stays -1
-        places = np.array([self.places[place] for place in known.places], dtype=np.int32)
-        for table, name, theirs in some:
-            values = theirs
+        texts = np.array([*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32)  # -1 stays -1
+        places = np.array([self.places[pair] for pair in state.places], dtype=np.int32)
+        for table, name, piece in some:
+            values = piece
             if name == "row":
-                values = self._row(theirs)
+                values = self._row(piece)
             elif name == "place":
-                values = places[theirs]
+                values = places[piece]
             elif name in _TEXTS:
-                values = texts[theirs]
+                values = texts[piece]
             self._put(table, **{name: values})
             if self.spill is not None:
                 self._merge(table, name, self.tables[table][name])
-        self.thread_names |= known.thread_names
-        self.process_names |= known.process_names
-        for category, count in known.unknown_categories.items():
+        self.thread_names |= state.thread_names
+        self.process_names |= state.process_names
+        for category, count in state.unknown_categories.items():
             self.unknown_categories[category] = self.unknown_categories.get(category, 0) + count
-        self.entries += known.entries
-        self.rows += known.rows
+        self.entries += state.entries
+        self.rows += state.rows
 
     def close(self) -> None:
         """Remove what lies on disk."""
@@ -280,17 +280,17 @@ class Columns:
 
     def _list_codes(self, args: list[Any]) -> dict[str, Array]:
         """Numbers of the lists of shapes, types, strides and values; the four are looked up together."""
-        known = self._lists
-        if len(known) > _MOST_LISTS:
-            known.clear()
-            known.odd = None
+        lists = self._lists
+        if len(lists) > _MOST_LISTS:
+            lists.clear()
+            lists.odd = None
         keys = [
             b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete)) for a in args
         ]
-        rows = np.fromiter(map(known.__getitem__, keys), dtype=np.int32, count=len(keys))
-        if known.odd is not None and (count := int(np.isin(rows, known.odd).sum())):
+        rows = np.fromiter(map(lists.__getitem__, keys), dtype=np.int32, count=len(keys))
+        if lists.odd is not None and (count := int(np.isin(rows, lists.odd).sum())):
             self._damage.note("odd-values", count=count)
-        codes = known.parts(rows)
+        codes = lists.parts(rows)
         return {name: codes[at] for at, name in enumerate(_LISTS)}
 
     def _text_codes(self, values: Sequence[Any]) -> Array:
@@ -402,13 +402,13 @@ class Columns:
         )
 
     def _add_kernels(self, args: list[Any], rows: Array) -> None:
-        """How kernels fill the device, for those whose writer says anything of it."""
+        """How kernels fill the device, for those where the writer recorded it."""
         values = {name: list(map(attrgetter(name), args)) for name in FILLING}
-        told = [at for at, some in enumerate(zip(*values.values(), strict=True)) if some != (None, None, None)]
-        if not told:
+        present = [at for at, triple in enumerate(zip(*values.values(), strict=True)) if triple != (None, None, None)]
+        if not present:
             return
-        if len(told) < len(args):
-            rows, values = rows[told], {name: [column[at] for at in told] for name, column in values.items()}
+        if len(present) < len(args):
+            rows, values = rows[present], {name: [column[at] for at in present] for name, column in values.items()}
         self._put("kernels", row=self._row(rows), **{name: finite(column) for name, column in values.items()})
 
     def _add_copies(self, arguments: _Arguments, rows: Array) -> None:
@@ -434,10 +434,10 @@ class Columns:
             )
 
     def _add_collectives(self, arguments: _Arguments, rows: Array) -> None:
-        found = [row for row in rows.tolist() if arguments.args[row].collective is not None]
-        if not found:
+        indices = [row for row in rows.tolist() if arguments.args[row].collective is not None]
+        if not indices:
             return
-        rows = np.array(found)
+        rows = np.array(indices)
         args = arguments.rare(rows)
         columns: dict[str, Array] = {
             key: self._text_codes(list(map(attrgetter(key), args))) for key in COLLECTIVE_TEXTS
@@ -449,18 +449,18 @@ class Columns:
     def _add_others(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         phases = [entry.ph for entry in entries]
         for phase in dict.fromkeys(phases):
-            some = [entry for entry, its in zip(entries, phases, strict=True) if its == phase]
+            of_phase = [entry for entry, its in zip(entries, phases, strict=True) if its == phase]
             if phase == "M":
-                self._add_names(some)
+                self._add_names(of_phase)
             elif phase in ("s", "t", "f"):
-                self._add_flows(some, phase, exact=part.exact)
+                self._add_flows(of_phase, phase, exact=part.exact)
             elif phase in ("i", "I", "R"):
-                self._add_instants(some, exact=part.exact)
+                self._add_instants(of_phase, exact=part.exact)
             elif phase == "C":
-                self._add_counters(some, [row for row, its in zip(rows, phases, strict=True) if its == phase], part)
+                self._add_counters(of_phase, [row for row, its in zip(rows, phases, strict=True) if its == phase], part)
             else:
                 where = f"byte {part.offsets[rows[phases.index(phase)]]} of the text"
-                self._damage.note("unknown-phase", where, len(some))
+                self._damage.note("unknown-phase", where, len(of_phase))
 
     def _add_names(self, entries: list[Any]) -> None:
         for entry in entries:
@@ -568,12 +568,12 @@ def numbers(values: Sequence[Any]) -> Array:
 
 
 def finite(values: Sequence[Any]) -> Array:
-    """float64 of numbers of any kind; not a number for what is no finite number."""
+    """Numbers of any kind as float64; NaN for what is not a finite number."""
     try:
-        found = packed("d", values)
+        doubles = packed("d", values)
     except (struct.error, OverflowError):
-        found = packed("d", [_real(value) for value in values])
-    return np.where(np.isfinite(found), found, np.nan)
+        doubles = packed("d", [_real(value) for value in values])
+    return np.where(np.isfinite(doubles), doubles, np.nan)
 
 
 def _real(value: Any) -> float:

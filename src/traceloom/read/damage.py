@@ -107,7 +107,7 @@ class Damage(Struct):
         for slug, case in self.cases.items():
             kind = _BY_SLUG[slug]
             count = max(1, case.count)
-            nouns = {one: one if count == 1 else many for one, many in _PLURAL.items()}
+            nouns = {singular: singular if count == 1 else plural for singular, plural in _PLURAL.items()}
             nouns |= {"event": nouns[self.entry], "one": self.entry, "list": self.list_key}
             message = kind.words.format(n=f"{count:,}", **nouns)
             if case.where:

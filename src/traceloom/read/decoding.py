@@ -64,8 +64,8 @@ def decode(
             if _size(stream) >= spill.SPILL_BYTES:
                 columns.spill = spill.Spill()
             document = Document(partial(text_pieces, stream, damage, step), damage, str(path), part, taken_over)
-            for some in document.slices():
-                columns.add(some)
+            for chunk in document.slices():
+                columns.add(chunk)
                 if columns.spill is None and document.size >= spill.SPILL_BYTES:
                     columns.spill = spill.Spill()
     except BaseException:

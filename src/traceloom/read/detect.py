@@ -63,9 +63,9 @@ def refuse_start(text: bytes, path: str, wanted: str = "Kineto trace") -> None:
         return
     if _GRAPH.match(text):
         hint = "in Python, traceloom.Graph.load reads it; in a shell, traceloom show, whatif and convert do"
-        _refuse("a saved graph", path, hint, wanted=wanted)
+        _refuse("a saved graph", path, hint, expected=wanted)
     if words := kind_of(text):
-        _refuse(words, path, wanted=wanted)
+        _refuse(words, path, expected=wanted)
     _refuse("no JSON object or list", path)
 
 
@@ -107,17 +107,17 @@ def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
     if metadata.get("format") in ("traceloom-capture", "traceloom-report"):
         _refuse(f"a {str(metadata['format']).replace('traceloom-', '')} file of Traceloom", path)
     keys = set(metadata)
-    for wanted, words, hint in _KEYS:
-        if wanted <= keys and (done or "traceEvents" not in keys):
+    for required, words, hint in _KEYS:
+        if required <= keys and (done or "traceEvents" not in keys):
             _refuse(words, path, hint)
     if done:
         shown = ", ".join(f"`{key}`" for key in list(metadata)[:4])
         _refuse(f"JSON without `traceEvents`{f' (its keys: {shown})' if shown else ''}", path)
 
 
-def _refuse(words: str, path: str, hint: str = "", wanted: str = "Kineto trace") -> NoReturn:
+def _refuse(words: str, path: str, hint: str = "", expected: str = "Kineto trace") -> NoReturn:
     raise InputError(
-        f"this is no {wanted} but {words}" if not words.startswith(("no ", "compressed")) else f"the file is {words}",
+        f"this is no {expected} but {words}" if not words.startswith(("no ", "compressed")) else f"the file is {words}",
         slug="not-a-trace",
         where=path,
         hint=hint,

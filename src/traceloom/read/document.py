@@ -176,14 +176,14 @@ class Document(TextWindow):
             yield from self._top()
 
     def _boundary(self, byte: int) -> int | None:
-        """Where the first entry ends that ends behind a byte, counted from the text at hand; None if none is near.
+        """End of the first entry that ends after a byte, relative to the text at hand; None if none is near.
 
-        What looks like a boundary may stand in a text or a list of an entry.
+        What looks like a boundary may be inside a text or a list of an entry.
         """
         start = byte - self._base
         self._fill(start + _NEAR)
-        found = _BOUNDARY.search(self._text, start, start + _NEAR)
-        return None if found is None else found.end()
+        match = _BOUNDARY.search(self._text, start, start + _NEAR)
+        return None if match is None else match.end()
 
     def _handing_over(self) -> Iterator[Slice]:
         """The entries up to where the next part begins, if they prove that it can begin there; nothing if not."""
@@ -301,14 +301,14 @@ class Document(TextWindow):
         self._damage.note("damaged-metadata", f"byte {self._base} of the text")
         walk = Walk(region, EVENTS)
         at = 0
-        while found := _SALVAGE.search(region, at):
-            value = walk.value(found.end())
+        while match := _SALVAGE.search(region, at):
+            value = walk.value(match.end())
             if value is None:
-                at = max(found.end(), walk.after_failure(found.start()))
+                at = max(match.end(), walk.after_failure(match.start()))
                 continue
             at = value[1]
-            text = region[found.end() : at].decode("utf-8", "replace")
-            key = found.group(1).decode("utf-8", "replace")
+            text = region[match.end() : at].decode("utf-8", "replace")
+            key = match.group(1).decode("utf-8", "replace")
             if key not in self.metadata:
                 keep(self.metadata, key, json.loads(text, strict=False), self._damage)
         self._skip(len(region))
@@ -322,11 +322,11 @@ class Document(TextWindow):
     # -- the events -------------------------------------------------------------------------------------------
 
     def _entries(self) -> Iterator[Slice]:
-        """Slices up to the end of the list; stands behind its bracket then."""
-        wanted = SLICE
+        """Slices up to the end of the list; the position is then just after its bracket."""
+        target_size = SLICE
         while True:
             self._skip_blank()  # while little text is at hand, since the rest is copied
-            whole = self._fill(wanted)
+            whole = self._fill(target_size)
             self._skip_blank()
             if self._text.startswith(b"]"):
                 self._skip(1)
@@ -338,9 +338,9 @@ class Document(TextWindow):
                 return
             cut = self._cut() if whole else len(self._text.rstrip(b" \t\r\n,"))
             if cut is None:
-                wanted = self._more(len(self._text))
+                target_size = self._more(len(self._text))
                 continue
-            wanted = SLICE
+            target_size = SLICE
             if self._until is not None and self._base + len(self._text) > self._until:
                 yield from self._handing_over()
                 if self.left_at is not None:
@@ -348,7 +348,7 @@ class Document(TextWindow):
                 continue
             decoded, used, closed = self._decode(self._text[:cut], last=not whole)
             if not used:
-                wanted = self._more(len(self._text))
+                target_size = self._more(len(self._text))
                 continue
             if decoded.entries:
                 yield decoded
@@ -433,10 +433,10 @@ class Document(TextWindow):
                 if odd:
                     self._damage.note("odd-values", f"byte {self._base} of the text", odd)
                 return self._slice(entries, text[:cut], exact=True), cut, False
-        found, used, closed = recover(text, self._base, self._damage, last=last, alone=self._alone)
-        offsets = np.asarray(found.offsets, dtype=np.int64) + self._base
-        lengths = np.asarray(found.lengths, dtype=np.int64)
-        return Slice(found.entries, True, offsets, lengths, text, self._base), used, closed
+        recovered, used, closed = recover(text, self._base, self._damage, last=last, alone=self._alone)
+        offsets = np.asarray(recovered.offsets, dtype=np.int64) + self._base
+        lengths = np.asarray(recovered.lengths, dtype=np.int64)
+        return Slice(recovered.entries, True, offsets, lengths, text, self._base), used, closed
 
     def _decode_end(self, text: bytes) -> tuple[Slice, int, bool]:
         """The last stretch of the list, without its bracket."""
@@ -454,15 +454,15 @@ class Document(TextWindow):
 
 
 def keep(metadata: dict[str, Any], key: str, value: Any, damage: Damage) -> None:
-    """Take one top-level entry, which may stand there already."""
+    """Store one top-level entry, which may be there already."""
     (key, value), odd = clean_json([key, value])
     if odd:
         damage.note("replaced-text", f"$.{key}", odd)
-    known = metadata.get(key)
-    if isinstance(known, dict) and isinstance(value, dict):
-        # distributedInfo stands again after the events in some writers' files, often with more.
-        value = {**known, **{name: item for name, item in value.items() if item not in (None, [], "")}}
-    elif known is not None and known != value:
+    previous = metadata.get(key)
+    if isinstance(previous, dict) and isinstance(value, dict):
+        # Some writers repeat distributedInfo after the events, often with more in it.
+        value = {**previous, **{name: item for name, item in value.items() if item not in (None, [], "")}}
+    elif previous is not None and previous != value:
         damage.note("duplicate-key", f"$.{key}")
     metadata[key] = value
 

@@ -92,8 +92,8 @@ _NAN = float("nan")
 def _arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool) -> Any:
     spec = []
     for field, (key, (kind, default)) in fields.items():
-        wanted = _STRICT[kind] if strict or kind == "raw" else Any
-        spec.append((field, wanted, msgspec.field(default=default, name=key)))
+        field_type = _STRICT[kind] if strict or kind == "raw" else Any
+        spec.append((field, field_type, msgspec.field(default=default, name=key)))
     return msgspec.defstruct(name, spec, gc=False)
 
 

@@ -72,17 +72,17 @@ class Fork:
         self._answer = open(answer, "rb")  # noqa: PTH123, SIM115  (no path; open until `stop`)
 
     def found(self) -> Found | None:
-        """What it found, when it has; None where it failed."""
+        """What it decoded, once it is done; None if it failed."""
         waiting = select.poll()
         waiting.register(self._answer, select.POLLIN)
         took_s = time.monotonic() - self._since
         if not waiting.poll((_PATIENCE_S + 4 * took_s) * 1000):
             return None
         try:
-            found: Found = pickle.load(self._answer)  # noqa: S301  (written by this very program)
+            decoded: Found = pickle.load(self._answer)  # noqa: S301  (written by this very program)
         except (EOFError, pickle.UnpicklingError):
             return None
-        return found
+        return decoded
 
     def pieces(self) -> Iterator[tuple[str, str, Array]]:
         """The columns of what it found, as of `Columns.pieces`.
@@ -121,15 +121,15 @@ def _fork() -> int:
 
 
 def _decode_into(path: Path, part: Part, into: int, parent: int) -> NoReturn:
-    """What the fork does, and nothing else of what this process had in mind."""
+    """What the fork does, in place of anything that its parent was doing."""
     try:
         leaving.forget()
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # who waits for the end of our output shall not wait for this process
+        for stream in range(3):  # whoever waits for the end of our output must not wait for this process
             os.dup2(nowhere, stream)
-        for other in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, into}:  # noqa: PTH208  (of names alone)
+        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, into}:  # noqa: PTH208  (of names alone)
             with contextlib.suppress(OSError):  # the listing itself is among them
-                os.close(other)
+                os.close(descriptor)
         SCRATCH.forget()
         gc.disable()
 
@@ -137,19 +137,26 @@ def _decode_into(path: Path, part: Part, into: int, parent: int) -> NoReturn:
             if os.getppid() != parent:
                 os._exit(0)  # nobody waits for it any more
 
-        found = decode(path, step, part=part)
+        decoded = decode(path, step, part=part)
         with open(into, "wb") as pipe:
             _hand_over(
-                found.columns,
-                Found(found.columns.known(), found.metadata, found.damage, found.size, found.began, found.left_at),
+                decoded.columns,
+                Found(
+                    decoded.columns.known(),
+                    decoded.metadata,
+                    decoded.damage,
+                    decoded.size,
+                    decoded.began,
+                    decoded.left_at,
+                ),
                 pipe,
             )
     finally:
         os._exit(0)
 
 
-def _hand_over(columns: Columns, found: Found, pipe: Any) -> None:
-    pickle.dump(found, pipe, pickle.HIGHEST_PROTOCOL)
+def _hand_over(columns: Columns, decoded: Found, pipe: Any) -> None:
+    pickle.dump(decoded, pipe, pickle.HIGHEST_PROTOCOL)
     for piece in columns.pieces():
         pickle.dump(piece, pipe, pickle.HIGHEST_PROTOCOL)
     pickle.dump(None, pipe)

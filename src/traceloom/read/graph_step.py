@@ -25,11 +25,11 @@ OWN = r"^traceloom\.(?:step#|scope:)"  # annotations of the recorder itself
 
 def timed_ops(timed: Trace) -> Bools:
     """Which events of a timed window are ops or annotations of the program, on any thread, in any step or outside."""
-    ours: Bools = timed.events["name"].str.contains(OWN).fill_null(value=False).to_numpy()
-    return is_op(timed) & ~ours
+    own: Bools = timed.events["name"].str.contains(OWN).fill_null(value=False).to_numpy()
+    return is_op(timed) & ~own
 
 
-def same_ops(timed: Trace, graph: Trace, known: Bools) -> Ints:
+def same_ops(timed: Trace, graph: Trace, recorded: Bools) -> Ints:
     """The event of the graph step that is the same op as each event of the timed steps; -1 where none is.
 
     The graph step and each timed step are compared by the order of names on each thread of the process; what is left by
@@ -38,10 +38,10 @@ def same_ops(timed: Trace, graph: Trace, known: Bools) -> Ints:
     Args:
         timed: The trace of the timed window.
         graph: The trace of the graph step, of the same process.
-        known: Which events of the graph step may be named.
+        recorded: Which events of the graph step may be named.
     """
     graph_code, timed_code = name_codes(graph.events["name"], timed.events["name"])
-    pattern = {_thread(graph, line.key): line for line in device_lines(graph, graph_code, known)}
+    pattern = {_thread(graph, line.key): line for line in device_lines(graph, graph_code, recorded)}
     step = timed.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()
     inside = timed_ops(timed) & (step >= 0)
     same = np.full(timed.events.height, -1, dtype=np.int64)
@@ -53,7 +53,7 @@ def same_ops(timed: Trace, graph: Trace, known: Bools) -> Ints:
     rows = np.flatnonzero(inside)
     rows = rows[np.argsort(step[rows], kind="stable")]
     for of_step in np.split(rows, np.flatnonzero(np.diff(step[rows])) + 1):
-        left = known.copy()
+        left = recorded.copy()
         left[same[of_step][same[of_step] >= 0]] = False
         sources, targets = np.flatnonzero(left), of_step[same[of_step] < 0]
         if sources.size and targets.size:

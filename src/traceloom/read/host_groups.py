@@ -18,7 +18,7 @@ _SCANNER = json.JSONDecoder(strict=False)
 def group_frame(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
     """The groups of all `## process_group:init ##` nodes, the later ones completing the earlier; and what is wrong.
 
-    An empty list of ranks means all ranks of the job, whose number is the size of the group then.
+    An empty list of ranks means all ranks of the job, whose number is then the size of the group.
     """
     rows: dict[str, dict[str, Any]] = {}
     cut = 0
@@ -29,8 +29,8 @@ def group_frame(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice
             _add(rows, item)
     notices = []
     if cut:
-        said = f"the list of process groups is cut or malformed {cut} times; the groups before the cut are kept"
-        notices.append(Notice("damaged-groups", "warning", said, cut, where=path))
+        text = f"the list of process groups is cut or malformed {cut} times; the groups before the cut are kept"
+        notices.append(Notice("damaged-groups", "warning", text, cut, where=path))
     return pl.DataFrame(list(rows.values()), schema=SCHEMAS["groups"]), notices
 
 
@@ -52,16 +52,16 @@ def _items(inputs: str | None) -> tuple[list[Any], bool]:
 
 def _before_cut(text: str) -> list[Any]:
     """Whole objects of a list that was cut: old observers cut strings at 8192 characters."""
-    found = []
+    items = []
     at = text.find("{")
     while at >= 0:
         try:
             item, at = _SCANNER.raw_decode(text, at)
         except (ValueError, RecursionError):
             break
-        found.append(item)
+        items.append(item)
         at = text.find("{", at)
-    return found
+    return items
 
 
 def _add(rows: dict[str, dict[str, Any]], item: Any) -> None:
@@ -76,13 +76,13 @@ def _add(rows: dict[str, dict[str, Any]], item: Any) -> None:
     if isinstance(ranks, list) and all(isinstance(rank, int) and 0 <= rank < 2**31 for rank in ranks):
         members = sorted(ranks) if ranks else list(range(size)) if size is not None and size <= 1 << 20 else None
     name = str(item["pg_name"])
-    known = rows.get(name, {})
+    previous = rows.get(name, {})
     rows[name] = {
         "group": name,
-        "description": _text(item.get("pg_desc")) or known.get("description"),
-        "backend": _text(item.get("backend_config")) or known.get("backend"),
-        "size": size or known.get("size"),
-        "ranks": members or known.get("ranks"),
+        "description": _text(item.get("pg_desc")) or previous.get("description"),
+        "backend": _text(item.get("backend_config")) or previous.get("backend"),
+        "size": size or previous.get("size"),
+        "ranks": members or previous.get("ranks"),
     }
 
 

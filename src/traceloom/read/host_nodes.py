@@ -131,18 +131,18 @@ def _group_frame(names: tuple[str, ...], nodes: list[Nested]) -> pl.DataFrame:
     }
     for side, (values, shapes, types) in _SIDES.items():
         sides = [getattr(node, side) for node in nodes]
-        columns[values] = _texts([one.values for one in sides])
-        columns[shapes] = _texts([one.shapes for one in sides])
-        columns[types] = _texts([one.types for one in sides])
+        columns[values] = _texts([entry.values for entry in sides])
+        columns[shapes] = _texts([entry.shapes for entry in sides])
+        columns[types] = _texts([entry.types for entry in sides])
     others: dict[str, list[bytes]] = {}
     for at, name in enumerate(names):
-        given = [node.attrs[at].value for node in nodes]
+        attribute_values = [node.attrs[at].value for node in nodes]
         if name in _ATTRIBUTES:
-            columns[_ATTRIBUTES[name]] = given
+            columns[_ATTRIBUTES[name]] = attribute_values
         elif name == "op_schema":
-            columns["schema"] = given
+            columns["schema"] = attribute_values
         else:
-            others[name] = [_encode(value) for value in given]
+            others[name] = [_encode(value) for value in attribute_values]
     for side in _SIDES:
         strides = [bytes(getattr(node, side).strides) for node in nodes]
         if any(strides):
@@ -229,12 +229,12 @@ def _row(node: dict[str, Any]) -> dict[str, Any] | None:
     odd |= not isinstance(node.get("id"), int) or not isinstance(node.get("name"), str)
     values.pop("id")
     for column, key in NUMBERS.items():
-        given = values.pop(key, None)
+        value = values.pop(key, None)
         if column == "parent" and "ctrl_deps" in values:
-            given = values.pop("ctrl_deps")
-            given = given[0] if isinstance(given, list) and given else given
-        row[column] = _number(given)
-        odd |= given is not None and (row[column] is None or isinstance(given, str))
+            value = values.pop("ctrl_deps")
+            value = value[0] if isinstance(value, list) and value else value
+        row[column] = _number(value)
+        odd |= value is not None and (row[column] is None or isinstance(value, str))
     if row["scope"] is not None and not -(2**31) <= row["scope"] < 2**31:
         row["scope"], odd = None, True
     schema = values.pop("op_schema", None)
@@ -248,16 +248,16 @@ def _row(node: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _unfold(values: dict[str, Any], sides: dict[str, Any]) -> bool:
-    """Attributes and the parts of inputs and outputs beside the other keys; whether something was of no known make."""
+    """Move attributes and the parts of inputs and outputs up to the other keys; whether any had an unknown form."""
     odd = False
-    for side, given in sides.items():
-        if isinstance(given, dict):
+    for side, content in sides.items():
+        if isinstance(content, dict):
             parts = dict(zip(("values", "shapes", "types"), _SIDES[side], strict=True))
-            for key, value in given.items():
+            for key, value in content.items():
                 values[parts.get(key, f"{side[:-1]}_{key}")] = value
-        elif given is not None:
-            values[side] = given
-            odd |= not isinstance(given, list)
+        elif content is not None:
+            values[side] = content
+            odd |= not isinstance(content, list)
     listed = values.pop("attrs", None)
     if isinstance(listed, dict):
         listed = [{"name": name, "value": value} for name, value in listed.items()]
@@ -270,10 +270,10 @@ def _unfold(values: dict[str, Any], sides: dict[str, Any]) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    found = number(value)
-    if found == NULL and isinstance(value, int) and 2**63 <= value < 2**64:
+    parsed = number(value)
+    if parsed == NULL and isinstance(value, int) and 2**63 <= value < 2**64:
         return value - 2**64  # -1 written as unsigned
-    return None if found == NULL else found
+    return None if parsed == NULL else parsed
 
 
 def _name(value: Any) -> str:

@@ -50,19 +50,19 @@ class HostText(TextWindow):
             InputError: The file is something else.
         """
         self.open()
-        wanted = SLICE
-        while self._fill(wanted):
+        target_size = SLICE
+        while self._fill(target_size):
             cut = self._cut()
             if cut is None:
-                if wanted > _MOST_NODE:
+                if target_size > _MOST_NODE:
                     raise InputError(
                         f"one node is larger than {_MOST_NODE >> 20} MB", slug="oversized-entry", where=self._path
                     )
-                wanted = len(self._text) * 2
+                target_size = len(self._text) * 2
                 continue
             frames, used, closed = self._decoded(self._text[:cut], last=False)
             yield from frames
-            wanted = SLICE if used else len(self._text) * 2
+            target_size = SLICE if used else len(self._text) * 2
             self._skip(used)
             if closed:
                 break
@@ -124,9 +124,9 @@ class HostText(TextWindow):
 
     # -- text ---------------------------------------------------------------------------------------------------
 
-    def _fill(self, wanted: int) -> bool:
-        """As the window's; False also where the text has ended: what is at hand is all there is."""
-        return super()._fill(wanted) and not self._ended
+    def _fill(self, count: int) -> bool:
+        """As in `TextWindow`; False also where the text has ended: what is at hand is all there is."""
+        return super()._fill(count) and not self._ended
 
     def _skip_blank(self) -> None:
         blank = _BLANK.match(self._text)
@@ -204,19 +204,19 @@ class HostText(TextWindow):
     # -- around them --------------------------------------------------------------------------------------------
 
     def _keep(self, text: bytes) -> None:
-        """Entries beside the nodes; where they are malformed, those that can be read."""
+        """Store the entries other than nodes; where they are malformed, those that can be read."""
         text = text.strip(b" \t\r\n,")
         if not text:
             return
-        found = _parsed(b"{" + text + b"}")
-        if found is None:
+        entries = _parsed(b"{" + text + b"}")
+        if entries is None:
             self._damage.note("damaged-metadata", f"byte {self._base} of the text")
-            found = {}
+            entries = {}
             for match in _ENTRY.finditer(text):
                 value = _parsed(b'{"value":' + match.group(2) + b"}")
                 if value is not None:
-                    found[match.group(1).decode("utf-8", "replace")] = value["value"]
-        cleaned, odd = clean_json(found)
+                    entries[match.group(1).decode("utf-8", "replace")] = value["value"]
+        cleaned, odd = clean_json(entries)
         if odd:
             self._damage.note("replaced-text", f"byte {self._base} of the text", odd)
         self.envelope |= cleaned
@@ -240,7 +240,7 @@ class HostText(TextWindow):
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(text.decode("utf-8", "replace"), strict=False)
+        document = json.loads(text.decode("utf-8", "replace"), strict=False)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None

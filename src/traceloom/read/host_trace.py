@@ -58,8 +58,8 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
 def _check_nodes(ops: pl.DataFrame, envelope: dict[str, Any], path: str, damage: Damage) -> None:
     if not ops.height:
         lost = damage.cases.get("lost-events")
-        said = f"none of its {lost.count:,} nodes can be read" if lost else "it holds no node"
-        raise InputError(f"the host trace is empty: {said}", slug="empty-host-trace", where=path)
+        reason = f"none of its {lost.count:,} nodes can be read" if lost else "it holds no node"
+        raise InputError(f"the host trace is empty: {reason}", slug="empty-host-trace", where=path)
     if "schema" not in envelope and not (ops["name"] != "").any():
         raise InputError(
             "this is no host trace but JSON whose `nodes` have no names", slug="not-a-host-trace", where=path
@@ -71,5 +71,5 @@ def _doubtful(ops: pl.DataFrame, path: str) -> list[Notice]:
     repeated = ops.height - ops["id"].n_unique()
     if not repeated:
         return []
-    said = f"{repeated:,} nodes have the id of another node; the first of each is what others refer to"
-    return [Notice("duplicate-host-ids", "warning", said, repeated, where=path)]
+    text = f"{repeated:,} nodes have the id of another node; the first of each is what others refer to"
+    return [Notice("duplicate-host-ids", "warning", text, repeated, where=path)]

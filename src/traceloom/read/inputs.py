@@ -52,9 +52,9 @@ def find(paths: tuple[str, ...]) -> Found:
     """Every file that the paths stand for.
 
     Raises:
-        InputError: `unreadable` for a path that is not there; `no-traces` for a directory without any candidate.
+        InputError: `unreadable` for a path that does not exist; `no-traces` for a directory without any candidate.
     """
-    found = Found()
+    discovered = Found()
     seen: set[Path] = set()
     captures: dict[Path, _Capture | None] = {}
     for text in paths:
@@ -62,21 +62,21 @@ def find(paths: tuple[str, ...]) -> Found:
         if text != "-":
             _check_there(path)
         if path.is_dir():
-            before = len(found.inputs)
-            _directory(path, found, seen, _DEPTH)
-            if len(found.inputs) == before:
+            before = len(discovered.inputs)
+            _directory(path, discovered, seen, _DEPTH)
+            if len(discovered.inputs) == before:
                 raise InputError(
                     "the directory holds no trace (no .json or .json.gz file)", slug="no-traces", where=text
                 )
         elif path.name == _CAPTURE:
-            _directory(path.parent, found, seen, 0)
+            _directory(path.parent, discovered, seen, 0)
         else:
-            _add(found, seen, _of_its_capture(path, found, captures) or Input(path, given=True))
-    return found
+            _add(discovered, seen, _of_its_capture(path, discovered, captures) or Input(path, given=True))
+    return discovered
 
 
-def _of_its_capture(path: Path, found: Found, captures: dict[Path, _Capture | None]) -> Input | None:
-    """A window that lies in its capture, together with what the capture knows of it; None for any other file."""
+def _of_its_capture(path: Path, discovered: Found, captures: dict[Path, _Capture | None]) -> Input | None:
+    """The input for a window in its capture, with its part of capture.json; None for any other file."""
     if not _OF_CAPTURE.match(path.name):
         return None
     folder = path.parent
@@ -87,38 +87,38 @@ def _of_its_capture(path: Path, found: Found, captures: dict[Path, _Capture | No
     capture = captures[folder]
     if capture is None:
         return None
-    document, found.notices[folder] = capture
+    document, discovered.notices[folder] = capture
     for name, entry in windows(document):
         if name == path.name:
-            known = found.captures.setdefault(folder, {**document, "ranks": []})
-            if entry not in known["ranks"]:
-                known["ranks"].append(entry)
+            subset = discovered.captures.setdefault(folder, {**document, "ranks": []})
+            if entry not in subset["ranks"]:
+                subset["ranks"].append(entry)
             return Input(path, given=True, capture=folder, entry=entry)
     return None
 
 
-def _add(found: Found, seen: set[Path], one: Input) -> None:
-    real = one.path.resolve() if str(one.path) != "-" else one.path
+def _add(discovered: Found, seen: set[Path], candidate: Input) -> None:
+    real = candidate.path.resolve() if str(candidate.path) != "-" else candidate.path
     if real not in seen:
         seen.add(real)
-        found.inputs.append(one)
+        discovered.inputs.append(candidate)
 
 
-def _directory(folder: Path, found: Found, seen: set[Path], depth: int) -> None:
+def _directory(folder: Path, discovered: Found, seen: set[Path], depth: int) -> None:
     capture = read_capture(folder)
     if capture is not None:
-        document, found.notices[folder] = capture
-        found.captures[folder] = document
+        document, discovered.notices[folder] = capture
+        discovered.captures[folder] = document
         for name, entry in windows(document):
             path = folder / name
             if path.is_file():
-                _add(found, seen, Input(path, given=False, capture=folder, entry=entry))
+                _add(discovered, seen, Input(path, given=False, capture=folder, entry=entry))
         return
     for path in _listed(folder):
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
-            _directory(path, found, seen, depth - 1)
+            _directory(path, discovered, seen, depth - 1)
         elif path.is_file() and path.name.lower().endswith(_ENDINGS):
-            _add(found, seen, Input(path, given=False))
+            _add(discovered, seen, Input(path, given=False))
 
 
 def _check_there(path: Path) -> None:

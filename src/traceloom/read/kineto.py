@@ -30,17 +30,17 @@ def read_kineto(
         processes: How many may decode it at once; all cores if None, where it is worth that.
 
     Returns:
-        The trace; what was repaired or lost stands in its notices.
+        The trace; what was repaired or lost is in its notices.
 
     Raises:
         InputError: The file cannot be read or is no Kineto trace at all.
     """
-    found = _decoded(path, step, processes)
+    decoded = _decoded(path, step, processes)
     try:
-        notices = tuple(found.damage.notices())
-        return assemble(found.columns, File(str(path), found.metadata, found.size, notices, capture))
+        notices = tuple(decoded.damage.notices())
+        return assemble(decoded.columns, File(str(path), decoded.metadata, decoded.size, notices, capture))
     finally:
-        found.columns.close()
+        decoded.columns.close()
 
 
 def _decoded(path: str | Path, step: Callable[[int, int], None] | None, processes: int | None) -> Decoded:

@@ -69,19 +69,19 @@ def _number(text: Any) -> int:
         return NULL
 
 
-def find_lanes(category: Array, place: Array, device: Ints, stream: Ints, places: Places) -> Lanes:
+def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, places: Places) -> Lanes:
     """Group events to lanes: by thread on the host, by (device, stream) on devices.
 
     Args:
         category: Code of each event's category.
-        place: Number of its (pid, tid).
+        thread: Number of its (pid, tid).
         device: Device index, NULL on the host.
         stream: Stream, NULL on the host.
         places: What the numbers of places stand for.
     """
     kind = lookup(KIND_OF_CODE, category)
     on_device = lookup(ON_DEVICE, kind)
-    key = place.astype(np.int64)
+    key = thread.astype(np.int64)
     rows = np.flatnonzero(on_device)
     if rows.size:
         _, device_number = np.unique(device[rows], return_inverse=True)
@@ -89,7 +89,7 @@ def find_lanes(category: Array, place: Array, device: Ints, stream: Ints, places
         key[rows] = device_number * len(streams) + stream_number
     key = key * len(KINDS) + kind
     _, first, lane = np.unique(key, return_index=True, return_inverse=True)
-    described = [_describe(int(row), kind, place, device, stream, places) for row in first]
+    described = [_describe(int(row), kind, thread, device, stream, places) for row in first]
     order = sorted(range(len(described)), key=lambda at: _rank(described[at]))
     renumbered = np.empty(len(order), dtype=np.int64)
     renumbered[order] = np.arange(len(order))
@@ -98,9 +98,9 @@ def find_lanes(category: Array, place: Array, device: Ints, stream: Ints, places
 
 
 def _describe(  # noqa: PLR0917
-    row: int, kind: Array, place: Array, device: Ints, stream: Ints, places: Places
+    row: int, kind: Array, pair_number: Array, device: Ints, stream: Ints, places: Places
 ) -> dict[str, Any]:
-    pid, tid = places.pairs[int(place[row])]
+    pid, tid = places.pairs[int(pair_number[row])]
     name = KINDS[int(kind[row])]
     on_device = bool(ON_DEVICE[int(kind[row])])
     out = {
@@ -124,14 +124,14 @@ def _host_name(pid: Any, tid: Any, kind: str, names: dict[tuple[Any, Any], str])
         return str(tid) if isinstance(tid, str) and tid else "profiler"
     if str(pid) == str(tid):
         return "main thread"
-    given = names.get((pid, tid), "")
-    bracketed = _IN_BRACKETS.match(given)
-    given = bracketed.group(1) if bracketed else given
-    if "autograd" in given:
+    name = names.get((pid, tid), "")
+    bracketed = _IN_BRACKETS.match(name)
+    name = bracketed.group(1) if bracketed else name
+    if "autograd" in name:
         return f"autograd {tid}"
-    if _PLAIN.match(given):
+    if _PLAIN.match(name):
         return f"thread {tid}"
-    return given if str(tid) in given else f"{given} {tid}"
+    return name if str(tid) in name else f"{name} {tid}"
 
 
 def _rank(lane: dict[str, Any]) -> tuple[Any, ...]:

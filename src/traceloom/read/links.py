@@ -40,8 +40,8 @@ _MOST_TIES = 200  # events looked at that start at one time
 
 def first_by_key(keys: Ints, rows: Ints, wanted: Ints) -> Ints:
     """The first row that has each wanted key; -1 where none has, and for NULL."""
-    known = keys != NULL
-    keys, rows = keys[known], rows[known]
+    has_key = keys != NULL
+    keys, rows = keys[has_key], rows[has_key]
     if not len(keys):
         return np.full(len(wanted), NO_ROW, dtype=np.int64)
     order = np.lexsort((rows, keys))
@@ -72,8 +72,8 @@ def ops(  # noqa: PLR0917  (columns of events)
     out[launched] = parent_op[launch[launched]]
     rest = np.flatnonzero(is_work & ~launched & (external != NULL))
     if rest.size:
-        known = np.flatnonzero(is_op)
-        out[rest] = first_by_key(external[known], known, external[rest])
+        op_rows = np.flatnonzero(is_op)
+        out[rest] = first_by_key(external[op_rows], op_rows, external[rest])
     return out
 
 
@@ -83,24 +83,24 @@ def repeats_correlation(external: Ints, correlation: Ints, is_work: Bools) -> bo
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
 
 
-def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, place: Array) -> pl.DataFrame:
+def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, thread: Array) -> pl.DataFrame:
     """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its place and time.
 
     Args:
-        columns: `phase` (True = start), `flow`, `kind` (number of a text), `place`, `start` of all arrow ends.
+        columns: `phase` (True = start), `flow`, `kind` (number of a text), `thread`, `start` of all arrow ends.
         texts: What the numbers of `kind` stand for.
         events: The `events` frame.
-        place: The place of each event.
+        thread: The place of each event.
     """
     if not len(columns["flow"]):
         return pl.DataFrame(schema=SCHEMAS["flows"])
     kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = lookup(kinds, columns["kind"])
     row, other = _pairs(columns["phase"], columns["flow"], kind)
-    large = isinstance(place, OnDisk)
+    large = isinstance(thread, OnDisk)
     start, category = column_of(events, "start_ns", large=large), column_of(events, "category", large=large)
     correlation = column_of(events, "correlation", NULL, large=large)
-    event = _at(columns, kind, (start, category, place, correlation))
+    event = _at(columns, kind, (start, category, thread, correlation))
     ends = event[row], np.where(other >= 0, event[other], NO_ROW)
     begins = columns["phase"][row]
     return pl.DataFrame(
@@ -119,44 +119,44 @@ def _pairs(begins: Bools, flow: Ints, kind: Array) -> tuple[Ints, Ints]:
 
     Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
     """
-    known, number = np.unique(flow, return_inverse=True)
-    keys = len(known) * len(_FLOW_KINDS)
+    flow_ids, number = np.unique(flow, return_inverse=True)
+    keys = len(flow_ids) * len(_FLOW_KINDS)
     key = number * len(_FLOW_KINDS) + kind
-    place = np.where(begins, keys, 0) + key
-    here = np.arange(len(flow), like=flow)
+    slot = np.where(begins, keys, 0) + key
+    indices = np.arange(len(flow), like=flow)
     last = np.full(2 * keys, NO_ROW, dtype=np.int64, like=flow)
-    last[place] = here  # of equal indices the last one stays
-    kept = last[place] == here
+    last[slot] = indices  # of equal slots the last one wins
+    kept = last[slot] == indices
     other = np.where(flow == NULL, NO_ROW, last[np.where(begins, 0, keys) + key])
     rows = np.concatenate([np.flatnonzero(kept & begins), np.flatnonzero(kept & ~begins & (other < 0))])
     return rows, other[rows]
 
 
 def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:
-    """The event that starts when and where each arrow end stands; -1 where none does.
+    """The event that starts at the time and place of each arrow end; -1 where none does.
 
-    Of several the one whose correlation is the arrow's id, else the innermost of the kind that such arrows bind to,
+    Of several, the one whose correlation is the arrow's id, else the innermost of the kind that such arrows bind to,
     else the innermost of any kind.
     """
-    start, category, place, correlation = events
+    start, category, pair_number, correlation = events
     low = np.searchsorted(start, ends["start"], "left")
     high = np.searchsorted(start, ends["start"], "right")
-    found = np.full(len(low), NO_ROW, dtype=np.int64, like=low)
+    event_rows = np.full(len(low), NO_ROW, dtype=np.int64, like=low)
     for choice in ("correlation", "kind", "any"):
-        rows = np.flatnonzero((found < 0) & (low < high))
+        rows = np.flatnonzero((event_rows < 0) & (low < high))
         at = high[rows] - 1
         for _ in range(_MOST_TIES):
-            hit = place[at] == ends["place"][rows]
+            hit = pair_number[at] == ends["place"][rows]
             if choice == "correlation":
                 hit &= (correlation[at] == ends["flow"][rows]) & (kind[rows] == 0) & (lookup(_BINDS, category[at]) == 0)
             elif choice == "kind":
                 hit &= lookup(_BINDS, category[at]) == kind[rows]
-            found[rows[hit]] = at[hit]
+            event_rows[rows[hit]] = at[hit]
             on = ~hit & (at > low[rows])
             rows, at = rows[on], at[on] - 1
             if not rows.size:
                 break
-    return found
+    return event_rows
 
 
 def source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:

@@ -52,7 +52,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
         >>> import traceloom
         >>> session = traceloom.load("captures/run1")  # doctest: +SKIP
     """
-    found, runs, labels, refused = _plan(paths)
+    discovered, runs, labels, refused = _plan(paths)
     if len(runs) > 1:
         shown = "; ".join(f"{label} ({_ranks(run)})" for label, run in list(zip(labels, runs, strict=True))[:6])
         raise UsageError(
@@ -61,7 +61,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
             where=", ".join(str(path) for path in paths[:3]),
             hint=f"give the files of one run, as in: traceloom report {shlex.join(_some(runs[0]))}",
         )
-    loaded = _loaded(found, runs, labels, refused, cache=cache, progress=progress)
+    loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
     return loaded.runs[0]
 
 
@@ -85,12 +85,12 @@ def load_inputs(
     Raises:
         UsageError: `too-many-files`: there are more than `most`.
     """
-    found, runs, labels, refused = _plan(paths, ranks, most)
-    _check_number([one for run in runs for one in run], most)
-    loaded = _loaded(found, runs, labels, refused, cache=cache, progress=progress)
-    known = {rank for session in loaded.runs for rank in session.ranks}
+    discovered, runs, labels, refused = _plan(paths, ranks, most)
+    _check_number([source for run in runs for source in run], most)
+    loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
+    loaded_ranks = {rank for session in loaded.runs for rank in session.ranks}
     # What a file says at its beginning may be corrected at its end.
-    if ranks is None or known >= set(ranks):
+    if ranks is None or loaded_ranks >= set(ranks):
         return loaded
     return load_inputs(*paths, cache=cache, progress=progress, most=most)
 
@@ -111,36 +111,38 @@ def _plan(
     """The files of each run (of these ranks, where given), and what was refused."""
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
-    given = tuple(os.fspath(path) for path in paths)
-    found = find(given)
-    if len(found.inputs) == 1:
-        note_input(found.inputs[0].path)
-        return found, [found.inputs], [given[0]], []
-    if any(str(one.path) == "-" for one in found.inputs):
+    path_texts = tuple(os.fspath(path) for path in paths)
+    discovered = find(path_texts)
+    if len(discovered.inputs) == 1:
+        note_input(discovered.inputs[0].path)
+        return discovered, [discovered.inputs], [path_texts[0]], []
+    if any(str(source.path) == "-" for source in discovered.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
     if ranks is None:
-        _check_number(found.inputs, most)  # at once: even their beginnings take a while
+        _check_number(discovered.inputs, most)  # at once: even their beginnings take a while
     peeks: list[Peek] = []
     refused: list[InputError] = []
-    for one, result in zip(found.inputs, peeked(found.inputs), strict=True):
+    for source, result in zip(discovered.inputs, peeked(discovered.inputs), strict=True):
         if isinstance(result, Peek):
             peeks.append(result)
-        elif one.given or one.capture is not None or result.slug not in _BESIDE:
+        elif source.given or source.capture is not None or result.slug not in _BESIDE:
             refused.append(result)
         else:
             continue
-        note_input(one.path)
+        note_input(source.path)
     if not peeks:
         raise (
             refused[0]
             if refused
             else InputError(
-                "the directory holds no Kineto trace among its .json files", slug="no-traces", where=", ".join(given)
+                "the directory holds no Kineto trace among its .json files",
+                slug="no-traces",
+                where=", ".join(path_texts),
             )
         )
     runs = group(peeks)
     chosen = runs if ranks is None else [_of_ranks(run, ranks) for run in runs]
-    return found, [[peek.source for peek in run] for run in chosen], names(runs, given), refused
+    return discovered, [[peek.source for peek in run] for run in chosen], names(runs, path_texts), refused
 
 
 def _of_ranks(run: list[Peek], ranks: tuple[int, ...]) -> list[Peek]:
@@ -149,7 +151,7 @@ def _of_ranks(run: list[Peek], ranks: tuple[int, ...]) -> list[Peek]:
 
 
 def _loaded(
-    found: Found,
+    discovered: Found,
     runs: list[list[Input]],
     labels: list[str],
     refused: list[InputError],
@@ -157,18 +159,18 @@ def _loaded(
     cache: bool,
     progress: Report | None,
 ) -> Loaded:
-    every = [one for run in runs for one in run]
+    every = [source for run in runs for source in run]
     results = read_all(every, cache=Cache() if cache else None, report=progress)
     sessions: list[Session] = []
     refused = list(refused)
     at = 0
     for run, label in zip(runs, labels, strict=True):
-        mine = results[at : at + len(run)]
+        run_results = results[at : at + len(run)]
         at += len(run)
-        refused += [result for result in mine if isinstance(result, InputError)]
-        traces = [result for result in mine if isinstance(result, Trace)]
+        refused += [result for result in run_results if isinstance(result, InputError)]
+        traces = [result for result in run_results if isinstance(result, Trace)]
         if traces:
-            sessions.append(_session(traces, label, found, run))
+            sessions.append(_session(traces, label, discovered, run))
     if not sessions:
         raise refused[0]
     notices = tuple(_refusal(error) for error in refused)
@@ -178,24 +180,24 @@ def _loaded(
     return Loaded(tuple(sessions), notices)
 
 
-def _session(traces: list[Trace], name: str, found: Found, run: list[Input]) -> Session:
+def _session(traces: list[Trace], name: str, discovered: Found, run: list[Input]) -> Session:
     ordered = sorted(traces, key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
-    document = next((found.captures[one.capture] for one in run if one.capture is not None), None)
-    jobs = {job_of(one.entry) for one in run if one.entry is not None}
+    document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
+    jobs = {job_of(source.entry) for source in run if source.entry is not None}
     capture = None if document is None else of_jobs(document, jobs)
-    folders = dict.fromkeys(one.capture for one in run if one.capture is not None)
-    notices = [notice for folder in folders for notice in found.notices.get(folder, [])]
+    folders = dict.fromkeys(source.capture for source in run if source.capture is not None)
+    notices = [notice for folder in folders for notice in discovered.notices.get(folder, [])]
     return Session(tuple(ordered), name, capture, (*_overlaps(ordered), *notices))
 
 
 def _overlaps(traces: list[Trace]) -> list[Notice]:
-    """The same rank at disjoint times is a rank with several windows; at the same time it cannot be."""
+    """The same rank at disjoint times is a rank with several windows; at overlapping times it cannot be."""
     out = []
-    for one, other in pairwise(traces):
-        if one.rank is not None and one.rank == other.rank and other.start_ns < one.end_ns:
-            both = f"{one.meta.path} and {other.meta.path}"
-            said = f"two files claim rank {one.rank} at the same time: {both}; both are kept"
-            out.append(Notice("duplicate-rank", "warning", said, rank=one.rank, where=other.meta.path))
+    for earlier, later in pairwise(traces):
+        if earlier.rank is not None and earlier.rank == later.rank and later.start_ns < earlier.end_ns:
+            both = f"{earlier.meta.path} and {later.meta.path}"
+            text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
+            out.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
     return out
 
 
@@ -204,9 +206,9 @@ def _refusal(error: InputError) -> Notice:
 
 
 def _some(run: list[Input]) -> list[str]:
-    folders = {one.capture for one in run}
+    folders = {source.capture for source in run}
     folder = folders.pop() if len(folders) == 1 else None
-    return [str(folder)] if folder is not None else [str(one.path) for one in run[:8]]
+    return [str(folder)] if folder is not None else [str(source.path) for source in run[:8]]
 
 
 def _ranks(run: list[Input]) -> str:

@@ -39,19 +39,19 @@ class _Given:
 
 
 def numbers(values: OnDisk, dtype: Any, absent: int | None = None) -> pl.Series:
-    """A column of numbers; null where `absent` stands.
+    """A column of numbers; null where the value is `absent`.
 
     Args:
         values: Shape (rows,).
         dtype: A Polars number type.
         absent: Not looked for where None.
     """
-    known = None if absent is None else values != absent
-    wanted = np.dtype(_ARROW[dtype])
-    data = values.astype(wanted) if values.dtype != wanted else values
-    if known is None or known.all():
+    present = None if absent is None else values != absent
+    target = np.dtype(_ARROW[dtype])
+    data = values.astype(target) if values.dtype != target else values
+    if present is None or present.all():
         return pl.Series(data.view(np.ndarray)).cast(dtype)
-    bits = np.packbits(known.view(np.ndarray), bitorder="little")
+    bits = np.packbits(present.view(np.ndarray), bitorder="little")
     return series(_ARROW[dtype], len(data), [bits, data.view(np.ndarray)])
 
 
@@ -77,7 +77,7 @@ class TextTable:
         self.fits = int(lengths.sum()) <= _MOST_HEAP
         self._heap = np.frombuffer(b"".join(encoded) or b"\0", dtype=np.uint8)
         places = np.cumsum(lengths) - lengths
-        views = [_view(text, int(place)) for text, place in zip(encoded, places, strict=True)] if self.fits else []
+        views = [_view(text, int(offset)) for text, offset in zip(encoded, places, strict=True)] if self.fits else []
         # one more, for codes below 0
         self._views = np.frombuffer(b"".join([*views, bytes(16)]), dtype=np.complex128)  # any type of 16 bytes
 
@@ -86,19 +86,19 @@ class TextTable:
 
         Args:
             codes: Indices into the texts.
-            keep: Where the views and the texts themselves are put, where they shall lie elsewhere.
+            keep: Moves the views and the texts themselves to where they are to be kept.
         """
-        known = codes >= 0
+        present = codes >= 0
         gathered = rows_of(self._views, codes).view(np.ndarray)
-        bits = None if known.all() else np.packbits(known.view(np.ndarray), bitorder="little")
+        bits = None if present.all() else np.packbits(present.view(np.ndarray), bitorder="little")
         return series("string_view", len(codes), [bits, keep(gathered).view(np.uint8), keep(self._heap)])
 
 
-def _view(text: bytes, place: int) -> bytes:
+def _view(text: bytes, offset: int) -> bytes:
     length = len(text).to_bytes(4, "little")
     if len(text) <= _INLINE:
         return length + text.ljust(_INLINE, b"\0")
-    return length + text[:4] + bytes(4) + place.to_bytes(4, "little")
+    return length + text[:4] + bytes(4) + offset.to_bytes(4, "little")
 
 
 def series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
@@ -119,7 +119,7 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
     Args:
         dtype: Of the column; what is neither number nor text comes back in memory.
         count: Rows of all parts.
-        parts: Gives the parts in order; texts are asked for twice.
+        parts: Gives the parts in order; called twice for texts.
     """
     if not count:
         return pl.Series([], dtype=dtype)
@@ -128,17 +128,17 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
     if type(dtype) not in _ARROW:
         return pl.concat(list(parts()), rechunk=True)
     kind = _ARROW[type(dtype)]
-    values, known = empty(count, np.dtype(kind)), np.ones(count, dtype=np.bool_)
+    values, present = empty(count, np.dtype(kind)), np.ones(count, dtype=np.bool_)
     at = 0
     for part in parts():
-        here = slice(at, at + part.len())
-        values[here] = part.fill_null(0).to_numpy()
-        known[here] = part.is_not_null().to_numpy()
+        rows = slice(at, at + part.len())
+        values[rows] = part.fill_null(0).to_numpy()
+        present[rows] = part.is_not_null().to_numpy()
         at += part.len()
     data = values.view(np.ndarray)
-    if known.all():
+    if present.all():
         return pl.Series(data)
-    return series(kind, count, [np.packbits(known, bitorder="little"), data])
+    return series(kind, count, [np.packbits(present, bitorder="little"), data])
 
 
 def _texts(count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:

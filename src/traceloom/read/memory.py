@@ -51,11 +51,11 @@ class HostEvents(NamedTuple):
     is_op: Array
 
     @classmethod
-    def of(cls, events: pl.DataFrame, place: Array) -> HostEvents:
+    def of(cls, events: pl.DataFrame, thread: Array) -> HostEvents:
         """From the `events` frame and the place of each event."""
-        column = partial(column_of, events, large=isinstance(place, OnDisk))
+        column = partial(column_of, events, large=isinstance(thread, OnDisk))
         category = column("category")
-        spot = np.where(lookup(_ON_HOST, category), place, -1)
+        spot = np.where(lookup(_ON_HOST, category), thread, -1)
         return cls(
             spot, column("start_ns"), column("nested_end_ns"), column("parent", NO_ROW), lookup(_IS_OP, category)
         )
@@ -76,23 +76,23 @@ def allocation_frame(
     if not len(columns["start"]):
         return pl.DataFrame(schema=SCHEMAS["allocations"])
     order = np.argsort(columns["start"], kind="stable")
-    some = {name: values[order] for name, values in columns.items()}
-    time = some["start"] + base_ns
-    inside = _innermost_op(time, some["place"], HostEvents.of(*on_host))
+    ordered = {name: values[order] for name, values in columns.items()}
+    time = ordered["start"] + base_ns
+    inside = _innermost_op(time, ordered["place"], HostEvents.of(*on_host))
     step = step_of(steps, time)
-    process, thread = lookup(places.numbers(0), some["place"]), lookup(places.numbers(1), some["place"])
-    kind, device = some["device_type"], some["device_id"]
+    process, thread = lookup(places.numbers(0), ordered["place"]), lookup(places.numbers(1), ordered["place"])
+    kind, device = ordered["device_type"], ordered["device_id"]
     kind = np.where((kind >= 0) & (kind < len(DEVICE_TYPES)), kind, len(DEVICE_TYPES))
     device[(device < -(2**31)) | (device >= 2**31)] = NULL
     return pl.DataFrame(
         {
             "time_ns": plain(time, pl.Int64),
-            "address": plain(some["address"], pl.UInt64),
-            "bytes": plain(np.where(some["allocation_bytes"] == NULL, 0, some["allocation_bytes"]), pl.Int64),
+            "address": plain(ordered["address"], pl.UInt64),
+            "bytes": plain(np.where(ordered["allocation_bytes"] == NULL, 0, ordered["allocation_bytes"]), pl.Int64),
             "device_type": Texts([*DEVICE_TYPES.values(), "other"]).column(kind),
             "device": nullable(device, pl.Int32),
-            "allocated_bytes": nullable(some["total_allocated"]),
-            "reserved_bytes": nullable(some["total_reserved"]),
+            "allocated_bytes": nullable(ordered["total_allocated"]),
+            "reserved_bytes": nullable(ordered["total_reserved"]),
             "process": nullable(process),
             "thread": nullable(thread),
             "op": row_numbers(inside),
@@ -102,21 +102,21 @@ def allocation_frame(
     )
 
 
-def _innermost_op(time: Ints, place: Array, host: HostEvents) -> Ints:
-    """The innermost op that is open at each time on each place."""
+def _innermost_op(time: Ints, pair_number: Array, host: HostEvents) -> Ints:
+    """The innermost op that is open at each time on each (pid, tid) pair."""
     spot, start, end, parent, is_op = host
     rows = np.flatnonzero(spot >= 0)
     order = rows[np.argsort(spot[rows], kind="stable")]
-    lows = np.searchsorted(spot[order], place, side="left")
-    highs = np.searchsorted(spot[order], place, side="right")
+    lows = np.searchsorted(spot[order], pair_number, side="left")
+    highs = np.searchsorted(spot[order], pair_number, side="right")
     out = np.full(len(time), NO_ROW, dtype=np.int64, like=time)
-    for number in distinct(place):
-        mine = np.flatnonzero(place == number)
-        members = order[lows[mine[0]] : highs[mine[0]]]
+    for number in distinct(pair_number):
+        of_pair = np.flatnonzero(pair_number == number)
+        members = order[lows[of_pair[0]] : highs[of_pair[0]]]
         if not members.size:
             continue
-        at = np.searchsorted(start[members], time[mine], side="right") - 1
-        out[mine] = np.where(at >= 0, members[np.maximum(at, 0)], NO_ROW)
+        at = np.searchsorted(start[members], time[of_pair], side="right") - 1
+        out[of_pair] = np.where(at >= 0, members[np.maximum(at, 0)], NO_ROW)
     rows = np.flatnonzero(out >= 0)
     while rows.size:
         ended = end[out[rows]] <= time[rows]
@@ -124,8 +124,8 @@ def _innermost_op(time: Ints, place: Array, host: HostEvents) -> Ints:
         out[rows] = parent[out[rows]]
         rows = rows[out[rows] >= 0]
     above = nearest(parent, is_op)
-    known = out >= 0
-    out[known] = np.where(is_op[out[known]], out[known], above[out[known]])
+    has_event = out >= 0
+    out[has_event] = np.where(is_op[out[has_event]], out[has_event], above[out[has_event]])
     return out
 
 
@@ -137,18 +137,18 @@ def unknown_devices(columns: dict[str, Array]) -> int:
 
 def mark_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: Texts) -> pl.DataFrame:
     """The `marks` frame: instants other than allocations."""
-    known = columns["start"] != NULL if len(columns["start"]) else np.zeros(0, dtype=np.bool_)
-    if not known.any():
+    has_time = columns["start"] != NULL if len(columns["start"]) else np.zeros(0, dtype=np.bool_)
+    if not has_time.any():
         return pl.DataFrame(schema=SCHEMAS["marks"])
-    columns = {name: values[known] for name, values in columns.items()}
+    columns = {name: values[has_time] for name, values in columns.items()}
     order = np.argsort(columns["start"], kind="stable")
-    place = columns["place"][order]
+    pair_number = columns["place"][order]
     return pl.DataFrame(
         {
             "time_ns": plain(columns["start"][order] + base_ns, pl.Int64),
             "name": texts.column(columns["name"][order]),
-            "process": _ids(places, 0).column(place),
-            "thread": _ids(places, 1).column(place),
+            "process": _ids(places, 0).column(pair_number),
+            "thread": _ids(places, 1).column(pair_number),
             "bytes": nullable(columns["bytes"][order]),
         },
         schema=SCHEMAS["marks"],

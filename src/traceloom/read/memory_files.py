@@ -81,8 +81,8 @@ def whole(value: Any) -> int | None:
 
 def rank_of(path: Path) -> int | None:
     """The rank in a file's name, as the recorder writes it."""
-    found = re.match(r"rank(\d+)", path.name)
-    return int(found[1]) if found else None
+    match = re.match(r"rank(\d+)", path.name)
+    return int(match[1]) if match else None
 
 
 def beside(trace: Trace, ending: str) -> Path | None:
@@ -90,11 +90,11 @@ def beside(trace: Trace, ending: str) -> Path | None:
     entry = trace.meta.capture
     if entry is None or trace.meta.path in ("", "-"):
         return None
-    place = Path(trace.meta.path)
+    trace_path = Path(trace.meta.path)
     name = entry.get("name")
     stem = name if isinstance(name, str) and _STEM.fullmatch(name) else None
     if stem is None:
-        found = _STEM.match(place.name)
-        stem = found[1] if found else None
-    path = place.parent / f"{stem}{ending}" if stem else None
+        match = _STEM.match(trace_path.name)
+        stem = match[1] if match else None
+    path = trace_path.parent / f"{stem}{ending}" if stem else None
     return path if path is not None and path.is_file() else None

@@ -24,8 +24,8 @@ def whole(value: Any) -> int | None:
     """A whole number, also in quotes; None for anything else."""
     if isinstance(value, bool):
         return None
-    found = number(value)
-    return None if found == NULL else found
+    parsed = number(value)
+    return None if parsed == NULL else parsed
 
 
 def base_ns(metadata: dict[str, Any]) -> int:
@@ -43,7 +43,7 @@ def distributed(metadata: dict[str, Any]) -> dict[str, Any]:
 def find_rank(
     metadata: dict[str, Any], arguments: int | None, path: str, capture: dict[str, Any] | None
 ) -> tuple[int | None, str | None, list[Notice]]:
-    """The rank, how it is known, and what must be said about it.
+    """The rank, where it comes from, and notices about it.
 
     Evidence in order: capture.json, `distributedInfo`, the `Rank` argument of collectives, the file's name.
     """
@@ -58,8 +58,8 @@ def find_rank(
     match = _RANK_IN_NAME.search(Path(path).name)
     if match:
         rank = int(match.group(1))
-        said = f"the file does not say its rank; {rank} is taken from the file name"
-        return rank, "file name", [Notice("rank-from-name", "info", said, rank=rank, where=Path(path).name)]
+        text = f"the file does not say its rank; {rank} is taken from the file name"
+        return rank, "file name", [Notice("rank-from-name", "info", text, rank=rank, where=Path(path).name)]
     return None, None, []
 
 
@@ -117,13 +117,13 @@ def _add_group(  # noqa: PLR0917  (the columns of the frame)
         size = len(members)
     if members is not None and size is not None and len(members) < size:
         members = None  # cut
-    known = rows.get(str(name), {})
+    previous = rows.get(str(name), {})
     rows[str(name)] = {
         "group": str(name),
-        "description": _text(description) or known.get("description"),
-        "backend": _text(backend) or known.get("backend"),
-        "size": size or known.get("size"),
-        "ranks": members or known.get("ranks"),
+        "description": _text(description) or previous.get("description"),
+        "backend": _text(backend) or previous.get("backend"),
+        "size": size or previous.get("size"),
+        "ranks": members or previous.get("ranks"),
     }
 
 
@@ -140,10 +140,10 @@ def _parsed(text: str) -> Any:
 
 def versions(metadata: dict[str, Any]) -> dict[str, str]:
     """Versions of the runtime, driver, tracer and communication library."""
-    found = {key: value for key, value in metadata.items() if _VERSION.search(key) and key != "schemaVersion"}
+    entries = {key: value for key, value in metadata.items() if _VERSION.search(key) and key != "schemaVersion"}
     if "nccl_version" in distributed(metadata):
-        found["nccl_version"] = distributed(metadata)["nccl_version"]
-    return {key: str(value) for key, value in found.items() if isinstance(value, (str, int, float))}
+        entries["nccl_version"] = distributed(metadata)["nccl_version"]
+    return {key: str(value) for key, value in entries.items() if isinstance(value, (str, int, float))}
 
 
 def settings(metadata: dict[str, Any]) -> dict[str, bool]:

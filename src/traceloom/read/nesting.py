@@ -130,9 +130,9 @@ def _subtree_end(row: int, depths: Ints) -> int:
     return len(depths)
 
 
-def _walk(low: int, high: int, starts: Ints, raw: Ints, found: tuple[Ints, Ints, Ints]) -> None:
-    """Find parents, depths and ends of the rows low..high-1 of one lane again, by a stack, in place."""
-    above, depths, ends = found
+def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Ints, Ints]) -> None:
+    """Recompute parents, depths and ends of the rows low..high-1 of one lane with a stack, in place."""
+    above, depths, ends = columns
     outer, base = int(above[low]), int(depths[low])
     limit = int(ends[outer]) if outer >= 0 else None
     stack: list[tuple[int, int]] = []  # rows and their ends

@@ -83,7 +83,7 @@ class Scratch:
         """Unmap pages now and then: they stay in the system's file cache, which may drop them."""
         self._fresh += size
         if self._fresh > _MOST_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
-            for block in [*self._used.values(), *(block for some in self._idle.values() for block in some)]:
+            for block in [*self._used.values(), *(block for blocks in self._idle.values() for block in blocks)]:
                 block.madvise(mmap.MADV_DONTNEED)
             self._fresh = size
 
@@ -112,15 +112,15 @@ def _rounded(size: int) -> int:
 
 
 def new_block(size: int) -> mmap.mmap:
-    """A mapped file whose space is reserved: a page that finds no room when it is written would end the process.
+    """A mapped file whose space is reserved: writing a page when the disk is full would end the process.
 
     Raises:
         InputError: `no-space`: the disk is full.
     """
-    place = folder()
+    directory = folder()
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place) as file:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
@@ -245,9 +245,9 @@ def rows_of(values: Array, key: Array) -> Array:
     result = empty(int(np.count_nonzero(key)), values.dtype)
     at = 0
     for piece in pieces(len(key)):
-        some = values[piece][key[piece]]
-        result[at : at + len(some)] = some
-        at += len(some)
+        selected = values[piece][key[piece]]
+        result[at : at + len(selected)] = selected
+        at += len(selected)
     return result
 
 
@@ -255,11 +255,11 @@ def _scatter(values: Array, key: Array, new: Any) -> None:
     each = isinstance(new, np.ndarray) and new.ndim == 1 and len(new) != 1
     at = 0
     for piece in pieces(len(key)):
-        part, some = values, key[piece]
-        count = len(some)
+        part, selection = values, key[piece]
+        count = len(selection)
         if key.dtype == np.bool_:
-            part, count = values[piece], int(np.count_nonzero(some))
-        part[some] = new[at : at + count] if each else new
+            part, count = values[piece], int(np.count_nonzero(selection))
+        part[selection] = new[at : at + count] if each else new
         at += count
     if each and at != len(new):
         raise ValueError(f"{len(new)} values for {at} rows")
@@ -272,8 +272,10 @@ def _where(condition: Any, *choices: Any) -> Any:
     count = max(len(value) for value in parts if getattr(value, "ndim", 0) == 1)
     result = empty(count, np.where(*(_start(value, count) for value in parts)).dtype)
     for piece in pieces(count):
-        some = (value[piece] if getattr(value, "ndim", 0) == 1 and len(value) == count else value for value in parts)
-        result[piece] = np.where(*some)
+        operands = (
+            value[piece] if getattr(value, "ndim", 0) == 1 and len(value) == count else value for value in parts
+        )
+        result[piece] = np.where(*operands)
     return result
 
 
@@ -282,9 +284,9 @@ def _nonzero(values: Any) -> tuple[Array]:
     result = empty(int(np.count_nonzero(values)), np.intp)
     at = 0
     for piece in pieces(len(values)):
-        some = np.flatnonzero(values[piece])
-        result[at : at + len(some)] = some + piece.start
-        at += len(some)
+        positions = np.flatnonzero(values[piece])
+        result[at : at + len(positions)] = positions + piece.start
+        at += len(positions)
     return (result,)
 
 
@@ -311,13 +313,13 @@ def _argsort(values: Any, *_: Any, **__: Any) -> Array:
     result = empty(count, np.intp)
     sample = np.sort(plain[:: max(1, count // _SAMPLED)])
     bounds = np.unique(sample[:: max(1, len(sample) * SORTED // max(count, 1))])
-    place = empty(count, np.uint16)
+    range_number = empty(count, np.uint16)
     for piece in pieces(count):
-        some = plain[piece]
-        place[piece] = np.searchsorted(bounds, some, side="left") + np.searchsorted(bounds, some, side="right")
+        chunk = plain[piece]
+        range_number[piece] = np.searchsorted(bounds, chunk, side="left") + np.searchsorted(bounds, chunk, side="right")
     at = 0
     for number in range(2 * len(bounds) + 1):
-        (rows,) = _nonzero(place == number)
+        (rows,) = _nonzero(range_number == number)
         if number % 2 == 0:
             rows = rows[np.argsort(plain[_plain(rows)], kind="stable")]
         result[at : at + len(rows)] = rows
@@ -332,16 +334,16 @@ def _lexsort(keys: Any, *_: Any, **__: Any) -> Any:
     return order
 
 
-def _searchsorted(values: Any, wanted: Any, side: Any = "left") -> Any:
-    if np.ndim(wanted) == 0:
-        return np.searchsorted(_plain(values), wanted, side=side)
-    values, wanted = _plain(values), _plain(np.asarray(wanted))
-    common = np.result_type(values, wanted)
+def _searchsorted(values: Any, targets: Any, side: Any = "left") -> Any:
+    if np.ndim(targets) == 0:
+        return np.searchsorted(_plain(values), targets, side=side)
+    values, targets = _plain(values), _plain(np.asarray(targets))
+    common = np.result_type(values, targets)
     if values.dtype != common:
         values = _plain(stored(values).astype(common))
-    result = empty(len(wanted), np.intp)
-    for piece in pieces(len(wanted)):
-        result[piece] = np.searchsorted(values, wanted[piece], side=side)
+    result = empty(len(targets), np.intp)
+    for piece in pieces(len(targets)):
+        result[piece] = np.searchsorted(values, targets[piece], side=side)
     return result
 
 
@@ -350,9 +352,9 @@ def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
     result = empty(int(repeats.sum()), values.dtype)
     at = 0
     for piece in pieces(len(values)):
-        some = np.repeat(values[piece], repeats[piece])
-        result[at : at + len(some)] = some
-        at += len(some)
+        repeated = np.repeat(values[piece], repeats[piece])
+        result[at : at + len(repeated)] = repeated
+        at += len(repeated)
     return result
 
 
@@ -396,14 +398,14 @@ def _unique(values: Any, return_index: bool = False, return_inverse: bool = Fals
     ordered = values[order]
     first = np.ones(len(ordered), dtype=np.bool_, like=values)
     first[1:] = ordered[1:] != ordered[:-1]
-    found = [ordered[first]]
+    outputs = [ordered[first]]
     if return_index:
-        found.append(order[first])
+        outputs.append(order[first])
     if return_inverse:
         inverse = empty(len(order), np.intp)
         inverse[order] = np.cumsum(first) - 1
-        found.append(inverse)
-    return found[0] if len(found) == 1 else tuple(found)
+        outputs.append(inverse)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _full(shape: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Array:

@@ -74,8 +74,8 @@ def innermost(here: Ints, stop: Ints, size: int) -> Ints:
     around, depth = opened[here], opened[at] - 1
     order = np.argsort(around.astype(np.uint16) if around.max(initial=0) < 1 << 16 else around, kind="stable")
     key = around[order] * size + here[order]
-    found = np.searchsorted(key, depth * size + at) - 1
-    value = np.where(depth >= 0, np.append(here[order], -1)[found], -1)
+    index = np.searchsorted(key, depth * size + at) - 1
+    value = np.where(depth >= 0, np.append(here[order], -1)[index], -1)
     innermost: Ints = np.repeat(value, np.diff(np.append(at, size)))
     return innermost
 

@@ -110,7 +110,7 @@ class Lot:
         if self._block is None or self._used + size > len(self._block):
             self._block = ondisk.new_block(max(_BLOCK, size))
             self._used = 0
-        place = np.frombuffer(self._block, dtype=values.dtype, count=len(values), offset=self._used)
-        place[:] = values
+        copy = np.frombuffer(self._block, dtype=values.dtype, count=len(values), offset=self._used)
+        copy[:] = values
         self._used += -(-size // _ALIGNED) * _ALIGNED
-        return place
+        return copy

@@ -34,15 +34,15 @@ _CODE = {
 
 
 def load(path: str | Path) -> tuple[Any, int]:
-    """The data of a pickle file, and how many texts in it were none (halves of surrogate pairs) and were replaced.
+    """The data of a pickle file, and how many texts in it were invalid (halves of surrogate pairs) and replaced.
 
     Raises:
         InputError: `unreadable`; `pickle-too-large`; `pickle-with-code`: it asks for a class or a function;
             `pickle-damaged`: it is cut, no pickle, or holds what plain data does not need.
     """
-    place = Path(path)
+    file_path = Path(path)
     try:
-        size = place.stat().st_size
+        size = file_path.stat().st_size
         if size > MOST_BYTES:
             raise InputError(
                 f"the pickle has {size / 1e9:.1f} GB; up to {MOST_BYTES / 1e9:.1f} GB are read",
@@ -50,7 +50,7 @@ def load(path: str | Path) -> tuple[Any, int]:
                 where=str(path),
                 hint="record a shorter history (max_entries of torch.cuda.memory._record_memory_history)",
             )
-        data = read_small(place, MOST_BYTES)
+        data = read_small(file_path, MOST_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"the file cannot be read: {reason.lower()}", slug="unreadable", where=str(path)) from error
@@ -151,13 +151,13 @@ class _Reader:
 
 
 def _get(self: _Reader, runs: re.Pattern[bytes], layout: str) -> None:
-    """One or many objects made before; stacks are long lists of these."""
-    found = runs.match(self.data, self.at - 1)
-    if found is None:
+    """One or many objects from the memo; stacks are long lists of these."""
+    match = runs.match(self.data, self.at - 1)
+    if match is None:
         raise IndexError
-    self.at = found.end()
+    self.at = match.end()
     memo = self.memo
-    self.stack.extend([memo[number] for (number,) in struct.iter_unpack(layout, found[0])])
+    self.stack.extend([memo[number] for (number,) in struct.iter_unpack(layout, match[0])])
 
 
 def _put(self: _Reader, number: int) -> None:

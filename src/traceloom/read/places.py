@@ -49,16 +49,16 @@ def places(text: bytes, count: int, braces: Places) -> tuple[Places, Places]:
 
     Args:
         text: Entries between commas, which could be decoded; it begins with the first.
-        count: How many they are.
+        count: How many there are.
         braces: Where `}` stands in the text.
     """
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    found = _boundaries(text, braces)
-    if found is None or len(found[0]) != count - 1:
+    boundaries = _boundaries(text, braces)
+    if boundaries is None or len(boundaries[0]) != count - 1:
         return _by_decoding(text)
-    begins = np.concatenate([[0], found[1]])
-    ends = np.concatenate([found[0] + 1, [len(text.rstrip())]])
+    begins = np.concatenate([[0], boundaries[1]])
+    ends = np.concatenate([boundaries[0] + 1, [len(text.rstrip())]])
     return begins, ends - begins
 
 

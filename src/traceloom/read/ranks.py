@@ -65,10 +65,10 @@ class _Meter:
     """Adds up what the readers of several files say."""
 
     def __init__(self, inputs: list[Input], report: Report | None) -> None:
-        self._sizes = [_size(one) for one in inputs]
+        self._sizes = [_size(source) for source in inputs]
         self._read = [0] * len(inputs)
         self._done = [False] * len(inputs)
-        self._names = [str(one.path) for one in inputs]
+        self._names = [str(source.path) for source in inputs]
         self._report = report
 
     def moved(self, number: int, read: int) -> None:
@@ -89,39 +89,41 @@ class _Meter:
             self._report(progress)
 
 
-def _size(one: Input) -> int:
+def _size(source: Input) -> int:
     try:
-        return one.path.stat().st_size if str(one.path) != "-" else 0
+        return source.path.stat().st_size if str(source.path) != "-" else 0
     except OSError:
         return 0
 
 
 def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None = None) -> list[Trace | InputError]:
-    """Read every file; a refusal stands in its file's place.
+    """Read every file; for a refused one, its error is in its place.
 
     Args:
         inputs: The files.
         cache: Looked into first and filled; None leaves it alone.
-        report: Told how far the reading is.
+        report: Called with the progress of the reading.
     """
-    meter, lot = _Meter(inputs, report), Lot()
+    meter, column_files = _Meter(inputs, report), Lot()
     out: list[Trace | InputError | None] = [None] * len(inputs)
-    entries = [cache.entry(one.path, one.entry) if cache and str(one.path) != "-" else None for one in inputs]
+    entries = [
+        cache.entry(source.path, source.entry) if cache and str(source.path) != "-" else None for source in inputs
+    ]
     missing = []
     for number, entry in enumerate(entries):
-        known = entry.get() if entry else None
-        if known is None:
+        cached = entry.get() if entry else None
+        if cached is None:
             missing.append(number)
         else:
-            out[number] = lot.kept(known)
+            out[number] = column_files.kept(cached)
             meter.finished(number)
     seen = [_seen(inputs[number]) for number in missing]
     text = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
     if _cores(missing) > 1 and text > _WORTH_BYTES:
-        _beside(inputs, missing, out, meter, lot)
+        _beside(inputs, missing, out, meter, column_files)
     else:
         for number in missing:
-            out[number] = _here(inputs[number], number, meter, lot)
+            out[number] = _here(inputs[number], number, meter, column_files)
     for number, before in zip(missing, seen, strict=True):
         trace, entry = out[number], entries[number]
         if isinstance(trace, Trace):
@@ -135,30 +137,30 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
         return read_all([Input(path, given=False, entry=entry)], cache=cache)[0]
 
     return [
-        with_shapes(trace, one.capture, read) if isinstance(trace, Trace) else trace
-        for one, trace in zip(inputs, out, strict=True)
+        with_shapes(trace, source.capture, read) if isinstance(trace, Trace) else trace
+        for source, trace in zip(inputs, out, strict=True)
         if trace is not None
     ]
 
 
-def _seen(one: Input) -> tuple[int, ...] | None:
-    """What changes with a file; None of what is none."""
+def _seen(source: Input) -> tuple[int, ...] | None:
+    """The file's stamp, which changes when it does; None if it is no file."""
     try:
-        return Seen.now(one.path).stamp
+        return Seen.now(source.path).stamp
     except OSError:
         return None
 
 
 def _with_notices(trace: Trace, entry: Entry | None, *, changed: bool) -> Trace:
-    """The trace, with what is to be said of how it was read this time."""
+    """The trace, with notices about how it was read this time."""
     notices = list(trace.notices)
     path = trace.meta.path
     if changed:
-        said = "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
-        notices.append(Notice("changed-while-read", "warning", said, where=path))
+        text = "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
+        notices.append(Notice("changed-while-read", "warning", text, where=path))
     if entry and entry.damaged:
-        said = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
-        notices.append(Notice("damaged-cache", "info", said, where=path))
+        text = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
+        notices.append(Notice("damaged-cache", "info", text, where=path))
     return replace(trace, notices=tuple(notices)) if len(notices) > len(trace.notices) else trace
 
 
@@ -166,17 +168,17 @@ def _cores(missing: list[int]) -> int:
     return min(os.cpu_count() or 1, len(missing))
 
 
-def _here(one: Input, number: int, meter: _Meter, lot: Lot) -> Trace | InputError:
+def _here(source: Input, number: int, meter: _Meter, column_files: Lot) -> Trace | InputError:
     try:
-        trace = read_kineto(one.path, capture=one.entry, step=lambda read, _text: meter.moved(number, read))
+        trace = read_kineto(source.path, capture=source.entry, step=lambda read, _text: meter.moved(number, read))
     except InputError as error:
         return error
     meter.finished(number)
-    return lot.kept(trace)
+    return column_files.kept(trace)
 
 
 def _beside(
-    inputs: list[Input], missing: list[int], out: list[Trace | InputError | None], meter: _Meter, lot: Lot
+    inputs: list[Input], missing: list[int], out: list[Trace | InputError | None], meter: _Meter, column_files: Lot
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
@@ -194,7 +196,7 @@ def _beside(
                 _in_process,
                 readers=readers,
                 meter=meter,
-                lot=lot,
+                column_files=column_files,
                 processes=(os.cpu_count() or 1) // _cores(missing),
             )
             jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
@@ -250,13 +252,13 @@ class _Readers:
 
 
 def _in_process(
-    one: Input, number: int, folder: Path, *, readers: _Readers, meter: _Meter, lot: Lot, processes: int
+    source: Input, number: int, folder: Path, *, readers: _Readers, meter: _Meter, column_files: Lot, processes: int
 ) -> Trace | InputError:
     folder.mkdir()
     job = {
         "imports": [*filter(os.path.isabs, sys.path), str(Path(traceloom.__file__).parents[1])],
-        "path": str(one.path),
-        "capture": one.entry,
+        "path": str(source.path),
+        "capture": source.entry,
         "folder": str(folder),
         "processes": processes,
     }
@@ -280,10 +282,10 @@ def _in_process(
         raise TraceloomError(
             f"the process that read the file ended with code {process.returncode}",
             slug="reader-died",
-            where=str(one.path),
+            where=str(source.path),
             hint="it may have run out of memory; read fewer ranks at a time" if killed else "please report it",
         )
-    trace = lot.kept(store.saved(folder, kept=False))
+    trace = column_files.kept(store.saved(folder, kept=False))
     shutil.rmtree(folder, ignore_errors=True)
     meter.finished(number)
     return trace

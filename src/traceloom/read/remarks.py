@@ -30,30 +30,30 @@ def remarks(
     if not events.height:
         out.append(Notice("no-events", "error", "the trace holds no complete event"))
     if negative:
-        said = f"with a negative duration, kept as recorded and counted as 0: {_events(negative)}"
-        out.append(Notice("negative-duration", "warning", said, negative))
+        text = f"with a negative duration, kept as recorded and counted as 0: {_events(negative)}"
+        out.append(Notice("negative-duration", "warning", text, negative))
     if absurd:
-        said = f"longer than a day, kept as recorded, so that times that hold them are wrong: {_events(absurd)}"
-        out.append(Notice("absurd-duration", "warning", said, absurd))
+        text = f"longer than a day, kept as recorded, so that times that hold them are wrong: {_events(absurd)}"
+        out.append(Notice("absurd-duration", "warning", text, absurd))
     if orphans:
         have = "has" if orphans == 1 else "have"
-        said = (
+        text = (
             f"{orphans:,} of {work:,} GPU events {have} no launch in the trace "
             "(submitted before the recording began, or the call was not recorded)"
         )
-        out.append(Notice("orphan-work", "info", said, orphans))
+        out.append(Notice("orphan-work", "info", text, orphans))
     clipped = len(nesting.clipped)
     if clipped:
-        said = f"crossing another span of their thread, and shortened so that they nest: {_events(clipped)}"
-        out.append(Notice("crossing-spans", "info", said, clipped))
+        text = f"crossing another span of their thread, and shortened so that they nest: {_events(clipped)}"
+        out.append(Notice("crossing-spans", "info", text, clipped))
     if unknown_categories:
         count = sum(unknown_categories.values())
         names = ", ".join(f"`{name}`" for name in sorted(unknown_categories)[:4])
-        said = f"of a category this version does not know ({names}), kept as `other`: {_events(count)}"
-        out.append(Notice("unknown-category", "info", said, count))
+        text = f"of a category this version does not know ({names}), kept as `other`: {_events(count)}"
+        out.append(Notice("unknown-category", "info", text, count))
     if unknown_devices:
-        said = f"{unknown_devices:,} memory events are of a device type this version does not know"
-        out.append(Notice("unknown-device-type", "info", said, unknown_devices))
+        text = f"{unknown_devices:,} memory events are of a device type this version does not know"
+        out.append(Notice("unknown-device-type", "info", text, unknown_devices))
     return out
 
 

@@ -158,7 +158,7 @@ def _loosely(text: bytes) -> list[Any]:
 
 def _escapes(text: str) -> str:
     """A backslash that escapes nothing is meant as a backslash."""
-    return _BACKSLASH.sub(lambda found: found[0] if found["good"] else r"\\", text)
+    return _BACKSLASH.sub(lambda match: match[0] if match["good"] else r"\\", text)
 
 
 def _values(text: str) -> str:

@@ -57,9 +57,9 @@ def find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any
 
 def _waits(samples: dict[str, Samples], low: int, high: int) -> bool:
     """Whether all threads together hardly ran."""
-    ran = sum(int(one.ran_ns[-1] - one.ran_ns[0]) for one in samples.values())
-    begins = min(int(one.time_ns[0]) for one in samples.values())
-    ends = max(int(one.time_ns[-1]) for one in samples.values())
+    ran = sum(int(thread.ran_ns[-1] - thread.ran_ns[0]) for thread in samples.values())
+    begins = min(int(thread.time_ns[0]) for thread in samples.values())
+    ends = max(int(thread.time_ns[-1]) for thread in samples.values())
     return begins < high and ends > low and ran <= _MOST_RUNNING * max(ends - begins, 1)
 
 

@@ -106,21 +106,21 @@ class Walk:
         return match.end() if match else len(self.letters)
 
     def _entry(self, at: int) -> tuple[int, bool] | None:
-        """The end of the whole object there, and whether it is an entry."""
+        """The end of the complete object at a position, and whether it is an entry."""
         if not _OPENING.match(self.letters, at):
             return None
-        found = self.value(at)
-        return None if found is None else (found[1], self._form.is_entry(found[0]))
+        parsed = self.value(at)
+        return None if parsed is None else (parsed[1], self._form.is_entry(parsed[0]))
 
     def next_entry(self, at: int) -> int | None:
-        """Where the next whole entry begins, from a place on."""
+        """Where the next complete entry begins, from a position on."""
         while opening := _OPENING.search(self.letters, at):
             at = opening.start()
-            found = self.value(at)
-            if found is not None and self._form.is_entry(found[0]):
+            parsed = self.value(at)
+            if parsed is not None and self._form.is_entry(parsed[0]):
                 return at
             # A malformed entry may have swallowed those behind it, whole or not.
-            self._reached = self._reached if found is None else found[1]
+            self._reached = self._reached if parsed is None else parsed[1]
             at = self.after_failure(at)
         return None
 
@@ -134,8 +134,8 @@ class Walk:
     def resumes(self, at: int) -> bool:
         """Whether an entry follows, with nothing but closing brackets before it."""
         match = _STRAY.match(self.letters, at)
-        found = self._entry(match.end() if match else at)
-        return found is not None and found[1]
+        entry = self._entry(match.end() if match else at)
+        return entry is not None and entry[1]
 
     def foreign_key(self, at: int) -> bool:
         """Whether a key stands there that no entry has."""
@@ -251,13 +251,13 @@ class Recovery:
         return None
 
     def _single(self, at: int) -> tuple[int | None, bool]:
-        """Deal with what stands at one place: (where to go on, whether the list ended); None asks for more text."""
+        """Handle what is at one position: (where to go on, whether the list ended); None asks for more text."""
         sign, walk = self.text[at : at + 1], self._walk
         cut = ""
         if sign == b"{":
-            found = walk.value(at)
-            if found is not None:
-                return self._object(at, found[1], found[0]), False
+            parsed = walk.value(at)
+            if parsed is not None:
+                return self._object(at, parsed[1], parsed[0]), False
             cut = walk.reaches_end
         elif sign == b"]" and not (walk.resumes(at + 1) or _GOES_ON.match(walk.letters, at + 1)):
             return at + 1, True
@@ -367,10 +367,10 @@ def spans_between(boundary: re.Pattern[bytes], text: bytes) -> list[Span]:
 
 
 def _good_before(error: Exception, spans: list[Span], at: int, upto: int) -> int:
-    """How many pieces to try next: those before the fault, or half where its place is unknown."""
+    """How many pieces to try next: those before the fault, or half where its position is unknown."""
     byte = byte_of(error)
     if byte is None:
         return max(1, (upto - at) // 2)
-    place = spans[at][0] + byte - 1
-    good = sum(1 for _, end in spans[at:upto] if end < place)
+    fault = spans[at][0] + byte - 1
+    good = sum(1 for _, end in spans[at:upto] if end < fault)
     return max(1, min(good, (upto - at) - 1))

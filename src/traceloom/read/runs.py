@@ -96,41 +96,41 @@ def _earliest(entries: list[Any], *, exact: bool) -> int | None:
     return int(min(times) * 1000) if times else None
 
 
-def same_run(one: Peek, other: Peek) -> bool:
+def same_run(left: Peek, right: Peek) -> bool:
     """Whether two files are of one run: captures, job ids, world size, time, processes and names, in this order."""
-    if one.source.capture is not None or other.source.capture is not None:
-        return one.source.capture == other.source.capture and one.part == other.part
-    jobs, others = dict(one.job), dict(other.job)
+    if left.source.capture is not None or right.source.capture is not None:
+        return left.source.capture == right.source.capture and left.part == right.part
+    jobs, others = dict(left.job), dict(right.job)
     if any(jobs[key] != others[key] for key in jobs.keys() & others.keys()):
         return False
-    if one.world_size is not None and other.world_size is not None and one.world_size != other.world_size:
+    if left.world_size is not None and right.world_size is not None and left.world_size != right.world_size:
         return False
-    gap = None if one.start_ns is None or other.start_ns is None else abs(one.start_ns - other.start_ns)
-    alike = one.pattern == other.pattern
-    if (one.world_size or 0) > 1 and (other.world_size or 0) > 1:
+    gap = None if left.start_ns is None or right.start_ns is None else abs(left.start_ns - right.start_ns)
+    alike = left.pattern == right.pattern
+    if (left.world_size or 0) > 1 and (right.world_size or 0) > 1:
         return (gap is not None and gap <= (_FAR_NS if alike else _NEAR_NS)) or (gap is None and alike)
-    same_process = one.process is not None and one.process == other.process and one.host == other.host
-    if one.rank == other.rank:
-        return alike and same_process and one.start_ns != other.start_ns
-    return alike and None not in (one.rank, other.rank) and (gap is None or gap <= _FAR_NS)
+    same_process = left.process is not None and left.process == right.process and left.host == right.host
+    if left.rank == right.rank:
+        return alike and same_process and left.start_ns != right.start_ns
+    return alike and None not in (left.rank, right.rank) and (gap is None or gap <= _FAR_NS)
 
 
 def group(peeks: list[Peek]) -> list[list[Peek]]:
     """Files by run, in the order of their first file."""
     runs: list[list[Peek]] = []
-    for one in peeks:
-        home = next((run for run in runs if same_run(run[0], one) or same_run(run[-1], one)), None)
+    for candidate in peeks:
+        home = next((run for run in runs if same_run(run[0], candidate) or same_run(run[-1], candidate)), None)
         if home is None:
-            runs.append([one])
+            runs.append([candidate])
         else:
-            home.append(one)
+            home.append(candidate)
     return runs
 
 
-def names(runs: list[list[Peek]], given: tuple[str, ...]) -> list[str]:
+def names(runs: list[list[Peek]], requested: tuple[str, ...]) -> list[str]:
     """A name for each run: what the user gave where there is one run, else what its files have in common."""
     if len(runs) == 1:
-        return [given[0] if len(given) == 1 else _common([peek.source.path for peek in runs[0]])]
+        return [requested[0] if len(requested) == 1 else _common([peek.source.path for peek in runs[0]])]
     homes = [run[0].source.capture for run in runs]  # that of all its files
     runs_in = Counter(homes)
     return [
@@ -154,12 +154,12 @@ def _common(paths: list[Path]) -> str:
 
 def peeked(inputs: list[Input]) -> Iterator[Peek | InputError]:
     """Each file's first part, or why it is refused."""
-    for one in inputs:
-        yield _peek_or_refusal(one)
+    for source in inputs:
+        yield _peek_or_refusal(source)
 
 
-def _peek_or_refusal(one: Input) -> Peek | InputError:
+def _peek_or_refusal(source: Input) -> Peek | InputError:
     try:
-        return peek(one)
+        return peek(source)
     except InputError as error:
         return error

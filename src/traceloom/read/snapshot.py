@@ -94,7 +94,7 @@ def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = 
         document: The data.
         path: The file.
         replaced: How many texts of it were replaced.
-        size: Bytes of the file. In a pickle things may be shared without end; what is made of them grows with the file.
+        size: Bytes of the file. Objects in a pickle may be shared without end; what is made of them is limited by this.
     """
     whole = {"segments": document} if isinstance(document, list) else document
     traces = whole.get("device_traces", []) if isinstance(whole, dict) else None
@@ -113,11 +113,11 @@ def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = 
         reader.segment(segment)
     notices: tuple[Notice, ...] = ()
     if reader.odd:
-        said = f"{reader.odd} entries of the snapshot are not as they should be, and are left out"
-        notices = (Notice("odd-snapshot-entries", "warning", said, count=reader.odd),)
+        text = f"{reader.odd} entries of the snapshot are not as they should be, and are left out"
+        notices = (Notice("odd-snapshot-entries", "warning", text, count=reader.odd),)
     if replaced:
-        said = f"{replaced} texts of the snapshot hold halves of surrogate pairs, which are replaced by U+FFFD"
-        notices += (Notice("replaced-text", "warning", said, count=replaced),)
+        text = f"{replaced} texts of the snapshot hold halves of surrogate pairs, which are replaced by U+FFFD"
+        notices += (Notice("replaced-text", "warning", text, count=replaced),)
     return Snapshot(
         path,
         pl.DataFrame(reader.entries, schema=ENTRIES, orient="col"),
@@ -158,9 +158,9 @@ class _Reader:
                 continue
             action, size, time = entry.get("action"), entry.get("size", 0), entry.get("time_us")
             address = entry.get("device_free" if action == "oom" else "addr", 0)
-            known = type(action) is str and action in _KNOWN
+            known_action = type(action) is str and action in _KNOWN
             timed = time is None or (_is_size(time) and time < _LATEST_US)
-            if not (known and timed and _is_size(address) and self._credible(size)):
+            if not (known_action and timed and _is_size(address) and self._credible(size)):
                 self.odd += 1
                 continue
             devices.append(device)
@@ -187,23 +187,23 @@ class _Reader:
         self.segments.append((device, address, size, stream if _is_size(stream) else 0))
         self._count(len(blocks))
         for block in blocks:
-            whole: Any = block.get("size") if isinstance(block, dict) else None
+            block_size: Any = block.get("size") if isinstance(block, dict) else None
             state = block.get("state") if isinstance(block, dict) else None
-            if not self._credible(whole) or not isinstance(state, str):
+            if not self._credible(block_size) or not isinstance(state, str):
                 self.odd += 1
                 continue
-            place = block.get("address", at)
-            asked = block.get("requested_size", whole)
+            block_address = block.get("address", at)
+            requested = block.get("requested_size", block_size)
             history = block.get("history")
             last = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else block
-            asked = last.get("real_size", asked) if last is not block else asked
+            requested = last.get("real_size", requested) if last is not block else requested
             self.blocks.append(
                 (
-                    device, number, place if _is_size(place) else at, whole, asked if _is_size(asked) else whole, state,
-                    self.stack_of(last.get("frames")),
+                    device, number, block_address if _is_size(block_address) else at, block_size,
+                    requested if _is_size(requested) else block_size, state, self.stack_of(last.get("frames")),
                 )
             )  # fmt: skip
-            at += whole
+            at += block_size
 
     def _credible(self, size: Any) -> bool:
         """Whether it is a size, and all sizes together are one."""
@@ -216,14 +216,14 @@ class _Reader:
         """The number of a stack."""
         if not frames or not isinstance(frames, list):
             return 0
-        known = self._by_list.get(id(frames))
-        if known is not None:
-            return known
-        seen, some = self._seen, frames[:_MOST_FRAMES]
+        cached = self._by_list.get(id(frames))
+        if cached is not None:
+            return cached
+        seen, kept = self._seen, frames[:_MOST_FRAMES]
         try:
-            key = tuple([seen[id(frame)] for frame in some])
+            key = tuple([seen[id(frame)] for frame in kept])
         except KeyError:
-            key = tuple([self._frame(frame) for frame in some])
+            key = tuple([self._frame(frame) for frame in kept])
         number = self._stack.get(key)
         if number is None:
             number = self._stack[key] = len(self.stacks)
@@ -247,17 +247,17 @@ class _Reader:
             )
 
     def _frame(self, frame: Any) -> int:
-        """The number of a frame; its object is kept by the document as long as we are."""
-        known = self._seen.get(id(frame))
-        if known is not None:
-            return known
-        told: Frame = ("", 0, "?")
+        """The number of a frame; the document keeps its object alive as long as the reader."""
+        cached = self._seen.get(id(frame))
+        if cached is not None:
+            return cached
+        location: Frame = ("", 0, "?")
         if isinstance(frame, dict):
             file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            told = (_name(file), line if isinstance(line, int) and _is_size(line) else 0, _name(name) or "?")
-        number = self._known.setdefault(told, len(self._frames))
+            location = (_name(file), line if isinstance(line, int) and _is_size(line) else 0, _name(name) or "?")
+        number = self._known.setdefault(location, len(self._frames))
         if number == len(self._frames):
-            self._frames.append(told)
+            self._frames.append(location)
         self._seen[id(frame)] = number
         return number
 
@@ -287,7 +287,7 @@ def is_python(frame: Frame) -> bool:
 
 def stack_texts(snapshot: Snapshot) -> pl.Series:
     """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
-    return pl.Series([_text(one) for one in snapshot.stacks], dtype=pl.String)
+    return pl.Series([_text(stack) for stack in snapshot.stacks], dtype=pl.String)
 
 
 def _text(stack: tuple[Frame, ...]) -> str | None:

@@ -133,8 +133,8 @@ def _unpacked(stream: BinaryIO, packed: bytes, damage: Damage, step: Step | None
             damage.note("cut-gzip", f"byte {read} of the compressed file, {text} of the text")
 
 
-def _slowly(stream: BinaryIO, member: int, until: int, known: int) -> Iterator[bytes]:
-    """The text of a corrupt member beyond what is known, byte by byte up to the fault.
+def _slowly(stream: BinaryIO, member: int, until: int, delivered: int) -> Iterator[bytes]:
+    """The text of a corrupt member beyond the first `delivered` bytes, byte by byte up to the fault.
 
     The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives all before the fault.
     """
@@ -152,8 +152,8 @@ def _slowly(stream: BinaryIO, member: int, until: int, known: int) -> Iterator[b
             except zlib.error:
                 return
             got += len(out)
-            if got > known:
-                yield out[max(0, len(out) - (got - known)) :]
+            if got > delivered:
+                yield out[max(0, len(out) - (got - delivered)) :]
 
 
 def _refuse_bomb(read: int, text: int) -> None:

@@ -36,7 +36,7 @@ class Steps(NamedTuple):
 
 
 def all_steps(meta: Meta) -> Steps | None:
-    """Every whole step of the run, from its first; None where it kept no such table, or one that is none."""
+    """Every complete step of the run, from the first; None where it kept no such table, or an invalid one."""
     table = captured_table(meta.capture, meta.path, "steps") or {}
     durations, states = table.get("duration_ns"), table.get("state")
     if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
@@ -45,8 +45,8 @@ def all_steps(meta: Meta) -> Steps | None:
         return None
     ran = table.get("cpu_ns")
     ran = ran if isinstance(ran, list) and len(ran) == len(durations) else [None] * len(durations)
-    known = [one if isinstance(one, int) and 0 <= one < 1 << 53 else None for one in ran]
-    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states], known)
+    cpu_times = [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in ran]
+    return Steps(np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times)
 
 
 def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -75,7 +75,7 @@ def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[
 
     Args:
         capture: A rank's part of capture.json.
-        path: Of its trace.
+        path: The path of its trace.
         key: Name of the table.
     """
     table = (capture or {}).get(key)
@@ -90,7 +90,7 @@ def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[
         data = read_small(Path(path).parent / name, _MOST_BYTES)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(wbits=31).decompress(data, max(_FEW_BYTES, _MOST_EXPANSION * len(data)))
-        found: dict[str, Any] = msgspec.json.decode(data, type=dict)
+        columns: dict[str, Any] = msgspec.json.decode(data, type=dict)
     except (OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return found
+    return columns

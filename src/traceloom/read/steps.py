@@ -66,13 +66,13 @@ def find_steps(
 
 
 def _requests(spans: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
-    """Steps that are requests: between two of them there is none."""
-    said = (
+    """Steps that are requests; between two of them there is no step."""
+    text = (
         f"there are no steps; {spans.height} bursts of work between waits, most of which begin alike, are taken as "
         "requests, and looked at as steps"
     )
     numbered = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
-    return _frame(numbered, REQUEST), [Notice("requests-assumed", "info", said, spans.height)]
+    return _frame(numbered, REQUEST), [Notice("requests-assumed", "info", text, spans.height)]
 
 
 def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
@@ -121,18 +121,18 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         if score is not None and (best is None or score > best[0]):
             best = (score, group)
     if best is None:
-        said = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
-        return empty("steps"), [Notice("no-steps", "info", said)] if events.height else []
+        text = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
+        return empty("steps"), [Notice("no-steps", "info", text)] if events.height else []
     spans = best[1].select(
         "name",
         "start_ns",
         number=pl.int_range(pl.len(), dtype=pl.Int64),
         end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("nested_end_ns")),
     )
-    said = (
+    text = (
         f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
     )
-    return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", said, spans.height)]
+    return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
 
 
 def _host_window(events: pl.DataFrame) -> int:

@@ -19,10 +19,10 @@ class TextWindow:
         self._base = 0  # byte of the text at which it begins
         self._ended = False
 
-    def _fill(self, wanted: int) -> bool:
-        """Have `wanted` bytes at hand, unless the text ends before; False at its end."""
+    def _fill(self, count: int) -> bool:
+        """Have `count` bytes at hand, unless the text ends before; False at its end."""
         parts, have = [self._text] if self._text else [], len(self._text)
-        while have < wanted and not self._ended:
+        while have < count and not self._ended:
             piece = next(self._pieces, None)
             if piece is None:
                 self._ended = True
@@ -31,7 +31,7 @@ class TextWindow:
             have += len(piece)
             self.size += len(piece)
         self._text = parts[0] if len(parts) == 1 else b"".join(parts)
-        return have >= wanted
+        return have >= count
 
     def _skip(self, count: int) -> None:
         self._text = self._text[count:]

@@ -67,5 +67,7 @@ def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, Samples]:
     bounds = np.flatnonzero(np.diff(thread)) + 1
     parts = zip(*(np.split(column, bounds) for column in (thread, time, ran)), strict=True)
     return {
-        str(which[0]): Samples(when, np.maximum.accumulate(so_far)) for which, when, so_far in parts if which.size > 1
+        str(threads[0]): Samples(times, np.maximum.accumulate(ran_ns))
+        for threads, times, ran_ns in parts
+        if threads.size > 1
     }

@@ -58,28 +58,28 @@ class Helpers:
         """Whether they decoded all that follows a byte; waits until they have."""
         at: int | None = byte
         for fork in self._forks:
-            found = fork.found()
-            if found is None or found.began != at:
+            decoded = fork.found()
+            if decoded is None or decoded.began != at:
                 break
-            self._found.append(found)
-            if (at := found.left_at) is None:
+            self._found.append(decoded)
+            if (at := decoded.left_at) is None:
                 return True
         return False
 
-    def join(self, mine: Decoded) -> None:
+    def join(self, own: Decoded) -> None:
         """Add what they have to what is before it.
 
         Raises:
-            EOFError: One was ended from outside; `mine` is of no use any more.
+            EOFError: One was ended from outside; `own` is of no use any more.
         """
-        if self._found[-1].size >= spill.SPILL_BYTES and mine.columns.spill is None:
-            mine.columns.spill = spill.Spill()
-        for fork, found in zip(self._forks, self._found, strict=False):  # one may have gone to the end by itself
-            mine.columns.extend(found.known, fork.pieces())
-            for key, value in found.metadata.items():
-                keep(mine.metadata, key, value, mine.damage)
-            mine.damage.add(found.damage)
-            mine.size = found.size
+        if self._found[-1].size >= spill.SPILL_BYTES and own.columns.spill is None:
+            own.columns.spill = spill.Spill()
+        for fork, decoded in zip(self._forks, self._found, strict=False):  # one may have gone to the end by itself
+            own.columns.extend(decoded.known, fork.pieces())
+            for key, value in decoded.metadata.items():
+                keep(own.metadata, key, value, own.damage)
+            own.damage.add(decoded.damage)
+            own.size = decoded.size
 
     def stop(self) -> None:
         """End them all."""
@@ -115,29 +115,29 @@ def parts(size: int, processes: int, lead: int) -> list[int]:
 
 
 def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) -> Decoded:
-    """Decode the first part here and take the rest from helpers, which are gone then.
+    """Decode the first part here and take the rest from helpers, which are stopped afterwards.
 
     Raises:
         InputError: As of `decode`.
     """
     try:
-        found = _mine(helping, path, step)
-        if found is not None and (found.left_at is None or _joined(helping, found)):
-            return found
+        decoded = _mine(helping, path, step)
+        if decoded is not None and (decoded.left_at is None or _joined(helping, decoded)):
+            return decoded
     finally:
         helping.stop()
     return decode(path, step)
 
 
-def _joined(helping: Helpers, found: Decoded) -> bool:
+def _joined(helping: Helpers, decoded: Decoded) -> bool:
     """Add what the helpers have; False where one was ended meanwhile."""
     try:
-        helping.join(found)
+        helping.join(decoded)
     except (EOFError, pickle.UnpicklingError):
-        found.columns.close()
+        decoded.columns.close()
         return False
     except BaseException:
-        found.columns.close()
+        decoded.columns.close()
         raise
     return True
 
@@ -157,11 +157,11 @@ def _packed(path: Path) -> bool:
 
 
 def _text_size(path: Path) -> int:
-    """Bytes of text of a file, roughly: gzip says it at its end, and may be wrong."""
+    """Bytes of text of a file, roughly: gzip states it at its end, and may be wrong."""
     size = path.stat().st_size
     if size < 4 or not _packed(path):
         return size
     with path.open("rb") as file:
         file.seek(-4, os.SEEK_END)
-        said = int.from_bytes(file.read(4), "little")
-    return min(max(said, size), size * _MOST_EXPANSION)
+        stated = int.from_bytes(file.read(4), "little")
+    return min(max(stated, size), size * _MOST_EXPANSION)

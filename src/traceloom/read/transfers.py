@@ -33,9 +33,9 @@ def copy_kind(name: str, argument: str | None = None) -> str:
     for text in (argument or "", name):
         if text in _CUPTI_KINDS:
             return _CUPTI_KINDS[text]
-        found = _SHORT.search(text) or _LONG.search(text)
-        if found:
-            return f"{_LETTER[found.group(1)[0].lower()]}to{_LETTER[found.group(2)[0].lower()]}"
+        match = _SHORT.search(text) or _LONG.search(text)
+        if match:
+            return f"{_LETTER[match.group(1)[0].lower()]}to{_LETTER[match.group(2)[0].lower()]}"
     if re.search(r"memset|fill", name, re.IGNORECASE):
         return "fill"
     return "DtoD" if "__amd_rocclr_copyBuffer" in name else "unknown"

@@ -20,12 +20,12 @@ _EVERY_BYTES = 1 << 21  # how often to say how far it is
 
 def main(job: dict[str, Any]) -> None:
     """Read the file that the job names."""
-    told = 0
+    reported = 0
 
     def step(read: int, _text: int) -> None:
-        nonlocal told
-        if read - told >= _EVERY_BYTES:
-            told = read
+        nonlocal reported
+        if read - reported >= _EVERY_BYTES:
+            reported = read
             _say({"read": read})
 
     try:

@@ -47,14 +47,14 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
     """
     options = options or ReportOptions()
-    asked = chosen(options.only)
+    chosen_sections = chosen(options.only)
     whole = _of_ranks(session, options)
     part = selected(session, options)
-    absent = Absent(part.epoch_ns, reasons(asked))
+    absent = Absent(part.epoch_ns, reasons(chosen_sections))
     faults = Faults(options.only)
     ranks, results = _measured(whole, part, options, faults)
     sections = _sections(Study(whole, part, options, ()), results, absent, faults)
-    found, ground = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
+    findings, context = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
@@ -73,8 +73,8 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "memory": totals.memory(ranks, absent),
         "data_loading": totals.data_loading(ranks, absent),
         **sections,
-        "findings": found,
-        "findings_ground": ground,
+        "findings": findings,
+        "findings_ground": context,
         "runs": [],
         "absent": absent.to_list(),
     }
@@ -96,15 +96,17 @@ def _measured(
     """What the core and the chosen sections measure, rank by rank.
 
     All of one rank before the next: what several of them need of a trace is worked out once and then forgotten, so
-    that a run of many ranks needs the room of one.
+    that a run of many ranks needs the memory of one.
     """
-    asked = chosen(options.only)
+    chosen_sections = chosen(options.only)
     core: list[Measured] = []
-    results: dict[str, list[Any]] = {one.key: [] for one in asked}
+    results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
     for trace, shown in zip(whole.traces, part.traces, strict=True):
         core.append(measure(trace, options.steps, by_shape=options.by_shape))
-        for one in asked:
-            results[one.key].append(faults.guard(one.key, partial(one.measure, shown, options)))
+        for chosen_section in chosen_sections:
+            results[chosen_section.key].append(
+                faults.guard(chosen_section.key, partial(chosen_section.measure, shown, options))
+            )
     return core, results
 
 

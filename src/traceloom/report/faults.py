@@ -31,15 +31,15 @@ class Faults:
 
         Raises:
             TraceloomError: What the work says of its input.
-            Exception: Whatever fails of a section that was asked for by name.
+            Exception: Any failure of a section that was requested by name.
         """
         if key in self._found:
             return None
         try:
             return work()
         except Exception as error:
-            ours = isinstance(error, InvariantError) or not isinstance(error, TraceloomError)
-            if key in self._named or not ours:
+            internal = isinstance(error, InvariantError) or not isinstance(error, TraceloomError)
+            if key in self._named or not internal:
                 raise
             self._found[key] = error
             return None

@@ -87,16 +87,16 @@ FORMATS = (
 
 
 def format_of(path: Path) -> Format:
-    """The format a file name asks for.
+    """The format that a file name stands for.
 
     Raises:
         UsageError: slug `unknown-format`.
     """
     name = path.name.lower()
-    for known in FORMATS:
-        if name.endswith(known.endings):
-            return known
-    endings = ", ".join(ending for known in FORMATS for ending in known.endings)
+    for candidate in FORMATS:
+        if name.endswith(candidate.endings):
+            return candidate
+    endings = ", ".join(ending for candidate in FORMATS for ending in candidate.endings)
     raise UsageError(
         f"`{path}` does not tell which format to write", slug="unknown-format", hint=f"use one of the endings {endings}"
     )

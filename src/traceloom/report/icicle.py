@@ -27,7 +27,7 @@ def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = Fa
     device = any(node[4] for node in nodes)
     host = any(node[3] for node in nodes)
     measure = "host" if slim and host else "device" if device else "host"
-    told = [
+    rows = [
         [-1 if parent is None else parent, harmless(name), count, ns, gpu if device else None]
         for parent, name, count, ns, gpu in nodes
     ]
@@ -41,7 +41,7 @@ def figure(nodes: Sequence[Node], *, label: str, note: str = "", slim: bool = Fa
         f'<div class="switch" role="group" aria-label="Width of the boxes">{switch if device else ""}</div>'
         '<div class="icicle"></div><p class="icicle-says quiet" role="status">'
         "Hover or use the arrow keys to read a box; click or Enter to zoom, Escape to go back.</p>"
-        f'<script type="application/json">{island({"nodes": told})}</script>{more}</figure>'
+        f'<script type="application/json">{island({"nodes": rows})}</script>{more}</figure>'
     )
 
 

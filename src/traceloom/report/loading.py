@@ -21,16 +21,16 @@ _LOADING_PARTS = {
 def loader(loading: Row) -> str:
     """Who makes the batches, what the time goes to, and whether the GPU waits too."""
     makers = {wait.get("maker") for wait in loading["waits"]} - {None}
-    said = [_MAKERS[maker] for maker in sorted(makers)]
+    clauses = [_MAKERS[maker] for maker in sorted(makers)]
     parts: dict[str, int] = {}
     for row in loading.get("spent") or []:
         parts[row["part"]] = parts.get(row["part"], 0) + row["ns"]
     part, ns = max(parts.items(), key=lambda item: item[1], default=("other", 0))
     if part != "other" and 2 * ns > loading["total_ns"]:
-        said.append(f"{units.share(ns, loading['total_ns'])} of the waits is {_LOADING_PARTS[part]}")
+        clauses.append(f"{units.share(ns, loading['total_ns'])} of the waits is {_LOADING_PARTS[part]}")
     steps = [row for row in loading["steps"] if row.get("bottleneck") is not None]
     slow = sum(row["bottleneck"] for row in steps)
     if slow:
-        said.append(f"it holds up {slow} of {len(steps)} {'step' if len(steps) == 1 else 'steps'}")
-    text = "; ".join(said)
+        clauses.append(f"it holds up {slow} of {len(steps)} {'step' if len(steps) == 1 else 'steps'}")
+    text = "; ".join(clauses)
     return f"{text[0].upper()}{text[1:]}." if text else ""

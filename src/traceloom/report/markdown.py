@@ -61,7 +61,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
 def _end(document: Row) -> Iterator[str]:
     yield from _notices(document)
     yield ""
-    events = sum(given["events"] for given in document["inputs"])
+    events = sum(entry["events"] for entry in document["inputs"])
     yield f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
 
 
@@ -95,18 +95,18 @@ def _label(rank: int | None) -> str:
 
 
 def _devices(document: Row) -> Iterator[str]:
-    found = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
+    devices = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
     keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
     rows = [
         [f"rank {_label(rank['rank'])}, GPU {device['device']}", units.duration(device["window_ns"])]
         + [units.share(device[key], device["window_ns"]) for key in keys]
         + [_step(rank)]
-        for rank, device in found[:_MOST_RANKS]
+        for rank, device in devices[:_MOST_RANKS]
     ]
     head = ("window", "compute", "exposed communication", "exposed memory", "idle", "median step")
     yield from table("GPU time", head, rows)
-    if len(found) > _MOST_RANKS:
-        yield f"| … and {len(found) - _MOST_RANKS} more | | | | | | |"
+    if len(devices) > _MOST_RANKS:
+        yield f"| … and {len(devices) - _MOST_RANKS} more | | | | | | |"
 
 
 def _step(rank: Row) -> str:
@@ -166,7 +166,7 @@ def _findings(document: Row) -> Iterator[str]:
             ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
             if row["list"] == "time"
             else units.size(row["saving_bytes"]),
-            text("; or, for the same time: ".join([row["title"], *(one["title"] for one in row["alternatives"])])),
+            text("; or, for the same time: ".join([row["title"], *(other["title"] for other in row["alternatives"])])),
             text(row["advice"]),
         ]
         for row in (document.get("findings") or [])[:_MOST_FINDINGS]
@@ -181,23 +181,23 @@ def _findings(document: Row) -> Iterator[str]:
 
 def _sections(document: Row, room: int) -> Iterator[str]:
     """One line per section that has something to say; the last ones are left out where there is no room for them."""
-    said = [
+    summaries = [
         (section.title, section.summary(document[section.key]))
         for section in shown(document)
         if document.get(section.key)
     ]
-    lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in said if sentence]
+    lines = [f"- **{text(title)}**: {text(sentence)}" for title, sentence in summaries if sentence]
     if lines and room > 1:
         yield ""
         yield from lines[: room - 1]
 
 
 def _notices(document: Row) -> Iterator[str]:
-    found = said_once(document["notices"], len(document["ranks"]))
-    if not found:
+    notices = said_once(document["notices"], len(document["ranks"]))
+    if not notices:
         return
     yield ""
-    for notice in found[:_MOST_NOTICES]:
+    for notice in notices[:_MOST_NOTICES]:
         yield f"- {notice.severity}: {text(notice.sentence)}"
-    if len(found) > _MOST_NOTICES:
-        yield f"- … and {len(found) - _MOST_NOTICES} more"
+    if len(notices) > _MOST_NOTICES:
+        yield f"- … and {len(notices) - _MOST_NOTICES} more"

@@ -77,9 +77,9 @@ def _bar(rank: int | None, device: dict[str, Any]) -> str:
         for label, key, color in _COLORS
     )
     name = f"rank {'?' if rank is None else rank}, GPU {device['device']}"
-    said = ", ".join(f"{label} {units.share(device[key], whole)}" for label, key, _ in _COLORS)
+    text = ", ".join(f"{label} {units.share(device[key], whole)}" for label, key, _ in _COLORS)
     return (
-        f'<div>{name}: {said}</div><div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
+        f'<div>{name}: {text}</div><div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
     )
 
 

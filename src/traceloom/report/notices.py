@@ -28,13 +28,13 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
 
 def _weakened(notice: dict[str, Any]) -> tuple[str, ...]:
     """The parts of the report that it weakens, by their keys."""
-    return tuple(one["part"].rpartition(".")[2] for one in notice.get("affects", []))
+    return tuple(effect["part"].rpartition(".")[2] for effect in notice.get("affects", []))
 
 
 def _sentence(alike: list[dict[str, Any]], ranks: int) -> str:
     first = alike[0]
     who = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
-    told = not first["where"] or first["where"] in first["message"]
-    where = "" if told else f" ({first['where']})"
+    mentioned = not first["where"] or first["where"] in first["message"]
+    where = "" if mentioned else f" ({first['where']})"
     more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
     return f"{who}{first['message']}{where}{more}"

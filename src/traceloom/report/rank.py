@@ -72,8 +72,8 @@ def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[i
     for row in causes.to_dicts():
         named.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
     out: dict[int | None, list[Row]] = {}
-    told = absent.rows(rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices")
-    for step, row in zip(rows["step"].to_list(), told, strict=True):
+    entries = absent.rows(rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices")
+    for step, row in zip(rows["step"].to_list(), entries, strict=True):
         out.setdefault(step, []).append({**row, "idle_causes": named.get((step, row["device"]), {})})
     return out
 

@@ -62,14 +62,14 @@ def modules(ranks: list[Measured], absent: Absent) -> list[Row]:
 def communication(ranks: list[Measured], absent: Absent) -> Row:
     """Collectives by kind, group, type and place, and what they cost every rank."""
     frames = pl.concat([m.communication.collectives for m in ranks])
-    known = pl.col("bytes", "exposed_ns")
+    optional = pl.col("bytes", "exposed_ns")
     collectives = (
         frames.group_by(*KEYS, maintain_order=True)
         .agg(
             pl.col("count", "total_ns").sum(),
             pl.col("min_ns").min(),
             pl.col("max_ns").max(),
-            pl.when(known.is_not_null().any()).then(known.sum()),
+            pl.when(optional.is_not_null().any()).then(optional.sum()),
             ranks=pl.len(),
         )
         .with_columns(mean_ns=pl.col("total_ns") // pl.col("count"))

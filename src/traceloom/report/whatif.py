@@ -25,7 +25,7 @@ _HINT = "The change is smaller than the error of the graph, or the graph misses 
 Row = dict[str, Any]
 
 
-def build(name: str, step: int | None, changes: list[Change], found: WhatIf, kept: Law) -> Row:
+def build(name: str, step: int | None, changes: list[Change], result: WhatIf, kept: Law) -> Row:
     """The document: what was asked, what it would do, how far it can be trusted."""
     return {
         "format": FORMAT,
@@ -33,39 +33,39 @@ def build(name: str, step: int | None, changes: list[Change], found: WhatIf, kep
         "traceloom": __version__,
         "name": name,
         "step": step,
-        "sentence": sentence(found, step),
+        "sentence": sentence(result, step),
         "changes": [{"change": str(change), "assumes": ASSUMES[change.action]} for change in changes],
-        "before_ns": found.before_ns,
-        "after_ns": found.after_ns,
-        "saved_ns": found.saved_ns,
-        "saved_fraction": found.saved_fraction,
-        "host_ratio": found.host_ratio,
-        "rescaled_saved_ns": found.rescaled_saved_ns,
-        "ranks": found.ranks.to_dicts(),
-        "path": found.path.to_dicts(),
+        "before_ns": result.before_ns,
+        "after_ns": result.after_ns,
+        "saved_ns": result.saved_ns,
+        "saved_fraction": result.saved_fraction,
+        "host_ratio": result.host_ratio,
+        "rescaled_saved_ns": result.rescaled_saved_ns,
+        "ranks": result.ranks.to_dicts(),
+        "path": result.path.to_dicts(),
         "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
                 "point_error": kept.point_error, "residual_share": kept.residual_share},
-        "trusted": found.trusted,
-        "lower_bound": found.lower_bound,
+        "trusted": result.trusted,
+        "lower_bound": result.lower_bound,
     }  # fmt: skip
 
 
-def sentence(found: WhatIf, step: int | None) -> str:
+def sentence(result: WhatIf, step: int | None) -> str:
     """What it would do, in words."""
-    what = "the window" if step is None else f"step {step}"
-    before, after = units.duration(found.before_ns), units.duration(found.after_ns)
-    if not found.saved_ns:
-        return f"{what[0].upper()}{what[1:]} would take {after} as before: nothing of this decides how long it takes."
-    word = "save" if found.saved_ns > 0 else "cost"
-    word += " at least" if found.lower_bound and found.saved_ns > 0 else ""
-    share = units.share(abs(found.saved_ns), found.before_ns)
-    said = f"This would {word} {units.duration(abs(found.saved_ns))} ({share}) of {what}: {before} to {after}"
-    if found.rescaled_saved_ns != found.saved_ns:
-        said += (
-            f"; without the profiler, which makes steps {found.host_ratio:.2f} × as long, about "
-            f"{units.duration(abs(found.rescaled_saved_ns))}"
+    scope = "the window" if step is None else f"step {step}"
+    before, after = units.duration(result.before_ns), units.duration(result.after_ns)
+    if not result.saved_ns:
+        return f"{scope[0].upper()}{scope[1:]} would take {after} as before: nothing of this decides how long it takes."
+    word = "save" if result.saved_ns > 0 else "cost"
+    word += " at least" if result.lower_bound and result.saved_ns > 0 else ""
+    share = units.share(abs(result.saved_ns), result.before_ns)
+    text = f"This would {word} {units.duration(abs(result.saved_ns))} ({share}) of {scope}: {before} to {after}"
+    if result.rescaled_saved_ns != result.saved_ns:
+        text += (
+            f"; without the profiler, which makes steps {result.host_ratio:.2f} × as long, about "
+            f"{units.duration(abs(result.rescaled_saved_ns))}"
         )
-    return f"{said}."
+    return f"{text}."
 
 
 def render(document: Row, width: int) -> Iterator[Text]:

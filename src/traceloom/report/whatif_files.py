@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 def markdown(document: Row) -> str:
     """The document for a pull request or a note."""
     lines = [f"## What if: {_cell(document['name'])}", "", _cell(document["sentence"]), ""]
-    lines += [f"- `{_cell(one['change'])}`. Assumed: {one['assumes']}." for one in document["changes"]]
+    lines += [f"- `{_cell(change['change'])}`. Assumed: {change['assumes']}." for change in document["changes"]]
     for head, rows in _tables(document):
         lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
         lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
@@ -32,20 +32,20 @@ def _cell(words: str) -> str:
 
 def _tables(document: Row) -> list[tuple[list[str], list[list[str]]]]:
     """Heads and rows: the ranks, where there are several, and the critical path."""
-    found: list[tuple[list[str], list[list[str]]]] = []
+    tables: list[tuple[list[str], list[list[str]]]] = []
     if len(document["ranks"]) > 1:
         rows = [
             [f"rank {row['rank']}", *(units.duration(row[key]) for key in ("before_ns", "after_ns", "saved_ns"))]
             for row in document["ranks"]
         ]
-        found.append((["rank", "before", "after", "saved"], rows))
+        tables.append((["rank", "before", "after", "saved"], rows))
     path = [
         [f"{row['what']}: {row['kind']}" if row["kind"] else str(row["what"]), units.duration(row["before_ns"]),
          units.duration(row["after_ns"])]
         for row in document["path"][:_ROWS]
     ]  # fmt: skip
-    found.append((["critical path", "before", "after"], path))
-    return found
+    tables.append((["critical path", "before", "after"], path))
+    return tables
 
 
 def picture(sweep: Sweep) -> str:

@@ -30,8 +30,8 @@ def of_steps(session: Session, steps: tuple[int, int]) -> Session:
     if not any(trace.steps.height for trace in traces):
         numbers = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
         have = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has no steps"
-        asked = f"step {steps[0]} is" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]} are"
-        raise UsageError(f"{asked} not in this run; {have}", slug="no-such-step")
+        requested = f"step {steps[0]} is" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]} are"
+        raise UsageError(f"{requested} not in this run; {have}", slug="no-such-step")
     return replace(session, traces=traces)
 
 

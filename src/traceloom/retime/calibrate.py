@@ -54,11 +54,11 @@ class _Measured:
         """The same with the edges into some of the points alone, and which edges these are."""
         at = np.flatnonzero(points[self.point])
         order, first, held = _by_point(self.point[at])
-        some = replace(
+        selected = replace(
             self, source=self.source[at], target=self.target[at], point=self.point[at],
             order=order, first=first, held=held,
         )  # fmt: skip
-        return some, at
+        return selected, at
 
     def latest(self, values: Ints) -> Ints:
         """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
@@ -107,11 +107,11 @@ def calibrate(graph: Graph) -> Graph:
         measured times to the nanosecond.
     """
     measured = _measured(graph)
-    found = classes(graph)
-    own = own_times(graph, found)
+    edge_classes = classes(graph)
+    own = own_times(graph, edge_classes)
     cost = _own_cost(graph, measured)
-    median, count = _class_medians(graph, measured, found, own, cost)
-    constant = spread(found, median, own)
+    median, count = _class_medians(graph, measured, edge_classes, own, cost)
+    constant = spread(edge_classes, median, own)
     slack = measured.target - measured.source
     blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
     work = np.where(measured.waits & blocked, cost, measured.duration)
@@ -119,8 +119,8 @@ def calibrate(graph: Graph) -> Graph:
     edge_residual, node_residual = _residuals(measured, delay, work)
     nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
     edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
-    calibrated = replace(graph, nodes=nodes, edges=edges, delays=_delays(found, median, count, own))
-    same_classes(calibrated, found)
+    calibrated = replace(graph, nodes=nodes, edges=edges, delays=_delays(edge_classes, median, count, own))
+    same_classes(calibrated, edge_classes)
     return calibrated
 
 
@@ -176,44 +176,46 @@ def _own_cost(graph: Graph, measured: _Measured) -> Ints:
     return cost
 
 
-def _class_medians(graph: Graph, measured: _Measured, found: Classes, own: Ints, cost: Ints) -> tuple[Ints, Ints]:
+def _class_medians(
+    graph: Graph, measured: _Measured, edge_classes: Classes, own: Ints, cost: Ints
+) -> tuple[Ints, Ints]:
     """The median delay of each class, and over how many edges; of classes without any, that of their kind.
 
-    What no edge of the file says (a stream that never had work in wait does not show what comes between two works) is
-    a usual figure; without samples of its own a class takes no more than the least slack of its edges.
+    Where no edge of the file tells (a stream that never had work queued does not show the time between two works), a
+    usual figure is taken; without samples of its own a class takes no more than the least slack of its edges.
 
     Launches count only where their stream had done something before: the first work of a stream may wait for what was
     submitted before the window.
     """
     slack = measured.target - measured.source
-    size = found.table.height
-    of_kind = found.table["kind"].to_physical().to_numpy().astype(np.int64)
-    known = found.of >= 0
+    size = edge_classes.table.height
+    of_kind = edge_classes.table["kind"].to_physical().to_numpy().astype(np.int64)
+    has_class = edge_classes.of >= 0
     least = np.full(size, np.iinfo(np.int64).max)
-    np.minimum.at(least, found.of[known], slack[known])
-    usable = known & _behind_work(graph, measured)
+    np.minimum.at(least, edge_classes.of[has_class], slack[has_class])
+    usable = has_class & _behind_work(graph, measured)
     own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
     # Most edges only order; what they hold back is looked at where an edge of a class leads to it, too.
-    asked = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
-    asked[measured.point[usable]] = True
-    measured, at = measured.of_points(asked)
-    found, own, usable, slack = replace(found, of=found.of[at]), own[at], usable[at], slack[at]
+    relevant = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
+    relevant[measured.point[usable]] = True
+    measured, at = measured.of_points(relevant)
+    edge_classes, own, usable, slack = replace(edge_classes, of=edge_classes.of[at]), own[at], usable[at], slack[at]
     median = np.zeros(size, dtype=np.int64)
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
     for _ in range(_ROUNDS):
-        arrival = measured.source + spread(found, median, own)
+        arrival = measured.source + spread(edge_classes, median, own)
         # The source came after all else with its delay: an edge that is last only by its own class's delay would
         # confirm that.
         held = usable & (measured.source >= np.maximum(measured.others(arrival), own_end[measured.point]))
         before = median
-        median, count = medians(found.of[held], slack[held], size)
-        kinds, several = medians(of_kind[found.of[held]], slack[held], len(gs.EDGE_KINDS))
+        median, count = medians(edge_classes.of[held], slack[held], size)
+        kinds, several = medians(of_kind[edge_classes.of[held]], slack[held], len(gs.EDGE_KINDS))
         median = np.where(count > 0, median, kinds[of_kind])
         if (median == before).all():
             break
     # A guess does not decide about what held something back.
-    guess = np.where(several[of_kind] > 0, median, usual_ns(found.table))
+    guess = np.where(several[of_kind] > 0, median, usual_ns(edge_classes.table))
     return np.where(count > 0, median, np.minimum(guess, least)), count
 
 
@@ -242,19 +244,19 @@ def _residuals(measured: _Measured, delay: Ints, work: Ints) -> tuple[Ints, Ints
     return edge_residual, node_residual
 
 
-def _delays(found: Classes, median: Ints, count: Ints, own: Ints) -> pl.DataFrame:
+def _delays(edge_classes: Classes, median: Ints, count: Ints, own: Ints) -> pl.DataFrame:
     """The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers."""
-    table = found.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
-    transfers = own[found.transfer]
+    table = edge_classes.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
+    transfers = own[edge_classes.transfer]
     more = []
     if transfers.size:
         more.append(("rendezvous", TRANSFER, transfers.size, int(np.median(transfers))))
-    if found.running.size:
-        more.append(("stream", RUNNING, found.running.size, int(np.median(own[found.running]))))
+    if edge_classes.running.size:
+        more.append(("stream", RUNNING, edge_classes.running.size, int(np.median(own[edge_classes.running]))))
     for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
         # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
         most = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
         more.append((str(kind), ANY, int(rows["count"].sum()), most["median_ns"]))
     schema = gs.GRAPH_SCHEMAS["delays"]
-    whole = pl.DataFrame(more, schema=schema, orient="row")
-    return pl.concat([table.cast(schema), whole]).sort("kind", "place", maintain_order=True)
+    of_kinds = pl.DataFrame(more, schema=schema, orient="row")
+    return pl.concat([table.cast(schema), of_kinds]).sort("kind", "place", maintain_order=True)

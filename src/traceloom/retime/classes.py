@@ -54,7 +54,7 @@ _KNOWN: OfLast[Classes] = OfLast()
 
 
 def same_classes(graph: Graph, found: Classes) -> None:
-    """Remember that the edges of a graph are of these classes: of one that differs from theirs in times only."""
+    """Remember these classes for a graph that differs from theirs only in its times."""
     _KNOWN.put(graph, found)
 
 
@@ -73,10 +73,10 @@ def _classes(graph: Graph) -> Classes:
     node_kind = array(graph, nodes["kind"])
     from_kind, to_kind = node_kind[source], node_kind[target]
     transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
-    given = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
+    external = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
     guessed = array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
-    given |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
-    timed = np.isin(kind, _codes(TIMED)) & ~transfer & ~given
+    external |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
+    timed = np.isin(kind, _codes(TIMED)) & ~transfer & ~external
     # What orders the ends of works that overlap takes no time.
     timed &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))
     meanwhile = running(graph)
@@ -97,7 +97,7 @@ def _classes(graph: Graph) -> Classes:
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
     of = np.full(edges.height, -1, dtype=np.int32, like=kind)
     of[at] = number
-    return Classes(of, _table(graph, at[example]), transfer, given, meanwhile)
+    return Classes(of, _table(graph, at[example]), transfer, external, meanwhile)
 
 
 def _codes(kinds: tuple[str, ...]) -> list[int]:
@@ -138,12 +138,12 @@ def class_delays(graph: Graph) -> Ints:
     Of edges with a time of their own (transfers, times given from outside) see `own_times`. Shape (edges,), ns; 0 for
     edges that only order, and for classes that the graph's `delays` do not know.
     """
-    found = classes(graph)
-    table = found.table.join(graph.delays, on=["kind", "place"], how="left", maintain_order="left")
-    whole = graph.delays.filter(pl.col("place") == ANY).select("kind", pl.col("median_ns").alias("of_kind"))
-    table = table.join(whole, on="kind", how="left", maintain_order="left")
+    edge_classes = classes(graph)
+    table = edge_classes.table.join(graph.delays, on=["kind", "place"], how="left", maintain_order="left")
+    of_kinds = graph.delays.filter(pl.col("place") == ANY).select("kind", pl.col("median_ns").alias("of_kind"))
+    table = table.join(of_kinds, on="kind", how="left", maintain_order="left")
     median = table.select(pl.coalesce("median_ns", "of_kind").fill_null(0)).to_series().to_numpy()
-    return spread(found, median, own_times(graph, found))
+    return spread(edge_classes, median, own_times(graph, edge_classes))
 
 
 def spread(found: Classes, median: Ints, own: Ints) -> Ints:
@@ -162,12 +162,12 @@ def own_times(graph: Graph, found: Classes) -> Ints:
     """
     own = np.zeros(found.of.size, dtype=np.int64, like=found.of)
     own[found.running] = usual_parts(graph)
-    given, at = np.flatnonzero(found.given), np.flatnonzero(found.transfer)
-    if not given.size and not at.size:
+    external, at = np.flatnonzero(found.given), np.flatnonzero(found.transfer)
+    if not external.size and not at.size:
         return own
     source, target = points(graph)
     times = point_times(graph)
-    own[given] = times[target[given]] - times[source[given]]
+    own[external] = times[target[external]] - times[source[external]]
     meeting = source[at]
     slack = times[target[at]] - times[meeting]
     order = np.lexsort((slack, meeting))

@@ -66,9 +66,9 @@ _BOUNDS: OfLast[Ints] = OfLast()
 
 
 def _measured_bounds(graph: Graph) -> Ints:
-    """`binding_edges` by the measured times; of the graph asked for last they are remembered."""
-    known = _BOUNDS.of(graph)
-    return _BOUNDS.put(graph, binding_edges(graph)) if known is None else known
+    """`binding_edges` by the measured times; remembered for the graph that was asked for last."""
+    remembered = _BOUNDS.of(graph)
+    return _BOUNDS.put(graph, binding_edges(graph)) if remembered is None else remembered
 
 
 def _last_into(target: Ints, reached: Ints) -> Ints:
@@ -82,8 +82,8 @@ def _last_into(target: Ints, reached: Ints) -> Ints:
     winning = np.flatnonzero(sorted_reached == np.repeat(np.maximum.reduceat(sorted_reached, first), size))
     points = sorted_target[winning]
     last = winning[np.append(points[1:] != points[:-1], True)]
-    found: Ints = last if order is None else order[last]
-    return found
+    edges: Ints = last if order is None else order[last]
+    return edges
 
 
 def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None) -> tuple[Ints, Ints]:
@@ -179,13 +179,13 @@ def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
     """
     on_edges = graph.edges.select("kind", pl.col("target").alias("node"), "residual_ns")[path.edges]
     on_nodes = graph.nodes.select("kind", "node", "residual_ns")[path.nodes]
-    found = pl.concat(
+    residuals = pl.concat(
         [
             frame.filter(pl.col("residual_ns") > 0).with_columns(pl.col("kind").cast(pl.String))
             for frame in (on_edges, on_nodes)
         ]
     )
-    first = found.sort("residual_ns", descending=True, maintain_order=True).head(most)
+    first = residuals.sort("residual_ns", descending=True, maintain_order=True).head(most)
     of = graph.nodes.select("name", "rank", "start_ns")[first["node"]]
     return first.select(pl.col("residual_ns").alias("time_ns"), "kind", "node").hstack(of)
 
@@ -193,9 +193,9 @@ def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
 _PARTS = {"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64}
 
 
-def _summed(frame: pl.DataFrame, what: str, column: str) -> pl.DataFrame:
+def _summed(frame: pl.DataFrame, label: str, column: str) -> pl.DataFrame:
     """How many rows of each kind have a time, and the sum of it; kinds in the order in which they come."""
-    some = frame.filter(pl.col(column) != 0).group_by("kind", maintain_order=True)
-    return some.agg(pl.len().alias("count"), pl.col(column).sum().alias("time_ns")).select(
-        pl.lit(what).alias("what"), pl.col("kind").cast(pl.String), pl.col("count").cast(pl.Int64), "time_ns"
+    nonzero = frame.filter(pl.col(column) != 0).group_by("kind", maintain_order=True)
+    return nonzero.agg(pl.len().alias("count"), pl.col(column).sum().alias("time_ns")).select(
+        pl.lit(label).alias("what"), pl.col("kind").cast(pl.String), pl.col("count").cast(pl.Int64), "time_ns"
     )

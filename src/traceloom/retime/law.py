@@ -97,7 +97,7 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
     plan = plan or Plan(graph)
     started = time.thread_time_ns()  # other threads may be writing the graph
     exact = plan.evaluate()
-    took = time.thread_time_ns() - started
+    pass_ns = time.thread_time_ns() - started
     honest = plan.evaluate(residuals=False)
     path = critical_path(graph) if measured.size else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
     consists = parts(graph, path) if measured.size else _NO_PARTS
@@ -109,8 +109,8 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
     exact_error = int(np.abs(exact - measured).max(initial=0))
     honest_error = int(honest.max() - measured.max()) if measured.size else 0
     fraction = honest_error / max(window, 1)
-    some = slice(None, None, measured.size // _SAMPLE + 1)
-    points = int(np.percentile(np.abs(plain(honest[some]) - plain(measured[some])), 95)) if measured.size else 0
+    sample = slice(None, None, measured.size // _SAMPLE + 1)
+    points = int(np.percentile(np.abs(plain(honest[sample]) - plain(measured[sample])), 95)) if measured.size else 0
     off = points / max(window, 1)
     return Law(
         sentence=_sentence(exact_error, (fraction, off), window, residual, assumed, largest),
@@ -126,7 +126,7 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
         residual_share=residual / max(window, 1),
         assumed_ns=assumed,
         assumed_share=assumed / max(window, 1),
-        pass_ns=took,
+        pass_ns=pass_ns,
         ranks=_ranks(graph, measured, exact, honest),
         path=consists,
         unexplained=largest,
@@ -146,7 +146,7 @@ def _sentence(  # noqa: PLR0917  (the figures in the order in which they are tol
     within = f", and 95 % of what happens within {units.share(points, 1)} of its time"
     within += "" if points <= POINTS else " (more than the 5 % at which single moments can be trusted)"
     share = residual / max(window, 1)
-    said = [
+    clauses = [
         f"Re-timed without any measured start, the {units.duration(window)} come back {exact}",
         f"with the usual delay of each kind of edge alone {honest}{ok}{within}",
         f"unexplained delays are {units.share(share, 1)} of the critical path",
@@ -155,10 +155,10 @@ def _sentence(  # noqa: PLR0917  (the figures in the order in which they are tol
         first = largest.row(0, named=True)
         name = "".join(letter if letter.isprintable() else " " for letter in first["name"] or "")
         short = name if len(name) <= _LONG else f"{name[: _LONG - 1]}…"
-        said[-1] += f", of which {units.duration(first['time_ns'])} before `{short}` ({first['kind']})"
+        clauses[-1] += f", of which {units.duration(first['time_ns'])} before `{short}` ({first['kind']})"
     if assumed > HONEST * window:
-        said.append(f"{units.share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
-    return "; ".join(said) + "."
+        clauses.append(f"{units.share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
+    return "; ".join(clauses) + "."
 
 
 def _ranks(graph: Graph, measured: Ints, exact: Ints, honest: Ints) -> pl.DataFrame:

@@ -129,26 +129,26 @@ def layout(graph: Graph) -> Layout:
     crosses = np.ones(link_source.size, dtype=np.bool_, like=source)
     crosses[inner] = False
     crossing = np.flatnonzero(crosses)
-    found = layers(chain >= 0, link_source[crossing], link_target[crossing])
-    if found is None:
+    layering = layers(chain >= 0, link_source[crossing], link_target[crossing])
+    if layering is None:
         raise cycle(nodes, source, target)
-    layer: Ints = found.layer[found.run]
+    layer: Ints = layering.layer[layering.run]
     order = np.argsort(layer, kind="stable")
-    place = np.empty(count, dtype=np.int64, like=source)
-    place[order] = np.arange(count, like=source)
+    position = np.empty(count, dtype=np.int64, like=source)
+    position[order] = np.arange(count, like=source)
     # A chain that goes on in a later layer is cut there: its link becomes one from outside.
     inner = np.flatnonzero(chain >= 0)  # items now
     cut = inner[layer[inner] != layer[inner - 1]]
     outside = np.concatenate([crossing, chain[cut]])
     chain[cut] = -1
-    outside = outside[np.argsort(place[link_target[outside]], kind="stable")]
+    outside = outside[np.argsort(position[link_target[outside]], kind="stable")]
     chain = chain[order]
     is_entry = chain < 0
-    is_entry[place[link_target[outside]]] = True
+    is_entry[position[link_target[outside]]] = True
     entry, entry_of = np.flatnonzero(is_entry), np.cumsum(is_entry) - 1
-    from_place = place[link_source[outside]]
-    source_entry = plain(entry_of[from_place])
-    target_entry = entry_of[place[link_target[outside]]]
+    source_position = position[link_source[outside]]
+    source_entry = plain(entry_of[source_position])
+    target_entry = entry_of[position[link_target[outside]]]
     begins = chain[entry] < 0
     # What waits for nothing is all that layer 0 has of entries.
     roots = int((layer[order][entry] == 0).sum())
@@ -157,8 +157,8 @@ def layout(graph: Graph) -> Layout:
     none = np.append(terms.edge, edges), np.append(terms.node, nodes)
     return Layout(
         nodes=nodes,
-        start=plain(place[start]),
-        end=plain(place[end]),
+        start=plain(position[start]),
+        end=plain(position[end]),
         derived=plain(~waits),
         chain=Terms(plain(none[0][chain]), plain(none[1][chain])),
         entry=plain(entry),
@@ -166,7 +166,7 @@ def layout(graph: Graph) -> Layout:
         roots=roots,
         piece=plain(piece),
         begins=plain(begins),
-        source=plain(from_place),
+        source=plain(source_position),
         source_entry=source_entry,
         target_entry=plain(target_entry),
         link=terms.at(outside),

@@ -25,6 +25,6 @@ def medians(of: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> t
     count = np.bincount(of, minlength=classes)
     first = np.cumsum(count) - count
     median = np.zeros(classes, dtype=np.int64)
-    there = count > 0
-    median[there] = values[order[(first + (count - 1) // 2)[there]]]
+    nonempty = count > 0
+    median[nonempty] = values[order[(first + (count - 1) // 2)[nonempty]]]
     return median, count.astype(np.int64)

@@ -32,7 +32,7 @@ class OfLast(Generic[T]):
         self._kept = weakref.ref(graph.nodes, self._forget), weakref.ref(graph.edges, self._forget), value
         return value
 
-    def _forget(self, gone: weakref.ref[pl.DataFrame]) -> None:
+    def _forget(self, reference: weakref.ref[pl.DataFrame]) -> None:
         kept = self._kept
-        if kept is not None and (kept[0] is gone or kept[1] is gone):
+        if kept is not None and (kept[0] is reference or kept[1] is reference):
             self._kept = None

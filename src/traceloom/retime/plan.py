@@ -108,8 +108,8 @@ class Plan:
         together = _TOGETHER if nodes.height < max(_SMALL, _OFTEN * self.slices) else 1
         for low in range(0, scenarios, together):
             rows = slice(low, low + together)
-            some_work, some_delay = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
-            self._pass(some_work, some_delay, times[rows])
+            work_rows, delay_rows = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
+            self._pass(work_rows, delay_rows, times[rows])
         if delay.size and delay.min() < _GONE:
             for row in range(scenarios):
                 self._let_go(work[row % len(work)], delay[row % len(delay)], times[row])
@@ -199,9 +199,9 @@ class Plan:
         for entry, begin, last in zip(range(part.low, part.high), begins, offset[1:], strict=True):
             best = _NEVER if begin else reached[entry - 1]
             for link in range(at, last):
-                found = reached[source[link]] + gained[link]
-                if found > best:  # noqa: PLR1730  (max() takes three times as long)
-                    best = found
+                candidate = reached[source[link]] + gained[link]
+                if candidate > best:  # noqa: PLR1730  (max() takes three times as long)
+                    best = candidate
             reached[entry] = best
             at = last
 

@@ -19,9 +19,9 @@ _KNOWN: OfLast[Ints] = OfLast()
 
 def running(graph: Graph) -> Ints:
     """Rows of the edges from the start of a work to the start of the next one on its stream."""
-    known = _KNOWN.of(graph)
-    if known is not None:
-        return known
+    remembered = _KNOWN.of(graph)
+    if remembered is not None:
+        return remembered
     kind = graph.edges["kind"].to_physical().to_numpy() == gs.EDGE_KINDS.index("stream")
     started = ~graph.edges["from_end"].to_numpy() & ~graph.edges["to_end"].to_numpy()
     return _KNOWN.put(graph, np.flatnonzero(kind & started))
@@ -31,15 +31,15 @@ def usual_parts(graph: Graph) -> Ints:
     """After how much of the source's work the target usually starts, for each edge of `running`; ns, never negative.
 
     What lets the next work begin is a place in the program of the kernel before: the same part of all kernels of one
-    name. Late launches make it look later, so that of the parts that were measured a low one is taken.
+    name. Late launches make it look later, so a low one of the measured parts is taken.
     """
     at = running(graph)
     if not at.size:
         return at
     source, target = graph.edges["source"].to_numpy()[at], graph.edges["target"].to_numpy()[at]
     start = graph.nodes["start_ns"].to_numpy()
-    whole = graph.nodes["duration_ns"].to_numpy()[source]
-    part = np.clip(start[target] - start[source], 0, None) / np.maximum(whole, 1)
+    duration = graph.nodes["duration_ns"].to_numpy()[source]
+    part = np.clip(start[target] - start[source], 0, None) / np.maximum(duration, 1)
     name = graph.nodes["name"].gather(source).rank("dense").to_numpy().astype(np.int64)
     order = np.lexsort((part, name))
     opens = np.flatnonzero(np.append(True, np.diff(name[order]) != 0))
@@ -47,7 +47,7 @@ def usual_parts(graph: Graph) -> Ints:
     low = part[order][opens + ((size - 1) * _EARLY).astype(np.int64)]
     usual = np.empty(at.size)
     usual[order] = np.repeat(low, size)
-    parts: Ints = np.rint(usual * whole).astype(np.int64)
+    parts: Ints = np.rint(usual * duration).astype(np.int64)
     return parts
 
 
@@ -60,7 +60,7 @@ def in_proportion(graph: Graph, work: Ints, delay: Ints) -> Ints:
         delay: Delay of each edge, residual included; (E,) or (S, E).
 
     Returns:
-        The delays themselves where none is another, else new ones: with scenarios where an argument has them.
+        The same array where no delay changes, else a new one, with scenarios where an argument has them.
     """
     at = running(graph)
     if not at.size:
@@ -75,7 +75,7 @@ def in_proportion(graph: Graph, work: Ints, delay: Ints) -> Ints:
     shape = np.broadcast_shapes((*work.shape[:-1], 1), (*delay.shape[:-1], 1))[:-1]
     scaled = np.broadcast_to(delay, (*shape, delay.shape[-1])).copy()
     held = scaled[..., at]
-    holds = np.abs(held) < _NO_TIME
-    parts = np.where(holds, held, 0) * (work[..., source] / measured)
-    scaled[..., at] = np.where(holds, np.rint(parts).astype(np.int64), held)
+    is_delay = np.abs(held) < _NO_TIME
+    parts = np.where(is_delay, held, 0) * (work[..., source] / measured)
+    scaled[..., at] = np.where(is_delay, np.rint(parts).astype(np.int64), held)
     return scaled

@@ -33,9 +33,9 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     last = int(times.max())
     until = last if end_ns is None else end_ns
     backwards = _reversed(graph, times, last, until)
-    found = Plan(backwards).evaluate()[:-2]
+    mirrored = Plan(backwards).evaluate()[:-2]
     latest = np.empty(times.size, dtype=np.int64, like=times)
-    latest[0::2], latest[1::2] = last - found[1::2], last - found[0::2]
+    latest[0::2], latest[1::2] = last - mirrored[1::2], last - mirrored[0::2]
     return latest
 
 
@@ -54,7 +54,7 @@ def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
 def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
     """The graph with time running backwards from `last`: ends become starts, and every edge turns round.
 
-    One node more than the graph has: the end, from which all that nothing waits for is given its time.
+    It has one node more than the graph: the end, which gives its time to every node that nothing waits for.
     """
     nodes, edges = graph.nodes, graph.edges
     source, _ = points(graph)
@@ -62,7 +62,7 @@ def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
     awaited = np.zeros(times.size, dtype=np.bool_, like=times)
     awaited[source] = True
     free = np.flatnonzero(~awaited[1::2])
-    given = last - np.maximum(times[1::2][free], until)
+    end_delay = last - np.maximum(times[1::2][free], until)
     lane = nodes["lane"].cast(pl.Int64)
     turned = nodes.select(
         # Mirrored with the time, so that lanes stay runs of neighbours.
@@ -79,7 +79,7 @@ def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
             "target": np.concatenate([array(graph, edges["source"]), free]),
             "from_end": np.concatenate([~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]),
             "to_end": np.concatenate([~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]),
-            "delay_ns": np.concatenate([array(graph, edges["delay_ns"]), given]),
+            "delay_ns": np.concatenate([array(graph, edges["delay_ns"]), end_delay]),
             "residual_ns": np.concatenate([array(graph, edges["residual_ns"]), np.zeros(free.size, dtype=np.int64)]),
         }
     )

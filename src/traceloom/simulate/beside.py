@@ -78,20 +78,20 @@ def exposed(graph: Graph, nodes: Bools) -> Spans:
     start, end, rank = _times(graph)
     kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
     out = [EMPTY]
-    for one in np.unique(rank[nodes]):
-        some, others = nodes & (rank == one), kernels & (rank == one)
-        out.append(difference(union(start[some], end[some]), union(start[others], end[others])))
+    for rank_id in np.unique(rank[nodes]):
+        chosen, others = nodes & (rank == rank_id), kernels & (rank == rank_id)
+        out.append(difference(union(start[chosen], end[chosen]), union(start[others], end[others])))
     return merge(*out)
 
 
 def covered_ns(graph: Graph, nodes: Bools) -> Ints:
-    """For how much of some work another kernel of its rank runs, shape (nodes,); 0 for all else."""
+    """How long another kernel of its rank runs during each chosen work, shape (nodes,); 0 for all others."""
     start, end, rank = _times(graph)
     kernels = among(graph.nodes["kind"], gs.NODE_KINDS, (gs.KERNEL,)) & ~nodes
     out = np.zeros(nodes.size, dtype=np.int64)
-    for one in np.unique(rank[nodes]):
-        some, others = nodes & (rank == one), kernels & (rank == one)
-        out[some] = coverage(union(start[others], end[others]), start[some], end[some])
+    for rank_id in np.unique(rank[nodes]):
+        chosen, others = nodes & (rank == rank_id), kernels & (rank == rank_id)
+        out[chosen] = coverage(union(start[others], end[others]), start[chosen], end[chosen])
     return out
 
 

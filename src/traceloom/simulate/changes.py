@@ -252,9 +252,9 @@ def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
     ).with_columns(pl.Series("work", out.work_ns), pl.int_range(pl.len()).alias("row"))
     kinds = [gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL]
     sums = frame.filter(pl.col("kind").is_in(kinds)).group_by("rank", *keys).agg(pl.col("work").sum())
-    theirs = sums.filter(pl.col("rank").is_in(others)).group_by(keys).agg("work")
+    peer_sums = sums.filter(pl.col("rank").is_in(others)).group_by(keys).agg("work")
     # who does not do it at all does it in no time
-    usual = theirs.with_columns(
+    usual = peer_sums.with_columns(
         usual=pl.col("work").list.concat(pl.lit(0).repeat_by(len(others) - pl.col("work").list.len())).list.median()
     ).drop("work")
     late = sums.filter(pl.col("rank").is_in(list(change.selection.ranks)))
@@ -318,13 +318,13 @@ def _graph(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 def _overlapping(graph: Graph) -> Bools:
     """Edges whose delay is no pause: the work before them runs."""
-    found = np.zeros(graph.edges.height, dtype=np.bool_)
-    found[running(graph)] = True
-    return found
+    mask = np.zeros(graph.edges.height, dtype=np.bool_)
+    mask[running(graph)] = True
+    return mask
 
 
 def _balance(out: Scenario, _change: Change, chosen: Bools) -> None:
-    """Kernels of each name take as long on every rank that has them: what is spread unevenly is often one kernel."""
+    """Kernels of one name take as long on every rank that has them: what is spread unevenly is often one kernel."""
     at = np.flatnonzero(chosen)
     work = out.work_ns[at]
     frame = out.graph.nodes.select("rank", "step", "name")[at].with_columns(
@@ -336,12 +336,12 @@ def _balance(out: Scenario, _change: Change, chosen: Bools) -> None:
     factors = sums.join(mean, on=keys, nulls_equal=True).select(
         "rank", *keys, factor=pl.col("mean") / pl.max_horizontal("work", 1)
     )
-    told = frame.join(factors, on=["rank", *keys], how="left", maintain_order="left", nulls_equal=True)["factor"]
-    out.work_ns[at] = np.rint(work * told.fill_null(1.0).to_numpy()).astype(np.int64)
+    row_factors = frame.join(factors, on=["rank", *keys], how="left", maintain_order="left", nulls_equal=True)["factor"]
+    out.work_ns[at] = np.rint(work * row_factors.fill_null(1.0).to_numpy()).astype(np.int64)
 
 
 def _workers(out: Scenario, change: Change, chosen: Bools) -> None:
-    """N processes work beside the step: what remains is what they cannot make in the rest of it."""
+    """N processes load beside the step: what remains is what they cannot finish in the rest of it."""
     frame = out.graph.nodes.select("rank", "start_ns", "duration_ns", "step").with_columns(
         pl.Series("loading", np.where(chosen, out.work_ns, 0))
     )
@@ -350,7 +350,7 @@ def _workers(out: Scenario, change: Change, chosen: Bools) -> None:
     steps = frame.group_by(keys).agg(pl.col("loading").sum(), window=ends.max() - pl.col("start_ns").min())
     left = pl.max_horizontal(pl.col("loading") / max(change.factor, 1.0) - (pl.col("window") - pl.col("loading")), 0)
     factors = steps.with_columns(factor=(left / pl.max_horizontal("loading", 1)).clip(upper_bound=1.0))
-    told = (
+    row_factors = (
         frame.with_columns(pl.col("step").fill_null(-1))
         .join(
             factors.select("rank", "step", "factor"),
@@ -362,7 +362,7 @@ def _workers(out: Scenario, change: Change, chosen: Bools) -> None:
         .fill_null(1.0)
         .to_numpy()
     )
-    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * told[chosen]).astype(np.int64)
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * row_factors[chosen]).astype(np.int64)
 
 
 _APPLY: dict[str, Callable[[Scenario, Change, Bools], None]] = {

@@ -70,9 +70,9 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
     if scenario.beside.any():  # what waits for the start of work now, waits for what covers it, too
         moved = graph.edges["from_end"].to_numpy() & ~scenario.graph.edges["from_end"].to_numpy()[: target.size]
         less[moved] += covered_ns(graph, scenario.beside)[source[moved] // 2]
-    gone = delay <= ABSENT // 2
-    earlier = (less > 0) & ~gone
-    held = target[gone] // 2
+    removed = delay <= ABSENT // 2
+    earlier = (less > 0) & ~removed
+    held = target[removed] // 2
     return merge(
         union(start[shorter], end[shorter]),
         union(start[held], end[held]),

@@ -23,8 +23,8 @@ def unknown_wakers(graph: Graph) -> Bools:
     pinned = among(edges["kind"], gs.EDGE_KINDS, ("origin",)) & edges["to_end"].to_numpy()
     guessed = among(edges["kind"], gs.EDGE_KINDS, ("cross-thread",)) & (edges["delay_ns"].to_numpy() > 0)
     assumed = among(edges["evidence"], gs.EVIDENCE, ("assumed",))
-    found: Bools = (pinned | guessed) & assumed
-    return found
+    unknown: Bools = (pinned | guessed) & assumed
+    return unknown
 
 
 def saves_more(before: Scenario, after: Scenario, saved_ns: int, least_ns: int, plan: Plan) -> bool:

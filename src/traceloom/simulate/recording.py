@@ -22,12 +22,12 @@ def unrecorded_saving_ns(
 ) -> int:
     """A saving of a recorded run, as it is when nobody records.
 
-    Recording makes a step longer by what each recorded event of the host takes to write down, so that of a saving goes
-    what writing down the events of the work that is taken away cost. Work in which little is recorded, such as a pause,
+    Recording lengthens a step by the time it takes to write down each host event, so a saving loses what it cost to
+    write down the events of the work that is taken away. Work in which little is recorded, such as a pause,
     loses little; work of the device nothing. The ratio is of few steps, and of early ones: where nearly all events are
     those of the work that goes, as in a loop over the elements of a tensor, all of it would seem to be recording.
 
-    Ranks record side by side: that of which most events go counts. The delay of a rank is no more recorded than what
+    Ranks record side by side: the one that loses most events counts. The delay of a rank is no more recorded than what
     it does more than the others.
 
     Args:
@@ -58,7 +58,7 @@ def unrecorded_saving_ns(
             others = recorded[(recorded > 0) & ~late]
             usual = np.median(others) if others.size else np.inf
             left[host] *= np.where(late, np.minimum(usual / np.maximum(recorded, 1), 1.0), 1.0)[rank]
-    gone = whole_ns * of_recording * np.bincount(rank, 1 - left[host]) / np.maximum(recorded, 1)
-    if gone.size:
-        less = max(less, float(gone.max())) if saved_ns >= 0 else min(less, float(gone.min()))
+    recording_ns = whole_ns * of_recording * np.bincount(rank, 1 - left[host]) / np.maximum(recorded, 1)
+    if recording_ns.size:
+        less = max(less, float(recording_ns.max())) if saved_ns >= 0 else min(less, float(recording_ns.min()))
     return saved_ns - round(min(max(less, min(_MOST * saved_ns, 0)), max(_MOST * saved_ns, 0)))

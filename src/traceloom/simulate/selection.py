@@ -67,8 +67,8 @@ class Selection:
             chosen &= named(graph, self.pattern)
         if self.ranks:
             chosen &= frame["rank"].is_in(list(self.ranks))
-        found: Bools = chosen.fill_null(value=False).to_numpy()
-        return found
+        mask: Bools = chosen.fill_null(value=False).to_numpy()
+        return mask
 
     def nearest(self, graph: Graph, most: int = 3) -> list[str]:
         """Names that the selection could mean where it means nothing: the most alike, else those of the most work."""
@@ -76,8 +76,8 @@ class Selection:
         work = graph.nodes.filter(everything).group_by("name").agg(pl.col("work_ns").sum()).drop_nulls()
         names: list[str] = work.sort("work_ns", "name", descending=[True, False])["name"].to_list()
         alike = {name.lower(): name for name in reversed(names)}
-        wanted = re.sub(r"[^\w:]+", " ", self.pattern).lower()
-        return [alike[name] for name in get_close_matches(wanted, alike, most, 0.4)] or names[:most]
+        pattern = re.sub(r"[^\w:]+", " ", self.pattern).lower()
+        return [alike[name] for name in get_close_matches(pattern, alike, most, 0.4)] or names[:most]
 
     def __str__(self) -> str:
         ranks = f"rank {','.join(map(str, self.ranks))} " if self.ranks else ""
@@ -117,15 +117,15 @@ def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
         if rank is not None
         else pl.Series(np.ones(nodes.height, dtype=np.bool_))
     )
-    found: Bools = (same & nodes["event"].is_in(events.cast(pl.UInt32).implode())).fill_null(value=False).to_numpy()
-    return found
+    mask: Bools = (same & nodes["event"].is_in(events.cast(pl.UInt32).implode())).fill_null(value=False).to_numpy()
+    return mask
 
 
 def among(column: pl.Series, known: Sequence[str], kinds: Sequence[str]) -> Bools:
     """Which values of an enum column are among some of its categories, shape (rows,)."""
     table = np.array([kind in kinds for kind in known], dtype=np.bool_)
-    found: Bools = table[column.to_physical().to_numpy()]
-    return found
+    mask: Bools = table[column.to_physical().to_numpy()]
+    return mask
 
 
 def _of_kind(names: pl.Series, pattern: str) -> pl.Series:

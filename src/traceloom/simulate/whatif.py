@@ -120,9 +120,9 @@ def whatif(
 
 def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
     """The whole time (first to last moment) of each scenario, ns, shape (scenarios,)."""
-    whole = _span(point_times(graph))
+    whole_ns = _span(point_times(graph))
     spans = [
-        max(_span(times), least_ns(graph, scenario, whole))
+        max(_span(times), least_ns(graph, scenario, whole_ns))
         for scenario, times in evaluations(scenarios, plan or Plan(graph))
     ]
     return np.array(spans, dtype=np.int64)
@@ -136,18 +136,18 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
     graph = plan.graph
     room = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
     waiting = iter(scenarios)
-    while some := list(islice(waiting, room)):
-        if all(scenario.graph is graph for scenario in some):
-            works, delays = _together([s.work_ns for s in some]), _together([s.delay_ns for s in some])
-            yield from zip(some, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
+    while batch := list(islice(waiting, room)):
+        if all(scenario.graph is graph for scenario in batch):
+            works, delays = _together([s.work_ns for s in batch]), _together([s.delay_ns for s in batch])
+            yield from zip(batch, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
         else:
-            yield from ((scenario, scenario.times(plan)) for scenario in some)
-        some.clear()
+            yield from ((scenario, scenario.times(plan)) for scenario in batch)
+        batch.clear()
 
 
 def _together(arrays: list[Ints]) -> Ints:
-    """Arrays as rows of one; one alone as it is, wherever it lies."""
-    return arrays[0] if len(arrays) == 1 else np.stack([plain(one) for one in arrays])
+    """Arrays as the rows of one array; a single array as it is, wherever it is stored."""
+    return arrays[0] if len(arrays) == 1 else np.stack([plain(array) for array in arrays])
 
 
 _COUNTS = 0.01  # of the time: a saving that may be larger by this much is a lower bound

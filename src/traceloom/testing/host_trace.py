@@ -129,7 +129,7 @@ class HostTraceBuilder:
             waiting.append((node, True))
             waiting += [(child, False) for child in reversed(inside[node.id])]
         # The observer writes a thread's node when the thread's first op begins.
-        order.sort(key=lambda node: node.id not in {one.id for one in self._threads.values()})
+        order.sort(key=lambda node: node.id not in {thread.id for thread in self._threads.values()})
         return [json.dumps(self._nested(node) if self.nested else self._flat(node)) for node in order]
 
     def envelope(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class HostTraceBuilder:
             }
             if self.schema.startswith("1.1.1"):
                 out[side]["strides"] = [[1] * len(entry[1]) for entry in entries]
-        known = (
+        attributes = (
             ("rf_id", "uint64", node.record_id),
             ("fw_parent", "uint64", node.forward_parent),
             ("seq_id", "int64", node.sequence),
@@ -208,7 +208,7 @@ class HostTraceBuilder:
             ("fw_tid", "uint64", node.forward_thread),
             ("op_schema", "string", node.schema),
         )
-        listed = [{"name": name, "type": kind, "value": value} for name, kind, value in known]
+        listed = [{"name": name, "type": kind, "value": value} for name, kind, value in attributes]
         if self.schema >= "1.0.4":
             listed += [{"name": name, "type": "string", "value": ""} for name in ("kernel_backend", "kernel_file")]
         if self.schema.startswith("1.1.1"):

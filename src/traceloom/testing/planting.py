@@ -111,8 +111,8 @@ def plant(files: Mapping[int, str | Path], faults: Sequence[Planted], folder: st
     _replay(ranks, transfers)
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    paths = {rank: one.write(out / one.path.name) for rank, one in ranks.items()}
-    return Copies(paths, _table(ranks), {rank: one.grown() for rank, one in ranks.items()})
+    paths = {rank: recording.write(out / recording.path.name) for rank, recording in ranks.items()}
+    return Copies(paths, _table(ranks), {rank: recording.grown() for rank, recording in ranks.items()})
 
 
 @dataclass(slots=True)
@@ -140,10 +140,10 @@ class _Moves:
 
     def __call__(self, time: int) -> int:
         """The time in the copy; between the begin and the end of a shortened wait nothing passes its end."""
-        here = bisect.bisect_right(self.at, time) - 1
-        moved = time + self.by[here]
-        if here + 1 < len(self.at):
-            moved = min(moved, self.at[here + 1] + self.by[here + 1])
+        index = bisect.bisect_right(self.at, time) - 1
+        moved = time + self.by[index]
+        if index + 1 < len(self.at):
+            moved = min(moved, self.at[index + 1] + self.by[index + 1])
         return moved
 
     def add(self, time: int, by: int) -> None:
@@ -195,10 +195,10 @@ class _Recording:
                 )
             self.late.append((times[fault.nth], fault.ns))
             return
-        found = [work for work in self.work if fault.name in work.name and work.collective < 0]
-        if not found or (fault.nth is not None and fault.nth >= len(found)):
-            raise _refused(f'rank {self.rank} has {len(found)} kernels "{fault.name}"')
-        for work in found if fault.nth is None else [found[fault.nth]]:
+        matches = [work for work in self.work if fault.name in work.name and work.collective < 0]
+        if not matches or (fault.nth is not None and fault.nth >= len(matches)):
+            raise _refused(f'rank {self.rank} has {len(matches)} kernels "{fault.name}"')
+        for work in matches if fault.nth is None else [matches[fault.nth]]:
             work.longer = fault.factor
 
     def write(self, path: Path) -> Path:
@@ -275,21 +275,21 @@ def _refused(message: str) -> UsageError:
 
 def _number_collectives(ranks: Mapping[int, _Recording]) -> None:
     counts = {}
-    for rank, one in ranks.items():
-        found = [work for work in one.work if "nccl" in work.name.lower() or "rccl" in work.name.lower()]
-        for number, work in enumerate(found):
+    for rank, recording in ranks.items():
+        kernels = [work for work in recording.work if "nccl" in work.name.lower() or "rccl" in work.name.lower()]
+        for number, work in enumerate(kernels):
             work.collective = number
-        counts[rank] = len(found)
+        counts[rank] = len(kernels)
     if len(set(counts.values())) > 1:
-        said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-        raise _refused(f"the ranks have different numbers of communication kernels ({said})")
+        counted = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        raise _refused(f"the ranks have different numbers of communication kernels ({counted})")
 
 
 def _parts(ranks: Mapping[int, _Recording]) -> dict[int, list[tuple[int, _Work]]]:
     """The parts of each collective: (rank, work)."""
     parts: dict[int, list[tuple[int, _Work]]] = {}
-    for rank, one in ranks.items():
-        for work in one.work:
+    for rank, recording in ranks.items():
+        for work in recording.work:
             if work.collective >= 0:
                 parts.setdefault(work.collective, []).append((rank, work))
     return parts
@@ -307,29 +307,29 @@ def _transfers(ranks: Mapping[int, _Recording]) -> dict[tuple[int, int], int]:
 def _replay(ranks: Mapping[int, _Recording], transfers: Mapping[tuple[int, int], int]) -> None:
     """Everything in the order of the recording; the end of a collective after the starts of all its parts."""
     parts = _parts(ranks)
-    latest = {number: max(work.start for _, work in found) for number, found in parts.items()}
+    latest = {number: max(work.start for _, work in members) for number, members in parts.items()}
     due: list[tuple[int, int, int, int, Any]] = []
-    for rank, one in ranks.items():
-        due += [(at, 0, rank, n, ("late", ns)) for n, (at, ns) in enumerate(one.late)]
-        due += [(work.start, 1, rank, n, ("start", work)) for n, work in enumerate(one.work)]
+    for rank, recording in ranks.items():
+        due += [(at, 0, rank, n, ("late", ns)) for n, (at, ns) in enumerate(recording.late)]
+        due += [(work.start, 1, rank, n, ("start", work)) for n, work in enumerate(recording.work)]
         due += [
             (max(work.end, latest[work.collective]) if work.collective >= 0 else work.end, 2, rank, n, ("end", work))
-            for n, work in enumerate(one.work)
+            for n, work in enumerate(recording.work)
         ]
-        due += [(end, 3, rank, n, ("call", (start, end))) for n, (start, end) in enumerate(one.calls)]
+        due += [(end, 3, rank, n, ("call", (start, end))) for n, (start, end) in enumerate(recording.calls)]
     heapq.heapify(due)
-    states = {rank: _State(one) for rank, one in ranks.items()}
+    states = {rank: _State(recording) for rank, recording in ranks.items()}
     while due:
-        at, _, rank, _, (what, about) = heapq.heappop(due)
+        at, _, rank, _, (event, about) = heapq.heappop(due)
         state = states[rank]
-        if what == "late":
+        if event == "late":
             state.one.moves.add(at, state.one.moves.by[-1] + about)
-        elif what == "start":
+        elif event == "start":
             state.start(about)
-        elif what == "end":
+        elif event == "end":
             if about.collective >= 0:
-                met = max(work.new_start for _, work in parts[about.collective])
-                about.new_end = max(met + transfers[about.collective, rank], about.new_start)
+                last_start = max(work.new_start for _, work in parts[about.collective])
+                about.new_end = max(last_start + transfers[about.collective, rank], about.new_start)
             state.end(about)
         else:
             state.call(*about)
@@ -345,14 +345,14 @@ class _State:
 
     def start(self, work: _Work) -> None:
         """When the work starts in the copy."""
-        one = self.one
+        recording = self.one
         before = self.last_of.get(work.stream)
         bounds = []
         explained = False
         if work.launch >= 0:
             delay = work.start - work.launch
-            explained = delay <= one.latency
-            bounds.append(one.moves(work.launch) + min(delay, max(one.latency, 0)))
+            explained = delay <= recording.latency
+            bounds.append(recording.moves(work.launch) + min(delay, max(recording.latency, 0)))
         if before is not None and before.end <= work.start:
             gap = work.start - before.end
             explained |= gap <= _GAP
@@ -362,7 +362,7 @@ class _State:
             explained = True
         work.new_start = max(bounds) if explained else max([work.start, *bounds])
         duration = work.end - work.start
-        work.new_end = work.new_start + (duration if work.longer == 1 else one.rounded(duration * work.longer))
+        work.new_end = work.new_start + (duration if work.longer == 1 else recording.rounded(duration * work.longer))
         self.last_of[work.stream] = work
 
     def end(self, work: _Work) -> None:

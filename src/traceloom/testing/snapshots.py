@@ -86,11 +86,11 @@ class SnapshotBuilder:
         free = [b for segment in self._segments for b in segment if b["state"] == "inactive" and b["size"] >= size]
         if free:
             return min(free, key=lambda block: block["size"])
-        whole = max(self._segment, -(-size // self._segment) * self._segment)
+        rounded = max(self._segment, -(-size // self._segment) * self._segment)
         address = 0x7F0000000000 + (len(self._segments) << 36)
-        block = {"address": address, "size": whole, "state": "inactive", "segment": len(self._segments)}
+        block = {"address": address, "size": rounded, "state": "inactive", "segment": len(self._segments)}
         self._segments.append([block])
-        self._add("segment_alloc", address, whole, [])
+        self._add("segment_alloc", address, rounded, [])
         return block
 
     def _stack(self, frames: tuple[tuple[str, int, str], ...]) -> list[dict[str, Any]]:

@@ -75,8 +75,8 @@ def _stray(text: bytes, at: int, chance: random.Random) -> bytes:
 
 def _sign_gone(text: bytes, at: int, chance: random.Random) -> bytes:
     sign = bytes([chance.choice(_SIGNS)])
-    place = text.find(sign, at)
-    return text if place < 0 else text[:place] + text[place + 1 :]
+    position = text.find(sign, at)
+    return text if position < 0 else text[:position] + text[position + 1 :]
 
 
 def _odd_number(text: bytes, at: int, chance: random.Random) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import traceloom
-from traceloom.findings import RULES, Ground, Ranked, findings, rank
+from traceloom.findings import RULES, Context, Ranked, findings, rank
 from traceloom.model.finding import Finding
 
 pytestmark = pytest.mark.torch
@@ -61,7 +61,7 @@ def truth_ns(run: Any) -> tuple[float, float]:
 
 def without_recording(run: Any) -> Ranked:
     """Findings of the recorded steps; what recording costs is told by steps with the fault alone."""
-    ground = Ground.of(traceloom.load(run.directory))
+    context = Context.of(traceloom.load(run.directory))
     ratios = []
     for part in run.capture["ranks"]:
         steps = part["steps"]
@@ -69,8 +69,8 @@ def without_recording(run: Any) -> Ranked:
         recorded = [ran for _, (ran, state) in told if state == "recorded"]
         plain = [ran for number, (ran, state) in told if state == "unrecorded" and number >= 30 and number % 2 == 0]
         ratios.append(statistics.median(recorded) / statistics.median(plain))
-    ground.__dict__["host_ratio"] = max(ratios)
-    return rank(ground, RULES)
+    context.__dict__["host_ratio"] = max(ratios)
+    return rank(context, RULES)
 
 
 def judged(recorder: Any, command: list[str], slugs: tuple[str, ...]) -> tuple[Finding | None, bool, str]:

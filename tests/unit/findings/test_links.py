@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import traceloom
-from traceloom.findings import Ground, Ranked, findings
+from traceloom.findings import Context, Ranked, findings
 from traceloom.model.finding import Finding
 from traceloom.testing.jobs import ParallelRecipe, SlowLink, parallel_job
 
 RECIPE = ParallelRecipe(data=2, tensor=2, steps=3, layers=2, kernel_us=100)
 
 
-def ranked(recipe: ParallelRecipe, folder: Path) -> tuple[Ranked, Ground]:
+def ranked(recipe: ParallelRecipe, folder: Path) -> tuple[Ranked, Context]:
     session = traceloom.load(parallel_job(recipe).run().write(folder / "run"))
-    return findings(session), Ground.of(session)
+    return findings(session), Context.of(session)
 
 
 def of_link(found: Ranked) -> list[Finding]:
@@ -76,9 +76,9 @@ def test_stages_that_are_in_a_step_at_different_times_do_not_straggle(
     schedule: str, item: bool, tmp_path: Path
 ) -> None:
     piped = ParallelRecipe(pipeline=4, steps=3, layers=2, kernel_us=100, microbatches=4, schedule=schedule, item=item)
-    found, ground = ranked(piped, tmp_path)
+    found, context = ranked(piped, tmp_path)
     assert found.time[0].slug == "pipeline-bubbles"
     assert "straggler" not in {one.slug for one in found.time}
     # the step is as long as it takes until the next one, however far apart the stages are
-    assert ground.step_ns == pytest.approx(parallel_job(piped).run().window_ns / 3, rel=0.02)
+    assert context.step_ns == pytest.approx(parallel_job(piped).run().window_ns / 3, rel=0.02)
     assert found.time[0].saving_fraction == pytest.approx(0.3, abs=0.03)

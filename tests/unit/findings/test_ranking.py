@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from traceloom.findings import RULES, Ground, rank
+from traceloom.findings import RULES, Context, rank
 from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule, Said
 from traceloom.model import Session
@@ -28,13 +28,13 @@ RECIPES = {
 
 
 @cache
-def ground(name: str) -> Ground:
+def context(name: str) -> Context:
     traces = tuple(builder.build() for builder in training_job(RECIPES[name]).run().traces())
-    return Ground.of(Session(traces, "made"))
+    return Context.of(Session(traces, "made"))
 
 
 def rule(slug: str, *said: Said) -> Rule:
-    def look(_: Ground) -> Iterator[Said]:
+    def look(_: Context) -> Iterator[Said]:
         yield from said
 
     return Rule(slug, slug, look)
@@ -46,8 +46,8 @@ def candidate(text: str, **more: object) -> Candidate:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_savings_of_all_rules_are_disjoint_and_add_up_to_less_than_the_step(name: str) -> None:
-    found = rank(ground(name), RULES).time
-    assert sum(one.saving_ns or 0 for one in found) <= ground(name).whole_ns
+    found = rank(context(name), RULES).time
+    assert sum(one.saving_ns or 0 for one in found) <= context(name).whole_ns
     assert sum(one.saving_fraction or 0 for one in found) <= 1
     savings = [one.saving_ns for one in found]
     assert savings == sorted(savings, reverse=True)
@@ -56,8 +56,8 @@ def test_savings_of_all_rules_are_disjoint_and_add_up_to_less_than_the_step(name
 
 def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
     twice = [rule("first", candidate("kernels * 0.5")), rule("second", candidate("kernels * 0.5"))]
-    both = rank(ground("device"), twice).time
-    alone = rank(ground("device"), twice[:1]).time
+    both = rank(context("device"), twice).time
+    alone = rank(context("device"), twice[:1]).time
     assert both[0].slug == "first"
     assert both[0].saving_ns == alone[0].saving_ns == both[0].alone_ns
     # halving twice is a quarter: what is left of the second is at most half of the first
@@ -65,7 +65,7 @@ def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
 
 
 def test_the_largest_comes_first_and_the_rest_is_evaluated_on_top_of_it() -> None:
-    here = ground("device")
+    here = context("device")
     found = rank(here, [rule("small", candidate("kernels * 0.8")), rule("large", candidate("gpu * 0.3"))]).time
     assert found[0].slug == "large"
     together = whatif(here.graph, [parse("gpu * 0.3"), parse("kernels * 0.8")])
@@ -75,11 +75,11 @@ def test_the_largest_comes_first_and_the_rest_is_evaluated_on_top_of_it() -> Non
 
 
 def test_what_saves_next_to_nothing_is_dropped() -> None:
-    assert rank(ground("device"), [rule("tiny", candidate("kernels * 0.999"))]).time == ()
+    assert rank(context("device"), [rule("tiny", candidate("kernels * 0.999"))]).time == ()
 
 
 def test_a_bound_holds() -> None:
-    here = ground("device")
+    here = context("device")
     bound = round(0.02 * here.whole_ns)
     (found,) = rank(here, [rule("bounded", candidate("kernels * 0.1", at_most_ns=bound))], steps=1).time
     assert found.saving_fraction == pytest.approx(0.02, rel=1e-3)
@@ -89,16 +89,16 @@ def test_a_bound_holds() -> None:
     ("fraction", "severity"), [(HIGH + 0.001, "high"), (MEDIUM + 0.001, "medium"), (LEAST + 0.001, "low")]
 )
 def test_severity_is_what_it_saves(fraction: float, severity: str) -> None:
-    here = ground("device")
+    here = context("device")
     some = candidate("kernels * 0.1", at_most_ns=round(fraction * here.whole_ns))
     (found,) = rank(here, [rule("some", some)], steps=1).time
     assert found.severity == severity
 
 
 def test_savings_of_the_host_are_divided_by_what_recording_cost() -> None:
-    here = ground("host")
+    here = context("host")
     plain = rank(here, [rule("host", candidate("host * 0.5"))]).time[0]
-    slowed = Ground(here.session, here.steps)
+    slowed = Context(here.session, here.steps)
     slowed.__dict__["host_ratio"] = 1.25
     scaled = rank(slowed, [rule("host", candidate("host * 0.5"))]).time[0]
     assert scaled.saving_ns == pytest.approx((plain.saving_ns or 0) / 1.25, rel=5e-3)
@@ -110,9 +110,9 @@ def test_savings_of_the_host_are_divided_by_what_recording_cost() -> None:
 
 @pytest.mark.parametrize("text", ["host * 0.5", "ops * 0.6", "launches remove", "gpu * 0.2", "idle remove"])
 def test_a_finding_and_a_what_if_tell_the_same_without_recording(text: str) -> None:
-    here = ground("host")
+    here = context("host")
     assert here.step_ns == here.whole_ns
-    slowed = Ground(here.session, here.steps)
+    slowed = Context(here.session, here.steps)
     slowed.__dict__["host_ratio"] = 1.25
     asked = whatif(here.graph, [parse(text)], host_ratio=1.25)
     told = rank(slowed, [rule("some", candidate(text))], steps=1).time
@@ -126,7 +126,7 @@ def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
         Abstention("mixed", "nothing is known"),
         Remark("only to be known", 0.9, "nothing"),
     )
-    found = rank(ground("device"), [rule("mixed", *said)])
+    found = rank(context("device"), [rule("mixed", *said)])
     assert [one.title for one in found.memory] == ["full", "some"]
     assert [one.severity for one in found.memory] == ["high", "low"]
     assert [(one.saving_ns, one.severity) for one in found.time] == [(0, "low")]
@@ -134,7 +134,7 @@ def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
 
 
 def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
-    here = ground("device")
+    here = context("device")
     some = Chosen("one kernel", np.arange(here.graph.nodes.height) == 5)
     found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))], steps=1)
     assert found.time == ()
@@ -143,7 +143,7 @@ def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
 def test_evidence_is_never_of_another_trace_that_claims_the_same_rank() -> None:
     built = [builder.build() for builder in training_job(RECIPES["ranks"]).run().traces()]
     twice = Session((*built, built[1]), "made")
-    found = Ground.of(twice)
+    found = Context.of(twice)
     assert found.trace_of(built[1].rank) is None
     assert found.trace_of(built[2].rank) is built[2]
     kernels = found.evidence(found.of_kind(gs.KERNEL), most=found.graph.nodes.height)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from traceloom.findings import RULES, Ground, rank
+from traceloom.findings import RULES, Context, rank
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark
 from traceloom.model import Session
 from traceloom.model.finding import Abstention
@@ -17,8 +17,8 @@ NORM = ("aten::pow", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul", "ate
 BY_SLUG = {rule.slug: rule for rule in RULES}
 
 
-def grounded(*builders: TraceBuilder) -> Ground:
-    return Ground.of(Session(tuple(builder.build() for builder in builders), "made"))
+def grounded(*builders: TraceBuilder) -> Context:
+    return Context.of(Session(tuple(builder.build() for builder in builders), "made"))
 
 
 def said(slug: str, *builders: TraceBuilder) -> list[object]:
@@ -233,11 +233,11 @@ def test_graph_breaks_save_at_most_the_host_time_between_the_graphs() -> None:
 
 
 def test_an_uneven_exchange_is_as_long_as_with_equal_parts() -> None:
-    ground = grounded(FOUND["uneven-exchange"]().done())
-    (one,) = BY_SLUG["uneven-exchange"].look(ground)
+    context = grounded(FOUND["uneven-exchange"]().done())
+    (one,) = BY_SLUG["uneven-exchange"].look(context)
     assert isinstance(one, Candidate)
     assert "3.9 × the mean" in one.title
-    found = rank(ground, [BY_SLUG["uneven-exchange"]]).time[0]
+    found = rank(context, [BY_SLUG["uneven-exchange"]]).time[0]
     assert found.saving_ns == pytest.approx(5 * 300_000 * (1 - 1024 / 4000), rel=0.1)
 
 
@@ -322,9 +322,9 @@ def test_waits_of_a_profiler_for_its_own_window_are_no_finding() -> None:
 
 def test_evidence_stands_in_the_step_and_its_times_are_those_of_the_trace() -> None:
     made = FOUND["host-pause"]().done()
-    ground = grounded(made)
-    step = ground.traces[0].steps.row(0, named=True)
-    for finding in rank(ground, RULES).time:
+    context = grounded(made)
+    step = context.traces[0].steps.row(0, named=True)
+    for finding in rank(context, RULES).time:
         for one in finding.evidence:
             if one.start_ns is not None:
                 assert step["start_ns"] <= one.start_ns <= step["end_ns"], (finding.slug, one)
@@ -334,6 +334,6 @@ def test_hostile_names_stay_text() -> None:
     name = "<img src=x onerror=alert(1)>\x1b[31m"
     made = busy()
     made.trace.python(f"{name}.py(1): sleep", made.now, 4_000)
-    ground = grounded(made.pause(4_001).op().done())
-    (found,) = [one for one in rank(ground, RULES).time if one.slug == "host-pause"]
+    context = grounded(made.pause(4_001).op().done())
+    (found,) = [one for one in rank(context, RULES).time if one.slug == "host-pause"]
     assert "onerror" in found.title  # told as recorded; those who draw it make it harmless

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.findings import RULES, Ground, findings, rank
+from traceloom.findings import RULES, Context, findings, rank
 from traceloom.findings.steady import interval, middle
 from traceloom.model import Session
 from traceloom.testing.builder import TraceBuilder
@@ -25,8 +25,8 @@ def session(steps: list[tuple[int, int]]) -> Session:
 
 def test_a_pause_of_most_steps_is_found_although_the_usual_step_has_none() -> None:
     made = session([(50, 10), (50, 11), (0, 62), (48, 15), (54, 10)])
-    assert Ground.of(made).step == 2
-    assert not rank(Ground.of(made), RULES, steps=1).time
+    assert Context.of(made).step == 2
+    assert not rank(Context.of(made), RULES, steps=1).time
     first = findings(made).time[0]
     assert first.slug == "host-pause"
     assert first.saving_ns == pytest.approx(50 * MS, rel=0.01)

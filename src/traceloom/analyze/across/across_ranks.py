@@ -81,8 +81,8 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
         chain_count: For how many of the longest waits the chain of causes is written out.
     """
-    given = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
-    parts = _one_each(given)
+    all_parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
+    parts = _one_each(all_parts)
     matched = match(parts)
     piped = pipeline(parts, matched)
     late = lateness(parts, matched, piped.stages)
@@ -120,8 +120,8 @@ def _partial(parts: Sequence[RankPart], matched: Matched) -> list[Notice]:
     if world is None or len(parts) < 2 or len(parts) >= world or not any(part.calls.height for part in parts):
         return []
     cut = matched.instances.filter(~pl.col("whole").fill_null(value=False)).height
-    said = (
+    text = (
         f"{len(parts)} of {world} ranks are recorded: the last to arrive at a collective may be one that is not, and "
         f"waits are at least what is shown; {cut} of {matched.instances.height} joined collectives miss ranks"
     )
-    return [Notice("ranks-missing", "warning", said, world - len(parts))]
+    return [Notice("ranks-missing", "warning", text, world - len(parts))]

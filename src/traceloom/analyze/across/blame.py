@@ -56,23 +56,25 @@ REASON_SCHEMA = pl.Schema(
 _BEYOND = pl.col("wait_ns") - pl.col("schedule_ns")  # what the order of a pipeline does not ask for
 
 
-def with_causes(matched: Matched, found: Lateness) -> pl.DataFrame:
+def with_causes(matched: Matched, lateness: Lateness) -> pl.DataFrame:
     """The instances with why their last rank was late and where the chain of causes ends."""
     frame = matched.instances
     rows = np.arange(frame.height)
-    root, root_cause = roots(found, frame["met_ns"].to_numpy())
+    root, root_cause = roots(lateness, frame["met_ns"].to_numpy())
     names = pl.Series(list(CAUSE_NAMES), dtype=CauseType)
     nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
     schedule = CAUSE_NAMES.index(SCHEDULE)
-    lost = found.excess_ns[:, nameless].sum(axis=1)
+    lost = lateness.excess_ns[:, nameless].sum(axis=1)
     return (
         frame.with_columns(
-            pl.Series("late_ns", found.late_ns),
-            names.gather(found.cause).alias("cause"),
-            pl.Series("cause_ns", found.excess_ns[rows, found.cause] if rows.size else rows),
-            pl.Series("explained_ns", found.late_ns - lost),
+            pl.Series("late_ns", lateness.late_ns),
+            names.gather(lateness.cause).alias("cause"),
+            pl.Series("cause_ns", lateness.excess_ns[rows, lateness.cause] if rows.size else rows),
+            pl.Series("explained_ns", lateness.late_ns - lost),
             pl.Series("unexplained_ns", lost),
-            pl.min_horizontal(pl.Series("schedule_ns", found.excess_ns[:, schedule]), "wait_ns").alias("schedule_ns"),
+            pl.min_horizontal(pl.Series("schedule_ns", lateness.excess_ns[:, schedule]), "wait_ns").alias(
+                "schedule_ns"
+            ),
             frame["instance"].gather(root).alias("root_instance"),
             frame["last_rank"].gather(root).alias("root_rank"),
             names.gather(root_cause).alias("root_cause"),

@@ -32,7 +32,7 @@ _NAMES = 2  # in a detail
 
 
 def chains(
-    ranks: Sequence[RankPart], matched: Matched, collectives: pl.DataFrame, found: Lateness, most: int
+    ranks: Sequence[RankPart], matched: Matched, collectives: pl.DataFrame, lateness: Lateness, most: int
 ) -> pl.DataFrame:
     """The chains of the `most` collectives with the longest waits.
 
@@ -47,65 +47,65 @@ def chains(
     numbers = collectives["instance"].to_list()
     met = collectives["met_ns"].to_list()
     rows: list[tuple[object, ...]] = []
-    known: dict[int, list[tuple[object, ...]]] = {}
+    causes_of: dict[int, list[tuple[object, ...]]] = {}
     for start in worst:
         at, link = start, 0
         while True:
-            if at not in known:
-                known[at] = _link(ranks, matched, found, at)
-            onward = int(found.follow[at])
+            if at not in causes_of:
+                causes_of[at] = _link(ranks, matched, lateness, at)
+            onward = int(lateness.follow[at])
             goes_on = onward >= 0 and met[onward] < met[at] and link + 1 < _LONGEST
             follows = numbers[onward] if goes_on else None
             rank = collectives["last_rank"][at]
-            head = (numbers[start], link, numbers[at], rank, int(found.late_ns[at]))
-            rows += [(*head, *told, follows if told[0] == "communication" else None) for told in known[at]]
+            head = (numbers[start], link, numbers[at], rank, int(lateness.late_ns[at]))
+            rows += [(*head, *cause, follows if cause[0] == "communication" else None) for cause in causes_of[at]]
             if not goes_on:
                 break
             at, link = onward, link + 1
     return pl.DataFrame(rows, schema=LINK_SCHEMA, orient="row")
 
 
-def _link(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: int) -> list[tuple[object, ...]]:
+def _link(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at: int) -> list[tuple[object, ...]]:
     """(cause, ns, detail) of one last arriver, the largest first; they add up to its lateness."""
-    excess = found.excess_ns[at]
-    least = max(int(abs(int(found.late_ns[at])) * _SMALL), 1)
-    told = [
-        (CAUSE_NAMES[number], int(excess[number]), _detail(ranks, matched, found, at, CAUSE_NAMES[number]))
+    excess = lateness.excess_ns[at]
+    least = max(int(abs(int(lateness.late_ns[at])) * _SMALL), 1)
+    causes = [
+        (CAUSE_NAMES[number], int(excess[number]), _detail(ranks, matched, lateness, at, CAUSE_NAMES[number]))
         for number in np.argsort(-excess, kind="stable").tolist()
         if abs(int(excess[number])) >= least
     ]
-    rest = int(excess.sum()) - sum(ns for _, ns, _ in told)
-    return [*told, *([(None, rest, "smaller parts together")] if rest else [])]
+    rest = int(excess.sum()) - sum(ns for _, ns, _ in causes)
+    return [*causes, *([(None, rest, "smaller parts together")] if rest else [])]
 
 
-def _detail(ranks: Sequence[RankPart], matched: Matched, found: Lateness, at: int, cause: str) -> str | None:
-    """What of a class the rank spent more on than the others, by name."""
+def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at: int, cause: str) -> str | None:
+    """What the rank spent more time on than the others within a class, by name."""
     if cause == BEGAN or cause not in CLASSES:
         return None
-    row = int(found.last_part[at])
+    row = int(lateness.last_part[at])
     if cause == COMMUNICATION:
-        return _earlier(matched, found, row)
+        return _earlier(matched, lateness, row)
     instance = matched.parts["instance"][row]
     low = int(matched.parts["instance"].search_sorted(instance, side="left"))
     high = int(matched.parts["instance"].search_sorted(instance, side="right"))
-    others = low + np.flatnonzero(found.others[low:high])
-    mine = _names(ranks, matched, found, row, cause)
+    others = low + np.flatnonzero(lateness.others[low:high])
+    own_ns = _names(ranks, matched, lateness, row, cause)
     spread: dict[str, float] = {}
     for other in others.tolist():
-        for name, ns in _names(ranks, matched, found, other, cause).items():
+        for name, ns in _names(ranks, matched, lateness, other, cause).items():
             spread[name] = spread.get(name, 0.0) + ns / others.size
-    more = {name: ns - spread.get(name, 0.0) for name, ns in mine.items()}
+    more = {name: ns - spread.get(name, 0.0) for name, ns in own_ns.items()}
     largest = sorted(more.items(), key=lambda pair: (-pair[1], pair[0]))[:_NAMES]
-    said = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
-    return "; ".join(said) or None
+    clauses = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
+    return "; ".join(clauses) or None
 
 
-def _earlier(matched: Matched, found: Lateness, row: int) -> str | None:
+def _earlier(matched: Matched, lateness: Lateness, row: int) -> str | None:
     """Which collectives a rank was in since counting began."""
     parts = matched.parts
-    mine = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
-    place = found.start_of_part[mine]
-    inside = mine[(place >= found.base_of_part[row]) & (place < found.start_of_part[row])]
+    own_rows = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
+    position = lateness.start_of_part[own_rows]
+    inside = own_rows[(position >= lateness.base_of_part[row]) & (position < lateness.start_of_part[row])]
     if not inside.size:
         return None
     waits = parts["wait_ns"].gather(inside)
@@ -115,10 +115,10 @@ def _earlier(matched: Matched, found: Lateness, row: int) -> str | None:
     return f"{many}, waiting {duration(int(waits.sum()))}; longest for rank {last}"
 
 
-def _names(ranks: Sequence[RankPart], matched: Matched, found: Lateness, row: int, cause: str) -> dict[str, int]:
-    """What one rank did of a class since counting began, by name."""
+def _names(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, row: int, cause: str) -> dict[str, int]:
+    """Time of one rank in a class since counting began, by name."""
     details = ranks[matched.parts["part"][row]].ledger.details
-    low, high = int(found.base_of_part[row]), int(found.start_of_part[row])
+    low, high = int(lateness.base_of_part[row]), int(lateness.start_of_part[row])
     first = int(details["stretch"].search_sorted(low, side="left"))
     last = int(details["stretch"].search_sorted(high, side="left"))
     part = details.slice(first, last - first).filter(pl.col("class") == cause)

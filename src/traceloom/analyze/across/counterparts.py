@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 def pair_excess(matched: Matched, stages: pl.DataFrame, spent: Ints, base: Ints, last: Ints) -> tuple[Ints, Ints, Ints]:
     """What the last arrivers of pairs spent more than the same stage of the other pipelines in the same step.
 
-    In a pipeline one stage computes while the next waits for it: to compare the two says nothing. The counterpart of a
+    In a pipeline one stage computes while the next waits for it: comparing the two says nothing. The counterpart of a
     pair is the pair of another pipeline between the same stages, as many pairs into the same step.
 
     Args:
@@ -37,15 +37,17 @@ def pair_excess(matched: Matched, stages: pl.DataFrame, spent: Ints, base: Ints,
         return none
     rows = _keyed(matched, pairs, stages)
     rows = rows.filter(pl.Series(base[rows["row"].to_numpy()] >= 0))
-    ours = rows.filter(pl.col("row").is_in(pl.Series(last).implode()))
-    both = ours.join(rows, on=_KEY, how="inner", suffix="_other").filter(pl.col("number") != pl.col("number_other"))
+    last_rows = rows.filter(pl.col("row").is_in(pl.Series(last).implode()))
+    both = last_rows.join(rows, on=_KEY, how="inner", suffix="_other").filter(
+        pl.col("number") != pl.col("number_other")
+    )
     if not both.height:
         return none
     columns = [f"c{number}" for number in range(spent.shape[1])]
-    theirs = pl.DataFrame(spent[both["row_other"].to_numpy()], schema=columns).with_columns(
+    counterparts = pl.DataFrame(spent[both["row_other"].to_numpy()], schema=columns).with_columns(
         both["number"], both["row"], late=matched.parts["late_ns"].gather(both["row_other"])
     )
-    middle = theirs.group_by("number", "row", maintain_order=True).agg(
+    middle = counterparts.group_by("number", "row", maintain_order=True).agg(
         pl.col(*columns, "late").median().round().cast(pl.Int64)
     )
     excess = spent[middle["row"].to_numpy()] - middle.select(columns).to_numpy()
@@ -58,15 +60,15 @@ _KEY = ["step", "side", "from", "to", "nth"]
 def _keyed(matched: Matched, pairs: pl.DataFrame, stages: pl.DataFrame) -> pl.DataFrame:
     """Rows of parts of pairs: number (of the instance), row, and what counterparts have in common."""
     parts = matched.parts.with_row_index("row").select("row", "instance", "rank", "sends")
-    here = pairs.select("number", "instance", "step", "met_ns")
-    known = parts.join(here, on="instance", how="inner", maintain_order="left").join(
+    pair_times = pairs.select("number", "instance", "step", "met_ns")
+    staged = parts.join(pair_times, on="instance", how="inner", maintain_order="left").join(
         stages.select("rank", "pipeline", "stage"), on="rank", how="inner", maintain_order="left"
     )
-    ends = known.select("number", "sends", "stage")
+    ends = staged.select("number", "sends", "stage")
     for word, sends in (("from", True), ("to", False)):
         side = ends.filter(pl.col("sends") == sends).select("number", pl.col("stage").alias(word))
-        known = known.join(side, on="number", how="inner", maintain_order="left")
-    ordered = known.sort("met_ns", "number").with_columns(
+        staged = staged.join(side, on="number", how="inner", maintain_order="left")
+    ordered = staged.sort("met_ns", "number").with_columns(
         pl.int_range(pl.len()).over("step", "rank", "sends", "from", "to").alias("nth"),
         pl.col("sends").alias("side"),
     )

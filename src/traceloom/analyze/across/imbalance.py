@@ -66,14 +66,14 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
 
 
 def _measure(loads: pl.DataFrame, name: str) -> dict[str, object] | None:
-    known = loads.filter(pl.col(name).is_not_null()).select(
+    measured = loads.filter(pl.col(name).is_not_null()).select(
         "rank", "step", pl.col(name).cast(pl.Float64).alias("value")
     )
-    many = known["rank"].n_unique()
+    many = measured["rank"].n_unique()
     if many < 2:
         return None
-    common = known.filter(pl.col("rank").n_unique().over("step") == many)
-    common = common if common.height else known
+    common = measured.filter(pl.col("rank").n_unique().over("step") == many)
+    common = common if common.height else measured
     by_rank = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
     mean = float(str(by_rank["value"].mean()))
     if not mean:

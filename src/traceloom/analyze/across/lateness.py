@@ -132,11 +132,11 @@ def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
     part = parts["part"].to_numpy()
     start_place, end_place = (np.zeros(parts.height, dtype=np.int64) for _ in range(2))
     duration = parts["duration_ns"].to_numpy()
-    for number, one in enumerate(ranks):
+    for number, rank in enumerate(ranks):
         rows = np.flatnonzero(part == number)
-        starts = _own_times(one, parts["event"].gather(rows))
-        start_place[rows] = one.ledger.at(starts)
-        end_place[rows] = one.ledger.at(starts + duration[rows])
+        starts = _own_times(rank, parts["event"].gather(rows))
+        start_place[rows] = rank.ledger.at(starts)
+        end_place[rows] = rank.ledger.at(starts + duration[rows])
     return _Rows(
         inst=parts["instance"].rank("dense").to_numpy().astype(np.int64) - 1,
         part=part,
@@ -149,34 +149,34 @@ def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
     )
 
 
-def _own_times(one: RankPart, events: pl.Series) -> Ints:
+def _own_times(rank: RankPart, events: pl.Series) -> Ints:
     """Starts of calls on their rank's own clock."""
-    starts = one.calls.select("event", "start_ns").unique("event", keep="first")
-    found: Ints = events.to_frame().join(starts, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
-    return found
+    starts = rank.calls.select("event", "start_ns").unique("event", keep="first")
+    times: Ints = events.to_frame().join(starts, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
+    return times
 
 
 def _stood(ranks: Sequence[RankPart], rows: _Rows, many: int) -> Bools:
-    """Whether the ranks of each collective stood still while they waited in it, shape (collectives,)."""
+    """Whether the ranks of each collective stood idle while they waited in it, shape (collectives,)."""
     exposed = np.zeros(rows.part.size, dtype=np.int64)
-    for number, one in enumerate(ranks):
-        mine = np.flatnonzero(rows.part == number)
-        sums = one.ledger.sums[:, _COMMUNICATION]
-        exposed[mine] = sums[rows.end_place[mine]] - sums[rows.start_place[mine]]
-    waited, stood = np.zeros((2, many), dtype=np.int64)
+    for number, rank in enumerate(ranks):
+        own_rows = np.flatnonzero(rows.part == number)
+        sums = rank.ledger.sums[:, _COMMUNICATION]
+        exposed[own_rows] = sums[rows.end_place[own_rows]] - sums[rows.start_place[own_rows]]
+    waited, idle_ns = np.zeros((2, many), dtype=np.int64)
     np.add.at(waited, rows.inst, rows.wait)
-    np.add.at(stood, rows.inst, np.minimum(exposed, rows.wait))
-    return stood >= _STANDS * waited
+    np.add.at(idle_ns, rows.inst, np.minimum(exposed, rows.wait))
+    return idle_ns >= _STANDS * waited
 
 
-def _anchors(matched: Matched, inst: Ints, stood: Bools) -> Ints:
-    """The last collective that held all recorded ranks of each, made them stand, and was over when the last came."""
+def _anchors(matched: Matched, inst: Ints, idled: Bools) -> Ints:
+    """For each the latest collective that held all its recorded ranks, idled them, and was over when the last came."""
     parts, instances = matched.parts, matched.instances
-    many = stood.size
+    many = idled.size
     masks: list[int] = [0] * many
     for number, row in zip(inst.tolist(), parts["part"].to_list(), strict=True):
         masks[number] |= 1 << row
-    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy() & stood
+    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy() & idled
     met = instances["met_ns"].to_numpy()
     ends = parts.group_by("instance", maintain_order=True).agg((pl.col("start_ns") + pl.col("duration_ns")).max())
     end = ends["start_ns"].to_numpy()
@@ -190,10 +190,10 @@ def _anchors(matched: Matched, inst: Ints, stood: Bools) -> Ints:
         if not rows.size:
             continue
         rows = rows[np.argsort(end[rows], kind="stable")]
-        here = np.flatnonzero(codes == code[mask])
-        before = np.searchsorted(end[rows], met[here], side="right") - 1
-        found = rows[np.maximum(before, 0)]
-        anchor[here] = np.where((before >= 0) & (found != here), found, -1)
+        targets = np.flatnonzero(codes == code[mask])
+        before = np.searchsorted(end[rows], met[targets], side="right") - 1
+        previous = rows[np.maximum(before, 0)]
+        anchor[targets] = np.where((before >= 0) & (previous != targets), previous, -1)
     return anchor
 
 
@@ -203,24 +203,24 @@ def _same_rank(rows: _Rows, anchor: Ints, ranks: int) -> Ints:
     order = np.argsort(key, kind="stable")
     if not order.size:
         return order
-    wanted = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * ranks + rows.part, -1)
-    found = order[np.minimum(np.searchsorted(key[order], wanted), order.size - 1)]
-    return np.where((wanted >= 0) & (key[found] == wanted), found, -1)
+    anchor_key = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * ranks + rows.part, -1)
+    candidate = order[np.minimum(np.searchsorted(key[order], anchor_key), order.size - 1)]
+    return np.where((anchor_key >= 0) & (key[candidate] == anchor_key), candidate, -1)
 
 
 def _bases(ranks: Sequence[RankPart], rows: _Rows, anchor_part: Ints) -> Ints:
-    """Where counting begins: end of the anchor, else start of the step (where all know it), else of the recording."""
+    """Where counting begins: end of the anchor, else start of the step (if all have it), else of the recording."""
     base = (
         np.where(anchor_part >= 0, rows.end_place[np.maximum(anchor_part, 0)], -1) if anchor_part.size else anchor_part
     )
     in_step = np.full(base.size, -1, dtype=np.int64)
-    for number, one in enumerate(ranks):
-        mine = np.flatnonzero((rows.part == number) & (anchor_part < 0))
-        starts = dict(zip(one.steps["step"].to_list(), one.steps["start_ns"].to_list(), strict=True))
-        if mine.size and starts:
-            times = np.array([starts.get(step, -1) for step in rows.step[mine].tolist()], dtype=np.int64)
-            places = one.ledger.at(np.maximum(times, one.ledger.time_ns[0]))
-            in_step[mine] = np.where((times >= 0) & (places <= rows.start_place[mine]), places, -1)
+    for number, rank in enumerate(ranks):
+        own_rows = np.flatnonzero((rows.part == number) & (anchor_part < 0))
+        starts = dict(zip(rank.steps["step"].to_list(), rank.steps["start_ns"].to_list(), strict=True))
+        if own_rows.size and starts:
+            times = np.array([starts.get(step, -1) for step in rows.step[own_rows].tolist()], dtype=np.int64)
+            places = rank.ledger.at(np.maximum(times, rank.ledger.time_ns[0]))
+            in_step[own_rows] = np.where((times >= 0) & (places <= rows.start_place[own_rows]), places, -1)
     free = anchor_part < 0
     all_know = np.ones(int(rows.inst.max(initial=-1)) + 1, dtype=np.bool_)
     np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
@@ -237,16 +237,16 @@ def _others(rows: _Rows, base: Ints) -> Bools:
     at[order] = np.arange(order.size) - first[rows.inst[order]]
     rest = size[rows.inst] - 1
     low = rest // 4
-    found: Bools = (at >= low) & (at < rest - low) & (base >= 0)
-    return found
+    middle: Bools = (at >= low) & (at < rest - low) & (base >= 0)
+    return middle
 
 
 def _spent(ranks: Sequence[RankPart], rows: _Rows, base: Ints) -> Ints:
     """What each row of parts spent since counting began, by class; shape (parts, classes)."""
     spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)
-    for number, one in enumerate(ranks):
-        mine = np.flatnonzero(rows.part == number)
-        spent[mine] = one.ledger.sums[rows.start_place[mine]] - one.ledger.sums[np.maximum(base[mine], 0)]
+    for number, rank in enumerate(ranks):
+        own_rows = np.flatnonzero(rows.part == number)
+        spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - rank.ledger.sums[np.maximum(base[own_rows], 0)]
     return spent
 
 
@@ -276,34 +276,34 @@ def _followed(rows: _Rows, base: Ints, cause: Ints, wait: Ints) -> Ints:
     """Where communication made a rank late: the collective in which it then waited longest, beyond what is usual."""
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
-    wanted = np.flatnonzero(cause == _COMMUNICATION)
+    candidates = np.flatnonzero(cause == _COMMUNICATION)
     rows_of: dict[int, Ints] = {}
-    for number in np.unique(rows.part[last[wanted]]).tolist():
-        mine = np.flatnonzero(rows.part == number)
-        rows_of[number] = mine[np.argsort(rows.end_place[mine], kind="stable")]
-    for number in wanted.tolist():
+    for number in np.unique(rows.part[last[candidates]]).tolist():
+        own_rows = np.flatnonzero(rows.part == number)
+        rows_of[number] = own_rows[np.argsort(rows.end_place[own_rows], kind="stable")]
+    for number in candidates.tolist():
         row = int(last[number])
-        mine = rows_of[int(rows.part[row])]
-        low = np.searchsorted(rows.end_place[mine], base[row], side="right")
-        high = np.searchsorted(rows.end_place[mine], rows.start_place[row], side="right")
-        inside = mine[low:high]
+        own_rows = rows_of[int(rows.part[row])]
+        low = np.searchsorted(rows.end_place[own_rows], base[row], side="right")
+        high = np.searchsorted(rows.end_place[own_rows], rows.start_place[row], side="right")
+        inside = own_rows[low:high]
         inside = inside[(rows.inst[inside] != number) & (wait[inside] > 0)]
         if inside.size:
             follow[number] = rows.inst[inside[int(np.argmax(wait[inside]))]]
     return follow
 
 
-def roots(found: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
+def roots(late: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
     """The collective at the end of each chain, and its cause; a chain goes back in time, so it has an end."""
-    here = np.arange(met_ns.size)
+    identity = np.arange(met_ns.size)
     if not met_ns.size:
-        return here, here
-    earlier = (found.follow >= 0) & (met_ns[np.maximum(found.follow, 0)] < met_ns)
-    forward = np.where(earlier, found.follow, -1)
-    root = here
+        return identity, identity
+    earlier = (late.follow >= 0) & (met_ns[np.maximum(late.follow, 0)] < met_ns)
+    forward = np.where(earlier, late.follow, -1)
+    root = identity
     for _ in range(_DEEPEST):
         onward = forward[root]
         if (onward < 0).all():
             break
         root = np.where(onward >= 0, onward, root)
-    return root, found.excess_cause[root]
+    return root, late.excess_cause[root]

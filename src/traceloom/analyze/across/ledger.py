@@ -60,9 +60,11 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
     """
     work = gpu_work(trace)
     device = _device(work, calls)
-    mine = calls.filter(pl.col("device") == device) if device is not None else calls.filter(pl.col("where") == "host")
-    starts = mine["start_ns"].to_numpy()
-    ends = starts + mine["duration_ns"].to_numpy()
+    own_calls = (
+        calls.filter(pl.col("device") == device) if device is not None else calls.filter(pl.col("where") == "host")
+    )
+    starts = own_calls["start_ns"].to_numpy()
+    ends = starts + own_calls["duration_ns"].to_numpy()
     edges = np.array([trace.start_ns, trace.end_ns], dtype=np.int64)
     steps = [trace.steps[name].to_numpy() for name in ("start_ns", "end_ns")]
     moments = np.unique(np.concatenate([starts, ends, edges, *steps]))
@@ -98,22 +100,22 @@ def _of_device(trace: Trace, work: pl.DataFrame, moments: Ints, device: int) -> 
     gaps = idle(trace).gaps.filter(pl.col("device") == device)
     idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
     waits = pl.concat([idling, _edges(trace, busy, moments)])
-    place = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
-    _add(sums, place, waits)
+    stretch = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
+    _add(sums, stretch, waits)
     ran = work.select(
         pl.Series("stretch", np.searchsorted(moments, start, side="right") - 1, dtype=pl.Int64),
         pl.Series("class", np.array(CLASSES[:3])[category]),
         "name",
         ns=pl.col("end_ns") - pl.col("start_ns"),
     )
-    return sums, pl.concat([ran, _did(waits, place)])
+    return sums, pl.concat([ran, _did(waits, stretch)])
 
 
-def _add(sums: Ints, place: Ints, waits: pl.DataFrame) -> None:
-    """Add waits, which lie in the stretches at `place`, to the running sums from the next moment on."""
+def _add(sums: Ints, stretch: Ints, waits: pl.DataFrame) -> None:
+    """Add waits, which lie in the stretches numbered `stretch`, to the running sums from the next moment on."""
     each = np.zeros_like(sums)
     cause = waits["cause"].replace_strict(_NUMBER, return_dtype=pl.Int64).to_numpy()
-    np.add.at(each, (np.minimum(place + 1, sums.shape[0] - 1), cause), waits["duration_ns"].to_numpy())
+    np.add.at(each, (np.minimum(stretch + 1, sums.shape[0] - 1), cause), waits["duration_ns"].to_numpy())
     sums += np.cumsum(each, axis=0)
 
 
@@ -154,19 +156,19 @@ def _of_host(trace: Trace, moments: Ints, talk: Spans) -> tuple[Ints, pl.DataFra
     """The main thread's time; where it waits while another thread communicates, that is communication."""
     sums = np.zeros((moments.size, len(CLASSES)), dtype=np.int64)
     waits = _main_thread(trace, moments[:-1], moments[1:])
-    place = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
+    stretch = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
     talks = coverage(talk, moments[:-1], moments[1:]) > 0
     waiting = waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
-    meant = pl.Series(talks[np.minimum(place, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
+    meant = pl.Series(talks[np.minimum(stretch, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
     waits = waits.with_columns(pl.when(meant).then(pl.lit(COMMUNICATION)).otherwise("cause").alias("cause"))
-    _add(sums, place, waits)
-    return sums, _did(waits, place)
+    _add(sums, stretch, waits)
+    return sums, _did(waits, stretch)
 
 
-def _did(waits: pl.DataFrame, place: Ints) -> pl.DataFrame:
+def _did(waits: pl.DataFrame, stretch: Ints) -> pl.DataFrame:
     """Waits as details of the stretches they lie in."""
     return waits.select(
-        pl.Series("stretch", place, dtype=pl.Int64), pl.col("cause").alias("class"), "name", ns="duration_ns"
+        pl.Series("stretch", stretch, dtype=pl.Int64), pl.col("cause").alias("class"), "name", ns="duration_ns"
     )
 
 

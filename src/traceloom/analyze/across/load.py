@@ -60,12 +60,12 @@ def _whole(name: str) -> pl.Expr:
 def _compute(trace: Trace) -> pl.DataFrame:
     work = gpu_work(trace).filter(pl.col("category") == "compute")
     names = work.select("name").unique().with_columns(_of_tables("name").alias("embeds"))
-    told = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
+    kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
         trace.events["step"].gather(work["event"]), pl.Series("below", _below_tables(trace, work["op"]))
     )
-    told = told.join(names, on="name", how="left", maintain_order="left")
+    kernels = kernels.join(names, on="name", how="left", maintain_order="left")
     embeds = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)
-    return told.select("step", "compute_ns", embeds.alias("embedding_ns"))
+    return kernels.select("step", "compute_ns", embeds.alias("embedding_ns"))
 
 
 def _of_tables(name: str) -> pl.Expr:
@@ -73,20 +73,22 @@ def _of_tables(name: str) -> pl.Expr:
 
 
 def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
-    """Whether the op that launched each piece of work stands inside one of embedding tables (index_select does)."""
+    """Whether the op that launched each piece of work lies inside an op of embedding tables (index_select does)."""
     tree, words = forest(trace), vocabulary(trace)
-    known = words.names.to_frame("name").select(_of_tables("name")).to_series().to_numpy()
+    is_table = words.names.to_frame("name").select(_of_tables("name")).to_series().to_numpy()
     none = np.zeros(op.len(), dtype=np.bool_)
-    if not tree.row.size or not known.any():
+    if not tree.row.size or not is_table.any():
         return none
-    is_op = np.isin(column(trace, "category"), [cat.CATEGORIES.index(one) for one in (cat.OP, cat.ANNOTATION)])
-    wanted = (known[words.code] & is_op)[tree.row]
-    if not wanted.any():
+    is_op = np.isin(
+        column(trace, "category"), [cat.CATEGORIES.index(category) for category in (cat.OP, cat.ANNOTATION)]
+    )
+    table_ops = (is_table[words.code] & is_op)[tree.row]
+    if not table_ops.any():
         return none
-    above = tree.nearest_or_self(wanted)
+    above = tree.nearest_or_self(table_ops)
     at = tree.position[op.fill_null(0).to_numpy()]
-    found: NDArray[np.bool_] = (at >= 0) & op.is_not_null().to_numpy() & (above[np.maximum(at, 0)] >= 0)
-    return found
+    below: NDArray[np.bool_] = (at >= 0) & op.is_not_null().to_numpy() & (above[np.maximum(at, 0)] >= 0)
+    return below
 
 
 def _exchanged(calls: pl.DataFrame) -> pl.DataFrame:
@@ -103,8 +105,8 @@ def _tokens(trace: Trace) -> pl.DataFrame:
     table = {text: _looked_up(text) for text in shaped["shapes"].unique().to_list()}
     rows = [(step, *table[text]) for step, text in shaped.select("step", "shapes").iter_rows()]
     schema = {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}
-    found = pl.DataFrame(rows, schema=schema, orient="row").drop_nulls("tokens")
-    return found.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens") if found.height else none
+    lookups = pl.DataFrame(rows, schema=schema, orient="row").drop_nulls("tokens")
+    return lookups.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens") if lookups.height else none
 
 
 def _looked_up(shapes: str | None) -> tuple[int | None, int | None]:

@@ -104,10 +104,10 @@ class Matched:
 
 
 def numbered(parts: Sequence[RankPart]) -> tuple[int, ...]:
-    """The rank of each part; one that does not say it gets the lowest that is free."""
-    known = [part.rank for part in parts]
-    free = iter(number for number in range(2 * len(parts) + 1) if number not in known)
-    return tuple(next(free) if rank is None else rank for rank in known)
+    """The rank of each part; a part without one gets the lowest free number."""
+    recorded = [part.rank for part in parts]
+    free = iter(number for number in range(2 * len(parts) + 1) if number not in recorded)
+    return tuple(next(free) if rank is None else rank for rank in recorded)
 
 
 def match(parts: Sequence[RankPart]) -> Matched:
@@ -116,10 +116,10 @@ def match(parts: Sequence[RankPart]) -> Matched:
     hosts = tuple(part.host or f"rank {rank}" for part, rank in zip(parts, ranks, strict=True))
     calls = _calls(parts, ranks)
     joined = join_parts(calls)
-    found = calls.with_columns(
+    assigned = calls.with_columns(
         pl.Series("instance", joined.instance), pl.Series("evidence", joined.evidence, dtype=pl.String)
     )
-    together = found.filter(pl.col("instance") >= 0)
+    together = assigned.filter(pl.col("instance") >= 0)
     host_of = dict(enumerate(hosts))
     ends = together.filter(pl.col("kind").is_in(ENDS_TOGETHER)).with_columns(
         pl.col("part").replace_strict(host_of, default=None, return_dtype=pl.String).alias("host")
@@ -129,7 +129,7 @@ def match(parts: Sequence[RankPart]) -> Matched:
     timed = _on_job_clock(together, clock_of)
     rows = _split(timed)
     unmatched = (
-        found.filter((pl.col("instance") < 0) & ((pl.col("group_size") != 1) | pl.col("group_size").is_null()))
+        assigned.filter((pl.col("instance") < 0) & ((pl.col("group_size") != 1) | pl.col("group_size").is_null()))
         .group_by("rank", "kind", "group", maintain_order=True)
         .agg(pl.len().cast(pl.Int64).alias("count"))
         .sort("rank", "kind", "group", nulls_last=True)
@@ -153,13 +153,15 @@ _COLUMNS = (
 
 
 def _calls(parts: Sequence[RankPart], ranks: Sequence[int]) -> pl.DataFrame:
-    """The calls of all ranks, in the columns that joining wants; of a rank with kernels only these."""
+    """The calls of all ranks in the columns that joining needs; of a rank with kernels only the kernels."""
     frames = []
     for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
         where = "device" if part.ledger.device is not None else "host"
-        mine = part.calls.filter(pl.col("where") == where, ~pl.col("kind").is_in(["layout"]).fill_null(value=False))
+        own_calls = part.calls.filter(
+            pl.col("where") == where, ~pl.col("kind").is_in(["layout"]).fill_null(value=False)
+        )
         frames.append(
-            mine.select(
+            own_calls.select(
                 pl.lit(number, pl.Int64).alias("part"),
                 pl.lit(rank, pl.Int32).alias("rank"),
                 *_COLUMNS,
@@ -180,9 +182,9 @@ def _on_job_clock(calls: pl.DataFrame, clocks: Sequence[Clock]) -> pl.DataFrame:
     part = calls["part"].to_numpy()
     moved = {name: calls[name].fill_null(0).to_numpy().copy() for name in ("start_ns", "end_ns", "launch_ns")}
     for number, clock in enumerate(clocks):
-        here = part == number
+        of_part = part == number
         for values in moved.values():
-            values[here] = clock.corrected(values[here])
+            values[of_part] = clock.corrected(values[of_part])
     launch = pl.when(pl.col("launch_ns").is_not_null()).then(pl.Series("launch_ns", moved["launch_ns"]))
     return calls.with_columns(
         pl.Series("start_ns", moved["start_ns"]), pl.Series("end_ns", moved["end_ns"]), launch.alias("launch_ns")
@@ -260,7 +262,7 @@ def _sum(column: str) -> pl.Expr:
 
 def _clock_table(hosts: Sequence[str], clocks: dict[str, Clock]) -> pl.DataFrame:
     rows = [
-        (host, sum(one == host for one in hosts), clock.offset_ns, clock.drift, clock.residual_ns, clock.meetings)
+        (host, sum(other == host for other in hosts), clock.offset_ns, clock.drift, clock.residual_ns, clock.meetings)
         for host, clock in clocks.items()
     ]
     return pl.DataFrame(rows, schema=CLOCK_SCHEMA, orient="row")

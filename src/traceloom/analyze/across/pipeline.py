@@ -70,15 +70,15 @@ def pipeline(parts: Sequence[RankPart], matched: Matched) -> Pipeline:
         moved = [pl.Series(name, clock.corrected(part.stages[name].to_numpy())) for name in ("first_ns", "last_ns")]
         frames.append(part.stages.with_columns(*moved, pl.lit(matched.ranks[number], pl.Int32).alias("rank")))
     rows = pl.concat(frames)
-    places = _places(rows)
-    if not places:
+    positions = _places(rows)
+    if not positions:
         return Pipeline(pl.DataFrame(schema=STAGE_SCHEMA), pl.DataFrame(schema=STEP_SCHEMA))
-    known = pl.DataFrame(
-        [(rank, *place) for rank, place in places.items()],
+    stage_rows = pl.DataFrame(
+        [(rank, *position) for rank, position in positions.items()],
         schema={"rank": pl.Int32(), "pipeline": pl.Int32(), "stage": pl.Int32()},
         orient="row",
     )
-    steps = _bubbles(rows.join(known, on="rank", how="inner", maintain_order="left"))
+    steps = _bubbles(rows.join(stage_rows, on="rank", how="inner", maintain_order="left"))
     return Pipeline(_stages(steps), steps)
 
 
@@ -94,26 +94,26 @@ def _places(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
         pl.col("first_send_ns").is_null() | (pl.col("first_receive_ns") <= pl.col("first_send_ns")),
     )
     before = dict(gets.select("rank", "receives_from").rows())
-    known = {rank for pair in before.items() for rank in pair}
-    starts = [rank for rank in sorted(known) if rank not in before]
+    ranks = {rank for pair in before.items() for rank in pair}
+    starts = [rank for rank in sorted(ranks) if rank not in before]
     after: dict[int, list[int]] = {}
     for rank, source in before.items():
         after.setdefault(source, []).append(rank)
-    places: dict[int, tuple[int, int]] = {}
+    positions: dict[int, tuple[int, int]] = {}
     for number, first in enumerate(starts):
         todo = [(first, 0)]
         while todo:
             rank, stage = todo.pop()
-            if rank not in places:
-                places[rank] = (number, stage)
+            if rank not in positions:
+                positions[rank] = (number, stage)
                 todo += [(other, stage + 1) for other in after.get(rank, [])]
-    return places
+    return positions
 
 
 def _bubbles(rows: pl.DataFrame) -> pl.DataFrame:
     by = ["pipeline", "step"]
     begin, end = pl.col("first_ns").min().over(by), pl.col("last_ns").max().over(by)
-    told = rows.with_columns(
+    bubbles = rows.with_columns(
         (end - begin).alias("window_ns"),
         (pl.col("first_ns") - begin).alias("warm_up_ns"),
         (end - pl.col("last_ns")).alias("drain_ns"),
@@ -126,7 +126,7 @@ def _bubbles(rows: pl.DataFrame) -> pl.DataFrame:
             + pl.min_horizontal("pair_after_ns", "drain_ns")
         ).alias("in_pairs_ns"),
     )
-    ordered = told.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
+    ordered = bubbles.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
     return ordered.sort("step", "pipeline", "stage", "rank", nulls_last=True)
 
 

@@ -80,14 +80,14 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     whole = steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
     lengths = whole["duration_ns"].to_numpy()
     median, limit = usual(lengths)
-    told = whole.with_columns(
+    rated = whole.with_columns(
         pl.lit(median, pl.Int64).alias("median_ns"),
         pl.lit(limit, pl.Int64).alias("limit_ns"),
         (pl.col("duration_ns") > pl.lit(limit, pl.Int64)).fill_null(value=False).alias("slow"),
         (pl.col("duration_ns") - pl.lit(median, pl.Int64)).alias("over_ns"),
     )
-    told = told.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
-    return SlowSteps(told, _differences(parts, ranks, told))
+    rated = rated.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
+    return SlowSteps(rated, _differences(parts, ranks, rated))
 
 
 def usual(lengths: np.ndarray) -> tuple[int | None, int | None]:
@@ -110,8 +110,8 @@ def _differences(parts: Sequence[RankPart], ranks: Sequence[int], steps: pl.Data
             continue
         spent = breakdown_per_step(part)
         normal = spent.filter(pl.col("step").is_in(good)).group_by("class").agg(pl.col("ns").median().alias("usual_ns"))
-        here = spent.filter(pl.col("step").is_in(slow.implode())).join(normal, on="class", how="left")
-        rows = here.with_columns(
+        slow_spent = spent.filter(pl.col("step").is_in(slow.implode())).join(normal, on="class", how="left")
+        rows = slow_spent.with_columns(
             pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
         ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
         out.append(rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0)).select(list(DIFFERENCE_SCHEMA)))

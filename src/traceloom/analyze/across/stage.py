@@ -66,7 +66,7 @@ def _times(compute: pl.DataFrame, talk: pl.DataFrame) -> dict[str, int | None]:
     low, high = min(first, *pairs["start_ns"].to_list()), max(last, *pairs["end_ns"].to_list())
     cuts = np.array([low, first, last], dtype=np.int64), np.array([first, last, high], dtype=np.int64)
     before, inside, after = coverage(alone, *cuts).tolist()
-    said = {
+    times = {
         "first_ns": first,
         "last_ns": last,
         "compute_ns": busy.total,
@@ -76,11 +76,11 @@ def _times(compute: pl.DataFrame, talk: pl.DataFrame) -> dict[str, int | None]:
         "other_ns": int(coverage(rest, cuts[0][1:2], cuts[1][1:2])[0]),
     }
     for kind, word, peer in (("recv", "receive", "receives_from"), ("send", "send", "sends_to")):
-        mine = pairs.filter(pl.col("kind") == kind).sort("start_ns")
-        begun = mine["start_ns"][0] if mine.height else None
-        said |= {
-            peer: mine["peer"][0] if mine.height else None,
+        of_kind = pairs.filter(pl.col("kind") == kind).sort("start_ns")
+        begun = of_kind["start_ns"][0] if of_kind.height else None
+        times |= {
+            peer: of_kind["peer"][0] if of_kind.height else None,
             f"first_{word}_ns": begun,
-            f"{word}_count": mine.height,
+            f"{word}_count": of_kind.height,
         }
-    return said
+    return times

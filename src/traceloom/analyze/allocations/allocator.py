@@ -51,7 +51,7 @@ def fragments(snapshot: Snapshot) -> pl.DataFrame:
     both = held.join(by_device, on="device", how="left").with_columns(
         pl.col(name).fill_null(0) for name in by_device.columns if name != "device"
     )
-    told = both.with_columns(
+    states = both.with_columns(
         fragmentation=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes"))
     )
-    return told.select(list(FRAGMENTS)).cast(FRAGMENTS).sort("device")
+    return states.select(list(FRAGMENTS)).cast(FRAGMENTS).sort("device")

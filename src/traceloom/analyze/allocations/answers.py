@@ -99,54 +99,54 @@ def allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
     return answers(explain(trace, full_op_names=full_op_names))
 
 
-def answers(known: Explained, rows: Mapping[int, int] | None = None, *, most: int = MOST) -> Allocations:
+def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most: int = MOST) -> Allocations:
     """The same for blocks that are explained already, and for other instants than the peaks.
 
     Args:
-        known: The blocks.
+        explained: The blocks.
         rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
-        most: How many of the largest blocks to tell; 0 for none.
+        most: How many of the largest blocks to list; 0 for none.
     """
-    trace, found, kinds, whose = known.trace, known.named, known.kinds, known.whose
-    pools = _pools(trace, found)
+    trace, named, kinds, whose = explained.trace, explained.named, explained.kinds, explained.whose
+    pools = _pools(trace, named)
     peaks, by_category, largest = [TREE_ROWS.to_frame()], [CATEGORY_ROWS.to_frame()], [LARGEST.to_frame()]
     for pool, highest, unseen in pools.select("pool", "peak_row", "unseen_bytes").rows():
         row = (rows or {}).get(pool, highest)
-        chosen = (found.blocks.pool == pool) & found.blocks.alive(row)
-        here = pl.lit(pool, pl.Int64).alias("pool")
-        peaks.append(scope_tree(found, chosen, unseen, whose).select(here, pl.all()))
+        chosen = (named.blocks.pool == pool) & named.blocks.alive(row)
+        pool_column = pl.lit(pool, pl.Int64).alias("pool")
+        peaks.append(scope_tree(named, chosen, unseen, whose).select(pool_column, pl.all()))
         key = kinds.category * len(EVIDENCE) + kinds.evidence
         both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
-        sums = sums_by(found, chosen, key, pl.int_range(len(both), eager=True))
-        by_category.append(_categories(sums, unseen, both).select(here, pl.all()))
+        sums = sums_by(named, chosen, key, pl.int_range(len(both), eager=True))
+        by_category.append(_categories(sums, unseen, both).select(pool_column, pl.all()))
         if most:
-            mine = np.flatnonzero(chosen)
-            top = mine[np.argsort(-found.blocks.bytes[mine], kind="stable")[:most]]
-            largest.append(_told(trace, found, whose, kinds.category, top).select(here, pl.all()))
+            chosen_rows = np.flatnonzero(chosen)
+            top = chosen_rows[np.argsort(-named.blocks.bytes[chosen_rows], kind="stable")[:most]]
+            largest.append(_told(trace, named, whose, kinds.category, top).select(pool_column, pl.all()))
     return Allocations(
         pools,
         pl.concat(peaks),
         pl.concat(by_category),
         pl.concat(largest),
-        growth(trace, found),
-        remarks(found, whose),
+        growth(trace, named),
+        remarks(named, whose),
     )
 
 
 TREE_ROWS = pl.Schema({"pool": pl.Int64(), **TREE})
 
 
-def _pools(trace: Trace, found: Named) -> pl.DataFrame:
+def _pools(trace: Trace, named: Named) -> pl.DataFrame:
     rows = trace.allocations
     times = rows["time_ns"]
     out = []
-    for number, pool in enumerate(found.blocks.pools):
-        levels = found.blocks.levels(number, rows.height)
+    for number, pool in enumerate(named.blocks.pools):
+        levels = named.blocks.levels(number, rows.height)
         unseen = 0 if pool.start_bytes is None else pool.start_bytes - int(levels[0])
         peak = int(levels.argmax())
         row = max(peak - 1, 0)
-        mine = found.blocks.pool == number
-        before = found.blocks.start_ns == EXISTED
+        in_pool = named.blocks.pool == number
+        before = named.blocks.start_ns == EXISTED
         out.append(
             {
                 "pool": number,
@@ -159,8 +159,8 @@ def _pools(trace: Trace, found: Named) -> pl.DataFrame:
                 "unseen_bytes": unseen,
                 "start_bytes": pool.start_bytes,
                 "end_bytes": int(levels[-1]) + unseen,
-                "allocation_count": int((mine & ~before).sum()),
-                "free_count": int((mine & (found.blocks.end_ns != ALIVE)).sum()),
+                "allocation_count": int((in_pool & ~before).sum()),
+                "free_count": int((in_pool & (named.blocks.end_ns != ALIVE)).sum()),
                 "reserved_at_peak_bytes": rows["reserved_bytes"][row] if pool.start_bytes is not None else None,
             }
         )
@@ -174,24 +174,24 @@ def _categories(sums: pl.DataFrame, unseen: int, both: list[tuple[str, str]]) ->
     frame = pl.DataFrame(rows, schema=["category", "evidence", "bytes", "block_count"], orient="row")
     whole = max(int(frame["bytes"].sum()), 1) if rows else 1
     summed = frame.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum()) if rows else frame
-    told = summed.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "category", descending=[True, False])
-    wanted = [name for name in CATEGORY_ROWS if name != "pool"]
-    return told.select(wanted).cast({name: CATEGORY_ROWS[name] for name in wanted})
+    ranked = summed.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "category", descending=[True, False])
+    columns = [name for name in CATEGORY_ROWS if name != "pool"]
+    return ranked.select(columns).cast({name: CATEGORY_ROWS[name] for name in columns})
 
 
-def _told(trace: Trace, found: Named, whose: Owners, category: Ints, top: Ints) -> pl.DataFrame:
-    """What is told of each of some blocks."""
-    made = found.blocks.made[top]
+def _told(trace: Trace, named: Named, whose: Owners, category: Ints, top: Ints) -> pl.DataFrame:
+    """The rows of `LARGEST` for some blocks, without the pool."""
+    made = named.blocks.made[top]
     step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
     return pl.DataFrame(
         {
-            "name": names(found, whose, top),
+            "name": names(named, whose, top),
             "owner": whose.table["name"].gather(pl.Series(whose.of[top]).replace(-1, None).cast(pl.UInt32)),
-            "bytes": found.blocks.bytes[top],
+            "bytes": named.blocks.bytes[top],
             "category": pl.Series(CATEGORIES).gather(category[top]),
-            "backward": found.backward[top],
-            "time_ns": pl.Series(found.blocks.start_ns[top]).replace(EXISTED, None),
-            "end_ns": pl.Series(found.blocks.end_ns[top]).replace(ALIVE, None),
+            "backward": named.backward[top],
+            "time_ns": pl.Series(named.blocks.start_ns[top]).replace(EXISTED, None),
+            "end_ns": pl.Series(named.blocks.end_ns[top]).replace(ALIVE, None),
             "step": step.set(pl.Series(made < 0), None),
         }
     ).cast({name: kind for name, kind in LARGEST.items() if name != "pool"})

@@ -76,18 +76,18 @@ class Blocks:
 
     def alive(self, row: int) -> Bools:
         """Which blocks exist just after a row of `trace.allocations`; -1 for before the first."""
-        there: Bools = (self.made <= row) & (self.ended > row)
-        return there
+        exists: Bools = (self.made <= row) & (self.ended > row)
+        return exists
 
     def levels(self, pool: int, rows: int) -> Ints:
         """Bytes of all blocks of one memory after each row, shape (rows + 1,); the first is before the first row."""
-        mine = self.pool == pool
+        in_pool = self.pool == pool
         change = np.zeros(rows + 1, dtype=np.int64)
-        there = self.made >= 0
-        change[0] = self.bytes[mine & ~there].sum()
-        chosen = np.flatnonzero(mine & there)
+        made_inside = self.made >= 0
+        change[0] = self.bytes[in_pool & ~made_inside].sum()
+        chosen = np.flatnonzero(in_pool & made_inside)
         change[self.made[chosen] + 1] += self.bytes[chosen]  # a row makes one block at most, and ends one at most
-        chosen = np.flatnonzero(mine & (self.ended < rows))
+        chosen = np.flatnonzero(in_pool & (self.ended < rows))
         change[self.ended[chosen] + 1] -= self.bytes[chosen]
         levels: Ints = np.cumsum(change, out=change)
         return levels
@@ -104,34 +104,35 @@ def blocks(trace: Trace) -> Blocks:
     if (rows["bytes"] == 0).any():
         rows = rows.with_row_index("row").filter(pl.col("bytes") != 0)
     early = census(trace)  # allocations before all others
-    known = early.height
+    early_count = early.height
     pools, pool = _pools(early, rows)
     address = rows["address"].to_numpy()
-    address = np.concatenate([early["address"].to_numpy(), address]) if known else address
+    address = np.concatenate([early["address"].to_numpy(), address]) if early_count else address
     size, time = rows["bytes"].to_numpy(), rows["time_ns"].to_numpy()
-    is_free = np.concatenate([np.zeros(known, dtype=np.bool_), size < 0])
+    is_free = np.concatenate([np.zeros(early_count, dtype=np.bool_), size < 0])
     following, after_one = _neighbours(pool, address, is_free)
     alone, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
-    first = known + alone.size  # blocks from before stand first: those of the census, then those known by their free
-    event = np.concatenate([make[:known], alone, make[known:]], dtype=_SHORT, casting="same_kind")
+    # blocks from before come first: those of the census, then those known by their free
+    first = early_count + alone.size
+    event = np.concatenate([make[:early_count], alone, make[early_count:]], dtype=_SHORT, casting="same_kind")
     del make, after_one
     end = following[event]
-    end[known:first] = alone
+    end[early_count:first] = alone
     ends = end >= 0
     freed = ends & is_free[end]
     del following
     number = rows["row"].to_numpy().astype(_SHORT) if "row" in rows.columns else np.arange(rows.height, dtype=_SHORT)
     made, start_ns = np.full(event.size, -1, dtype=_SHORT), np.full(event.size, EXISTED)
-    made[first:], start_ns[first:] = number[event[first:] - known], time[event[first:] - known]
+    made[first:], start_ns[first:] = number[event[first:] - early_count], time[event[first:] - early_count]
     ended, end_ns = np.full(event.size, trace.allocations.height, dtype=_SHORT), np.full(event.size, ALIVE)
-    ended[ends], end_ns[ends] = number[end[ends] - known], time[end[ends] - known]
-    held = np.concatenate([early["bytes"].to_numpy(), np.abs(size[event[known:] - known])])
+    ended[ends], end_ns[ends] = number[end[ends] - early_count], time[end[ends] - early_count]
+    held = np.concatenate([early["bytes"].to_numpy(), np.abs(size[event[early_count:] - early_count])])
     owner = np.full(event.size, -1, dtype=_SHORT)
-    owner[:known] = np.arange(known)
+    owner[:early_count] = np.arange(early_count)
     return Blocks(
         pools, pool[event], made, ended, start_ns, end_ns, held, address[event], owner,
         lost_frees=int((ends & ~freed & (made >= 0)).sum()),
-        resized=int((held[freed] != -size[end[freed] - known]).sum()),
+        resized=int((held[freed] != -size[end[freed] - early_count]).sum()),
     )  # fmt: skip
 
 
@@ -143,12 +144,12 @@ def _neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Boo
     order = np.argsort(address, kind="stable").astype(_SHORT)
     if pool.size and (pool != pool[0]).any():
         order = order[np.argsort(pool[order], kind="stable")]
-    here = address[order]
-    follows = (here[1:] == here[:-1]) & (here[1:] != 0)
-    del here
-    there = pool[order]
-    follows &= there[1:] == there[:-1]
-    del there
+    addresses = address[order]
+    follows = (addresses[1:] == addresses[:-1]) & (addresses[1:] != 0)
+    del addresses
+    pools = pool[order]
+    follows &= pools[1:] == pools[:-1]
+    del pools
     first, second = order[:-1][follows], order[1:][follows]
     following = np.full(address.size, -1, dtype=_SHORT)
     following[first] = second
@@ -172,8 +173,8 @@ def _pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], A
         pool = events.join(kinds.cast({"pool": pl.Int16}), on=key, how="left", maintain_order="left")["pool"].to_numpy()
     pools = []
     for number, kind, device, is_shared in kinds.select("pool", *key).rows():
-        told = np.flatnonzero(pool[early.height :] == number)[:1].tolist() if kind != "cpu" else []
-        total = rows["allocated_bytes"][told[0]] if told else None
-        start = None if total is None else total - rows["bytes"][told[0]]
+        first = np.flatnonzero(pool[early.height :] == number)[:1].tolist() if kind != "cpu" else []
+        total = rows["allocated_bytes"][first[0]] if first else None
+        start = None if total is None else total - rows["bytes"][first[0]]
         pools.append(Pool(SHARED if is_shared else kind, device, start))
     return tuple(pools), pool

@@ -131,12 +131,12 @@ def _told(facts: _Facts, named: Named, whose: Owners, piece: slice) -> tuple[Int
         (~alive & unbroken, TEMPORARY),
     ]
     category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
-    asked = counted | (kept & (category == ACTIVATION))
-    evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(asked, CENSUS, INFERRED))
+    from_census = counted | (kept & (category == ACTIVATION))
+    evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(from_census, CENSUS, INFERRED))
     return category, evidence
 
 
 def _phase(trace: Trace) -> Ints:
     """The phase that each host event stands in: that of the innermost event at or above it which opens one; -1."""
-    tree, says = forest(trace), meaning(trace).phase
-    return np.append(says, -1)[tree.nearest_or_self(says >= 0)]
+    tree, phase = forest(trace), meaning(trace).phase
+    return np.append(phase, -1)[tree.nearest_or_self(phase >= 0)]

@@ -35,7 +35,7 @@ def last_census(trace: Trace) -> pl.DataFrame:
 
 
 def frame(columns: Any) -> pl.DataFrame:
-    """The columns of a census as a frame; what is not as it should be is left out.
+    """The columns of a census as a frame; what is malformed is left out.
 
     Rows without an address (many small storages added up) are kept; else each address of a device comes once.
     """
@@ -50,5 +50,5 @@ def frame(columns: Any) -> pl.DataFrame:
         return CENSUS.to_frame()
     kept = (pl.col("owner") == "other") & pl.col("name").str.starts_with(KEPT)  # as older recordings say it
     once = (pl.col("address") == 0) | pl.struct("address", "device_type", "device").is_first_distinct()
-    told = rows.drop_nulls().filter(pl.col("bytes") > 0).filter(once)
-    return told.with_columns(owner=pl.when(kept).then(pl.lit("activation")).otherwise("owner"))
+    storages = rows.drop_nulls().filter(pl.col("bytes") > 0).filter(once)
+    return storages.with_columns(owner=pl.when(kept).then(pl.lit("activation")).otherwise("owner"))

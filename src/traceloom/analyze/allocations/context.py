@@ -37,9 +37,9 @@ def _innermost(tree: Forest, lane: Ints, time: Ints) -> Ints:
     out = np.full(time.size, -1, dtype=np.int64)
     for number in np.unique(lane[lane >= 0]).tolist():
         low, high = np.searchsorted(tree.lane, [number, number + 1])
-        mine = np.flatnonzero(lane == number)
-        at = low + np.searchsorted(tree.start_ns[low:high], time[mine], side="right") - 1
-        out[mine] = np.where(at >= low, at, -1)
+        on_lane = np.flatnonzero(lane == number)
+        at = low + np.searchsorted(tree.start_ns[low:high], time[on_lane], side="right") - 1
+        out[on_lane] = np.where(at >= low, at, -1)
     todo = np.flatnonzero(out >= 0)
     while todo.size:
         todo = todo[tree.end_ns[out[todo]] <= time[todo]]
@@ -54,9 +54,9 @@ def _lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
         pl.col("process", "thread").cast(pl.Int64, strict=False), "lane"
     )
     threads = rows.select("process", "thread").unique()
-    known = threads.join(lanes, on=["process", "thread"], how="left", nulls_equal=True)
-    if known.height == 1:
-        lane = known["lane"][0]
+    thread_lanes = threads.join(lanes, on=["process", "thread"], how="left", nulls_equal=True)
+    if thread_lanes.height == 1:
+        lane = thread_lanes["lane"][0]
         return np.full(rows.height, -1 if lane is None else lane, dtype=np.int64)
     joined = rows.select("process", "thread").join(
         lanes.unique(["process", "thread"]),

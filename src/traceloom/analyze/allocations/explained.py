@@ -66,8 +66,8 @@ class Explained:
 
     @property
     def has_stacks(self) -> bool:
-        """Whether anybody knows the Python stack of any block."""
-        if any(known is not None and known.len() > known.null_count() for known in (self.stacks, self.lines)):
+        """Whether the Python stack of any block is known."""
+        if any(stacks is not None and stacks.len() > stacks.null_count() for stacks in (self.stacks, self.lines)):
             return True
         kinds = self.trace.events["category"].to_physical()
         return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
@@ -79,14 +79,14 @@ def explain(trace: Trace, *, full_op_names: bool = False, snapshot: Snapshot | N
     Args:
         trace: Recorded with `profile_memory`; without allocation events there are no blocks.
         full_op_names: Keep the namespaces of operators in names: `aten::relu`.
-        snapshot: Of the allocator in the same process, taken later: its history tells stacks.
+        snapshot: Of the allocator in the same process, taken later: its history holds the stacks.
     """
-    trace = in_memory(trace)  # blocks are held there, so the columns that they are told by are too
-    found = named(trace, full_op_names=full_op_names)
-    found.blocks.check()
-    whose = owners(trace, found.blocks)
+    trace = in_memory(trace)  # blocks are held there, so the columns that describe them are too
+    named_blocks = named(trace, full_op_names=full_op_names)
+    named_blocks.blocks.check()
+    whose = owners(trace, named_blocks.blocks)
     lines = None
     if snapshot is not None:
-        number = stack_numbers(found.blocks, snapshot, trace.start_ns)
+        number = stack_numbers(named_blocks.blocks, snapshot, trace.start_ns)
         lines = stack_texts(snapshot).gather(number)
-    return Explained(trace, found, categories(trace, found, whose), whose, lines=lines)
+    return Explained(trace, named_blocks, categories(trace, named_blocks, whose), whose, lines=lines)

@@ -29,23 +29,26 @@ def stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
     """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where that is not certain.
 
     Args:
-        blocks: Of a trace; those of the GPU are looked for.
+        blocks: Of a trace; only those of GPUs are looked up.
         snapshot: Of the same process, taken later; its history may begin after the blocks do.
         start_ns: When the recording began.
 
     Returns:
         Shape (blocks,).
     """
-    told = _history(snapshot)
-    wanted = _blocks(blocks, start_ns)
+    history = _history(snapshot)
+    gpu_blocks = _blocks(blocks, start_ns)
     out = np.zeros(blocks.made.size, dtype=np.int64)
-    apart = _apart(wanted.filter("inside"), told)
-    if apart is None:
+    clock_offset = _apart(gpu_blocks.filter("inside"), history)
+    if clock_offset is None:
         return out
-    ahead, reach = apart
-    there = wanted.with_columns(pl.col("time") + ahead).sort("time")
-    for found in (_inside(there.filter("inside"), told, reach), _before(there.filter(~pl.col("inside")), told, reach)):
-        fitting = found.filter(pl.col("asked") <= pl.col("bytes"))
+    ahead, reach = clock_offset
+    shifted = gpu_blocks.with_columns(pl.col("time") + ahead).sort("time")
+    for matches in (
+        _inside(shifted.filter("inside"), history, reach),
+        _before(shifted.filter(~pl.col("inside")), history, reach),
+    ):
+        fitting = matches.filter(pl.col("asked") <= pl.col("bytes"))
         out[fitting["block"].to_numpy()] = fitting["stack"].to_numpy()
     return out
 
@@ -64,8 +67,12 @@ def _history(snapshot: Snapshot) -> pl.DataFrame:
 
 def _blocks(blocks: Blocks, start_ns: int) -> pl.DataFrame:
     """The blocks of GPUs: block, device, address, bytes, time (ns), and whether they were made in the recording."""
-    mine = np.array([pool.device_type == DEVICE for pool in blocks.pools], dtype=np.bool_)
-    rows = np.flatnonzero(mine[blocks.pool] & (blocks.address < 1 << 63)) if mine.any() else np.zeros(0, dtype=np.int64)
+    on_gpu = np.array([pool.device_type == DEVICE for pool in blocks.pools], dtype=np.bool_)
+    rows = (
+        np.flatnonzero(on_gpu[blocks.pool] & (blocks.address < 1 << 63))
+        if on_gpu.any()
+        else np.zeros(0, dtype=np.int64)
+    )
     inside = blocks.start_ns[rows] != EXISTED
     device = np.array([max(pool.device, 0) for pool in blocks.pools], dtype=np.int32)
     return pl.DataFrame(
@@ -80,9 +87,9 @@ def _blocks(blocks: Blocks, start_ns: int) -> pl.DataFrame:
     )
 
 
-def _apart(inside: pl.DataFrame, told: pl.DataFrame) -> tuple[int, int] | None:
+def _apart(inside: pl.DataFrame, history: pl.DataFrame) -> tuple[int, int] | None:
     """How far the history is ahead of the trace, and how surely, in ns; None where the two do not belong together."""
-    alone = [frame.filter(pl.len().over(_PLACE) == 1) for frame in (inside, told)]
+    alone = [frame.filter(pl.len().over(_PLACE) == 1) for frame in (inside, history)]
     both = alone[0].join(alone[1], on=_PLACE, suffix="_told").filter(pl.col("asked") <= pl.col("bytes"))
     difference = (both["time_told"] - both["time"]).to_numpy()
     if not difference.size:
@@ -92,25 +99,25 @@ def _apart(inside: pl.DataFrame, told: pl.DataFrame) -> tuple[int, int] | None:
     return (ahead, CLOSEST_NS + 5 * spread) if abs(ahead) + 5 * spread < FARTHEST_NS else None
 
 
-def _inside(wanted: pl.DataFrame, told: pl.DataFrame, reach: int) -> pl.DataFrame:
+def _inside(gpu_blocks: pl.DataFrame, history: pl.DataFrame, reach: int) -> pl.DataFrame:
     """Blocks of the recording, each with the only allocation at its address within `reach` of its time."""
-    last = _nearest(wanted, told, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
-    first = _nearest(wanted, told, -reach, "forward").select("block", first="told")
+    last = _nearest(gpu_blocks, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
+    first = _nearest(gpu_blocks, history, -reach, "forward").select("block", first="told")
     alone = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
     return alone.filter(pl.len().over(*_PLACE, "told") == 1)
 
 
-def _before(wanted: pl.DataFrame, told: pl.DataFrame, reach: int) -> pl.DataFrame:
+def _before(gpu_blocks: pl.DataFrame, history: pl.DataFrame, reach: int) -> pl.DataFrame:
     """Blocks from before, each with the last allocation at its address, if that did not come after the beginning."""
-    return _nearest(wanted, told, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
+    return _nearest(gpu_blocks, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
 
 
 def _nearest(
-    wanted: pl.DataFrame, told: pl.DataFrame, shift: int, strategy: Literal["backward", "forward"]
+    gpu_blocks: pl.DataFrame, history: pl.DataFrame, shift: int, strategy: Literal["backward", "forward"]
 ) -> pl.DataFrame:
     """Each block with the next allocation at its address, seen from `shift` behind its time; `told` is its time."""
-    columns = told.select(*_PLACE, "asked", "stack", "time", told="time")
-    shifted = wanted.with_columns(at=pl.col("time") + shift).sort("at")
+    columns = history.select(*_PLACE, "asked", "stack", "time", told="time")
+    shifted = gpu_blocks.with_columns(at=pl.col("time") + shift).sort("at")
     return shifted.join_asof(
         columns.rename({"time": "at"}), on="at", by=_PLACE, strategy=strategy, check_sortedness=False
     ).drop_nulls("told")

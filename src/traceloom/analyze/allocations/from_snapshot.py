@@ -56,12 +56,12 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> Explained:
     """
     history, stack = _history(snapshot)
     trace = _trace(snapshot, history, rank)
-    found = blocks(trace)
-    found.check()
-    numbers = np.append(stack, 0)[np.where(found.made >= 0, found.made, -1)]
-    known = _named(snapshot, found, numbers)
-    kinds, whose = _categories(snapshot, known, numbers), owners(trace, found)
-    return Explained(trace, known, kinds, whose, stack_texts(snapshot).gather(numbers))
+    all_blocks = blocks(trace)
+    all_blocks.check()
+    numbers = np.append(stack, 0)[np.where(all_blocks.made >= 0, all_blocks.made, -1)]
+    named = _named(snapshot, all_blocks, numbers)
+    kinds, whose = _categories(snapshot, named, numbers), owners(trace, all_blocks)
+    return Explained(trace, named, kinds, whose, stack_texts(snapshot).gather(numbers))
 
 
 def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
@@ -127,8 +127,8 @@ def _ends(snapshot: Snapshot) -> pl.DataFrame:
     """By device: bytes allocated and reserved when the snapshot was taken."""
     held = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
     active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
-    asked = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
-    return held.join(asked, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
+    requested = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
+    return held.join(requested, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
 
 
 def _time_ns(time_us: pl.Expr) -> pl.Expr:
@@ -139,8 +139,8 @@ def _time_ns(time_us: pl.Expr) -> pl.Expr:
 def _unique_times(times: pl.Series) -> pl.Series:
     """Increasing times: entries of one microsecond keep their order by its nanoseconds."""
     values = times.cast(pl.Int64).to_numpy()
-    here = np.arange(values.size)
-    return pl.Series(np.maximum.accumulate(values - here) + here) if values.size else times.cast(pl.Int64)
+    index = np.arange(values.size)
+    return pl.Series(np.maximum.accumulate(values - index) + index) if values.size else times.cast(pl.Int64)
 
 
 def _trace(snapshot: Snapshot, history: pl.DataFrame, rank: int | None) -> Trace:
@@ -186,26 +186,26 @@ def _innermost(stack: tuple[Frame, ...]) -> str:
     return frame_text(chosen[0]) if chosen else "no stack recorded"
 
 
-def _named(snapshot: Snapshot, found: Blocks, numbers: Ints) -> Named:
+def _named(snapshot: Snapshot, all_blocks: Blocks, numbers: Ints) -> Named:
     """Names from the stacks; the counter counts the allocations of each."""
     path_of, label_of, backward_of = [], [], []
-    known_paths, known_labels = {"": 0}, {NO_OP: 0}
+    path_numbers, label_numbers = {"": 0}, {NO_OP: 0}
     for stack in snapshot.stacks:
         scope, op, in_backward = _place(stack)
-        path_of.append(known_paths.setdefault(scope, len(known_paths)))
-        label_of.append(known_labels.setdefault(op, len(known_labels)))
+        path_of.append(path_numbers.setdefault(scope, len(path_numbers)))
+        label_of.append(label_numbers.setdefault(op, len(label_numbers)))
         backward_of.append(in_backward)
-    paths, labels = list(known_paths), list(known_labels)
+    paths, labels = list(path_numbers), list(label_numbers)
     path = np.array(path_of, dtype=np.int64)[numbers]
     label = np.array(label_of, dtype=np.int64)[numbers]
     counter = np.zeros(path.size, dtype=np.int64)
-    seen = np.flatnonzero(found.made >= 0)
+    seen = np.flatnonzero(all_blocks.made >= 0)
     counter[seen] = turns((path * len(labels) + label)[seen])
     none = np.zeros(0, dtype=np.int64)
     places = Places(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
     position = np.full(path.size, -1, dtype=np.int64)
     backward = np.array(backward_of, dtype=np.bool_)[numbers]
-    return Named(found, places, position, path, label, counter, counter, np.ones_like(counter), backward, position)
+    return Named(all_blocks, places, position, path, label, counter, counter, np.ones_like(counter), backward, position)
 
 
 def _place(stack: tuple[Frame, ...]) -> tuple[str, str, bool]:
@@ -213,24 +213,24 @@ def _place(stack: tuple[Frame, ...]) -> tuple[str, str, bool]:
     python = [
         name for file, _, name in reversed(stack) if is_python((file, 0, name)) and name not in _PLUMBING
     ]  # the outermost first
-    ops = [found[1] for _, _, name in reversed(stack) if (found := _OPERATOR.match(name))]
-    nodes = [found[1] for _, _, name in reversed(stack) if (found := _NODE.search(name))]
+    ops = [match[1] for _, _, name in reversed(stack) if (match := _OPERATOR.match(name))]
+    nodes = [match[1] for _, _, name in reversed(stack) if (match := _NODE.search(name))]
     path = ".".join(python[-_DEEPEST:])
     if nodes:
         return path or BACKWARD_PATH, nodes[0], True
     return path, ops[0] if ops else NO_OP, False
 
 
-def _categories(snapshot: Snapshot, known: Named, numbers: Ints) -> Categories:
-    blocks = known.blocks
+def _categories(snapshot: Snapshot, named: Named, numbers: Ints) -> Categories:
+    blocks = named.blocks
     maker = np.array([_maker(stack) for stack in snapshot.stacks], dtype=np.int64)[numbers]
-    maker = np.where(known.backward & (maker < 0), GRADIENT, maker)
+    maker = np.where(named.backward & (maker < 0), GRADIENT, maker)
     lasts = blocks.end_ns == ALIVE
     category = np.where(maker < 0, UNKNOWN, np.where(lasts | (maker == INPUT), maker, TEMPORARY))
     category = np.where(blocks.start_ns == EXISTED, BEFORE_RECORDING, category)
-    told = (category != UNKNOWN) & (category != BEFORE_RECORDING)
+    inferred = (category != UNKNOWN) & (category != BEFORE_RECORDING)
     assert category.max(initial=0) < len(CATEGORIES)
-    return Categories(category, np.where(told, INFERRED, NONE))
+    return Categories(category, np.where(inferred, INFERRED, NONE))
 
 
 def _maker(stack: tuple[Frame, ...]) -> int:

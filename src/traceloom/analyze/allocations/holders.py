@@ -42,8 +42,10 @@ def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) ->
         `TREE`. The root has depth 0 and everything; `self_bytes` is what no child holds; they add up to the root.
     """
     rows = np.flatnonzero(chosen)
-    known = rows[named.blocks.made[rows] >= 0]
-    pairs = pl.DataFrame({"path": named.path[known], "label": named.label[known], "bytes": named.blocks.bytes[known]})
+    recorded = rows[named.blocks.made[rows] >= 0]
+    pairs = pl.DataFrame(
+        {"path": named.path[recorded], "label": named.label[recorded], "bytes": named.blocks.bytes[recorded]}
+    )
     sums = pairs.group_by("path", "label").agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
     places = named.places
     leaves = [
@@ -51,8 +53,10 @@ def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) ->
     ]
     early = rows[named.blocks.made[rows] < 0]
     counted, nobodys = early[whose.of[early] >= 0], early[whose.of[early] < 0]
-    known_by = whose.table[whose.of[counted]]
-    for kind, name, size in zip(known_by["owner"], known_by["name"], named.blocks.bytes[counted].tolist(), strict=True):
+    owner_rows = whose.table[whose.of[counted]]
+    for kind, name, size in zip(
+        owner_rows["owner"], owner_rows["name"], named.blocks.bytes[counted].tolist(), strict=True
+    ):
         leaves.append(((BEFORE, OWNED.get(kind, kind), name), size, 1))
     unknown = int(named.blocks.bytes[nobodys].sum()) + unseen_bytes
     if unknown:
@@ -90,9 +94,9 @@ def tree_of(leaves: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
                 "fraction": size / whole,
             }
         )  # fmt: skip
-        here = len(out) - 1
+        node = len(out) - 1
         inside = sorted(children.get(names, []), key=lambda child: (-total[child][0], child), reverse=True)
-        stack.extend((child, here) for child in inside)
+        stack.extend((child, node) for child in inside)
     return pl.DataFrame(out, schema=TREE)
 
 

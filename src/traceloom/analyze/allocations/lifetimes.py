@@ -17,11 +17,11 @@ def lifetimes(blocks: Blocks) -> pl.DataFrame:
     Returns:
         `LIFETIMES`: [from_ns, to_ns), the shortest first; decades without blocks are left out.
     """
-    known = np.flatnonzero((blocks.start_ns != EXISTED) & (blocks.end_ns != ALIVE))
-    life = np.maximum(blocks.end_ns[known] - blocks.start_ns[known], 1)
+    complete = np.flatnonzero((blocks.start_ns != EXISTED) & (blocks.end_ns != ALIVE))
+    life = np.maximum(blocks.end_ns[complete] - blocks.start_ns[complete], 1)
     decade = np.minimum(np.searchsorted(10 ** np.arange(1, _DECADES, dtype=np.int64), life, side="right"), _DECADES - 1)
     count = np.bincount(decade, minlength=_DECADES)
-    size = np.bincount(decade, weights=blocks.bytes[known], minlength=_DECADES).astype(np.int64)
+    size = np.bincount(decade, weights=blocks.bytes[complete], minlength=_DECADES).astype(np.int64)
     lows = 10 ** np.arange(_DECADES, dtype=np.int64)
     lows[0] = 0
     return pl.DataFrame(

@@ -25,11 +25,11 @@ ACTIVATIONS = pl.Schema(
 )
 
 
-def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
+def module_activations(explained: Explained, pool: int, row: int) -> pl.DataFrame:
     """Activations alive at an instant by the module that made them.
 
     Args:
-        known: The blocks.
+        explained: The blocks.
         pool: Which memory.
         row: The instant: just after this row of `trace.allocations`.
 
@@ -40,13 +40,13 @@ def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
         of these calls on their threads, and of the GPU work that they launched). Rows of a module and of the modules
         inside it overlap.
     """
-    blocks, places = known.named.blocks, known.named.places
-    if known.stacks is not None or not places.path.size:
+    blocks, places = explained.named.blocks, explained.named.places
+    if explained.stacks is not None or not places.path.size:
         return ACTIVATIONS.to_frame()
-    tree = forest(known.trace)
-    held = (blocks.pool == pool) & blocks.alive(row) & (known.kinds.category == ACTIVATION) & (blocks.made >= 0)
+    tree = forest(explained.trace)
+    held = (blocks.pool == pool) & blocks.alive(row) & (explained.kinds.category == ACTIVATION) & (blocks.made >= 0)
     rows = np.flatnonzero(held)
-    calls, block = _inside(tree, module_calls(known.trace, tree), known.named.position[rows], rows)
+    calls, block = _inside(tree, module_calls(explained.trace, tree), explained.named.position[rows], rows)
     pairs = pl.DataFrame({"call": calls, "bytes": blocks.bytes[block], "made": blocks.made[block]})
     by_call = pairs.group_by("call").agg(
         pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
@@ -54,12 +54,12 @@ def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
     )  # fmt: skip
     call = by_call["call"].to_numpy()
     paths = pl.Series(places.modules, dtype=pl.String)
-    told = by_call.with_columns(
+    call_costs = by_call.with_columns(
         module=paths.gather(places.path[call]),
         host_ns=pl.Series(tree.span_ns()[call]),
-        device_ns=pl.Series(tree.subtree_sums(_launched_ns(known.trace, tree))[call]),
+        device_ns=pl.Series(tree.subtree_sums(_launched_ns(explained.trace, tree))[call]),
     )
-    summed = told.group_by("module").agg(
+    summed = call_costs.group_by("module").agg(
         pl.len().cast(pl.Int64).alias("call_count"),
         pl.col("bytes", "block_count", "host_ns", "device_ns").sum(),
         saved_bytes=(pl.col("bytes") - pl.col("output")).sum(),
@@ -68,14 +68,14 @@ def module_activations(known: Explained, pool: int, row: int) -> pl.DataFrame:
     return chosen.sort("saved_bytes", "module", descending=[True, False])
 
 
-def _inside(tree: Forest, wanted: Bools, position: Ints, block: Ints) -> tuple[Ints, Ints]:
-    """Every pair of a wanted event and a block that was made in it, at any depth."""
-    above = tree.nearest(wanted)
-    at = np.append(tree.nearest_or_self(wanted, above), -1)[position]
+def _inside(tree: Forest, is_call: Bools, position: Ints, block: Ints) -> tuple[Ints, Ints]:
+    """Every pair of a module call and a block that was made in it, at any depth."""
+    above = tree.nearest(is_call)
+    at = np.append(tree.nearest_or_self(is_call, above), -1)[position]
     calls, blocks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     while (at >= 0).any():
-        there = np.flatnonzero(at >= 0)
-        at, block = at[there], block[there]
+        inside = np.flatnonzero(at >= 0)
+        at, block = at[inside], block[inside]
         calls.append(at)
         blocks.append(block)
         at = above[at]
@@ -87,6 +87,6 @@ def _launched_ns(trace: Trace, tree: Forest) -> Ints:
     work = trace.gpu_work().select("launch", "duration_ns").drop_nulls()
     out = np.zeros(tree.row.size, dtype=np.int64)
     position = tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
-    known = position >= 0
-    np.add.at(out, position[known], np.maximum(work["duration_ns"].to_numpy()[known], 0))
+    has_launch = position >= 0
+    np.add.at(out, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0))
     return out

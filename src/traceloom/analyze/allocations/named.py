@@ -91,42 +91,42 @@ def _remembered(trace: Trace) -> Named:
 
 def _named(trace: Trace, *, full_op_names: bool) -> Named:
     tree = forest(trace)
-    found = blocks(trace)
-    known = places(trace, tree, full_op_names=full_op_names)
+    all_blocks = blocks(trace)
+    host_places = places(trace, tree, full_op_names=full_op_names)
     where = innermost(trace, tree, trace.allocations.select("time_ns", "process", "thread"))
     # blocks from before have -1, and where nothing ends a block, that is what stands behind the last row
     where = np.append(where, _SHORT(-1))
-    position, freed = where[found.made], where[found.ended]
+    position, freed = where[all_blocks.made], where[all_blocks.ended]
     del where
-    path = np.append(known.path, 0).astype(_SHORT)[position]
-    label = np.append(known.label, 0).astype(_SHORT)[position]
-    op = np.append(known.op, -1).astype(_SHORT)[position]
+    path = np.append(host_places.path, 0).astype(_SHORT)[position]
+    label = np.append(host_places.label, 0).astype(_SHORT)[position]
+    op = np.append(host_places.op, -1).astype(_SHORT)[position]
     extra = np.ones(path.size, dtype=_SHORT)
     inside = np.flatnonzero(op >= 0)
     extra[inside] = turns(op[inside])
     del inside
-    outside = np.flatnonzero((op < 0) & (found.made >= 0))
-    step = trace.allocations["step"].gather(found.made[outside]).fill_null(-1).cast(pl.Int64).to_numpy()
+    outside = np.flatnonzero((op < 0) & (all_blocks.made >= 0))
+    step = trace.allocations["step"].gather(all_blocks.made[outside]).fill_null(-1).cast(pl.Int64).to_numpy()
     counters = []
     for restarts in (False, True):
-        counter = np.append(_invocations(trace, known, restarts=restarts), 0).astype(_SHORT)[op]
-        counter[outside] = turns(path[outside] + (step + 1) * len(known.paths) * restarts)
-        counter[found.made < 0] = 0
+        counter = np.append(_invocations(trace, host_places, restarts=restarts), 0).astype(_SHORT)[op]
+        counter[outside] = turns(path[outside] + (step + 1) * len(host_places.paths) * restarts)
+        counter[all_blocks.made < 0] = 0
         counters.append(counter)
-    backward = np.append(known.backward, False)[position]
-    return Named(found, known, position, path, label, counters[0], counters[1], extra, backward, freed)
+    backward = np.append(host_places.backward, False)[position]
+    return Named(all_blocks, host_places, position, path, label, counters[0], counters[1], extra, backward, freed)
 
 
-def _invocations(trace: Trace, known: Places, *, restarts: bool) -> Ints:
-    """For each host event that is a counted op: the how manieth of its label in its path, by start."""
+def _invocations(trace: Trace, host_places: Places, *, restarts: bool) -> Ints:
+    """For each host event that is a counted op: which occurrence of its label in its path it is, by start."""
     tree = forest(trace)
-    ops = np.flatnonzero(known.op == np.arange(known.op.size))
+    ops = np.flatnonzero(host_places.op == np.arange(host_places.op.size))
     ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
-    out = np.zeros(known.op.size, dtype=np.int64)
-    key = known.path[ops] * len(known.labels) + known.label[ops]
+    out = np.zeros(host_places.op.size, dtype=np.int64)
+    key = host_places.path[ops] * len(host_places.labels) + host_places.label[ops]
     if restarts:
         step = trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()[tree.row[ops]]
-        key += (step + 1) * len(known.labels) * len(known.paths)
+        key += (step + 1) * len(host_places.labels) * len(host_places.paths)
     out[ops] = turns(key)
     return out
 

@@ -73,13 +73,13 @@ def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places
     label = np.where(op >= 0, label_of[op], 0)
     node, home, unknown = _backward(trace, tree, is_node)
     backward = node >= 0
-    known = home >= 0
-    inner = known & (scope > node)  # a scope opened inside the backward node: what it recomputes
+    has_home = home >= 0
+    inner = has_home & (scope > node)  # a scope opened inside the backward node: what it recomputes
     paths, modules, path = _merged(paths, modules, path, np.where(inner, path[home], -1))
-    path = np.where(known & ~inner, path[home], path)
+    path = np.where(has_home & ~inner, path[home], path)
     if unknown:
         paths, modules = [*paths, UNKNOWN_BACKWARD], [*modules, ""]
-        path = np.where(backward & ~known, len(paths) - 1, path)
+        path = np.where(backward & ~has_home, len(paths) - 1, path)
     words = vocabulary(trace)
     compiled = tree.nearest_or_self(lookup(words.matching(_COMPILED), words.code[tree.row])) >= 0
     return Places(paths, modules, path, labels, label, op, backward, compiled, unknown)
@@ -100,13 +100,13 @@ def _scopes(trace: Trace, tree: Forest) -> Bools:
 def module_calls(trace: Trace, tree: Forest) -> Bools:
     """Which events are calls of modules: the scopes that `record --memory` opens, else Python frames.
 
-    Frames of wrappers that only pass calls on (`DistributedDataParallel`) are none.
+    Frames of wrappers that only pass calls on (`DistributedDataParallel`) do not count.
     """
     words = vocabulary(trace)
     code = words.code[tree.row]
-    ours: Bools = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
-    if ours.any():
-        return ours
+    annotated: Bools = lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    if annotated.any():
+        return annotated
     python = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.PYTHON)
     framed = words.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~words.matching(_WRAPPER)
     frames: Bools = python & lookup(framed, code)
@@ -123,26 +123,26 @@ def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list
     above = tree.nearest(is_scope)
     out = np.zeros(is_scope.size, dtype=np.int64)
     paths, modules, own = [""], [""], [""]  # own: the recorded name of the path's last scope
-    known: dict[tuple[int, int], int] = {}
-    here = np.flatnonzero(is_scope & (above < 0))
+    path_numbers: dict[tuple[int, int], int] = {}
+    level = np.flatnonzero(is_scope & (above < 0))
     for _ in range(_DEEPEST):
-        if not here.size:
+        if not level.size:
             break
-        outer = np.where(above[here] >= 0, out[above[here]], 0)
-        pair, number = np.unique(np.stack([outer, code[here]]), axis=1, return_inverse=True)
+        outer = np.where(above[level] >= 0, out[above[level]], 0)
+        pair, number = np.unique(np.stack([outer, code[level]]), axis=1, return_inverse=True)
         turn = np.empty(pair.shape[1], dtype=np.int64)
         for k, (at, name) in enumerate(pair.T.tolist()):
-            if (at, name) not in known:
+            if (at, name) not in path_numbers:
                 recorded = str(words.names[name])
-                known[at, name] = len(paths)
+                path_numbers[at, name] = len(paths)
                 modules.append(_module(modules[at], paths[at], _joined(paths[at], own[at], recorded), recorded))
                 paths.append(_joined(paths[at], own[at], recorded))
                 own.append(recorded)
-            turn[k] = known[at, name]
-        out[here] = turn[number.reshape(-1)]
+            turn[k] = path_numbers[at, name]
+        out[level] = turn[number.reshape(-1)]
         inside = np.zeros(is_scope.size + 1, dtype=np.bool_)
-        inside[here] = True
-        here = np.flatnonzero(is_scope & inside[above])
+        inside[level] = True
+        level = np.flatnonzero(is_scope & inside[above])
     return paths, modules, out
 
 
@@ -155,12 +155,12 @@ def _module(outer: str, around: str, path: str, recorded: str) -> str:
 
 
 def _joined(path: str, outer: str, name: str) -> str:
-    """The path of a scope: ours already carries the names of the scopes of ours around it."""
-    mine, around = _ours(name), _ours(outer)
-    if mine is None:  # `Optimizer.step#Adam.step` is `Adam.step`
+    """The path of a scope: one of Traceloom's own already carries the names of its own scopes around it."""
+    dotted, around = _ours(name), _ours(outer)
+    if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
         last = _OPTIMIZER.sub("", name.removeprefix(PYTHON_MODULE))
     else:
-        last = mine[len(around) + 1 :] if around is not None and mine.startswith(f"{around}.") else mine
+        last = dotted[len(around) + 1 :] if around is not None and dotted.startswith(f"{around}.") else dotted
     return f"{path}.{last}" if path else last
 
 
@@ -197,17 +197,17 @@ def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tup
         return paths, modules, path
     pairs, number = np.unique(np.stack([home[rows], path[rows]]), axis=1, return_inverse=True)
     paths, modules = list(paths), list(modules)
-    known = {text: k for k, text in reversed(list(enumerate(paths)))}
+    path_numbers = {text: k for k, text in reversed(list(enumerate(paths)))}
     new = []
     for outer, inner in pairs.T.tolist():
         around, parts = paths[outer].split("."), paths[inner].split(".")
         at = around.index(parts[0]) if parts[0] in around else 0
         text = ".".join([*around[:at], *parts])
-        if text not in known:
-            known[text] = len(paths)
+        if text not in path_numbers:
+            path_numbers[text] = len(paths)
             paths.append(text)
             modules.append(modules[inner])
-        new.append(known[text])
+        new.append(path_numbers[text])
     out = path.copy()
     out[rows] = np.array(new)[number.reshape(-1)]
     return paths, modules, out
@@ -262,7 +262,7 @@ def _of_nested(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
         return home
     again = again[np.lexsort((again, sequence[again]))]
     last = np.searchsorted(sequence[again], sequence[inside], side="right") - 1
-    found = (last >= 0) & (sequence[again[np.maximum(last, 0)]] == sequence[inside])
+    matched = (last >= 0) & (sequence[again[np.maximum(last, 0)]] == sequence[inside])
     out = home.copy()
-    out[inside[found]] = again[last[found]]
+    out[inside[matched]] = again[last[matched]]
     return out

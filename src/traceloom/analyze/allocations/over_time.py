@@ -41,16 +41,16 @@ def levels_by(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) -> In
         rows: Sorted row numbers; -1 for before the first.
         pool: Which memory.
     """
-    mine = np.flatnonzero(blocks.pool == pool)
+    in_pool = np.flatnonzero(blocks.pool == pool)
     width = rows.size + 1
-    present = np.bincount(key[mine], minlength=keys) > 0
+    present = np.bincount(key[in_pool], minlength=keys) > 0
     used = np.flatnonzero(present)
-    first = ((np.cumsum(present) - 1) * width)[key[mine]]  # place of each block's key among those in use
+    first = ((np.cumsum(present) - 1) * width)[key[in_pool]]  # offset of each block's key among those in use
     change = np.zeros(used.size * width)
-    for at, sign in ((blocks.made[mine], 1), (blocks.ended[mine], -1)):
+    for at, sign in ((blocks.made[in_pool], 1), (blocks.ended[in_pool], -1)):
         # weights are summed as doubles, which are exact below 2^53 bytes
-        place = first + np.searchsorted(rows, at)
-        change += sign * np.bincount(place, weights=blocks.bytes[mine], minlength=change.size)
+        cell = first + np.searchsorted(rows, at)
+        change += sign * np.bincount(cell, weights=blocks.bytes[in_pool], minlength=change.size)
     levels = np.zeros((keys, rows.size), dtype=np.int64)
     levels[used] = np.cumsum(change.astype(np.int64).reshape(used.size, width)[:, :-1], axis=1)
     return levels

@@ -34,7 +34,7 @@ class Owners:
 def owners(trace: Trace, blocks: Blocks) -> Owners:
     """Find the owners: a block from before is known by the first census, one alive at the end by the last, by address.
 
-    The last one also tells of blocks from before what has become of them.
+    The last one also shows what became of blocks from before.
     """
     first, last = census(trace), last_census(trace)
     table = pl.concat([first, last]) if last.height else first
@@ -43,20 +43,19 @@ def owners(trace: Trace, blocks: Blocks) -> Owners:
         return Owners(table.select(list(CENSUS)), of, _none(), _none())
     alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
     kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
-    mine = pl.DataFrame(
+    alive_blocks = pl.DataFrame(
         {"address": blocks.address[alive], "device_type": kinds.gather(blocks.pool[alive]), "block": alive}
     )
-    known = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
-    known = known.unique(["address", "device_type"], keep="first", maintain_order=True)
-    found = mine.join(known, on=["address", "device_type"])
-    of[found["block"].to_numpy()] = found["row"].cast(pl.Int64).to_numpy()
+    listed = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
+    listed = listed.unique(["address", "device_type"], keep="first", maintain_order=True)
+    matches = alive_blocks.join(listed, on=["address", "device_type"])
+    of[matches["block"].to_numpy()] = matches["row"].cast(pl.Int64).to_numpy()
     recorded = kinds.unique()
-    unseen = known.join(mine, on=["address", "device_type"], how="anti", maintain_order="left")
-    unseen = unseen.filter(
-        pl.col("device_type").is_in(recorded.implode())
-    )  # of a device without events nothing is known
+    unseen = listed.join(alive_blocks, on=["address", "device_type"], how="anti", maintain_order="left")
+    # nothing is known of devices without events
+    unseen = unseen.filter(pl.col("device_type").is_in(recorded.implode()))
     counted = alive[blocks.owner[alive] >= 0]
-    whole = known.height == last.height  # small ones may be added up in a row without an address
+    whole = listed.height == last.height  # small ones may be added up in a row without an address
     gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else _none()
     return Owners(table.select(list(CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)
 

@@ -62,9 +62,9 @@ def _cut(path: str, depth: int | None) -> str:
 
 def _numbered(texts: list[str]) -> tuple[list[str], Ints]:
     """The distinct texts, and the number of each."""
-    known: dict[str, int] = {}
-    number = np.array([known.setdefault(text, len(known)) for text in texts], dtype=np.int64)
-    return list(known), number
+    numbers: dict[str, int] = {}
+    number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
+    return list(numbers), number
 
 
 def _paths(named: Named, depth: int | None) -> Partition:
@@ -76,13 +76,13 @@ def _modules(named: Named, whose: Owners, depth: int | None) -> Partition:
     """The module whose call made it; parameters and what belongs to them: the module that holds them."""
     of_path = [named.places.modules[k] for k in range(len(named.places.paths))]
     held = [_holder(owner, name) for owner, name in zip(whose.table["owner"], whose.table["name"], strict=True)]
-    texts = [_cut(one, depth) or NO_MODULE for one in (*of_path, *held)]
+    texts = [_cut(path, depth) or NO_MODULE for path in (*of_path, *held)]
     names, number = _numbered(texts or [NO_MODULE])
     by_path = number[named.path] if named.places.paths else np.zeros(0, dtype=np.int64)
     by_owner = np.append(number[len(of_path) :], 0)[whose.of]
-    told = np.append(np.array([bool(one) for one in held], dtype=np.bool_), False)[whose.of]
-    out = np.where(told, by_owner, by_path)
-    nobody = (named.blocks.made < 0) & ~told
+    has_module = np.append(np.array([bool(path) for path in held], dtype=np.bool_), False)[whose.of]
+    out = np.where(has_module, by_owner, by_path)
+    nobody = (named.blocks.made < 0) & ~has_module
     return [*names, BEFORE], np.where(nobody, len(names), out)
 
 
@@ -109,14 +109,14 @@ def stack_partition(named: Named, texts: pl.Series) -> Partition:
 
 
 def _stacks(named: Named, texts: Sequence[str | None], number: Ints) -> Partition:
-    """Stacks in the order in which they first allocate; of blocks from before the recording where one is known."""
+    """Stacks in the order in which they first allocate; also of blocks from before the recording, where known."""
     _, first = np.unique(number, return_index=True)
     turn = np.argsort(first, kind="stable")
-    place = np.empty_like(turn)
-    place[turn] = np.arange(turn.size)
+    position = np.empty_like(turn)
+    position[turn] = np.arange(turn.size)
     names = [texts[k] or NO_STACK for k in turn.tolist()]
     unknown = np.array([not texts[k] for k in turn.tolist()], dtype=np.bool_)
-    number = place[number]
+    number = position[number]
     before = (named.blocks.made < 0) & np.append(unknown, True)[number]
     return [*names, BEFORE], np.where(before, len(names), number)
 
@@ -129,22 +129,22 @@ def _types(trace: Trace, named: Named) -> Partition:
     )["types"]
     distinct = types.drop_nulls().unique(maintain_order=True)
     first = pl.Series([_first_type(text) for text in distinct], dtype=pl.String)
-    known = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
-    has = known.is_not_null().to_numpy()[tree.row]
+    event_types = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
+    has = event_types.is_not_null().to_numpy()[tree.row]
     near = tree.nearest_or_self(has)
     at = np.append(near, -1)[named.position]
-    names = [UNKNOWN_TYPE, *known.drop_nulls().unique(maintain_order=True).to_list()]
-    number = known.fill_null(UNKNOWN_TYPE).replace_strict(names, list(range(len(names)))).to_numpy()
+    names = [UNKNOWN_TYPE, *event_types.drop_nulls().unique(maintain_order=True).to_list()]
+    number = event_types.fill_null(UNKNOWN_TYPE).replace_strict(names, list(range(len(names)))).to_numpy()
     rows = np.append(tree.row, 0)[at]
     out = np.where(at >= 0, number[rows], 0) if number.size else np.zeros(at.size, dtype=np.int64)
     return _early(named, names, out)
 
 
 def _first_type(text: str) -> str | None:
-    """The first type of a list that is that of a tensor."""
+    """The first type in a list that is a tensor's."""
     try:
         listed = json.loads(text)
     except ValueError:
         return None
     plain = {"", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None"}
-    return next((one for one in listed if isinstance(one, str) and one not in plain), None)
+    return next((name for name in listed if isinstance(name, str) and name not in plain), None)

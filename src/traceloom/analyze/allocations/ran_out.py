@@ -80,7 +80,7 @@ def kinds(live: pl.DataFrame) -> dict[str, int]:
 
 def where_in_program(stack: list[str]) -> str | None:
     """The innermost frame of the user's own code; the innermost of all where there is none."""
-    own = [one for one in stack if not _LIBRARY.search(one.partition("(")[0])]
+    own = [line for line in stack if not _LIBRARY.search(line.partition("(")[0])]
     return (own or stack)[-1] if stack else None
 
 
@@ -97,9 +97,9 @@ def advice(
     """What to try first, the largest saving first; each only where the data supports it.
 
     Args:
-        held: Bytes by kind, as `kinds` tells them.
-        live: The live storages; no rows where nobody counted.
-        asked: What was asked for in vain.
+        held: Bytes by kind, as `kinds` gives them.
+        live: The live storages; no rows without a census.
+        asked: Bytes of the request that failed.
         stack: Where, the outermost frame first.
         devices: What the allocators say: allocated_bytes, reserved_bytes, free_bytes, total_bytes.
         ranks: How many ranks the job has.
@@ -112,13 +112,13 @@ def advice(
                f"it grows by {units.size(round(per_step))} per step")
         for site, per_step, size in growing[:2]
     ]  # fmt: skip
-    worth = [one for one in out if one.bytes is not None and one.bytes >= max(_SMALL * whole, 1)]
-    worth.sort(key=lambda one: -(one.bytes or 0))
+    worth = [item for item in out if item.bytes is not None and item.bytes >= max(_SMALL * whole, 1)]
+    worth.sort(key=lambda item: -(item.bytes or 0))
     if asked is not None and asked > whole:
-        said = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
+        why = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
         where = where_in_program(stack)
         at = f" at {where}" if where else ""
-        worth.insert(0, Advice("shrink-request", f"look at the request itself{at}", None, said))
+        worth.insert(0, Advice("shrink-request", f"look at the request itself{at}", None, why))
     return worth
 
 
@@ -126,7 +126,7 @@ def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks:
     out = []
     gradients, state = held.get(KINDS["gradient"], 0), held.get(KINDS["optimizer_state"], 0)
     kept, other = held.get(KINDS["activation"], 0), held.get(KINDS["other"], 0)
-    if gradients and not any(_BACKWARD.search(one) for one in stack):
+    if gradients and not any(_BACKWARD.search(line) for line in stack):
         text = "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
         out.append(Advice("release-gradients", text, gradients, "gradients were alive outside the backward pass"))
     if kept:
@@ -150,17 +150,17 @@ def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks:
     return out
 
 
-def _by_allocator(asked: int | None, devices: list[dict[str, Any]]) -> list[Advice]:
+def _by_allocator(requested: int | None, devices: list[dict[str, Any]]) -> list[Advice]:
     out = []
-    for one in devices:
-        idle = one["reserved_bytes"] - one["allocated_bytes"]
-        if asked is not None and idle >= asked:
+    for device in devices:
+        idle = device["reserved_bytes"] - device["allocated_bytes"]
+        if requested is not None and idle >= requested:
             text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(asked)}"
+            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(requested)}"
             out.append(Advice("expandable-segments", text, idle, why))
-        outside = one["total_bytes"] - one["free_bytes"] - one["reserved_bytes"]
-        if outside > one["total_bytes"] // 10:
+        outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
+        if outside > device["total_bytes"] // 10:
             text = "look at what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
-            why = f"{units.size(outside)} of {units.size(one['total_bytes'])} are in use outside this allocator"
+            why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
             out.append(Advice("other-processes", text, outside, why))
     return out

@@ -26,28 +26,28 @@ _COMPILED = """allocations ({size}) were made in compiled code: they are charged
 modules and scopes inside it are gone"""
 
 
-def remarks(found: Named, whose: Owners) -> tuple[Notice, ...]:
-    """What to know about the blocks of one trace; only what there is.
+def remarks(named: Named, whose: Owners) -> tuple[Notice, ...]:
+    """What to know about the blocks of one trace; empty where there is nothing.
 
     Args:
-        found: Blocks with names.
+        named: Blocks with names.
         whose: What the censuses say.
     """
-    blocks = found.blocks
+    blocks = named.blocks
     early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
-    compiled = np.flatnonzero(np.append(found.places.compiled, False)[found.position])
+    compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
     listed = whose.table["bytes"].to_numpy()
     none = early[:0]
-    told = (
+    notices = (
         Notice("lost-frees", "warning", _line(_LOST, none), blocks.lost_frees),
         Notice("resized-frees", "warning", _line(_RESIZED, none), blocks.resized),
         Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
         Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
         Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
-        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), found.places.unknown_backward),
+        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
         Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
     )
-    counted = (notice for notice in told if notice.count)
+    counted = (notice for notice in notices if notice.count)
     return tuple(replace(notice, message=f"{units.count(notice.count)} {notice.message}") for notice in counted)
 
 

@@ -81,7 +81,7 @@ def slices(
             yield frame
             continue
         made = np.maximum(blocks.made[rows], 0)
-        known = pl.Series(blocks.made[rows] >= 0)
+        recorded = pl.Series(blocks.made[rows] >= 0)
         inside = trace.allocations[made] if trace.allocations.height else trace.allocations
         whole_life = pl.Series((blocks.start_ns[rows] != EXISTED) & (blocks.end_ns[rows] != ALIVE))
         life = np.where(whole_life, blocks.end_ns[rows], 0) - np.where(whole_life, blocks.start_ns[rows], 0)
@@ -95,9 +95,9 @@ def slices(
                 category=pl.Series(CATEGORIES).gather(kinds.category[rows]),
                 evidence=pl.Series(EVIDENCE).gather(kinds.evidence[rows]),
                 backward=pl.Series(named.backward[rows]),
-                step=inside["step"].set(~known, None),
+                step=inside["step"].set(~recorded, None),
                 site=names(named, whose, rows, sites=True),
-                innermost_op=trace.events["name"].gather(inside["op"]).set(~known, None),
+                innermost_op=trace.events["name"].gather(inside["op"]).set(~recorded, None),
                 owner=whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32)),
                 stack=stacks(rows),
             )
@@ -140,10 +140,10 @@ class Stacks:
             return [None] * bool(frame.size), np.zeros(frame.size, dtype=np.int64)
         stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is what stands at -1
         pairs, count, width = [np.zeros(1, dtype=np.int64)], 1, len(self._words.names)
-        for here in self._levels(frame):
-            key = stack[self._above[here]] * width + self._words.code[self._tree.row[here]]
+        for level in self._levels(frame):
+            key = stack[self._above[level]] * width + self._words.code[self._tree.row[level]]
             new, number = np.unique(key, return_inverse=True)
-            stack[here] = count + number
+            stack[level] = count + number
             pairs.append(new)
             count += new.size
         used, number = np.unique(stack[frame], return_inverse=True)

@@ -110,12 +110,12 @@ def with_peaks(calls: pl.DataFrame, trace: Trace, peak_gb_per_s: float | None = 
     if peak_gb_per_s is not None:
         return against_peak(calls, peak_gb_per_s)
     used = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
-    found = {device: link for device, link in used.items() if link is not None}
+    links = {device: link for device, link in used.items() if link is not None}
     inside = inside_host(trace.meta.world_size, trace.devices.height)
     return _with_fraction(
         calls,
-        pl.when(inside).then(_named(found, "name", pl.String)),
-        pl.when(inside).then(_named(found, "peak_gb_per_s", pl.Float64)),
+        pl.when(inside).then(_named(links, "name", pl.String)),
+        pl.when(inside).then(_named(links, "peak_gb_per_s", pl.Float64)),
     )
 
 
@@ -126,7 +126,7 @@ def against_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
 
 
 def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[int, Link]) -> pl.DataFrame:
-    """Correct what single traces could only suppose, by the hosts of several ranks.
+    """Correct what single traces could only assume, by the hosts of several ranks.
 
     Args:
         calls: Of `collectives(...).calls`, of any ranks.
@@ -134,20 +134,20 @@ def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[
         links: Rank -> link of its device, where it is known.
 
     Returns:
-        The calls: with the link where all members are known to stand on one host, without where they are known to
-        stand on several; else as they were.
+        The calls: with the link where all members are known to be on one host, without where they are known to
+        be on several; else as they were.
     """
-    whom = pl.col("members").cast(pl.List(pl.String)).list.join(",")
-    groups = calls.select(whom.alias("whom"), "members").unique("whom", keep="first").drop_nulls("whom")
+    member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",")
+    groups = calls.select(member_list.alias("whom"), "members").unique("whom", keep="first").drop_nulls("whom")
     table = []
     for text, members in groups.iter_rows():
-        known = {hosts[rank] for rank in members if rank in hosts}
-        whole = len(known) == 1 and all(rank in hosts for rank in members)
-        table.append((text, True if whole else False if len(known) > 1 else None))
+        member_hosts = {hosts[rank] for rank in members if rank in hosts}
+        whole = len(member_hosts) == 1 and all(rank in hosts for rank in members)
+        table.append((text, True if whole else False if len(member_hosts) > 1 else None))
     inside = pl.DataFrame(table, schema={"whom": pl.String(), "inside": pl.Boolean()}, orient="row")
     names = {rank: link.name for rank, link in links.items()}
     peaks = {rank: link.peak_gb_per_s for rank, link in links.items()}
-    told = calls.with_columns(whom.alias("whom")).join(inside, on="whom", how="left", maintain_order="left")
+    joined = calls.with_columns(member_list.alias("whom")).join(inside, on="whom", how="left", maintain_order="left")
     yes = (pl.col("inside") & (pl.col("where") == "device")).fill_null(value=False)
     no = (~pl.col("inside")).fill_null(value=False)
     values = (
@@ -158,12 +158,12 @@ def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[
         pl.when(yes).then(pl.coalesce(value, column)).when(no).then(None).otherwise(column)
         for value, column in zip(values, ("link", "link_peak_gb_per_s"), strict=True)
     )
-    return _with_fraction(told, link, peak).drop("whom", "inside")
+    return _with_fraction(joined, link, peak).drop("whom", "inside")
 
 
 def _with_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.DataFrame:
-    told = calls.with_columns(link.alias("link"), peak.alias("link_peak_gb_per_s"))
-    return told.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
+    with_link = calls.with_columns(link.alias("link"), peak.alias("link_peak_gb_per_s"))
+    return with_link.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
 
 
 def _named(links: dict[Any, Link], field: str, kind: type[pl.DataType]) -> pl.Expr:

@@ -58,10 +58,10 @@ def _calls_by_table(trace: Trace) -> pl.DataFrame:
 
 def _calls(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     kernels = gpu_work(trace, rules).filter(pl.col("category") == "communication")
-    said = described(trace)
-    on_host = host_calls(trace, said)
+    descriptions = described(trace)
+    on_host = host_calls(trace, descriptions)
     amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or _amd(trace)
-    kernels = _told(trace, kernels, said, on_host).with_columns(backend_of("rule", amd=amd).alias("backend"))
+    kernels = _told(trace, kernels, descriptions, on_host).with_columns(backend_of("rule", amd=amd).alias("backend"))
     frames = [_placed(trace, kernels, "device"), _placed(trace, _hosted(trace, on_host), "host")]
     return pl.concat(frames)
 
@@ -70,41 +70,43 @@ def _amd(trace: Trace) -> bool:
     return bool(trace.devices["name"].fill_null("").str.contains(r"(?i)\bMI\d|AMD|Radeon").any())
 
 
-def _told(trace: Trace, kernels: pl.DataFrame, said: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+def _told(trace: Trace, kernels: pl.DataFrame, descriptions: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """What is known of each kernel: from its own arguments, else from those of the op that launched it, else from the
     annotation around the launch (sizes only where those launched no other such kernel); the kind else from its name.
     """
     sources = [
-        _joined(kernels["event"], said),
-        _joined(kernels["op"], said),
+        _joined(kernels["event"], descriptions),
+        _joined(kernels["op"], descriptions),
         _joined(_around(kernels["launch"], trace, calls), calls),
     ]
     names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
     by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
-    known = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in FIELDS}
+    fields = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in FIELDS}
     return kernels.with_columns(
-        *(series.alias(name) for name, series in known.items() if name != "kind"),
-        kind=known["kind"].fill_null(by_kernel),
+        *(series.alias(name) for name, series in fields.items() if name != "kind"),
+        kind=fields["kind"].fill_null(by_kernel),
     )
 
 
-def _joined(events: pl.Series, said: pl.DataFrame) -> pl.DataFrame:
-    """What is said of each event; sizes only where the event comes once, or they would count several times."""
+def _joined(events: pl.Series, descriptions: pl.DataFrame) -> pl.DataFrame:
+    """The description of each event; sizes only where the event comes once, or they would count several times."""
     rows = pl.DataFrame({"event": events})
     once = pl.col("event").is_unique() & pl.col("event").is_not_null()
-    found = rows.join(said, on="event", how="left", maintain_order="left")
-    return found.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES)
+    joined = rows.join(descriptions, on="event", how="left", maintain_order="left")
+    return joined.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES)
 
 
 def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
     """The annotation (`nccl:all_to_all`) around each launch, within a few levels; null where there is none."""
     above = launch
-    found = pl.Series([None] * launch.len(), dtype=launch.dtype)
+    annotation = pl.Series([None] * launch.len(), dtype=launch.dtype)
     parents = trace.events["parent"]
     for _ in range(_LEVELS if calls.height else 0):
         above = parents.gather(above)
-        found = found.fill_null(pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series())
-    return found
+        annotation = annotation.fill_null(
+            pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series()
+        )
+    return annotation
 
 
 def _hosted(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
@@ -132,8 +134,8 @@ def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:
     """With step and phase: of the kernel's launch, or of the call itself."""
     members = trace.groups.select("group", pl.col("ranks").alias("of_group"), pl.col("size").alias("of_size"))
     at = rows["event"]
-    told = rows.join(members.unique("group", keep="first"), on="group", how="left", maintain_order="left")
-    return told.with_columns(
+    grouped = rows.join(members.unique("group", keep="first"), on="group", how="left", maintain_order="left")
+    return grouped.with_columns(
         trace.events["step"].gather(at),
         _phases(trace, rows.select(pl.coalesce("launch", "op", "event")).to_series()),
         pl.lit(where).cast(WhereType).alias("where"),
@@ -165,15 +167,15 @@ def _phases(trace: Trace, events: pl.Series) -> pl.Series:
     tree = forest(trace)
     if not events.len() or not tree.row.size:
         return none
-    says = meaning(trace).phase
+    phase_of = meaning(trace).phase
     at = np.where(events.is_not_null().to_numpy(), tree.position[events.fill_null(0).to_numpy()], -1)
-    phased = np.isin(says, (FORWARD, BACKWARD, OPTIMIZER))
+    phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
     nearest = tree.nearest_or_self(phased)
-    found = np.where(at >= 0, nearest[np.maximum(at, 0)], -1)
-    # gloo's calls stand alone on threads of their own: they are asked for by what autograd's thread does meanwhile
-    alone = np.flatnonzero((at >= 0) & (found < 0) & (tree.parent[np.maximum(at, 0)] < 0))
-    codes = np.where(found >= 0, says[np.maximum(found, 0)], len(PHASES))
-    backward = np.flatnonzero((says == BACKWARD) & (tree.parent < 0))
+    source = np.where(at >= 0, nearest[np.maximum(at, 0)], -1)
+    # gloo's calls stand alone on threads of their own: their phase is what autograd's thread does meanwhile
+    alone = np.flatnonzero((at >= 0) & (source < 0) & (tree.parent[np.maximum(at, 0)] < 0))
+    codes = np.where(source >= 0, phase_of[np.maximum(source, 0)], len(PHASES))
+    backward = np.flatnonzero((phase_of == BACKWARD) & (tree.parent < 0))
     if alone.size and backward.size:
         spans = union(tree.start_ns[backward], tree.end_ns[backward])
         codes[alone[contains(spans, tree.start_ns[at[alone]])]] = BACKWARD

@@ -131,26 +131,26 @@ def collectives_of(session: Session) -> pl.DataFrame:
 
 
 def _rows(trace: Trace, rules: tuple[Rule, ...], peak_gb_per_s: float | None) -> pl.DataFrame:
-    found = _that_communicate(communication_calls(trace, rules))
-    if not found.height:
+    calls = _that_communicate(communication_calls(trace, rules))
+    if not calls.height:
         return pl.DataFrame(schema=CALL_SCHEMA)
-    found = with_bandwidth(with_sizes(with_channels(with_names(found), trace)))
+    calls = with_bandwidth(with_sizes(with_channels(with_names(calls), trace)))
     submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITS)  # its duration is not the transfer's
     rates = ("algorithm_gb_per_s", "bus_gb_per_s")
-    found = found.with_columns(pl.when(~submits).then(rate).alias(rate) for rate in rates)
-    found = with_peaks(found, trace, peak_gb_per_s)
-    kernels = found.filter(pl.col("where") == "device")
+    calls = calls.with_columns(pl.when(~submits).then(rate).alias(rate) for rate in rates)
+    calls = with_peaks(calls, trace, peak_gb_per_s)
+    kernels = calls.filter(pl.col("where") == "device")
     hidden = exposure(trace, kernels, gpu_work(trace, rules))
     times = pl.DataFrame(
         {"event": kernels["event"], "exposed_ns": hidden.exposed_ns, "blocking_ns": hidden.blocking_ns}
     )
     return (
-        found.join(times, on="event", how="left", maintain_order="left")
+        calls.join(times, on="event", how="left", maintain_order="left")
         .with_columns(
             pl.lit(trace.rank, pl.Int32).alias("rank"),
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
             pl.col("blocking_ns").replace(-1, None),
-            trace.events["start_ns"].gather(found["launch"]).alias("launch_ns"),
+            trace.events["start_ns"].gather(calls["launch"]).alias("launch_ns"),
         )
         .select(list(CALL_SCHEMA))
         .cast(dict(CALL_SCHEMA))  # type: ignore[arg-type]

@@ -77,12 +77,12 @@ def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans:
     open_end = quiet < end  # no compute runs when the kernel ends
     prompt = exists & open_end & (begins[np.minimum(after, begins.size - 1)] - end <= PROMPT_NS)
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
-    told, recorded = _told(trace, next_event)
+    by_stream, recorded = _told(trace, next_event)
     streams = compute["stream"].fill_null(-1).to_numpy()[following]
     same = streams == kernels["stream"].fill_null(-1).to_numpy()
     launch = compute["launch"].cast(pl.Int64).fill_null(-1).to_numpy()[following]
     called = column(trace, "start_ns")[np.maximum(launch, 0)]
-    waits = same | told
+    waits = same | by_stream
     held = np.clip(end - np.maximum(quiet, called), 0, None)
     by_host, since = _host_waited(trace, launch, end)
     held_by_host = np.clip(end - np.maximum(quiet, since), 0, None)
@@ -90,18 +90,18 @@ def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans:
     blocking = np.where(prompt & waits, np.where(called <= end, held, 0), 0)
     blocking = np.where((blocking == 0) & (prompt | late) & by_host, held_by_host, blocking)
     blocking = np.where(prompt & (launch < 0), -1, blocking)
-    return blocking, same | (told & recorded)
+    return blocking, same | (by_stream & recorded)
 
 
 def _told(trace: Trace, rows: Ints) -> tuple[Bools, bool]:
     """`stream_waits` of rows in any order, some of them several times."""
-    different, place = np.unique(rows, return_inverse=True)
-    told, recorded = stream_waits(trace, different)
-    return told[place], recorded
+    different, inverse = np.unique(rows, return_inverse=True)
+    waits, recorded = stream_waits(trace, different)
+    return waits[inverse], recorded
 
 
 def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
-    """Whether the launching thread stood in a waiting call that ended with the kernel, and since when."""
+    """Whether the launching thread was in a waiting call that ended with the kernel, and since when."""
     calls = np.flatnonzero(blocking_calls(trace))
     none = np.zeros(launch.size, dtype=np.bool_)
     if not calls.size:
@@ -109,20 +109,20 @@ def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
     lane = column(trace, "lane").astype(np.int64)
     starts = column(trace, "start_ns")
     backs = starts[calls] + np.maximum(column(trace, "duration_ns")[calls], 0)
-    found, since = none.copy(), end.copy()
+    waited, since = none.copy(), end.copy()
     lanes = np.where(launch >= 0, lane[np.maximum(launch, 0)], -1)
-    for one in np.unique(lanes[lanes >= 0]).tolist():
-        mine = calls[lane[calls] == one]
-        if not mine.size:
+    for thread in np.unique(lanes[lanes >= 0]).tolist():
+        own_calls = calls[lane[calls] == thread]
+        if not own_calls.size:
             continue
-        here = np.flatnonzero(lanes == one)
-        back = backs[lane[calls] == one]
+        on_thread = np.flatnonzero(lanes == thread)
+        back = backs[lane[calls] == thread]
         order = np.argsort(back, kind="stable")
-        at = np.searchsorted(back[order], end[here], side="left")
+        at = np.searchsorted(back[order], end[on_thread], side="left")
         inside = at < back.size
         call = order[np.minimum(at, back.size - 1)]
-        begun = starts[mine[call]]
-        launched = starts[launch[here]]
-        ok = inside & (begun < end[here]) & (back[call] - end[here] <= RETURN_NS) & (launched >= back[call])
-        found[here], since[here] = ok, np.where(ok, begun, end[here])
-    return found, since
+        begun = starts[own_calls[call]]
+        launched = starts[launch[on_thread]]
+        ok = inside & (begun < end[on_thread]) & (back[call] - end[on_thread] <= RETURN_NS) & (launched >= back[call])
+        waited[on_thread], since[on_thread] = ok, np.where(ok, begun, end[on_thread])
+    return waited, since

@@ -22,12 +22,12 @@ _MOST_BYTES = 256 << 20  # of text: to read more of it a second time is not wort
 def with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
     """Add `channels`; null for other back ends, without a grid, and where the file is gone or above 256 MiB.
 
-    The grid is in no column of a trace: it is read again at the places of the communication kernels alone.
+    The grid is in no column of a trace: it is read again from the file, for the communication kernels alone.
     """
-    wanted = calls.filter((pl.col("where") == "device") & pl.col("backend").is_in(_BY_CHANNEL))["event"]
-    found = dict(_grids(trace, wanted.sort()))
+    kernels = calls.filter((pl.col("where") == "device") & pl.col("backend").is_in(_BY_CHANNEL))["event"]
+    channels = dict(_grids(trace, kernels.sort()))
     table = pl.DataFrame(
-        {"event": list(found), "channels": list(found.values())},
+        {"event": list(channels), "channels": list(channels.values())},
         schema={"event": pl.UInt32(), "channels": pl.Int32()},
     )
     return calls.join(table, on="event", how="left", maintain_order="left")

@@ -84,10 +84,10 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         world_size: Ranks of the job, where known.
     """
     declared = declared.unique(["group", "members"], keep="first", maintain_order=True)
-    known = calls.with_columns(
+    keyed = calls.with_columns(
         pl.col("group").fill_null("").alias("key"), _text(pl.col("members")).fill_null("").alias("whom")
     )
-    used = known.group_by("key", "whom", maintain_order=True).agg(
+    used = keyed.group_by("key", "whom", maintain_order=True).agg(
         pl.col("group").first(),
         pl.col("group_size").drop_nulls().first(),
         pl.col("members").first(),
@@ -99,11 +99,11 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         pl.when(pl.col("exposed_ns").is_not_null().all()).then(pl.col("exposed_ns").sum()).alias("exposed_ns"),
         *_shares(),
     )
-    kinds = _kinds(known)
-    told = declared.group_by("group", maintain_order=True).agg(pl.col("description").first())
+    kinds = _kinds(keyed)
+    descriptions = declared.group_by("group", maintain_order=True).agg(pl.col("description").first())
     rows = (
         used.join(kinds, on=["key", "whom"], how="left", maintain_order="left")
-        .join(told, on="group", how="left", maintain_order="left")
+        .join(descriptions, on="group", how="left", maintain_order="left")
         .pipe(_with_silent, declared)
         .with_columns(_stride())
     )
@@ -118,9 +118,9 @@ def _text(members: pl.Expr) -> pl.Expr:
     return members.cast(pl.List(pl.String)).list.join(",")
 
 
-def _kinds(known: pl.DataFrame) -> pl.DataFrame:
+def _kinds(keyed: pl.DataFrame) -> pl.DataFrame:
     """Kinds of each group with their counts as text, the most frequent first."""
-    counts = known.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
+    counts = keyed.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
     counts = counts.sort("n", "kind", descending=[True, False], nulls_last=True)
     word = pl.format("{} {}", pl.col("kind").fill_null("unknown"), pl.col("n"))
     return counts.group_by("key", "whom", maintain_order=True).agg(word.str.join(", ").alias("kinds"))
@@ -163,13 +163,13 @@ def _stride() -> pl.Expr:
 
 
 def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
-    """Role of a group and what speaks for it: its words first, then what it does, then whom it joins."""
+    """Role of a group and what speaks for it: its name or description first, then its calls, then its members."""
     for source in ("description", "group"):
         words = str(row.get(source) or "").lower()
         if words and not words.isdigit() and words not in ("default_pg", "undefined"):
-            found = pl.Series([words])
+            text = pl.Series([words])
             for pattern, role in _WORDS:
-                if found.str.contains(pattern)[0]:
+                if text.str.contains(pattern)[0]:
                     return role, f"its {'description' if source == 'description' else 'name'} is `{words[:60]}`"
     if row.get("key") is None:  # listed, never called
         return "unknown", "no calls in the window"
@@ -188,24 +188,24 @@ def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
 def _by_doing(row: dict[str, object], *, whole: bool) -> tuple[str, str]:
     """The role by kinds, phases and layout of the calls."""
     share = {name: float(str(row[name])) for name in _SHARES}
-    said = f"calls: {row['kinds']}"
+    evidence = f"calls: {row['kinds']}"
     if share["pairs"] >= _MOSTLY:
-        return "pipeline", f"{said}; sends and receives between single ranks"
+        return "pipeline", f"{evidence}; sends and receives between single ranks"
     if share["exchange"] >= _MOSTLY:
         if "all_to_all" in str(row["kinds"]):
-            return "unknown", f"{said}; exchanges rows of experts or of sharded embeddings, which calls do not tell"
-        return "expert", f"{said}; dispatches tokens to experts and combines them"
+            return "unknown", f"{evidence}; exchanges rows of experts or of sharded embeddings, which calls do not tell"
+        return "expert", f"{evidence}; dispatches tokens to experts and combines them"
     if share["scatters"] > 0 and share["gathers"] > 0 and share["scatters"] + share["gathers"] >= 0.3:
         if row["stride"] == 1 and not whole and share["reduces"] == 0 and _both(share):
-            return "unknown", f"{said}; sharded weights or sequence-parallel tensors, both gather and scatter"
-        return "sharded data", f"{said}; weights gathered before use, gradients scattered in the backward pass"
+            return "unknown", f"{evidence}; sharded weights or sequence-parallel tensors, both gather and scatter"
+        return "sharded data", f"{evidence}; weights gathered before use, gradients scattered in the backward pass"
     if share["reduces"] >= _MOSTLY and share["backward"] >= _MOSTLY:
-        return "data", f"{said}; {share['backward']:.0%} of them in the backward pass: gradients"
+        return "data", f"{evidence}; {share['backward']:.0%} of them in the backward pass: gradients"
     if share["reduces"] >= _MOSTLY and _both(share) and row["stride"] == 1:
-        return "tensor", f"{said}; all-reduces in forward and backward passes over neighbouring ranks"
+        return "tensor", f"{evidence}; all-reduces in forward and backward passes over neighbouring ranks"
     if whole:
-        return "world", f"{said}; it holds all ranks of the job"
-    return "unknown", f"{said}; neither name nor calls tell what it is for"
+        return "world", f"{evidence}; it holds all ranks of the job"
+    return "unknown", f"{evidence}; neither name nor calls tell what it is for"
 
 
 def _both(share: dict[str, float]) -> bool:

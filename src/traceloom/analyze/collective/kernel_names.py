@@ -45,12 +45,12 @@ def with_names(kernels: pl.DataFrame) -> pl.DataFrame:
     protocol = pl.coalesce(
         _first(_PROTOCOLS, upper), pl.when(pl.col("name").str.contains(_OLD_SIMPLE)).then(pl.lit("SIMPLE"))
     )
-    told = names.select("name", algorithm.alias("algorithm"), protocol.alias("protocol")).with_columns(
+    parsed = names.select("name", algorithm.alias("algorithm"), protocol.alias("protocol")).with_columns(
         pl.when(pl.col("algorithm").is_not_null() | pl.col("protocol").is_not_null())
         .then(~pl.col("name").str.contains(_ENTRY) | pl.col("name").str.contains(_SYMMETRIC))
         .alias("name_certain")
     )
-    return kernels.join(told, on="name", how="left", maintain_order="left")
+    return kernels.join(parsed, on="name", how="left", maintain_order="left")
 
 
 def _first(table: tuple[tuple[str, str], ...], text: pl.Expr) -> pl.Expr:

@@ -73,18 +73,18 @@ def _row(source: pl.Expr, target: pl.Expr, size: pl.Expr, time: pl.Expr, *, exac
 
 def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
     """Sends, and receives from ranks that are not recorded."""
-    known = calls.filter(
+    pairs = calls.filter(
         pl.col("kind").is_in(["send", "recv"]),
         pl.col("rank").is_not_null(),
         pl.col("peer").is_not_null(),
         pl.col("size_bytes").is_not_null(),
     )
-    recorded = known.filter(pl.col("kind") == "send").select("rank", "peer").unique()
-    got = known.filter(pl.col("kind") == "recv").join(
+    recorded = pairs.filter(pl.col("kind") == "send").select("rank", "peer").unique()
+    got = pairs.filter(pl.col("kind") == "recv").join(
         recorded, left_on=["peer", "rank"], right_on=["rank", "peer"], how="anti", maintain_order="left"
     )
     size, time = pl.col("size_bytes"), pl.col("duration_ns")
-    sent = known.filter(pl.col("kind") == "send").select(
+    sent = pairs.filter(pl.col("kind") == "send").select(
         *_row(pl.col("rank"), pl.col("peer"), size, time, exact=True), _ONCE
     )
     return pl.concat([sent, got.select(*_row(pl.col("peer"), pl.col("rank"), size, time, exact=True), _ONCE)])
@@ -102,10 +102,10 @@ def _with_splits() -> pl.Expr:
 
 def _splits(calls: pl.DataFrame) -> pl.DataFrame:
     """All-to-alls whose splits are recorded, in rows of the first dimension: shares of the bytes."""
-    known = calls.filter(_with_splits(), pl.col("rank").is_not_null())
+    split_calls = calls.filter(_with_splits(), pl.col("rank").is_not_null())
     share = pl.col("in_splits") / pl.col("whole")
     each = (
-        known.with_columns(pl.col("in_splits").list.sum().alias("whole"))
+        split_calls.with_columns(pl.col("in_splits").list.sum().alias("whole"))
         .explode("members", "in_splits")
         .filter(pl.col("members") != pl.col("rank"))
     )
@@ -117,7 +117,7 @@ def _splits(calls: pl.DataFrame) -> pl.DataFrame:
 
 def _shared(calls: pl.DataFrame) -> pl.DataFrame:
     """Collectives whose way through the ranks is not recorded; those with a known root go from or to it."""
-    known = calls.filter(
+    shared = calls.filter(
         pl.col("kind").is_in([*_EVEN, *_FROM_ROOT, *_TO_ROOT]),
         ~_with_splits(),
         pl.col("rank").is_not_null(),
@@ -134,8 +134,8 @@ def _shared(calls: pl.DataFrame) -> pl.DataFrame:
         .otherwise(pl.col("size_bytes") * pl.col("bus_factor") / (ranks - 1))
     )  # fmt: skip
     # calls of one group and size fill the same cells
-    whom = pl.col("members").cast(pl.List(pl.String)).list.join(",").alias("whom")
-    alike = known.group_by("rank", "peer", whom, "kind", "size_bytes", maintain_order=True).agg(
+    member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",").alias("whom")
+    alike = shared.group_by("rank", "peer", member_list, "kind", "size_bytes", maintain_order=True).agg(
         pl.col("members").first(), to_each.sum().alias("moved"), pl.col("duration_ns").sum(), pl.len().alias("count")
     )
     to_root = pl.col("kind").is_in(_TO_ROOT) & pl.col("peer").is_not_null()
@@ -159,9 +159,9 @@ def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
         group, rank, count, sent_bytes, received_bytes (null where unknown), peer_max_over_mean (of the bytes to each
         peer, summed over the calls; null without splits), split_count (calls with recorded splits).
     """
-    mine = calls.filter(pl.col("kind") == "all_to_all")
-    known = mine.with_columns(_with_splits().alias("split"))
-    sums = known.group_by("group", "rank", maintain_order=True).agg(
+    all_to_alls = calls.filter(pl.col("kind") == "all_to_all")
+    marked = all_to_alls.with_columns(_with_splits().alias("split"))
+    sums = marked.group_by("group", "rank", maintain_order=True).agg(
         pl.len().alias("count"),
         *(
             pl.when(pl.col(side).is_not_null().all()).then(pl.col(side).sum()).alias(name)
@@ -170,7 +170,7 @@ def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
         pl.col("split").sum().alias("split_count"),
     )
     peers = (
-        known.filter("split")
+        marked.filter("split")
         .with_columns((pl.col("in_bytes") / pl.col("in_splits").list.sum()).alias("each"))
         .explode("members", "in_splits")
         .group_by("group", "rank", "members")

@@ -94,26 +94,26 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
 
     Example:
         >>> import traceloom
-        >>> found = traceloom.analyze.compare(traceloom.load("before"), traceloom.load("after"))  # doctest: +SKIP
-        >>> print(found.sentence)  # doctest: +SKIP
+        >>> comparison = traceloom.analyze.compare(traceloom.load("before"), traceloom.load("after"))  # doctest: +SKIP
+        >>> print(comparison.sentence)  # doctest: +SKIP
     """
     runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
     words, union = Words(), Union()
     sides = [_side(run, number, union, words) for number, run in enumerate(runs)]
-    found = tables.device(*sides)
-    reached = [tables.padded(one.count, len(union.parent)) for one in sides]
-    places = tables.grouped(union, words, *reached)
-    operators = tables.operators(found, places, *sides)
-    by_device = all(one.device_steps for one in sides)
-    lengths = [_mean_step(one, by_device) for one in sides]
-    breakdown = tables.breakdown(found) if by_device else _host_parts(operators)
-    kernels = tables.kernels(found, places, words, *sides)
+    device_account = tables.device(*sides)
+    counts = [tables.padded(run_side.count, len(union.parent)) for run_side in sides]
+    places = tables.grouped(union, words, *counts)
+    operators = tables.operators(device_account, places, *sides)
+    by_device = all(run_side.device_steps for run_side in sides)
+    lengths = [_mean_step(run_side, by_device) for run_side in sides]
+    breakdown = tables.breakdown(device_account) if by_device else _host_parts(operators)
+    kernels = tables.kernels(device_account, places, words, *sides)
     if not by_device:
         operators = operators.with_columns(
             pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n
         )
         kernels = kernels[:0]
-    stated = pl.concat([same.conditions(*runs), _program(union, *reached)])
+    stated = pl.concat([same.conditions(*runs), _program(union, *counts)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == same.DECISIVE))
     return Comparison(
         sentence=_sentence(lengths[0], lengths[1], differ, breakdown, operators, kernels),
@@ -131,43 +131,45 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
 
 
 def _side(run: Session, number: int, union: Union, words: Words) -> Side:
-    found = side(run, number, union, words)
-    if not found.steps.height or not int(found.steps["duration_ns"].sum()):
+    result = side(run, number, union, words)
+    if not result.steps.height or not int(result.steps["duration_ns"].sum()):
         which = ("the base", "the new run")[number]
         raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
-    return found
+    return result
 
 
-def _mean_step(one: Side, by_device: bool) -> int:
+def _mean_step(run_side: Side, by_device: bool) -> int:
     if by_device:
-        return tables.mean(one.device_ns, one.device_steps)
-    return tables.mean(int(one.steps["duration_ns"].sum()), one.steps.height)
+        return tables.mean(run_side.device_ns, run_side.device_steps)
+    return tables.mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
 
 
 def _host_parts(operators: pl.DataFrame) -> pl.DataFrame:
     """Without GPU work on both sides: the step's thread in operators and outside."""
     outside = pl.col("operator") == tables.OUTSIDE
     rows = []
-    for part, chosen, what in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
-        mine = operators.filter(chosen)
-        old, now = int(mine["base_host_ns"].sum()), int(mine["new_host_ns"].sum())
-        rows.append((part, what, old, now, now - old))
+    for part, chosen, meaning in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
+        part_rows = operators.filter(chosen)
+        old, now = int(part_rows["base_host_ns"].sum()), int(part_rows["new_host_ns"].sum())
+        rows.append((part, meaning, old, now, now - old))
     return pl.DataFrame(rows, schema=tables.PARTS, orient="row")
 
 
 def _program(union: Union, base: tables.Ints, new: tables.Ints) -> pl.DataFrame:
     """Whether both sides ran the same operators, on the same shapes."""
     both = (base > 0) & (new > 0)
-    shapes = other = 0
-    for place in both.nonzero()[0].tolist():
-        one, two = union.shape[0][place], union.shape[1][place]
-        shapes += bool(one and two)
-        other += bool(one and two and one != two)
-    return same.of_program(int(both.sum()), int((base > 0).sum()), int((new > 0).sum()), shapes, other)
+    shapes = differing = 0
+    for index in both.nonzero()[0].tolist():
+        base_shapes, new_shapes = union.shape[0][index], union.shape[1][index]
+        shapes += bool(base_shapes and new_shapes)
+        differing += bool(base_shapes and new_shapes and base_shapes != new_shapes)
+    return same.of_program(int(both.sum()), int((base > 0).sum()), int((new > 0).sum()), shapes, differing)
 
 
 def _steps(base: Side, new: Side) -> pl.DataFrame:
-    parts = [one.steps.select(pl.lit(name).alias("side"), *STEPS) for name, one in (("base", base), ("new", new))]
+    parts = [
+        run_side.steps.select(pl.lit(name).alias("side"), *STEPS) for name, run_side in (("base", base), ("new", new))
+    ]
     return pl.concat(parts)
 
 

@@ -38,10 +38,10 @@ def conditions(base: Session, new: Session) -> pl.DataFrame:
 
 
 def _row(
-    name: str, base: Session, new: Session, said: Callable[[Session], str], weight: str
+    name: str, base: Session, new: Session, describe: Callable[[Session], str], weight: str
 ) -> tuple[str, str, str, bool, str] | None:
-    """One condition; None where neither run says anything."""
-    left, right = said(base), said(new)
+    """One condition; None where neither run recorded it."""
+    left, right = describe(base), describe(new)
     if left == right == _UNKNOWN:
         return None
     return name, left, right, left == right, weight
@@ -49,8 +49,8 @@ def _row(
 
 def _each(values: Iterable[str | None]) -> str:
     """Distinct values in order, as text."""
-    known = list(dict.fromkeys(value for value in values if value))
-    return ", ".join(known) if known else _UNKNOWN
+    distinct = list(dict.fromkeys(value for value in values if value))
+    return ", ".join(distinct) if distinct else _UNKNOWN
 
 
 def _number(value: int | None) -> str:
@@ -91,11 +91,11 @@ def _versions(base: Session, new: Session) -> list[tuple[str, str, str, bool, st
 
 
 def _setting(name: str) -> Callable[[Session], str]:
-    def said(run: Session) -> str:
-        found = [trace.meta.settings.get(name) for trace in run.traces]
-        return _each("yes" if value else "no" for value in found if value is not None)
+    def describe(run: Session) -> str:
+        values = [trace.meta.settings.get(name) for trace in run.traces]
+        return _each("yes" if value else "no" for value in values if value is not None)
 
-    return said
+    return describe
 
 
 def of_program(matched: int, base: int, new: int, shapes: int, other_shapes: int) -> pl.DataFrame:

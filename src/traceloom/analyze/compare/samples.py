@@ -91,9 +91,9 @@ def device_time(of: Samples) -> DeviceTime:
         devices += 1
         covered = EMPTY
         for category in KIND_OF:
-            mine = rows.filter(pl.col("category") == category)
-            found, spans = _exclusive(mine, covered, of.spans)
-            pieces.append(found.select(list(WORK)).cast(WORK))
+            of_category = rows.filter(pl.col("category") == category)
+            exclusive, spans = _exclusive(of_category, covered, of.spans)
+            pieces.append(exclusive.select(list(WORK)).cast(WORK))
             covered = merge(covered, spans)
         first, last = int(rows["start_ns"].min()), int(rows["end_ns"].max())  # type: ignore[arg-type]
         outside = np.minimum(of.spans.end, first) - of.spans.start
@@ -111,15 +111,15 @@ def _exclusive(rows: pl.DataFrame, covered: Spans, windows: Spans) -> tuple[pl.D
     shared = overlaps(begin, end, windows)
     ns = shared.end - shared.start - coverage(covered, shared.start, shared.end)
     event = rows["event"].to_numpy()[shared.left]
-    found = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns})
-    return found.filter(pl.col("ns") > 0), union(start, end)
+    pieces = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns})
+    return pieces.filter(pl.col("ns") > 0), union(start, end)
 
 
 def _waiting(of: Samples, edges: int) -> pl.DataFrame:
     """Idle time in the compared steps by cause."""
-    found = idle(of.trace)
+    idle_time = idle(of.trace)
     inside = pl.col("step").is_in(of.step.implode())
-    causes = found.totals if of.step.null_count() else found.causes.filter(inside)
+    causes = idle_time.totals if of.step.null_count() else idle_time.causes.filter(inside)
     summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum().alias("ns"))
     rows = [*summed.sort("cause").rows(), (EDGE, edges)]
     return pl.DataFrame(rows, schema=WAITING, orient="row").filter(pl.col("ns") > 0)

@@ -36,50 +36,50 @@ class Items:
         return Items(*(getattr(self, name)[low:high] for name in self.__slots__))
 
 
-def pairs(one: Items, other: Items) -> list[Pair]:
+def pairs(base: Items, new: Items) -> list[Pair]:
     """Places of elements that are the same in both lists, both ascending.
 
     Equal ends are taken as they are. Between them, of all ways to pair elements of one name in their order, the one is
     taken that has the largest sum: large subtrees count more than small ones; equal shapes, equal GPU work and equal
     subtrees more than others. (Wagner and Fischer's table, a row at a time.)
     """
-    low, short = 0, min(one.mark.size, other.mark.size)
-    equal = one.mark[:short] == other.mark[:short]
+    low, short = 0, min(base.mark.size, new.mark.size)
+    equal = base.mark[:short] == new.mark[:short]
     low = short if equal.all() else int(np.argmin(equal))
     back = short - low
-    equal = one.mark[one.mark.size - back :][::-1] == other.mark[other.mark.size - back :][::-1]
+    equal = base.mark[base.mark.size - back :][::-1] == new.mark[new.mark.size - back :][::-1]
     high = back if equal.all() else int(np.argmin(equal))
-    inner = _inner(one.part(low, one.mark.size - high), other.part(low, other.mark.size - high))
-    found = [(place, place) for place in range(low)]
-    found += [(low + at, low + to) for at, to in inner]
-    return found + [(one.mark.size - k, other.mark.size - k) for k in range(high, 0, -1)]
+    inner = _inner(base.part(low, base.mark.size - high), new.part(low, new.mark.size - high))
+    matched = [(index, index) for index in range(low)]
+    matched += [(low + at, low + to) for at, to in inner]
+    return matched + [(base.mark.size - k, new.mark.size - k) for k in range(high, 0, -1)]
 
 
-def _inner(one: Items, other: Items) -> list[Pair]:
-    """The pairing of lists of any length: block after block of both; of the pairing of each the first half is kept."""
-    found: list[Pair] = []
+def _inner(left: Items, right: Items) -> list[Pair]:
+    """Pair lists of any length, block by block; of the pairs of each block only those in its first half are kept."""
+    matched: list[Pair] = []
     at = to = 0
-    while at < one.name.size and to < other.name.size:
-        ahead = _best(one.part(at, at + BLOCK), other.part(to, to + BLOCK))
-        last = at + BLOCK >= one.name.size and to + BLOCK >= other.name.size
+    while at < left.name.size and to < right.name.size:
+        ahead = _best(left.part(at, at + BLOCK), right.part(to, to + BLOCK))
+        last = at + BLOCK >= left.name.size and to + BLOCK >= right.name.size
         kept = ahead if last else [pair for pair in ahead if max(pair) < BLOCK // 2]
-        found += [(at + mine, to + theirs) for mine, theirs in kept]
+        matched += [(at + row, to + column) for row, column in kept]
         if last:
             break
-        mine, theirs = kept[-1] if kept else (BLOCK // 2, BLOCK // 2)
-        at, to = at + mine + 1, to + theirs + 1
-    return found
+        row, column = kept[-1] if kept else (BLOCK // 2, BLOCK // 2)
+        at, to = at + row + 1, to + column + 1
+    return matched
 
 
-def _best(one: Items, other: Items) -> list[Pair]:
-    """The pairing with the largest sum of weights, as early in both as it can be."""
-    rows, columns = one.name.size, other.name.size
+def _best(left: Items, right: Items) -> list[Pair]:
+    """The pairing with the largest sum of weights, as early in both as possible."""
+    rows, columns = left.name.size, right.name.size
     best = np.zeros((rows + 1, columns + 1), dtype=np.int32)
     for row in range(rows - 1, -1, -1):
-        gained = _weights(one, row, other)
-        here = np.maximum(best[row + 1, :-1], np.where(gained > 0, best[row + 1, 1:] + gained, 0))
-        best[row, :-1] = np.maximum.accumulate(here[::-1])[::-1]
-    found: list[Pair] = []
+        gained = _weights(left, row, right)
+        gains = np.maximum(best[row + 1, :-1], np.where(gained > 0, best[row + 1, 1:] + gained, 0))
+        best[row, :-1] = np.maximum.accumulate(gains[::-1])[::-1]
+    matched: list[Pair] = []
     row = column = 0
     while row < rows and column < columns and best[row, column]:
         if best[row, column] == best[row + 1, column]:
@@ -87,16 +87,20 @@ def _best(one: Items, other: Items) -> list[Pair]:
         elif best[row, column] == best[row, column + 1]:
             column += 1
         else:
-            found.append((row, column))
+            matched.append((row, column))
             row, column = row + 1, column + 1
-    return found
+    return matched
 
 
-def _weights(one: Items, row: int, other: Items) -> NDArray[np.int32]:
-    """What pairing one element with each of the others gains; 0 where the names differ."""
-    smaller = np.minimum(one.size[row], other.size)
+def _weights(left: Items, row: int, right: Items) -> NDArray[np.int32]:
+    """The weight of pairing element `row` with each element on the right; 0 where the names differ."""
+    smaller = np.minimum(left.size[row], right.size)
     gained = 8 + 4 * np.log2(smaller).astype(np.int32)
-    for weight, mine, theirs in ((4, one.shape, other.shape), (3, one.work, other.work), (3, one.mark, other.mark)):
-        gained += weight * (mine[row] == theirs)
-    weights: NDArray[np.int32] = np.where(one.name[row] == other.name, gained, 0).astype(np.int32)
+    for weight, left_values, right_values in (
+        (4, left.shape, right.shape),
+        (3, left.work, right.work),
+        (3, left.mark, right.mark),
+    ):
+        gained += weight * (left_values[row] == right_values)
+    weights: NDArray[np.int32] = np.where(left.name[row] == right.name, gained, 0).astype(np.int32)
     return weights

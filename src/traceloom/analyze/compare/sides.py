@@ -73,20 +73,20 @@ def side(session: Session, number: int, union: Union, words: Words) -> Side:
     spent: list[tuple[Ints, Ints]] = []
     out = Side(pl.DataFrame(schema=STEPS))
     for of in every(session):
-        found = trees(of, words)
-        place = _places(found, union, number)
+        call_trees = trees(of, words)
+        event_places = _places(call_trees, union, number)
         rank = pl.lit(of.trace.rank, dtype=pl.Int32).alias("rank")
         steps.append(pl.DataFrame({"step": of.step, "duration_ns": of.durations}).select(rank, "step", "duration_ns"))
-        at = np.flatnonzero(found.node >= 0)
-        reached.append(place[at])
-        mine = np.flatnonzero(found.main)
-        spent.append((place[mine], found.self_ns[mine]))
-        out.outside_ns += int(of.durations.sum()) - int(found.self_ns[mine].sum())
+        at = np.flatnonzero(call_trees.node >= 0)
+        reached.append(event_places[at])
+        main = np.flatnonzero(call_trees.main)
+        spent.append((event_places[main], call_trees.self_ns[main]))
+        out.outside_ns += int(of.durations.sum()) - int(call_trees.self_ns[main].sum())
         devices = device_time(of)
         if devices.devices:
             out.device_steps += devices.devices * of.spans.start.size
             out.device_ns += devices.devices * int(of.durations.sum())
-            kernels.append(_work(of, devices, found, place, words))
+            kernels.append(_work(of, devices, call_trees, event_places, words))
             waiting.append(devices.waiting)
     size = len(union.parent)
     out.steps = pl.concat(steps).cast(STEPS) if steps else out.steps
@@ -102,34 +102,34 @@ def side(session: Session, number: int, union: Union, words: Words) -> Side:
     return out
 
 
-def _places(found: Trees, union: Union, number: int) -> Ints:
+def _places(call_trees: Trees, union: Union, number: int) -> Ints:
     """The place of each host event that is an operator of a step; -1 of the others. Shape (host events,)."""
-    place = np.full(found.node.size, -1, dtype=np.int64)
-    known = found.node >= 0
-    for sample, tree in enumerate(found.trees):
-        here = np.flatnonzero(known & (found.sample == sample))
-        place[here] = np.array(union.add(tree, number), dtype=np.int64)[found.node[here]]
-    return place
+    places = np.full(call_trees.node.size, -1, dtype=np.int64)
+    in_step = call_trees.node >= 0
+    for sample, tree in enumerate(call_trees.trees):
+        of_step = np.flatnonzero(in_step & (call_trees.sample == sample))
+        places[of_step] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[of_step]]
+    return places
 
 
-def _work(of: Samples, devices: DeviceTime, found: Trees, place: Ints, words: Words) -> pl.DataFrame:
+def _work(of: Samples, devices: DeviceTime, call_trees: Trees, event_places: Ints, words: Words) -> pl.DataFrame:
     """GPU work that was launched in the steps, or counts to them, by place."""
     trace = of.trace
     origin = launched_work(trace).origin
-    owner = np.append(found.above, -1)[origin]
+    owner = np.append(call_trees.above, -1)[origin]
     work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).select("event", "start_ns", "duration_ns")
     start = work["start_ns"].to_numpy()
     began = np.searchsorted(of.spans.start, start, side="right") - 1
     began = np.where((began >= 0) & (start < np.append(of.spans.end, 0)[began]), began, -1)
     # Work belongs to the step that launched it; what no operator of a step launched, to that in which it began.
-    asked = np.where(owner >= 0, np.append(found.sample, -1)[owner], began)
+    owning_step = np.where(owner >= 0, np.append(call_trees.sample, -1)[owner], began)
     spent = devices.work.group_by("event").agg(pl.col("ns").sum())
     kind = gpu_work(trace).select("event", pl.col("category").cast(pl.String).replace(KIND_OF).alias("kind"))
     rows = work.with_columns(
-        pl.Series("place", np.append(place, -1)[owner]),
+        pl.Series("place", np.append(event_places, -1)[owner]),
         pl.Series("name", work_names(trace, words)),
-        pl.Series("asked", asked),
-        pl.Series("count", (asked >= 0).astype(np.int64)),
+        pl.Series("asked", owning_step),
+        pl.Series("count", (owning_step >= 0).astype(np.int64)),
         pl.col("duration_ns").clip(lower_bound=0),
     ).join(kind, on="event", how="left", maintain_order="left")
     rows = rows.join(spent, on="event", how="left", maintain_order="left")

@@ -144,27 +144,27 @@ def _matched(base: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
     by_order = ["place", "kind", "order"]
     replaced = left["base"].filter(placed).join(left["new"].filter(placed), on=by_order, how="full", coalesce=True)
     loose = [frame.filter(~placed) for frame in left.values()]
-    wanted = ["place", "kind", *(f"{name}_{column}" for name in sides for column in ("name", "count", "total", "sum"))]
+    columns = ["place", "kind", *(f"{name}_{column}" for name in sides for column in ("name", "count", "total", "sum"))]
     filled = [
-        frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in wanted if name not in frame.columns)
+        frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in columns if name not in frame.columns)
         for frame in (same, replaced, *loose)
     ]
     counted = pl.col(*(f"{name}_{column}" for name in sides for column in ("count", "total", "sum"))).fill_null(0)
     # Joins keep no order, and shares are rounded and equal rows shown in the order in which they stand here.
-    return pl.concat([frame.select(wanted) for frame in filled]).with_columns(counted).sort(wanted)
+    return pl.concat([frame.select(columns) for frame in filled]).with_columns(counted).sort(columns)
 
 
-def breakdown(found: Device) -> pl.DataFrame:
+def breakdown(device: Device) -> pl.DataFrame:
     """Busy time by kind and idle time by cause; adds up to the step on both sides."""
     words = {
         "compute": "kernels that compute",
         "communication": "communication that nothing hides",
         "copies": "copies and fills that nothing hides",
     }
-    sums = found.kernels.group_by("kind").agg(pl.col("base_ns", "new_ns").sum())
+    sums = device.kernels.group_by("kind").agg(pl.col("base_ns", "new_ns").sum())
     by_kind = {row["kind"]: row for row in sums.to_dicts()}
     rows = [(kind, words[kind], by_kind[kind]["base_ns"], by_kind[kind]["new_ns"]) for kind in BUSY if kind in by_kind]
-    rows += [(f"idle: {c}", meaning(c), old, now) for c, old, now in found.waiting.rows()]
+    rows += [(f"idle: {c}", meaning(c), old, now) for c, old, now in device.waiting.rows()]
     frame = pl.DataFrame(rows, schema=["part", "meaning", "base_ns", "new_ns"], orient="row")
     return frame.with_columns((pl.col("new_ns") - pl.col("base_ns")).alias("difference_ns")).cast(PARTS)
 
@@ -196,31 +196,35 @@ def grouped(union: Union, words: Words, base: Ints, new: Ints) -> Places:
     group: list[int] = []
     operator: list[str] = []
     path: list[str] = []
-    given: tuple[list[str | None], list[str | None]] = ([], [])
-    for place, up in enumerate(union.parent):
-        of_side = [union.name[side][place] for side in (0, 1)]
-        shape = [union.shape[side][place] for side in (0, 1)]
+    shape_texts: tuple[list[str | None], list[str | None]] = ([], [])
+    for index, up in enumerate(union.parent):
+        of_side = [union.name[side][index] for side in (0, 1)]
+        shape = [union.shape[side][index] for side in (0, 1)]
         above = group[up] if up >= 0 else -1
-        key = (above, *of_side, *shape, base[place] > 0, new[place] > 0)
+        key = (above, *of_side, *shape, base[index] > 0, new[index] > 0)
         number = keys.setdefault(key, len(keys))
         group.append(number)
         if number == len(operator):
-            told = next((names[name] for name in reversed(of_side) if name >= 0), "")
-            operator.append(told or OUTSIDE)
+            label = next((names[name] for name in reversed(of_side) if name >= 0), "")
+            operator.append(label or OUTSIDE)
             # The root has no name; below it stand the threads.
-            path.append(told if above < 0 or not path[above] else f"{path[above]}{SEPARATOR}{told}")
+            path.append(label if above < 0 or not path[above] else f"{path[above]}{SEPARATOR}{label}")
             for side in (0, 1):
-                given[side].append(shapes[shape[side]])
+                shape_texts[side].append(shapes[shape[side]])
     group.append(len(operator))
     return Places(
-        np.array(group, dtype=np.int64), [*operator, OUTSIDE], [*path, OUTSIDE], [*given[0], None], [*given[1], None]
+        np.array(group, dtype=np.int64),
+        [*operator, OUTSIDE],
+        [*path, OUTSIDE],
+        [*shape_texts[0], None],
+        [*shape_texts[1], None],
     )
 
 
-def kernels(found: Device, places: Places, words: Words, base: Side, new: Side) -> pl.DataFrame:
+def kernels(device: Device, places: Places, words: Words, base: Side, new: Side) -> pl.DataFrame:
     """GPU work by path and by the names it has on both sides; the largest differences first."""
     text = pl.Series(list(words.names), dtype=pl.String)
-    rows = found.kernels.with_columns(pl.Series("group", places.group[found.kernels["place"].to_numpy()]))
+    rows = device.kernels.with_columns(pl.Series("group", places.group[device.kernels["place"].to_numpy()]))
     summed = rows.group_by("group", "kind", "base_name", "new_name", maintain_order=True).agg(
         pl.col("base_count", "new_count", "base_ns", "new_ns", "base_sum", "new_sum").sum()
     )
@@ -254,15 +258,15 @@ def _status(
     """What became of a row: a change of name before one of its count (more or less often per step), and of its time."""
     base, new = durations
     difference = pl.col(new) - pl.col(base)
-    tells = (difference.abs() >= LEAST_NS) & (difference.abs() >= LEAST_SHARE * pl.max_horizontal(base, new))
+    significant = (difference.abs() >= LEAST_NS) & (difference.abs() >= LEAST_SHARE * pl.max_horizontal(base, new))
     return (
         pl.when(added).then(pl.lit(ADDED))
         .when(removed).then(pl.lit(REMOVED))
         .when(replaced).then(pl.lit(REPLACED))
         .when(oftener > 0).then(pl.lit(MORE))
         .when(oftener < 0).then(pl.lit(FEWER))
-        .when(tells & (difference > 0)).then(pl.lit(SLOWER))
-        .when(tells).then(pl.lit(FASTER))
+        .when(significant & (difference > 0)).then(pl.lit(SLOWER))
+        .when(significant).then(pl.lit(FASTER))
         .otherwise(pl.lit(SAME))
     )  # fmt: skip
 
@@ -271,7 +275,7 @@ def _ordered(frame: pl.DataFrame, by: str) -> pl.DataFrame:
     return frame.sort(pl.col(by).abs(), "path", "operator", descending=[True, False, False], maintain_order=True)
 
 
-def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFrame:
+def operators(device: Device, places: Places, base: Side, new: Side) -> pl.DataFrame:
     """Operators by path and shapes, with the time of what they launched themselves, and of the host in them.
 
     What they launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
@@ -285,10 +289,10 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
         table[f"{name}_total"] = count
         table[f"{name}_host_ns"] = apportioned(host, steps)
         launched = np.zeros(size, dtype=np.int64)
-        np.add.at(launched, found.kernels["place"].to_numpy(), found.kernels[f"{name}_ns"].to_numpy())
+        np.add.at(launched, device.kernels["place"].to_numpy(), device.kernels[f"{name}_ns"].to_numpy())
         table[f"{name}_device_ns"] = launched
         took = np.zeros(size, dtype=np.int64)
-        np.add.at(took, found.kernels["place"].to_numpy(), found.kernels[f"{name}_sum"].to_numpy())
+        np.add.at(took, device.kernels["place"].to_numpy(), device.kernels[f"{name}_sum"].to_numpy())
         table[f"{name}_duration_ns"] = apportioned(took, side.device_steps)
     frame = pl.DataFrame(table)
     summed = frame.group_by("group", maintain_order=True).agg(pl.all().sum())
@@ -301,7 +305,7 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
     added, removed = (pl.col("base_total") == 0) & ~outside, (pl.col("new_total") == 0) & ~outside
     never = pl.lit(value=False)
     oftener = pl.col("new_total") * base.steps.height - pl.col("base_total") * new.steps.height
-    told = summed.with_columns(
+    rows = summed.with_columns(
         pl.Series("operator", places.operator, dtype=pl.String).gather(at).alias("operator"),
         pl.Series("path", places.path, dtype=pl.String).gather(at).alias("path"),
         pl.Series("base_shapes", places.base_shapes, dtype=pl.String).gather(at).alias("base_shapes"),
@@ -317,9 +321,9 @@ def operators(found: Device, places: Places, base: Side, new: Side) -> pl.DataFr
         .alias("status"),
     )
     # The root and the threads are no operators: they are never reached.
-    told = told.filter(outside | (pl.col("base_total") > 0) | (pl.col("new_total") > 0))
+    rows = rows.filter(outside | (pl.col("base_total") > 0) | (pl.col("new_total") > 0))
     primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
-    return _ordered(told, primary).select(list(OPERATORS)).cast(OPERATORS)
+    return _ordered(rows, primary).select(list(OPERATORS)).cast(OPERATORS)
 
 
 def padded(values: Ints, size: int) -> Ints:

@@ -82,11 +82,11 @@ class Tree:
 
     def children(self, node: int) -> list[int]:
         """The children of a node, in order."""
-        found, at, last = [], node + 1, self.stop[node]
+        nodes, at, last = [], node + 1, self.stop[node]
         while at < last:
-            found.append(at)
+            nodes.append(at)
             at = self.stop[at]
-        return found
+        return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,15 @@ class Trees:
 
 def trees(of: Samples, words: Words) -> Trees:
     """The call trees of a trace, step by step."""
-    tree, says = forest(of.trace), meaning(of.trace)
+    tree, roles = forest(of.trace), meaning(of.trace)
     annotation = column(of.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
     ends = np.append(of.spans.end, 0)
     sample = np.searchsorted(of.spans.start, tree.start_ns, side="right") - 1
     sample = np.where((sample >= 0) & (tree.start_ns < ends[sample]), sample, -1)
-    kept = (says.op | (annotation & ~says.mark)) & (sample >= 0)
+    kept = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
     above = tree.nearest(kept)
     parent = np.where((above >= 0) & (sample[above] == sample), above, -1)
-    # What runs on into the next step counts as far as its own step goes.
+    # An event that runs on into the next step counts up to the end of its own step.
     span = np.where(kept, np.maximum(np.minimum(tree.end_ns, ends[sample]) - tree.start_ns, 0), 0)
     self_ns = span.copy()
     child = np.flatnonzero(kept & (parent >= 0))
@@ -136,12 +136,12 @@ def trees(of: Samples, words: Words) -> Trees:
     bounds = np.searchsorted(sample[order], np.arange(of.spans.start.size + 1)).tolist()
     node = np.full(tree.row.size, -1, dtype=np.int64)
     numbers = [words.name(label) for label in labels]
-    made = []
+    step_trees = []
     for low, high in pairwise(bounds):
         rows = order[low:high]
         columns = (of_event[rows] for of_event in (name, shape, work, parent, thread, tree.row))
-        made.append(_tree(_Rows(rows, *columns), numbers, node))
-    return Trees(made, node, owner, self_ns, sample, kept & (thread == 0))
+        step_trees.append(_tree(_Rows(rows, *columns), numbers, node))
+    return Trees(step_trees, node, owner, self_ns, sample, kept & (thread == 0))
 
 
 def _threads(of: Samples, lane: Ints) -> tuple[Ints, list[str]]:
@@ -152,15 +152,15 @@ def _threads(of: Samples, lane: Ints) -> tuple[Ints, list[str]]:
     numbers, counts = np.unique(lane, return_counts=True)
     main = _main_lane(of)
     order = np.lexsort((numbers, -counts, numbers != main))
-    place = np.empty(numbers.size, dtype=np.int64)
-    place[order] = np.arange(numbers.size)
+    ordinal = np.empty(numbers.size, dtype=np.int64)
+    ordinal[order] = np.arange(numbers.size)
     names = dict(of.trace.lanes.select("lane", "name").rows())
     labels = [_MAIN]
     for number in numbers[order][1:].tolist():
         plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
         labels.append(plain or "thread")
-    found: Ints = place[np.searchsorted(numbers, lane)] if numbers.size else lane
-    return found, labels
+    thread: Ints = ordinal[np.searchsorted(numbers, lane)] if numbers.size else lane
+    return thread, labels
 
 
 def _main_lane(of: Samples) -> int | None:
@@ -176,37 +176,37 @@ def _main_lane(of: Samples) -> int | None:
 
 def work_names(trace: Trace, words: Words) -> Ints:
     """Number of the name of each kernel, copy and fill, in the order of events."""
-    known = vocabulary(trace)
+    vocab = vocabulary(trace)
     category = column(trace, "category")
-    code = known.code[np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(one) for one in cat.GPU_WORK]))]
+    code = vocab.code[np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(kind) for kind in cat.GPU_WORK]))]
     used, number = np.unique(code, return_inverse=True)
-    names = [words.name(text) for text in known.names.gather(used).to_list()]
-    found: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
-    return found
+    names = [words.name(text) for text in vocab.names.gather(used).to_list()]
+    name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
+    return name_numbers
 
 
 def _work(trace: Trace, owner: Ints, words: Words) -> Ints:
-    """A number for the names of the GPU work that each host event launched itself, whatever their order; 0 for none."""
+    """A number for the names of the GPU work that each host event launched itself, in any order; 0 for none."""
     launched = np.append(owner, -1)[launched_work(trace).origin]
     # Squares, so that two names together are not taken for two others with the same sum.
     value = (work_names(trace, words) + 1) ** 2 * _BASE
-    found = np.zeros(owner.size + 1, dtype=np.int64)
-    np.add.at(found, launched, value)
-    return found[:-1]
+    sums = np.zeros(owner.size + 1, dtype=np.int64)
+    np.add.at(sums, launched, value)
+    return sums[:-1]
 
 
 def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: Words) -> Ints:
     """Number of each event's name; numbers in the names of annotations count steps or calls, and are left out."""
-    known = vocabulary(trace)
-    code = np.where(kept, known.code[row].astype(np.int64) * 2 + annotation, -1)
+    vocab = vocabulary(trace)
+    code = np.where(kept, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
     used, number = np.unique(code, return_inverse=True)
-    texts: list[str] = known.names.gather(np.maximum(used // 2, 0)).to_list() if known.names.len() else []
+    texts: list[str] = vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
     numbers = [
         -1 if value < 0 else words.name(_without_digits(text) if value % 2 else text)
         for text, value in zip(texts, used.tolist(), strict=True)
     ]
-    found: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
-    return found
+    name_numbers: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
+    return name_numbers
 
 
 def _without_digits(text: str) -> str:
@@ -216,13 +216,13 @@ def _without_digits(text: str) -> str:
 def _shapes(trace: Trace, row: Ints, words: Words) -> Ints:
     """Number of the input shapes of each host event."""
     tensors = trace.tensors.select("event", "shapes").drop_nulls()
-    found = np.zeros(trace.events.height + 1, dtype=np.int64)
+    shape_numbers = np.zeros(trace.events.height + 1, dtype=np.int64)
     if tensors.height:
         distinct = tensors["shapes"].unique()
         numbers = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
         coded = tensors.join(numbers, on="shapes", how="left", maintain_order="left")
-        found[coded["event"].to_numpy()] = coded["number"].to_numpy()
-    return found[row]
+        shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
+    return shape_numbers[row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,11 @@ def _tree(rows: _Rows, labels: list[int], node: Ints) -> Tree:
         parents.append(root if parent < 0 else at[parent])
         events.append(event)
     node[rows.position] = np.fromiter(at.values(), dtype=np.int64, count=len(at))
-    stop, mark = _closed(names, [one * 31 + other for one, other in zip(shapes, works, strict=True)], parents)
+    stop, mark = _closed(
+        names,
+        [shape_number * 31 + work_number for shape_number, work_number in zip(shapes, works, strict=True)],
+        parents,
+    )
     return Tree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
 
 
@@ -277,19 +281,22 @@ def _closed(name: list[int], more: list[int], parent: list[int]) -> tuple[list[i
     return stop, mark
 
 
-def laid_on(one: Tree, other: Tree) -> list[int]:
-    """For each node of `other` the node of `one` at the same place; -1 where there is none."""
-    found = [-1] * len(other.name)
-    if not other.name or not one.name:
-        return found
+def laid_on(base: Tree, new: Tree) -> list[int]:
+    """For each node of `new` the node of `base` at the same place; -1 where there is none."""
+    nodes = [-1] * len(new.name)
+    if not new.name or not base.name:
+        return nodes
     waiting: list[Pair] = [(0, 0)]
     while waiting:
         left, right = waiting.pop()
-        if one.mark[left] == other.mark[right] and one.stop[left] - left == other.stop[right] - right:
-            found[right : other.stop[right]] = range(left, one.stop[left])
+        if base.mark[left] == new.mark[right] and base.stop[left] - left == new.stop[right] - right:
+            nodes[right : new.stop[right]] = range(left, base.stop[left])
             continue
-        found[right] = left
-        mine, theirs = one.children(left), other.children(right)
-        if mine and theirs:
-            waiting += [(mine[at], theirs[to]) for at, to in pairs(one.items(mine), other.items(theirs))]
-    return found
+        nodes[right] = left
+        left_children, right_children = base.children(left), new.children(right)
+        if left_children and right_children:
+            waiting += [
+                (left_children[at], right_children[to])
+                for at, to in pairs(base.items(left_children), new.items(right_children))
+            ]
+    return nodes

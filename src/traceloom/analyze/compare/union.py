@@ -35,9 +35,9 @@ class Union:
             tree: The call tree of one step.
             side: 0 for base, 1 for new.
         """
-        known = self._known.get((side, tree.mark[0]))
-        if known is not None and len(known[1]) == len(tree.name):
-            return known[1]
+        stored = self._known.get((side, tree.mark[0]))
+        if stored is not None and len(stored[1]) == len(tree.name):
+            return stored[1]
         reference = self._reference[side] or self._reference[0]
         if reference is None:
             places = self._placed(tree, side, [-1] * len(tree.name))
@@ -49,29 +49,29 @@ class Union:
         self._known[side, tree.mark[0]] = (tree, places)
         return places
 
-    def _placed(self, tree: Tree, side: int, found: list[int]) -> list[int]:
+    def _placed(self, tree: Tree, side: int, places: list[int]) -> list[int]:
         """Give a place to every node that has none."""
         count: dict[tuple[int, int, int], int] = {}
-        taken = set(found)
+        taken = set(places)
         for node, name in enumerate(tree.name):
-            if found[node] < 0:
-                up = found[tree.parent[node]] if tree.parent[node] >= 0 else -1
+            if places[node] < 0:
+                up = places[tree.parent[node]] if tree.parent[node] >= 0 else -1
                 shape = tree.shape[node]
                 while True:
                     nth = count.get((up, name, shape), 0)
                     count[up, name, shape] = nth + 1
-                    place = self._more.get((up, name, shape, nth))
-                    if place is None:
-                        place = self._new(up)
-                        self._more[up, name, shape, nth] = place
-                    if place not in taken:
+                    index = self._more.get((up, name, shape, nth))
+                    if index is None:
+                        index = self._new(up)
+                        self._more[up, name, shape, nth] = index
+                    if index not in taken:
                         break
-                found[node] = place
-            place = found[node]
-            if self.name[side][place] < 0:
-                self.name[side][place] = name
-                self.shape[side][place] = tree.shape[node]
-        return found
+                places[node] = index
+            index = places[node]
+            if self.name[side][index] < 0:
+                self.name[side][index] = name
+                self.shape[side][index] = tree.shape[node]
+        return places
 
     def _new(self, parent: int) -> int:
         self.parent.append(parent)

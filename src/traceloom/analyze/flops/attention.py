@@ -105,7 +105,7 @@ def _sizes(call: Call, where: Places) -> _Sizes:
         batch, queries, keys = _of_equal_lengths(call, where.lengths, query, key)
         heads = query.shape[-2]
     else:
-        shape, other = (one.shape if len(one.shape) == 4 else (1, *one.shape) for one in (query, key))
+        shape, other = (tensor.shape if len(tensor.shape) == 4 else (1, *tensor.shape) for tensor in (query, key))
         batch, at = shape[0], 2 if where.heads_first else 1
         queries, keys, heads = shape[at], other[at], shape[3 - at]
     return _Sizes(query, key, value, mask, heads, batch * _pairs(call, where, queries, keys))
@@ -155,12 +155,12 @@ def _backward(call: Call) -> Work:
     """Five products: the scores again (d_qk), and the gradients of V, of the scores (d_v), of Q and of K (d_qk)."""
     sizes = _sizes(call, _BACKWARD[call.name])
     d_qk, d_v = _widths(sizes)
-    one = 2 * sizes.heads * sizes.pairs
+    flops_per_width = 2 * sizes.heads * sizes.pairs
     out = sizes.query.numel // d_qk * d_v * sizes.query.size
     read = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes + (sizes.mask.bytes if sizes.mask else 0)
     written = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes
-    flops = one * (3 * d_qk + 2 * d_v)
-    return Work(flops, read + 2 * out + written, sizes.query.dtype, matrix=True, recomputed=one * d_qk)
+    flops = flops_per_width * (3 * d_qk + 2 * d_v)
+    return Work(flops, read + 2 * out + written, sizes.query.dtype, matrix=True, recomputed=flops_per_width * d_qk)
 
 
 _PAGED = (
@@ -178,10 +178,10 @@ def batch_sums(annotation: str) -> tuple[int, int, int, int]:
     Raises:
         Unknown: The annotation holds none.
     """
-    found = BATCH.findall(annotation)
-    if not found:
+    groups = BATCH.findall(annotation)
+    if not groups:
         raise Unknown("the lengths of the requests are not recorded (no annotation tells the batch)")
-    queries, keys, squares, products = (sum(int(one[at]) for one in found) for at in range(4))
+    queries, keys, squares, products = (sum(int(group[at]) for group in groups) for at in range(4))
     return queries, keys, squares, products
 
 

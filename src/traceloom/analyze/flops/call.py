@@ -143,12 +143,12 @@ class Call:
         Raises:
             Unknown: Shapes or the element type are not recorded.
         """
-        given = self.shapes[at] if at < len(self.shapes) else []
-        if not given or not all(isinstance(one, list) for one in given):
+        shapes = self.shapes[at] if at < len(self.shapes) else []
+        if not shapes or not all(isinstance(shape, list) for shape in shapes):
             raise Unknown(f"the shapes of the list in input {at} are not recorded")
         if self.list_type not in SIZES:
             raise Unknown("the element type of a list of tensors is not recorded, nor does the kernel's name tell it")
-        return [Tensor(_sizes(one), self.list_type) for one in given]
+        return [Tensor(_sizes(shape), self.list_type) for shape in shapes]
 
     def is_list(self, at: int) -> bool:
         """Whether input `at` is a list of tensors."""
@@ -196,7 +196,7 @@ class Call:
         except ValueError:
             return None
         value = [value] if isinstance(value, int) else value
-        return value if isinstance(value, list) and all(isinstance(one, int) for one in value) else None
+        return value if isinstance(value, list) and all(isinstance(element, int) for element in value) else None
 
     def sizes(self, at: int, rank: int) -> list[int]:
         """As `integers`, for `rank` dimensions: a list of one stands for all.
@@ -220,10 +220,10 @@ class Call:
             return None
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
-    if not isinstance(given, list) or not all(isinstance(one, int) for one in given):
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
         raise Unknown("a shape is not recorded as numbers")
-    return tuple(given)
+    return tuple(shape)
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -253,15 +253,15 @@ def promoted(tensors: list[Tensor]) -> str:
     Raises:
         Unknown: There is none.
     """
-    with_sizes = [one.dtype for one in tensors if one.shape]
-    without = [one.dtype for one in tensors if not one.shape]
+    with_sizes = [tensor.dtype for tensor in tensors if tensor.shape]
+    without = [tensor.dtype for tensor in tensors if not tensor.shape]
     best = _highest(with_sizes)
     lone = _highest(without)
     if best is None or lone is None:
-        found = best or lone
-        if found is None:
+        dtype = best or lone
+        if dtype is None:
             raise Unknown("no input is recorded as a tensor")
-        return found
+        return dtype
     if _category(lone) <= _category(best):
         return best
     return "fp32" if lone == "fp64" else lone  # a Python number is recorded as a double, and becomes a float
@@ -276,8 +276,8 @@ def _highest(dtypes: list[str]) -> str | None:
         return None
     if {"fp16", "bf16"} <= set(dtypes):
         dtypes = [*dtypes, "fp32"]
-    known = [*_ORDER, *_COMPLEX]
-    return max(dtypes, key=lambda dtype: known.index(dtype) if dtype in known else -1)
+    order = [*_ORDER, *_COMPLEX]
+    return max(dtypes, key=lambda dtype: order.index(dtype) if dtype in order else -1)
 
 
 def parsed(text: str | None) -> list[Any]:
@@ -293,8 +293,8 @@ def parsed(text: str | None) -> list[Any]:
 
 def flattened(shapes: Any) -> Iterator[int]:
     """Every number of nested lists."""
-    for one in shapes if isinstance(shapes, list) else [shapes]:
-        if isinstance(one, list):
-            yield from flattened(one)
-        elif isinstance(one, int):
-            yield one
+    for entry in shapes if isinstance(shapes, list) else [shapes]:
+        if isinstance(entry, list):
+            yield from flattened(entry)
+        elif isinstance(entry, int):
+            yield entry

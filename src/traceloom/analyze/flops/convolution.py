@@ -68,7 +68,7 @@ def _forward(call: Call) -> Work:
     out = _output(call, where, shape, weight.shape, transposed=transposed)
     bias = [call.tensor(where.bias)] if where.bias is not None and call.has(where.bias) else []
     added = [call.tensor(2)] if call.name.endswith("add_relu") else []
-    moved = x.bytes + weight.bytes + math.prod(out) * x.size + sum(one.bytes for one in (*bias, *added))
+    moved = x.bytes + weight.bytes + math.prod(out) * x.size + sum(tensor.bytes for tensor in (*bias, *added))
     return Work(2 * _macs(shape, weight.shape, out, transposed=transposed), moved, x.dtype, matrix=True)
 
 
@@ -104,14 +104,14 @@ def _backward(call: Call) -> Work:
     mask = call.integers(10 + shift)
     if mask is None or len(mask) != 3:
         raise Unknown("which gradients are asked for is not recorded")
-    one = 2 * _macs(x.shape, weight.shape, grad.shape, transposed=call.flag(7 + shift))
-    return _gradients(one, grad, x, weight, mask)
+    gradient_flops = 2 * _macs(x.shape, weight.shape, grad.shape, transposed=call.flag(7 + shift))
+    return _gradients(gradient_flops, grad, x, weight, mask)
 
 
-def _gradients(one: int, grad: Tensor, x: Tensor, weight: Tensor, mask: list[int]) -> Work:
+def _gradients(gradient_flops: int, grad: Tensor, x: Tensor, weight: Tensor, mask: list[int]) -> Work:
     """Gradient of the input reads the weight, that of the weight reads the input; both read the incoming one."""
     of_input, of_weight, of_bias = (bool(flag) for flag in mask)
     moved = grad.bytes + (of_input + of_weight) * (x.bytes + weight.bytes) + of_bias * grad.shape[1] * grad.size
     if of_input and of_weight:  # each of the two is read once and written once
         moved = grad.bytes + 2 * x.bytes + 2 * weight.bytes + of_bias * grad.shape[1] * grad.size
-    return Work(one * (of_input + of_weight), moved, x.dtype, matrix=True)
+    return Work(gradient_flops * (of_input + of_weight), moved, x.dtype, matrix=True)

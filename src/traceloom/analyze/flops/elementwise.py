@@ -49,15 +49,15 @@ def _spelled(names: str) -> list[str]:
 
 
 def _operands(call: Call) -> list[Tensor]:
-    """The inputs; a tensor behind them is the one that the caller gave for the result, and is only written."""
-    found = call.tensors()
-    if not found:
+    """The inputs; a tensor after them is the caller's output tensor, which is only written."""
+    tensors = call.tensors()
+    if not tensors:
         raise Unknown("no input is recorded as a tensor")
     name = call.name.removeprefix("aten::").removesuffix("_")
     arity = _ARITY.get(name, 2)
     if len(call.shapes) > _MOST.get(name, _MOST_OF_UNARY if arity == 1 else arity + 2):
         raise Unknown("more inputs are recorded than the operator has")
-    return found[:arity]
+    return tensors[:arity]
 
 
 def _result(call: Call, operands: list[Tensor]) -> Tensor:
@@ -69,14 +69,14 @@ def _result(call: Call, operands: list[Tensor]) -> Tensor:
     dtype = promoted(of_type)
     if name in _FLOATS and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
         dtype = "fp32"
-    return Tensor(broadcast(*(one.shape for one in operands)), dtype)
+    return Tensor(broadcast(*(operand.shape for operand in operands)), dtype)
 
 
 def simple(call: Call, per_element: int) -> Work:
     """Every operand once, the result once, and so many operations per element of the result."""
     operands = _operands(call)
     out = _result(call, operands)
-    moved = sum(one.bytes for one in operands) + out.numel * out.size
+    moved = sum(operand.bytes for operand in operands) + out.numel * out.size
     return Work(per_element * out.numel, moved, out.dtype)
 
 
@@ -96,9 +96,9 @@ def _three(call: Call) -> Work:
 @MODELS.register(*_spelled(_COMPARE), family=FAMILY)
 def _compare(call: Call) -> Work:
     operands = _operands(call)
-    shape = operands[0].shape if call.name.endswith("_") else broadcast(*(one.shape for one in operands))
+    shape = operands[0].shape if call.name.endswith("_") else broadcast(*(operand.shape for operand in operands))
     size = operands[0].size if call.name.endswith("_") else 1
-    moved = sum(one.bytes for one in operands) + math.prod(shape) * size
+    moved = sum(operand.bytes for operand in operands) + math.prod(shape) * size
     return Work(math.prod(shape), moved, promoted(operands))
 
 

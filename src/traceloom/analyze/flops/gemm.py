@@ -17,7 +17,7 @@ def product(a: Tensor, b: Tensor, out_dtype: str, *extra: Tensor, b_is_nk: bool 
     if k != inner or len(b.shape) != 2:
         raise Unknown("the recorded shapes are no matrix product")
     m = math.prod(a.shape[:-1])
-    moved = a.bytes + b.bytes + m * n * SIZES[out_dtype] + sum(one.bytes for one in extra)
+    moved = a.bytes + b.bytes + m * n * SIZES[out_dtype] + sum(tensor.bytes for tensor in extra)
     return Work(2 * m * n * k, moved, _arithmetic(a, b), matrix=True)
 
 
@@ -58,7 +58,7 @@ def _batched(a: Tensor, b: Tensor, *extra: Tensor) -> Work:
     (batch, m, k), (other, inner, n) = a.shape, b.shape
     if batch != other or k != inner:
         raise Unknown("the recorded shapes are no batched matrix product")
-    moved = a.bytes + b.bytes + batch * m * n * a.size + sum(one.bytes for one in extra)
+    moved = a.bytes + b.bytes + batch * m * n * a.size + sum(tensor.bytes for tensor in extra)
     return Work(2 * batch * m * n * k, moved, _arithmetic(a, b), matrix=True)
 
 
@@ -120,8 +120,8 @@ def _scaled_mm(call: Call) -> Work:
     """(a, b, scale_a, scale_b, bias, ..., out_dtype): the type of the result stands among the numbers after."""
     a, b = call.tensor(0), call.tensor(1)
     packed = 2 if a.dtype == "fp4" else 1
-    given = next((call.dtype_code(at) for at in range(2, len(call.types)) if call.dtype_code(at)), None)
-    out = given or ("bf16" if call.name.startswith("trtllm") else a.dtype)
+    out_dtype = next((call.dtype_code(at) for at in range(2, len(call.types)) if call.dtype_code(at)), None)
+    out = out_dtype or ("bf16" if call.name.startswith("trtllm") else a.dtype)
     work = product(a, b, out, *_optional(call, 2, 3, 4))
     return Work(work.flops * packed, work.bytes, a.dtype, matrix=True)
 
@@ -168,7 +168,7 @@ def _grouped_mm(call: Call) -> Work:
         groups = a.shape[0]
         rows = groups * m
     elif len(a.shape) == len(b.shape) == 2:
-        offsets = next((one for one in call.tensors()[2:] if one.dtype == "int32"), None)
+        offsets = next((tensor for tensor in call.tensors()[2:] if tensor.dtype == "int32"), None)
         if offsets is None:
             raise Unknown("the number of groups is not recorded")
         rows = offsets.shape[0] * m

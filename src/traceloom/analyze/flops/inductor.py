@@ -31,9 +31,9 @@ def _fused(call: Call) -> Work:
         raise Unknown("no input is recorded as a tensor")
     numbers = [call.integer(at) for at, kind in enumerate(call.types) if kind == "Scalar" and call.text(at)]
     elements = 1
-    for number in numbers or [max(one.numel for one in tensors)]:
+    for number in numbers or [max(tensor.numel for tensor in tensors)]:
         elements *= max(number, 1)
-    moved = sum(min(one.bytes, elements * one.size) for one in tensors)
+    moved = sum(min(tensor.bytes, elements * tensor.size) for tensor in tensors)
     return Work(_operations(match["ops"]) * elements, moved, _type(tensors))
 
 
@@ -47,18 +47,18 @@ def _operations(names: str) -> int:
 
 def _type(tensors: list[Tensor]) -> str:
     """Compiled kernels compute 16-bit floats in 32 bits."""
-    floats = {one.dtype for one in tensors if one.dtype.startswith(("fp", "bf"))}
+    floats = {tensor.dtype for tensor in tensors if tensor.dtype.startswith(("fp", "bf"))}
     return "fp64" if "fp64" in floats else "fp32" if floats else tensors[0].dtype
 
 
 @MODELS.register("triton_tem_fused_*", family="compiled kernel")
 def _template(call: Call) -> Work:
     """A matrix product from a template: (M, K), (K, N) and (M, N) must be the only matrices that fit each other."""
-    matrices = [one for one in call.tensors() if len(one.shape) == 2]
+    matrices = [tensor for tensor in call.tensors() if len(tensor.shape) == 2]
     if not re.search(r"_(?:add)?mm(?:_|$)", call.name) or len(matrices) != 3:
         raise Unknown("which inputs are multiplied cannot be told from what is recorded")
     a, b, out = matrices
     if (a.shape[1], a.shape[0], b.shape[1]) != (b.shape[0], out.shape[0], out.shape[1]):
         raise Unknown("which inputs are multiplied cannot be told from what is recorded")
-    moved = sum(one.bytes for one in call.tensors())
+    moved = sum(tensor.bytes for tensor in call.tensors())
     return Work(2 * a.shape[0] * a.shape[1] * b.shape[1], moved, a.dtype, matrix=True)

@@ -69,10 +69,10 @@ _REDUCTION = {
 def _of_two(call: Call) -> Work:
     """Difference, square or logarithm, sum: 3 per element."""
     operands = call.tensors()
-    shape = broadcast(*(one.shape for one in operands))
+    shape = broadcast(*(operand.shape for operand in operands))
     dtype = promoted(operands)
     out = math.prod(shape) if call.integer(_REDUCTION[call.name], 1) == 0 else 1
-    return Work(3 * math.prod(shape), sum(one.bytes for one in operands) + out * SIZES[dtype], dtype)
+    return Work(3 * math.prod(shape), sum(operand.bytes for operand in operands) + out * SIZES[dtype], dtype)
 
 
 @MODELS.register(

@@ -41,7 +41,7 @@ def _to(call: Call) -> Work:
 @MODELS.register("aten::cat", "aten::_cat", "aten::concat", family=COPY)
 def _cat(call: Call) -> Work:
     parts = call.tensor_list(0)
-    return Work(0, 2 * sum(one.bytes for one in parts), parts[0].dtype)
+    return Work(0, 2 * sum(part.bytes for part in parts), parts[0].dtype)
 
 
 @MODELS.register("aten::stack", "aten::_stack", family=COPY)
@@ -70,7 +70,7 @@ def _pad(call: Call) -> Work:
 def _permute(call: Call) -> Work:
     """The first input in another order; the small tables beside it tell the order."""
     x, *tables = call.tensors()
-    return Work(0, 2 * x.bytes + sum(one.bytes for one in tables), x.dtype)
+    return Work(0, 2 * x.bytes + sum(table.bytes for table in tables), x.dtype)
 
 
 @MODELS.register("fbgemm::permute_2D_sparse_data", family=COPY)
@@ -86,7 +86,7 @@ def _permute_sparse(call: Call) -> Work:
 @MODELS.register("fbgemm::bounds_check_indices", family=INDEX)
 def _bounds(call: Call) -> Work:
     """Reads everything; writes only what lies outside."""
-    return Work(0, sum(one.bytes for one in call.tensors()), call.tensor(1).dtype)
+    return Work(0, sum(tensor.bytes for tensor in call.tensors()), call.tensor(1).dtype)
 
 
 def _rows(count: int, width: int, size: int) -> int:
@@ -159,10 +159,10 @@ def _index_copy(call: Call) -> Work:
 
 @MODELS.register("aten::index", family=INDEX)
 def _index(call: Call) -> Work:
-    """Only where the shapes of the indices are recorded, and none of them is a mask (whose result nobody knows)."""
+    """Only where the shapes of the indices are recorded, and none is a mask (the size of its result is unknown)."""
     x = call.tensor(0)
-    given = call.shapes[1] if len(call.shapes) > 1 else []
-    shapes = [tuple(one) for one in given if isinstance(one, list)]
+    index_shapes = call.shapes[1] if len(call.shapes) > 1 else []
+    shapes = [tuple(shape) for shape in index_shapes if isinstance(shape, list)]
     if not shapes:
         raise Unknown("the shapes of the indices are not recorded")
     if len(shapes) != 1 or x.shape[: len(shapes[0])] == shapes[0]:
@@ -188,5 +188,5 @@ def _unified_cache(call: Call) -> Work:
 
 
 def _cached(parts: list[Tensor], size: int, slots: Tensor | None) -> Work:
-    moved = sum(one.bytes + one.numel * size for one in parts) + (slots.bytes if slots else 0)
+    moved = sum(part.bytes + part.numel * size for part in parts) + (slots.bytes if slots else 0)
     return Work(0, moved, parts[0].dtype)

@@ -21,7 +21,7 @@ def _present(call: Call, *places: int) -> list[Tensor]:
 
 
 def _forward(x: Tensor, affine: list[Tensor], statistics: int, per_element: int) -> Work:
-    moved = x.bytes + x.numel * x.size + sum(one.bytes for one in affine) + statistics
+    moved = x.bytes + x.numel * x.size + sum(tensor.bytes for tensor in affine) + statistics
     return Work((per_element + _AFFINE * len(affine)) * x.numel, moved, x.dtype)
 
 
@@ -60,7 +60,7 @@ def _batch_norm(call: Call) -> Work:
     x = call.tensor(0)
     affine, running = _present(call, 1, 2), _present(call, 3, 4)
     training = call.flag(5)
-    of_channels = sum(one.bytes for one in running) * (2 if training else 1)
+    of_channels = sum(tensor.bytes for tensor in running) * (2 if training else 1)
     return _forward(x, affine, of_channels, _CENTRED if training else 2)
 
 
@@ -74,7 +74,7 @@ def _group_norm(call: Call) -> Work:
 
 def _gradients(grad: Tensor, x: Tensor, read: list[Tensor], weights: int, per_element: int) -> Work:
     """Reads the incoming gradient, the input and the statistics; writes the gradients of input, weight and bias."""
-    moved = grad.bytes + x.bytes + x.numel * x.size + sum(one.bytes for one in read) + weights
+    moved = grad.bytes + x.bytes + x.numel * x.size + sum(tensor.bytes for tensor in read) + weights
     return Work(per_element * x.numel, moved, x.dtype)
 
 
@@ -83,14 +83,14 @@ def _layer_norm_backward(call: Call) -> Work:
     grad, x = call.tensor(0), call.tensor(1)
     affine = _present(call, 5, 6)
     read = [*_present(call, 3, 4), *affine[:1]]
-    return _gradients(grad, x, read, sum(one.bytes for one in affine), _BACKWARD + (3 if affine else 0))
+    return _gradients(grad, x, read, sum(tensor.bytes for tensor in affine), _BACKWARD + (3 if affine else 0))
 
 
 @MODELS.register("aten::_fused_rms_norm_backward", family=FAMILY)
 def _rms_norm_backward(call: Call) -> Work:
     grad, x, weight = call.tensor(0), call.tensor(1), _present(call, 4)
     read = [*_present(call, 3), *weight]
-    return _gradients(grad, x, read, sum(one.bytes for one in weight), _RMS_BACKWARD + 2 * len(weight))
+    return _gradients(grad, x, read, sum(tensor.bytes for tensor in weight), _RMS_BACKWARD + 2 * len(weight))
 
 
 _BATCH_BACKWARD = {
@@ -108,7 +108,7 @@ def _batch_norm_backward(call: Call) -> Work:
     grad, x = call.tensor(at_grad), call.tensor(at_input)
     weight = _present(call, at_weight)
     read = [*_present(call, *saved), *weight]
-    return _gradients(grad, x, read, 2 * sum(one.bytes for one in weight), _BACKWARD + (3 if weight else 0))
+    return _gradients(grad, x, read, 2 * sum(tensor.bytes for tensor in weight), _BACKWARD + (3 if weight else 0))
 
 
 @MODELS.register("aten::native_group_norm_backward", family=FAMILY)
@@ -116,7 +116,7 @@ def _group_norm_backward(call: Call) -> Work:
     grad, x = call.tensor(0), call.tensor(1)
     weight = _present(call, 4)
     read = [*_present(call, 2, 3), *weight]
-    return _gradients(grad, x, read, 2 * sum(one.bytes for one in weight), _BACKWARD + (3 if weight else 0))
+    return _gradients(grad, x, read, 2 * sum(tensor.bytes for tensor in weight), _BACKWARD + (3 if weight else 0))
 
 
 @MODELS.register(

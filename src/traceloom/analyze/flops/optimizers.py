@@ -19,8 +19,8 @@ def _foreach(call: Call) -> Work:
     """Every list once; the in-place form writes its first list, `copy` does not read it."""
     lists = [call.tensor_list(at) for at in range(len(call.types)) if call.is_list(at)]
     first = lists[0]
-    written = sum(one.bytes for one in first)
-    read = sum(one.bytes for part in lists for one in part) + sum(one.bytes for one in call.tensors())
+    written = sum(tensor.bytes for tensor in first)
+    read = sum(tensor.bytes for part in lists for tensor in part) + sum(tensor.bytes for tensor in call.tensors())
     short = call.name.removeprefix("aten::_foreach_").rstrip("_")
     if short == "copy":
         read -= written
@@ -28,20 +28,20 @@ def _foreach(call: Call) -> Work:
 
 
 def _elements(tensors: list[Tensor]) -> int:
-    return sum(one.numel for one in tensors)
+    return sum(tensor.numel for tensor in tensors)
 
 
 @MODELS.register("aten::_foreach_zero_", family=FAMILY)
 def _foreach_zero(call: Call) -> Work:
     first = call.tensor_list(0)
-    return Work(0, sum(one.bytes for one in first), first[0].dtype)
+    return Work(0, sum(tensor.bytes for tensor in first), first[0].dtype)
 
 
 @MODELS.register("aten::_foreach_norm", family=FAMILY)
 def _foreach_norm(call: Call) -> Work:
     """Square and sum."""
     first = call.tensor_list(0)
-    return Work(2 * _elements(first), sum(one.bytes + one.size for one in first), first[0].dtype)
+    return Work(2 * _elements(first), sum(tensor.bytes + tensor.size for tensor in first), first[0].dtype)
 
 
 _ADAM = 14  # weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3
@@ -60,6 +60,6 @@ def _fused(call: Call) -> Work:
     per_element, places, written = _FUSED[call.name]
     lists = [call.tensor_list(at) for at in places if call.is_list(at) and call.shapes[at]]
     parameters = lists[0]
-    moved = sum(one.bytes for part in lists for one in part)
-    moved += min(written, len(lists) - 1) * sum(one.bytes for one in parameters)
+    moved = sum(tensor.bytes for part in lists for tensor in part)
+    moved += min(written, len(lists) - 1) * sum(tensor.bytes for tensor in parameters)
     return Work(per_element * _elements(parameters), moved, parameters[0].dtype)

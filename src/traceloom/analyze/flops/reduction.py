@@ -141,7 +141,7 @@ def _pool_backward(call: Call) -> Work:
     """(gradient, input, ..., indices): the values of the input are not needed, its gradient is written."""
     grad, x = call.tensor(0), call.tensor(1)
     indices = call.tensors()[2:] if "max" in call.name else []
-    return Work(grad.numel, grad.bytes + x.numel * x.size + sum(one.bytes for one in indices), x.dtype)
+    return Work(grad.numel, grad.bytes + x.numel * x.size + sum(tensor.bytes for tensor in indices), x.dtype)
 
 
 @MODELS.register("aten::_adaptive_avg_pool2d", "aten::adaptive_avg_pool2d", family="pooling")

@@ -79,12 +79,12 @@ class Registry:
                 own; such a call is then not modelled.
         """
 
-        def add(given: Model) -> Model:
-            model = given if inputs is None else _limited(given, inputs)
+        def add(original: Model) -> Model:
+            model = original if inputs is None else _limited(original, inputs)
             for name in names:
                 (self._patterns if "*" in name else self._exact)[name] = _Registered(model, family, inside)
             self.generation += 1
-            return given
+            return original
 
         return add
 
@@ -114,11 +114,13 @@ class Registry:
         exact = self._exact.get(name)
         if exact is not None:
             return exact
-        return next((one for pattern, one in self._patterns.items() if fnmatchcase(name, pattern)), None)
+        return next((registered for pattern, registered in self._patterns.items() if fnmatchcase(name, pattern)), None)
 
     def names(self) -> dict[str, str]:
         """Name or pattern -> family, in the order of registration."""
-        return {name: one.family for table in (self._exact, self._patterns) for name, one in table.items()}
+        return {
+            name: registered.family for table in (self._exact, self._patterns) for name, registered in table.items()
+        }
 
     def work(self, call: Call) -> Work | str:
         """What the call has to do, or the reason why that is not known."""

@@ -24,7 +24,7 @@ _EXPERTS = {
 def _fused_experts(call: Call) -> Work:
     """Each token goes through its chosen experts: 2·K·N1 + 2·N2·K; no more experts are read than are chosen."""
     at = _EXPERTS[call.name]
-    tokens, first, second, routing = (call.tensor(place) for place in at)
+    tokens, first, second, routing = (call.tensor(position) for position in at)
     if len(first.shape) != 3 or len(second.shape) != 3 or len(routing.shape) != 2:
         raise Unknown("the recorded shapes are no mixture of experts")
     chosen = routing.numel
@@ -52,21 +52,21 @@ def _triton_experts(call: Call) -> Work:
     """
     tokens, scores = call.tensor(0), call.tensor(1)
     (count, width), experts = tokens.shape, scores.shape[-1]
-    per_token = next((one.shapes[0][-1] for one in call.inside if one.name == "SortTokens"), None)
-    products = [(found, kernel.grid) for kernel in call.kernels if (found := _OGS.match(kernel.name))]
+    per_token = next((inner.shapes[0][-1] for inner in call.inside if inner.name == "SortTokens"), None)
+    products = [(match, kernel.grid) for kernel in call.kernels if (match := _OGS.match(kernel.name))]
     if per_token is None or len(products) != 2:
         raise Unknown("the sizes of the experts are not recorded")
     chosen = count * per_token
     flops = weights = 0
-    for found, grid in products:
-        block_rows, block_columns = int(found[4]), int(found[5])
+    for match, grid in products:
+        block_rows, block_columns = int(match[4]), int(match[5])
         columns, rest = divmod(math.prod(grid), _row_tiles(chosen, experts, block_rows))
         if rest or not columns:
             raise Unknown("the grids do not tell the sizes of the experts")
         columns *= block_columns
         flops += 2 * chosen * width * columns
         weights += width * columns
-        width = columns // 2 if found[6] else columns
+        width = columns // 2 if match[6] else columns
     of_weights = _BYTES.get(products[0][0][3]) or SIZES.get(products[0][0][3], tokens.size)
     moved = 2 * tokens.bytes + scores.bytes + round(min(experts, chosen) * weights * of_weights)
     return Work(flops, moved, tokens.dtype, matrix=True)
@@ -84,8 +84,8 @@ def _row_tiles(rows: int, experts: int, block: int) -> int:
 def _gating(call: Call) -> Work:
     """Softmax over the experts (5 per score); every tensor once."""
     tensors = call.tensors()
-    scores = max(tensors, key=lambda one: one.numel)
-    return Work(5 * scores.numel, sum(one.bytes for one in tensors), scores.dtype)
+    scores = max(tensors, key=lambda tensor: tensor.numel)
+    return Work(5 * scores.numel, sum(tensor.bytes for tensor in tensors), scores.dtype)
 
 
 @MODELS.register("_moe_C::moe_sum", "sgl_kernel::moe_sum", "aiter::moe_sum", family="mixture of experts")
@@ -116,7 +116,9 @@ def _sgl_rotary(call: Call) -> Work:
 
 
 def _turned(parts: list[Tensor], more: int) -> Work:
-    return Work(3 * sum(one.numel for one in parts), 2 * sum(one.bytes for one in parts) + more, parts[0].dtype)
+    return Work(
+        3 * sum(tensor.numel for tensor in parts), 2 * sum(tensor.bytes for tensor in parts) + more, parts[0].dtype
+    )
 
 
 @MODELS.register(
@@ -132,8 +134,8 @@ def _quantise(call: Call) -> Work:
     tensors = call.tensors()
     if len(tensors) < 2:
         raise Unknown("input and result are not both recorded")
-    widest = max(tensors, key=lambda one: (one.numel, one.size))
-    return Work(2 * widest.numel, sum(one.bytes for one in tensors), widest.dtype)
+    widest = max(tensors, key=lambda tensor: (tensor.numel, tensor.size))
+    return Work(2 * widest.numel, sum(tensor.bytes for tensor in tensors), widest.dtype)
 
 
 @MODELS.register(

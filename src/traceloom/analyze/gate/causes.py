@@ -35,20 +35,22 @@ def causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFram
     return _ranked([(what, name, round(old), round(now)) for what, name, old, now in rows])
 
 
-def causes_of(found: Comparison) -> pl.DataFrame:
+def causes_of(comparison: Comparison) -> pl.DataFrame:
     """The same from two runs that were compared: kernels with their operators, and idle time, add up to the step."""
-    if found.account == "device":
+    if comparison.account == "device":
         rows = [
             ("kernel", _renamed(row["base_kernel"], row["new_kernel"], row["operator"]), row["base_ns"], row["new_ns"])
-            for row in found.kernels.select("base_kernel", "new_kernel", "operator", "base_ns", "new_ns").to_dicts()
+            for row in comparison.kernels.select(
+                "base_kernel", "new_kernel", "operator", "base_ns", "new_ns"
+            ).to_dicts()
         ]
-        idle = found.breakdown.filter(pl.col("part").str.starts_with("idle"))
+        idle = comparison.breakdown.filter(pl.col("part").str.starts_with("idle"))
         rows += [
             ("idle", meaning, old, now) for meaning, old, now in idle.select("meaning", "base_ns", "new_ns").rows()
         ]
     else:
-        told = found.operators.select("operator", "base_host_ns", "new_host_ns")
-        summed = told.group_by("operator", maintain_order=True).agg(pl.all().sum())
+        host_times = comparison.operators.select("operator", "base_host_ns", "new_host_ns")
+        summed = host_times.group_by("operator", maintain_order=True).agg(pl.all().sum())
         rows = [("operator", name, old, now) for name, old, now in summed.rows()]
     return _ranked(rows)
 

@@ -17,30 +17,30 @@ _UNKNOWN = "not recorded"
 
 def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
     """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor)."""
-    weights = {one.condition: one.weight for run in (*base, *new) for one in run.stated}
+    weights = {stated.condition: stated.weight for run in (*base, *new) for stated in run.stated}
     rows = []
     for name, weight in weights.items():
         left, right = _told(base, name), _told(new, name)
-        known = _UNKNOWN not in (left, right)
-        # What only one side says is no difference that is known.
-        rows.append((name, left, right, left == right, weight if known else MINOR))
+        both_stated = _UNKNOWN not in (left, right)
+        # A value that only one side states is no known difference.
+        rows.append((name, left, right, left == right, weight if both_stated else MINOR))
     rows += _programs(base[0].program, new[0].program)
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
 def _told(runs: Sequence[RunSummary], name: str) -> str:
-    """What the runs of a side say, each value once."""
-    values = [one.value for run in runs for one in run.stated if one.condition == name]
+    """The values that the runs of a side state, each once."""
+    values = [stated.value for run in runs for stated in run.stated if stated.condition == name]
     return ", ".join(sorted(set(values))) if values else _UNKNOWN
 
 
 def _programs(base: Program, new: Program) -> list[tuple[str, str, str, bool, str]]:
     """The same operators, called as often, on the same shapes."""
     rows = []
-    names = [_calls(one, with_shapes=False) for one in (base, new)]
+    names = [_calls(program, with_shapes=False) for program in (base, new)]
     if any(names[0]) or any(names[1]):
         rows.append(("operators called in a step", *_shared(names[0], names[1]), PROGRAM))
-    shaped = [_calls(one, with_shapes=True) for one in (base, new)]
+    shaped = [_calls(program, with_shapes=True) for program in (base, new)]
     if shaped[0] and shaped[1]:
         rows.append(("operators with these input shapes", *_shared(shaped[0], shaped[1]), PROGRAM))
     return rows
@@ -63,6 +63,6 @@ def _shared(
     """How many calls a step makes on either side, and whether nearly all are the same."""
     both = sum(min(count, new.get(key, 0.0)) for key, count in base.items())
     whole = [sum(side.values()) for side in (base, new)]
-    alike = all(both >= _ALIKE * one for one in whole)
-    told = [f"{both:.0f} of {one:.0f} in both" for one in whole]
-    return told[0], told[1], alike
+    alike = all(both >= _ALIKE * total for total in whole)
+    texts = [f"{both:.0f} of {total:.0f} in both" for total in whole]
+    return texts[0], texts[1], alike

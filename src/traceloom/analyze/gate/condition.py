@@ -79,15 +79,15 @@ def parse(text: str) -> Condition:
     Raises:
         UsageError: `bad-condition`.
     """
-    found = _WHOLE.fullmatch(text) if len(text) <= _LONGEST else None
-    if found is None:
+    match = _WHOLE.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
         raise _bad(f"`{text[:80]}` is no condition")
-    metric, statistic = found["metric"], "mean"
+    metric, statistic = match["metric"], "mean"
     if inner := _STATISTIC.fullmatch(metric):
         metric, statistic = inner["metric"].strip(), inner["statistic"]
     name, colon, chosen = metric.partition(":")
-    known = name in (TABLES if colon else SCALARS) and (not colon or chosen.strip())
-    if not known:
+    exists = name in (TABLES if colon else SCALARS) and (not colon or chosen.strip())
+    if not exists:
         names = ", ".join([*SCALARS, *(f"{table}:..." for table in TABLES)])
         raise _bad(f"`{metric}` is not a metric; there are {names}")
     chosen = chosen.strip()
@@ -96,8 +96,8 @@ def parse(text: str) -> Condition:
     except (re.error, OverflowError, RecursionError) as error:
         raise _bad(f"`{chosen}` is no regular expression: {error}") from error
     measure = SCALARS.get(name) or TABLES[name]
-    limit, relative = _limit(found["number"], found["unit"], measure, name)
-    return Condition(text.strip(), name, chosen, statistic, found["sign"] == ">", limit, relative)
+    limit, relative = _limit(match["number"], match["unit"], measure, name)
+    return Condition(text.strip(), name, chosen, statistic, match["sign"] == ">", limit, relative)
 
 
 def _limit(number: str, unit: str, measure: str, metric: str) -> tuple[float, bool]:

@@ -64,9 +64,9 @@ def _renumbered(rows: pl.DataFrame, of: Samples) -> pl.DataFrame:
 def _columns(
     of_rank: list[pl.DataFrame], steps: list[int]
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]]:
-    """One column per metric and name: the mean over ranks (of memory the most); what a step lacks is 0 there."""
-    asked = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
-    by_step = pl.concat(of_rank).join(asked, on="step").group_by("metric", "name", "at")
+    """One column per metric and name: the mean over ranks (of memory the most); missing values are 0."""
+    step_rows = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
+    by_step = pl.concat(of_rank).join(step_rows, on="step").group_by("metric", "name", "at")
     rows = by_step.agg(
         pl.when(pl.col("metric").first() == _MEMORY)
         .then(pl.col("value").max())
@@ -159,29 +159,29 @@ def _operators(of: Samples) -> pl.DataFrame:
     trace = of.trace
     tree = forest(trace)
     is_op = meaning(trace).op
-    mine = np.flatnonzero(is_op)
-    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[mine]
-    rows = trace.events.select("name", "step")[tree.row[mine]].with_columns(pl.Series("value", self_ns))
+    operators = np.flatnonzero(is_op)
+    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
+    rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
     return _table("op", _inside(rows, of))
 
 
 def _memory_peaks(of: Samples) -> Floats | None:
     """Highest memory in each step, of the device with most of it; None where no amount is known."""
-    found = memory(of.trace)
-    known = found.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
-    on_device = known.filter(~pl.col("device_type").str.starts_with("cpu"))
-    known = on_device if on_device.height else known
+    usage = memory(of.trace)
+    devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
+    on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
+    devices = on_device if on_device.height else devices
     peaks = np.zeros(of.spans.start.size)
-    for kind, device, before in known.select("device_type", "device", "start_bytes").rows():
-        curve = found.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
+    for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
+        curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
         time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
         level = np.append(level, before or 0)  # the last one stands for before the first
         first = np.searchsorted(time, of.spans.start, side="right")
         last = np.searchsorted(time, of.spans.end, side="left")
         for at, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-            here = int(level[low:high].max()) if high > low else 0
-            peaks[at] = max(peaks[at], here, float(level[low - 1]))
-    return peaks if known.height else None
+            highest = int(level[low:high].max()) if high > low else 0
+            peaks[at] = max(peaks[at], highest, float(level[low - 1]))
+    return peaks if devices.height else None
 
 
 def _wall(run: Session) -> list[float] | None:
@@ -193,8 +193,8 @@ def _wall(run: Session) -> list[float] | None:
             return None
         frames.append(pl.DataFrame({"step": kept[0], "ns": kept[1]}))
     rows = pl.concat(frames).group_by("step").agg(pl.len().alias("ranks"), pl.col("ns").mean())
-    found: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
-    return found
+    wall_times: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
+    return wall_times
 
 
 def _program(chosen: list[Samples]) -> Program:
@@ -212,12 +212,12 @@ def _program(chosen: list[Samples]) -> Program:
 
 
 def _stated(run: Session) -> list[Stated]:
-    """What the run says of its conditions, and of the machine; unknown ones are left out."""
+    """The recorded conditions of the run and its machine; unknown ones are left out."""
     rows = conditions(run, run).filter(~pl.col("condition").is_in(_NOT_OF_THE_RUN))
-    told = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
+    stated = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
     has_gpu = any(trace.gpu_work().height for trace in run.traces)
     for key, name in _MACHINE.items():
         values = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
         if values:
-            told.append(Stated(name, ", ".join(sorted(values)), MINOR if has_gpu else DECISIVE))
-    return told
+            stated.append(Stated(name, ", ".join(sorted(values)), MINOR if has_gpu else DECISIVE))
+    return stated

@@ -108,16 +108,16 @@ def over_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statist
     values = np.array([[float(statistic(run)) for run in side] for side in (base, new)])
     centre = values.mean(axis=1)
     ratio = _relative(values[1], values[0])
-    apart = _relative(ratio, ratio.mean()) - 1
+    deviations = _relative(ratio, ratio.mean()) - 1
     freedom = len(base) - 1
-    variance = float((apart**2).sum()) / freedom
+    variance = float((deviations**2).sum()) / freedom
     runs = zip((*base, *new), values.ravel(), strict=True)
     within = [_relative(_steps(generator, run, statistic), at) - 1 for run, at in runs]
     floor = 2 * float(np.mean(np.square(within)))
-    spread = float(apart.var())
+    spread = float(deviations.var())
     scale = math.sqrt(max(variance, floor) / spread) if spread > 0 else 0.0
     pair = generator.integers(len(base), size=(DRAWS, len(base)))
-    drawn = centre[1] * (1 + scale * apart[pair].mean(axis=1))
+    drawn = centre[1] * (1 + scale * deviations[pair].mean(axis=1))
     effect = _effect(centre, math.sqrt(max(variance, floor)) * abs(float(centre[0])))
     return Drawn(np.full(DRAWS, centre[0]), drawn, freedom, effect, math.sqrt(variance))
 
@@ -194,10 +194,10 @@ _STUDENT = {
 
 
 def student(freedom: float) -> float:
-    """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; between the known ones to 0.5 %."""
-    known = sorted(1 / many for many in _STUDENT)
-    logs = [math.log(_STUDENT[many]) for many in sorted(_STUDENT, reverse=True)]
-    return math.exp(float(np.interp(1 / max(freedom, 1.0), known, logs)))
+    """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; interpolated to 0.5 %."""
+    inverses = sorted(1 / degrees for degrees in _STUDENT)
+    logs = [math.log(_STUDENT[degrees]) for degrees in sorted(_STUDENT, reverse=True)]
+    return math.exp(float(np.interp(1 / max(freedom, 1.0), inverses, logs)))
 
 
 def _steps(generator: np.random.Generator, steps: Floats, statistic: Statistic) -> Floats:

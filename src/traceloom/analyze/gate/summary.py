@@ -83,12 +83,14 @@ def decode(data: bytes, where: str) -> Baseline:
         text = unfolder.decompress(data, _MOST_BYTES)
         head: dict[str, Any] = msgspec.json.decode(text, type=dict)
         if unfolder.eof and head.get("format") == FORMAT and head.get("version") == VERSION:
-            found = msgspec.convert(head, Baseline)
-            _check(found)
-            return found
+            baseline = msgspec.convert(head, Baseline)
+            _check(baseline)
+            return baseline
         if head.get("format") == FORMAT and isinstance(head.get("version"), int) and head["version"] > VERSION:
-            said = f"the baseline has version {head['version']}, and this Traceloom reads version {VERSION}"
-            raise InputError(said, slug="damaged-baseline", where=where, hint="use a newer Traceloom, or save it again")
+            message = f"the baseline has version {head['version']}, and this Traceloom reads version {VERSION}"
+            raise InputError(
+                message, slug="damaged-baseline", where=where, hint="use a newer Traceloom, or save it again"
+            )
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
         pass  # one sentence for all of them, below
     raise InputError(
@@ -96,11 +98,11 @@ def decode(data: bytes, where: str) -> Baseline:
     )
 
 
-def _check(found: Baseline) -> None:
+def _check(baseline: Baseline) -> None:
     """Columns have one length; ValueError where not."""
-    if not found.runs:
+    if not baseline.runs:
         raise ValueError("no runs")
-    for run in found.runs:
+    for run in baseline.runs:
         columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
         program = run.program
         even = len(program.operator) == len(program.shapes) == len(program.count)

@@ -56,16 +56,16 @@ def samples(condition: Condition, base: Sequence[RunSummary], new: Sequence[RunS
                 if side[at] is None and condition.metric in run.tables:
                     side[at] = np.zeros(len(run.steps))
     whole = [[values for values in side if values is not None] for side in sides]
-    known = [kept if len(kept) == len(side) else None for kept, side in zip(whole, sides, strict=True)]
-    return Samples(known[0], known[1], source)
+    complete = [kept if len(kept) == len(side) else None for kept, side in zip(whole, sides, strict=True)]
+    return Samples(complete[0], complete[1], source)
 
 
 def _values(condition: Condition, run: RunSummary, source: str) -> Floats | None:
     if source == WALL:
         return np.array(run.wall_ns, dtype=np.float64)
     if condition.metric not in TABLES:
-        found = run.scalars.get(condition.metric)
-        return None if found is None else np.array(found, dtype=np.float64)
+        column = run.scalars.get(condition.metric)
+        return None if column is None else np.array(column, dtype=np.float64)
     table = run.tables.get(condition.metric, {})
     if condition.metric == "kind":
         columns = [values for name, values in table.items() if name == condition.chosen]
@@ -76,7 +76,7 @@ def _values(condition: Condition, run: RunSummary, source: str) -> Floats | None
 
 
 def _nothing(condition: Condition, runs: list[RunSummary]) -> UsageError:
-    """Neither side has it: a typing error must not pass a check."""
+    """The error where neither side has the metric: a typing error must not pass a check."""
     if condition.metric in TABLES:
         names = {
             name: sum(values)
@@ -84,8 +84,8 @@ def _nothing(condition: Condition, runs: list[RunSummary]) -> UsageError:
             for name, values in run.tables.get(condition.metric, {}).items()
         }  # fmt: skip
         most = sorted(names, key=lambda name: (-names[name], name))[:4]
-        told = f"the largest are {', '.join(name[:60] for name in most)}" if most else "the runs have none at all"
+        hint = f"the largest are {', '.join(name[:60] for name in most)}" if most else "the runs have none at all"
         what = _WHAT[condition.metric]
-        return UsageError(f"`{condition.text}` matches no {what} on either side", slug="nothing-measured", hint=told)
+        return UsageError(f"`{condition.text}` matches no {what} on either side", slug="nothing-measured", hint=hint)
     why = _NEEDS.get(condition.metric, "the runs have no GPU work in steps")
     return UsageError(f"`{condition.text}`: neither side has measured it", slug="nothing-measured", hint=why)

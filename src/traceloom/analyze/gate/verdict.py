@@ -98,8 +98,8 @@ def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Seq
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))["condition"].to_list()
     rows = [_check(condition, base, new, differ) for condition in conditions]
     checks = pl.DataFrame(rows, schema=CHECKS)
-    found = [verdict for verdict in (FAIL, INCONCLUSIVE) if verdict in checks["verdict"].to_list()]
-    verdict = found[0] if found else PASS
+    unmet = [verdict for verdict in (FAIL, INCONCLUSIVE) if verdict in checks["verdict"].to_list()]
+    verdict = unmet[0] if unmet else PASS
     return Verdict(verdict, _sentence(verdict, checks), not differ, checks, stated, causes(base, new))
 
 
@@ -109,7 +109,7 @@ def _check(
     row: dict[str, object] = dict.fromkeys(CHECKS)
     several = len(base) > 1 or len(new) > 1
     base, new, paired = in_pairs(base, new)
-    found = samples(condition, base, new)
+    measured = samples(condition, base, new)
     row |= {
         "condition": condition.text,
         "metric": condition.name,
@@ -117,32 +117,32 @@ def _check(
         "limit": condition.limit,
         "relative": condition.relative,
         "sample": PAIRS if paired else SEVERAL if several else ONE,
-        "source": found.source,
+        "source": measured.source,
         "base_runs": len(base),
         "new_runs": len(new),
-        "base_steps": sum(values.size for values in found.base or ()),
-        "new_steps": sum(values.size for values in found.new or ()),
+        "base_steps": sum(values.size for values in measured.base or ()),
+        "new_steps": sum(values.size for values in measured.new or ()),
     }
-    if found.base is None or found.new is None:
-        side = "base" if found.base is None else "new side"
+    if measured.base is None or measured.new is None:
+        side = "base" if measured.base is None else "new side"
         return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
     statistic = statistic_of(condition.statistic)
-    values = [np.array([float(statistic(run)) for run in side]) for side in (found.base, found.new)]
+    values = [np.array([float(statistic(run)) for run in side]) for side in (measured.base, measured.new)]
     row |= {"base": float(values[0].mean()), "new": float(values[1].mean())}
     if differ:
         row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
         return row | {"verdict": INCONCLUSIVE, "reason": f"not comparable: other {', '.join(differ[:3])}"}
-    if too_few := _too_few(found.base, found.new, several=several):
+    if too_few := _too_few(measured.base, measured.new, several=several):
         row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
         return row | {"verdict": INCONCLUSIVE, "reason": too_few}
     if paired:
-        drawn = over_pairs(found.base, found.new, statistic)
+        drawn = over_pairs(measured.base, measured.new, statistic)
     elif several:
-        drawn = over_runs(found.base, found.new, statistic)
+        drawn = over_runs(measured.base, measured.new, statistic)
     else:
-        drawn = within_runs(found.base[0], found.new[0], statistic)
-    told = row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
-    return told | _hint(condition, base, new, told) if told["verdict"] == INCONCLUSIVE else told
+        drawn = within_runs(measured.base[0], measured.new[0], statistic)
+    judged = row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
+    return judged | _hint(condition, base, new, judged) if judged["verdict"] == INCONCLUSIVE else judged
 
 
 def in_pairs(
@@ -154,8 +154,8 @@ def in_pairs(
         Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of both, at least four,
         whose times of day are known, and of each two that follow each other one of each side.
     """
-    known = all(run.began_unix_ns is not None for run in (*base, *new))
-    if not known or len(base) != len(new) or len(base) < _LEAST_PAIRS:
+    timed = all(run.began_unix_ns is not None for run in (*base, *new))
+    if not timed or len(base) != len(new) or len(base) < _LEAST_PAIRS:
         return base, new, False
     order = sorted(
         [(run.began_unix_ns or 0, side, at) for side, runs in enumerate((base, new)) for at, run in enumerate(runs)]
@@ -168,17 +168,17 @@ def in_pairs(
 
 
 def _hint(
-    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], told: dict[str, object]
+    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], judged: dict[str, object]
 ) -> dict[str, object]:
-    """Where steps scatter too much: whether those that nothing disturbed can tell."""
+    """Where steps scatter too much: whether the undisturbed steps give a verdict."""
     if condition.measure != "time" or condition.statistic not in ("mean", "median"):
         return {}
     calmer = replace(condition, statistic=UNDISTURBED)
-    found = _check(calmer, base, new, [])
-    if found["verdict"] == INCONCLUSIVE:
+    calm_check = _check(calmer, base, new, [])
+    if calm_check["verdict"] == INCONCLUSIVE:
         return {}
-    ends = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {found['verdict']}"
-    return {"reason": f"{told['reason']}; {ends}"}
+    ends = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {calm_check['verdict']}"
+    return {"reason": f"{judged['reason']}; {ends}"}
 
 
 def _too_few(base: list[Floats], new: list[Floats], *, several: bool) -> str:
@@ -210,8 +210,8 @@ def _judged(condition: Condition, drawn: Drawn, base: float, new: float) -> dict
         beyond, within = high < condition.limit, low >= condition.limit
     verdict = FAIL if beyond else PASS if within else INCONCLUSIVE
     reason = "" if verdict != INCONCLUSIVE else "the limit lies inside the interval"
-    told = {"change": change, "low": low, "high": high, "effect_size": drawn.effect, "scatter": drawn.scatter}
-    return {"verdict": verdict, "reason": reason, **told}
+    numbers = {"change": change, "low": low, "high": high, "effect_size": drawn.effect, "scatter": drawn.scatter}
+    return {"verdict": verdict, "reason": reason, **numbers}
 
 
 def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Floats:
@@ -228,7 +228,7 @@ def _finite(value: Floats) -> float | None:
 
 
 def _sentence(verdict: str, checks: pl.DataFrame) -> str:
-    counts = {one: checks.filter(pl.col("verdict") == one).height for one in (FAIL, INCONCLUSIVE, PASS)}
+    counts = {outcome: checks.filter(pl.col("verdict") == outcome).height for outcome in (FAIL, INCONCLUSIVE, PASS)}
     if verdict == PASS:
         return f"Passed: {_plural(counts[PASS])} hold{'s' * (counts[PASS] == 1)}"
     parts = []

@@ -37,7 +37,7 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
         graph: The graph.
         trace: The trace of the rank.
         rank: What the graph calls it.
-        shift: What makes a time of the trace a time of the graph.
+        shift: Added to a time of the trace to get a time of the graph.
     """
     calls = loader_calls(trace)
     if not calls.size:
@@ -48,8 +48,8 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
         (pl.col("nested_end_ns") - pl.col("start_ns")).alias("duration_ns"),
     )
     nodes = graph.nodes.select("rank", "event", "lane")
-    mine = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
-    nodes = nodes.filter(mine.fill_null(value=False))
+    of_rank = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
+    nodes = nodes.filter(of_rank.fill_null(value=False))
     lane_of = nodes.select("lane", trace_lane=trace.events["lane"].gather(nodes["event"])).unique()
     placed = waits.join(lane_of, on="trace_lane")
     for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):

@@ -110,15 +110,15 @@ def pieces(graph: Graph, window: Window) -> Pieces:
     # What the path came along before the node's own work: the edge into its start.
     came = np.where(own, bound[:-1], edge)
     begin, finish = times[points[:-1]], times[points[1:]]
-    known = np.where(
+    length = np.where(
         own, graph.nodes["work_ns"].to_numpy()[node], np.append(graph.edges["delay_ns"].to_numpy(), 0)[edge]
     )
     bounds = np.empty(2 * node.size + 2, dtype=np.int64)
     bounds[0], bounds[1] = window.low, times[points[0]]
-    bounds[2::2], bounds[3::2] = begin + known, finish
+    bounds[2::2], bounds[3::2] = begin + length, finish
     bounds = np.clip(np.minimum.accumulate(bounds[::-1])[::-1], window.low, window.high)
     of_node, of_edge = _classes(graph, node, edge)
-    found = Pieces(
+    all_pieces = Pieces(
         start=bounds[:-1],
         end=bounds[1:],
         node=np.append(-1, np.repeat(node, 2)),
@@ -129,17 +129,17 @@ def pieces(graph: Graph, window: Window) -> Pieces:
             np.stack([np.where(own, of_node, of_edge), np.full(node.size, _number(RESIDUAL))], axis=1).ravel(),
         ),
     )
-    kept = found.take(np.flatnonzero(found.end > found.start))
+    kept = all_pieces.take(np.flatnonzero(all_pieces.end > all_pieces.start))
     return _with_end(kept, window)
 
 
-def _with_end(found: Pieces, window: Window) -> Pieces:
+def _with_end(path: Pieces, window: Window) -> Pieces:
     """A path that ends before the window does, even before it begins: nothing was recorded after it."""
-    end = int(found.end[-1]) if found.end.size else window.low
+    end = int(path.end[-1]) if path.end.size else window.low
     if end >= window.high:
-        return found
+        return path
     last = [end, window.high, -1, -1, False, _number(UNRECORDED)]
-    return Pieces(*(np.append(getattr(found, name), value) for name, value in zip(found.__slots__, last, strict=True)))
+    return Pieces(*(np.append(getattr(path, name), value) for name, value in zip(path.__slots__, last, strict=True)))
 
 
 def _classes(graph: Graph, node: Ints, edge: Ints) -> tuple[Ints, Ints]:
@@ -157,32 +157,32 @@ def _number(name: str) -> int:
     return list(CLASSES).index(name)
 
 
-def split(found: Pieces, at: Bools, start: Ints, end: Ints, kind: str) -> Pieces:
+def split(pieces: Pieces, at: Bools, start: Ints, end: Ints, kind: str) -> Pieces:
     """Give the parts of some pieces that lie in spans of time another class.
 
     Args:
-        found: The pieces.
+        pieces: The pieces.
         at: Which of them may be cut; shape (pieces,).
         start: Starts of the spans, ascending; they do not overlap.
         end: Their ends.
         kind: The class of what lies in a span.
     """
     if not at.any() or not start.size:
-        return found
+        return pieces
     # Cut all of these pieces at all bounds of spans that lie in them, then look where each part lies.
     cuts = np.sort(np.concatenate([start, end]))
-    low = np.where(at, np.searchsorted(cuts, found.start, side="right"), 0)
-    high = np.where(at, np.searchsorted(cuts, found.end, side="left"), 0)
+    low = np.where(at, np.searchsorted(cuts, pieces.start, side="right"), 0)
+    high = np.where(at, np.searchsorted(cuts, pieces.end, side="left"), 0)
     more = np.maximum(high - low, 0)
-    of = np.repeat(np.arange(found.start.size), more + 1)
+    of = np.repeat(np.arange(pieces.start.size), more + 1)
     nth = np.arange(of.size) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
-    begins, finishes = found.start[of].copy(), found.end[of].copy()
+    begins, finishes = pieces.start[of].copy(), pieces.end[of].copy()
     inner = nth > 0
     begins[inner] = cuts[(low[of] + nth - 1)[inner]]
     finishes[:-1][inner[1:]] = begins[1:][inner[1:]]
-    parts = found.take(of)
-    place = np.searchsorted(start, begins, side="right") - 1
-    inside = at[of] & (place >= 0) & (begins < end[place])
+    parts = pieces.take(of)
+    span = np.searchsorted(start, begins, side="right") - 1
+    inside = at[of] & (span >= 0) & (begins < end[span])
     changed = np.where(inside, _number(kind), parts.kind)
     cut = Pieces(begins, finishes, parts.node, parts.edge, parts.along, changed)
     return cut.take(np.flatnonzero(cut.end > cut.start))

@@ -98,9 +98,9 @@ _WORK = {
 _WORK_OF = np.array([list(CLASSES).index(_WORK[kind]) if kind in _WORK else -1 for kind in gs.NODE_KINDS])
 
 
-def path(graph: Graph, found: Pieces) -> pl.DataFrame:
+def path(graph: Graph, pieces: Pieces) -> pl.DataFrame:
     """The pieces with what they are of."""
-    node, edge = pl.Series(found.node).replace(-1, None), pl.Series(found.edge).replace(-1, None)
+    node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
     columns = ("node", "kind", "name", "rank", "lane", "event")
     of_node = pl.DataFrame([graph.nodes[column].gather(node.cast(pl.UInt32)) for column in columns])
     of_edge = pl.DataFrame([graph.edges[column].gather(edge.cast(pl.UInt32)) for column in ("kind", "evidence")])
@@ -109,13 +109,13 @@ def path(graph: Graph, found: Pieces) -> pl.DataFrame:
         of_node.with_columns(
             # What comes before the path begins is waiting for the rank that it begins on.
             pl.col("rank").fill_null(strategy="backward"),
-            pl.Series("start_ns", found.start + graph.epoch_ns),
-            pl.Series("duration_ns", found.end - found.start),
-            pl.Series(list(CLASSES), dtype=ClassType).gather(found.kind).alias("class"),
+            pl.Series("start_ns", pieces.start + graph.epoch_ns),
+            pl.Series("duration_ns", pieces.end - pieces.start),
+            pl.Series(list(CLASSES), dtype=ClassType).gather(pieces.kind).alias("class"),
             threads.alias("thread"),
             of_edge["kind"].alias("edge"),
             of_edge["evidence"],
-            pl.Series("along_edge", found.along),
+            pl.Series("along_edge", pieces.along),
         )
         .select(list(PATH))
         .cast(PATH)
@@ -147,8 +147,8 @@ def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
     )
     for frame in most:
         whole = whole.join(frame, on="run", how="left", maintain_order="left")
-    found = whole.join(lanes, on="lane", how="left", maintain_order="left").collect()
-    return found.with_columns(pl.col("kind").cast(pl.String)).select(list(STRETCHES)).cast(STRETCHES)
+    collected = whole.join(lanes, on="lane", how="left", maintain_order="left").collect()
+    return collected.with_columns(pl.col("kind").cast(pl.String)).select(list(STRETCHES)).cast(STRETCHES)
 
 
 def classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:

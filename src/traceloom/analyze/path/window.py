@@ -57,11 +57,11 @@ def usual_step(traces: Iterable[Trace]) -> int | None:
 def common_steps(traces: Iterable[Trace]) -> list[int]:
     """The whole steps that most ranks have, from the shortest to the longest on their slowest rank."""
     steps = [trace.steps.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")) for trace in traces]
-    found = pl.concat(steps).filter(pl.col("ns") > 0) if steps else pl.DataFrame()
-    if not found.height:
+    lengths = pl.concat(steps).filter(pl.col("ns") > 0) if steps else pl.DataFrame()
+    if not lengths.height:
         return []
-    whole = found.filter("complete")
-    by_step = (whole if whole.height else found).group_by("step").agg(pl.col("ns").max(), pl.len().alias("ranks"))
+    whole = lengths.filter("complete")
+    by_step = (whole if whole.height else lengths).group_by("step").agg(pl.col("ns").max(), pl.len().alias("ranks"))
     common = by_step.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
     numbers: list[int] = common["step"].to_list()
     return numbers
@@ -106,8 +106,10 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
 def _spans(graph: Graph) -> pl.DataFrame:
     """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it begins first."""
     columns = graph.nodes.select("rank", "step", "lane", "kind", "start_ns", "duration_ns")
-    mine = columns.filter(pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST))
-    by_lane = mine.group_by("rank", "step", "lane").agg(
+    on_threads = columns.filter(
+        pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST)
+    )
+    by_lane = on_threads.group_by("rank", "step", "lane").agg(
         pl.col("start_ns").min().alias("low"),
         (pl.col("start_ns") + pl.col("duration_ns")).max().alias("high"),
         pl.len().alias("nodes"),
@@ -139,9 +141,9 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         rank = _rank_in(graph, trace)
         at = trace.start_ns
         if step is not None:
-            found = trace.steps.filter(pl.col("step") == step)
-            at = int(found["start_ns"][0]) if found.height else at
-            rank = rank if found.height else None
+            step_rows = trace.steps.filter(pl.col("step") == step)
+            at = int(step_rows["start_ns"][0]) if step_rows.height else at
+            rank = rank if step_rows.height else None
         if rank is None or rank in done:
             continue
         done.add(rank)
@@ -150,10 +152,10 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
 
 def _events_of(graph: Graph, rank: int) -> Ints:
     """Nodes of the recorded events of a rank."""
-    mine = (
+    of_rank = (
         graph.nodes["event"].is_not_null().to_numpy() & (graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()
     )
-    return np.flatnonzero(mine)
+    return np.flatnonzero(of_rank)
 
 
 def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.DataFrame:
@@ -175,11 +177,11 @@ def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.
 
 
 def _rank_in(graph: Graph, trace: Trace) -> int | None:
-    """The rank that the graph knows a trace by; one that does not say its rank is told by its file."""
+    """The rank that the graph knows a trace by; a trace without a rank is identified by its file."""
     if trace.rank is not None:
         return trace.rank
-    found = graph.ranks.filter(pl.col("device_trace") == clean(trace.meta.path))
-    return int(found["rank"][0]) if found.height else None
+    matches = graph.ranks.filter(pl.col("device_trace") == clean(trace.meta.path))
+    return int(matches["rank"][0]) if matches.height else None
 
 
 def _shift(graph: Graph, trace: Trace, nodes: Ints, at: int) -> int:
@@ -211,16 +213,16 @@ def _thread(graph: Graph, trace: Trace, nodes: Ints, step: dict[str, Any], other
 def _last(graph: Graph, step: int, spans: pl.DataFrame, times: Ints) -> int:
     """The last point of a step: the end of its thread's time, or of GPU work that it launched."""
     nodes = graph.nodes
-    ours = np.flatnonzero((nodes["step"] == step).fill_null(value=False).to_numpy())
-    launched = ours[nodes["category"].gather(ours).is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
+    in_step = np.flatnonzero((nodes["step"] == step).fill_null(value=False).to_numpy())
+    launched = in_step[nodes["category"].gather(in_step).is_in(list(GPU_WORK)).fill_null(value=False).to_numpy()]
     candidates = [2 * launched + 1]
     lane = nodes["lane"].fill_null(_NO_LANE).to_numpy()
     for span in spans.iter_rows(named=True):
         if span["lane"] is None:
             continue
         # The stretch of the thread in which the step ends; stretches follow each other without a gap.
-        mine = np.flatnonzero((lane == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1)))
-        candidates.append(2 * mine[-1:] + 1)
+        on_lane = np.flatnonzero((lane == span["lane"]) & (times[0::2] < max(span["high"], span["low"] + 1)))
+        candidates.append(2 * on_lane[-1:] + 1)
     points = np.concatenate(candidates)
     if not points.size:
         raise UsageError(f"there is nothing in step {step} of the graph", slug="no-such-step")

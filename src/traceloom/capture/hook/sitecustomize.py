@@ -11,9 +11,9 @@ import os
 import sys
 
 
-def _chain(here):
+def _chain(directory):
     """Run the sitecustomize that ours hides, exactly as Python would have done."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != directory]
     try:  # what `importlib` is made of; its Python face costs milliseconds
         from _frozen_importlib import module_from_spec
         from _frozen_importlib_external import PathFinder

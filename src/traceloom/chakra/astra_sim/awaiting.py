@@ -40,7 +40,7 @@ class Awaited:
 
 
 def awaited(units: Units, kept: Flags) -> Awaited:
-    """The dependencies between the kept units, through those that are left out.
+    """The dependencies between kept units, including those that pass through dropped units.
 
     Args:
         units: All units.
@@ -54,16 +54,18 @@ def awaited(units: Units, kept: Flags) -> Awaited:
     queue = np.concatenate([np.zeros(len(units.source), np.bool_), np.ones(len(same), np.bool_)])
     source, target, queue = _forward(count, source, target, queue)
     order = topological(count, source, target)
-    place = np.empty(2 * count, np.int64)
-    place[order] = np.arange(2 * count)
-    place = place[0::2]  # of the starts: later in a chain is later in the order
+    position = np.empty(2 * count, np.int64)
+    position[order] = np.arange(2 * count)
+    position = position[0::2]  # of the starts: later in a chain is later in the order
     queue_of = np.where(np.isin(lane, units.queues), lane, -1)
     chain = _chains(order, source, target, kept, queue_of)
-    found = _walk(order, source, target, _Chained(chain, place.tolist(), kept.tolist()))
+    latest = _walk(order, source, target, _Chained(chain, position.tolist(), kept.tolist()))
     unit_at = np.empty(2 * count, np.int64)
-    unit_at[place] = np.arange(count)
-    pairs_target = np.repeat(np.arange(count), [len(known) for known in found])
-    pairs_source = unit_at[np.fromiter((at for known in found for at in known.values()), np.int64, len(pairs_target))]
+    unit_at[position] = np.arange(count)
+    pairs_target = np.repeat(np.arange(count), [len(by_chain) for by_chain in latest])
+    pairs_source = unit_at[
+        np.fromiter((at for by_chain in latest for at in by_chain.values()), np.int64, len(pairs_target))
+    ]
     overlap = units.frame["end_ns"].to_numpy()[pairs_source] > units.frame["start_ns"].to_numpy()[pairs_target]
     queued = overlap & (lane[pairs_source] == lane[pairs_target]) & np.isin(lane[pairs_target], units.queues)
     return Awaited(pairs_target, pairs_source, queued, order[order % 2 == 0] // 2)
@@ -116,33 +118,33 @@ def _forward(count: int, source: Ints, target: Ints, queue: Flags) -> tuple[Ints
 
 
 def _walk(order: Ints, source: Ints, target: Ints, units: _Chained) -> list[_Known]:
-    """For every unit: of each chain, the last kept unit that must have ended before it starts."""
-    chain, place, kept = units.chain, units.place, units.kept
+    """For every unit and each chain: the last kept unit that must have ended before the unit starts."""
+    chain, position, kept = units.chain, units.place, units.kept
     by_target = np.argsort(target, kind="stable")
     before = source[by_target].tolist()
     first = np.searchsorted(target[by_target], np.arange(2 * len(kept) + 1)).tolist()
-    known: list[_Known] = [_NOTHING] * (2 * len(kept))
+    latest: list[_Known] = [_NOTHING] * (2 * len(kept))
     for point in order.tolist():
         unit = point >> 1
-        found = known[point - 1] if point & 1 else _NOTHING
+        by_chain = latest[point - 1] if point & 1 else _NOTHING
         if point & 1 and kept[unit]:
-            found = {chain[unit]: place[unit]}
+            by_chain = {chain[unit]: position[unit]}
         for other in before[first[point] : first[point + 1]]:
-            found = _latest(found, known[other])
-        known[point] = found
-    return [known[2 * unit] if kept[unit] else _NOTHING for unit in range(len(kept))]
+            by_chain = _latest(by_chain, latest[other])
+        latest[point] = by_chain
+    return [latest[2 * unit] if kept[unit] else _NOTHING for unit in range(len(kept))]
 
 
-def _latest(one: _Known, other: _Known) -> _Known:
-    """Of each chain the later unit; one of the two itself where it says it all."""
-    if not other or one is other:
-        return one
-    if not one:
+def _latest(current: _Known, other: _Known) -> _Known:
+    """For each chain, the later unit of the two; an input itself is returned where it already has them all."""
+    if not other or current is other:
+        return current
+    if not current:
         return other
-    both = one
-    for chain, place in other.items():
-        if both.get(chain, -1) < place:
-            if both is one:
-                both = dict(one)
-            both[chain] = place
+    both = current
+    for chain, position in other.items():
+        if both.get(chain, -1) < position:
+            if both is current:
+                both = dict(current)
+            both[chain] = position
     return both

@@ -91,7 +91,7 @@ def communication_of(graph: Graph, numbers: dict[int, int]) -> Communication:
         pl.when(fine).then("parts").otherwise(1).alias("parts"),
     )
     groups = _groups(rows.filter(~(pair & fine)), len(numbers))
-    members = {name: [int(member) for member in given.split(",")] for given, name in groups.items()}
+    members = {name: [int(member) for member in member_text.split(",")] for member_text, name in groups.items()}
     return Communication(_written(rows, groups), by_order, members)
 
 
@@ -127,7 +127,7 @@ def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
 
 
 def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """The k-th collective of a group on every rank is one, in graphs of several ranks where nothing is joined.
+    """Joins the k-th collectives of a group across ranks, in graphs of several ranks where nothing is joined.
 
     Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds stay as they are.
     """
@@ -150,8 +150,8 @@ def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
             pl.col("start_ns").max().over("name", "turn").alias("last"),
         )
     )
-    found = rows.join(turn.select("node", "order", "last"), on="node", how="left", maintain_order="left")
-    numbered = found.with_columns(
+    joined = rows.join(turn.select("node", "order", "last"), on="node", how="left", maintain_order="left")
+    numbered = joined.with_columns(
         pl.coalesce("instance", "order").alias("instance"), pl.coalesce("last", "met_ns").alias("met_ns")
     )
     return numbered.drop("order", "last"), turn["order"].n_unique()
@@ -183,8 +183,8 @@ def _groups(rows: pl.DataFrame, ranks: int) -> dict[str, str]:
 
 
 def _comm_type() -> pl.Expr:
-    known = {name: int(number) for name, number in _KNOWN.items()}
-    return pl.col("kind").replace_strict(known, default=None, return_dtype=pl.Int64)
+    numbers = {name: int(number) for name, number in _KNOWN.items()}
+    return pl.col("kind").replace_strict(numbers, default=None, return_dtype=pl.Int64)
 
 
 def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:

@@ -15,9 +15,9 @@ Ints = NDArray[np.int64]
 
 
 def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
-    """The place of every node; the parts of one collective have the same one; -1 for nodes that wait in a circle.
+    """The position of every node; the parts of one collective share one; -1 for nodes that wait in a circle.
 
-    Of what can come next, the earliest by recorded time does: a meeting counts when the last part came.
+    Among the ready nodes, the earliest by recorded time comes next; a collective counts from when its last part came.
 
     Args:
         frame: Columns type, rank, start_ns, instance, comm_src, comm_dst, comm_tag.
@@ -36,34 +36,34 @@ def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
     when: Any = time.tolist()
     ready = [(when[row], row) for row in range(frame.height) if not waits[row]]
     heapq.heapify(ready)
-    place = np.full(frame.height, -1, np.int64)
+    position = np.full(frame.height, -1, np.int64)
     count = 0
     while ready:
         _, row = heapq.heappop(ready)
-        place[row] = count
+        position[row] = count
         count += 1
         for follower in behind[first[row] : first[row + 1]]:
             waits[follower] -= 1
             if not waits[follower]:
                 heapq.heappush(ready, (when[follower], follower))
-    found: Ints = place[meets]
-    return found
+    positions: Ints = position[meets]
+    return positions
 
 
-def last_before(place: Ints, counts: NDArray[np.bool_], pairs: Ints) -> Ints:
+def last_before(order: Ints, counts: NDArray[np.bool_], pairs: Ints) -> Ints:
     """For every node: the highest place of a node that counts, among all that it waits for directly or over others.
 
     Args:
-        place: As `order_of_job` gives it.
+        order: As `order_of_job` gives it.
         counts: Which nodes count.
         pairs: (row, row that it waits for); the second one has the lower place, or neither has any.
 
     Returns:
         -1 where there is none.
     """
-    last: list[int] = [-1] * len(place)
-    own = np.where(counts, place, -1).tolist()
-    for row, awaited in pairs[np.argsort(place[pairs[:, 0]], kind="stable")].tolist():
+    last: list[int] = [-1] * len(order)
+    own = np.where(counts, order, -1).tolist()
+    for row, awaited in pairs[np.argsort(order[pairs[:, 0]], kind="stable")].tolist():
         last[row] = max(last[row], own[awaited], last[awaited])
     return np.array(last, np.int64)
 

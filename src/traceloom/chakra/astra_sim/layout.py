@@ -190,13 +190,15 @@ def _last_ended(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _in_one_order(nodes: _Nodes) -> tuple[_Nodes, int]:
-    """With the communication of every rank in one order that holds on all ranks.
+    """Orders the communication of every rank so that all ranks agree.
 
-    Returns how much of it has no place in such an order, because ranks wait for each other in a circle.
+    Also returns how much of it fits no such order, because ranks wait for each other in a circle.
     """
-    place = order_of_job(nodes.frame, nodes.pairs)
+    position = order_of_job(nodes.frame, nodes.pairs)
     turn = (
-        nodes.frame.with_columns(pl.Series("place", place)).with_row_index("row").filter(pl.col("type").is_in(_IN_TURN))
+        nodes.frame.with_columns(pl.Series("place", position))
+        .with_row_index("row")
+        .filter(pl.col("type").is_in(_IN_TURN))
     )
     lost = turn.filter(pl.col("place") < 0).height
     chain = (
@@ -206,28 +208,28 @@ def _in_one_order(nodes: _Nodes) -> tuple[_Nodes, int]:
         .drop_nulls()
     )
     rows = chain.to_numpy()
-    last = last_before(place, nodes.frame["type"].is_in(_IN_TURN).to_numpy(), nodes.pairs)
-    added = rows[last[rows[:, 0]] < place[rows[:, 1]]]  # else a path leads there already
+    last = last_before(position, nodes.frame["type"].is_in(_IN_TURN).to_numpy(), nodes.pairs)
+    added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
     return _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), lost
 
 
-def _new_pairs(pairs: Ints, known: Ints) -> Ints:
-    """Those pairs that are not known yet."""
+def _new_pairs(pairs: Ints, existing: Ints) -> Ints:
+    """The pairs that are not in `existing`."""
     if not len(pairs):
         return pairs.reshape(0, 2)
-    width = 1 + max(int(pairs.max()), int(known.max(initial=0)))
-    fresh: Any = ~np.isin(pairs[:, 0] * width + pairs[:, 1], known[:, 0] * width + known[:, 1])
+    width = 1 + max(int(pairs.max()), int(existing.max(initial=0)))
+    fresh: Any = ~np.isin(pairs[:, 0] * width + pairs[:, 1], existing[:, 0] * width + existing[:, 1])
     chosen: Ints = pairs[fresh]
     return chosen
 
 
 def _file(nodes: _Nodes, kept: Flags, rank: int) -> PlainNodes:
     """The nodes of one rank, numbered from 1 in the order of their starts."""
-    mine = kept & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
-    rows = np.flatnonzero(mine)
+    of_rank = kept & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
+    rows = np.flatnonzero(of_rank)
     rows = rows[np.argsort(nodes.frame["start_ns"].to_numpy()[rows], kind="stable")]
-    place = np.full(nodes.frame.height, -1, np.int64)
-    place[rows] = np.arange(len(rows))
+    row_in_file = np.full(nodes.frame.height, -1, np.int64)
+    row_in_file[rows] = np.arange(len(rows))
     chosen = nodes.frame[rows]
     moves = pl.col("kind").is_in(["copy", "fill"])
     plain = chosen.with_columns(
@@ -238,12 +240,12 @@ def _file(nodes: _Nodes, kept: Flags, rank: int) -> PlainNodes:
         pl.when(moves).then("bytes").alias("tensor_size"),
         pl.col("duration_us").clip(lower_bound=0),
     ).select(list(PLAIN))
-    return PlainNodes(plain.cast(PLAIN), _numbered(nodes.pairs, place), _numbered(nodes.added, place))
+    return PlainNodes(plain.cast(PLAIN), _numbered(nodes.pairs, row_in_file), _numbered(nodes.added, row_in_file))
 
 
-def _numbered(pairs: Ints, place: Ints) -> Pairs:
-    row, awaited_row = place[pairs[:, 0]], place[pairs[:, 1]]
-    here = (row >= 0) & (awaited_row >= 0)
-    row, awaited_row = row[here], awaited_row[here]
+def _numbered(pairs: Ints, row_in_file: Ints) -> Pairs:
+    row, awaited_row = row_in_file[pairs[:, 0]], row_in_file[pairs[:, 1]]
+    in_file = (row >= 0) & (awaited_row >= 0)
+    row, awaited_row = row[in_file], awaited_row[in_file]
     order = np.lexsort((awaited_row, row))
     return Pairs(row[order], awaited_row[order] + 1)

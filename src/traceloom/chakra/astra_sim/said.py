@@ -61,41 +61,41 @@ def say(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> li
 
 def _about_joining(count: int) -> Iterator[Notice]:
     if count:
-        said = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
-        yield Notice("target-joined-by-order", "info", said, count)
+        message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
+        yield Notice("target-joined-by-order", "info", message, count)
 
 
 def _about_communication(frame: pl.DataFrame) -> Iterator[Notice]:
     for why, words in _WHY.items():
         count = frame.filter(pl.col("why") == why).height
         if count:
-            said = f"{count} communications {words}: their rank replays each alone, at its recorded duration"
-            yield Notice("target-lone-communication", "warning", said, count)
+            message = f"{count} communications {words}: their rank replays each alone, at its recorded duration"
+            yield Notice("target-lone-communication", "warning", message, count)
     fine = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
     replayed = fine.filter(pl.col("kind_of").is_in(REPLAYED))
     if replayed.height:
         kinds = ", ".join(sorted(replayed["kind_of"].unique()))
-        said = (
+        message = (
             f"{replayed.height} collectives ({kinds}) are broadcasts, which ASTRA-sim replays at their recorded "
             "duration, whatever the network"
         )
-        yield Notice("target-replayed-communication", "warning", said, replayed.height)
+        yield Notice("target-replayed-communication", "warning", message, replayed.height)
     barriers = fine.filter(pl.col("kind_of") == "barrier").height
     if barriers:
         yield Notice("target-barriers", "info", f"{barriers} barriers are all-reduces of 8 bytes per rank", barriers)
     uneven = fine.filter("uneven").height
     if uneven:
-        said = f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
-        yield Notice("target-uneven-sizes", "warning", said, uneven)
+        message = f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
+        yield Notice("target-uneven-sizes", "warning", message, uneven)
     left_out = fine.filter("left_out").height
     if left_out:
-        said = f"{left_out} collectives had members that were not recorded; they take place without them"
-        yield Notice("target-missing-members", "warning", said, left_out)
+        message = f"{left_out} collectives had members that were not recorded; they take place without them"
+        yield Notice("target-missing-members", "warning", message, left_out)
     copies = frame.filter(pl.col("kind").is_in(["copy", "fill"]))
     if copies.height:
         total = text.duration(int((copies["end_ns"] - copies["start_ns"]).sum()))
-        said = f"{copies.height} copies and fills ({total}) are GPU computation of their recorded duration"
-        yield Notice("target-copies", "info", said, copies.height)
+        message = f"{copies.height} copies and fills ({total}) are GPU computation of their recorded duration"
+        yield Notice("target-copies", "info", message, copies.height)
 
 
 def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
@@ -104,33 +104,33 @@ def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
     hosts, nodes = int(members[on_host].sum()), int((on_host & changes.kept).sum())
     if gpu_only:
         if hosts:
-            said = (
+            message = (
                 f"{hosts} host nodes are folded into dependencies; where the GPU had nothing to do, a node `host` "
                 "stands for that time, which a faster GPU or network does not change"
             )
-            yield Notice("target-folded-host", "info", said, hosts)
+            yield Notice("target-folded-host", "info", message, hosts)
         return
     if changes.delays.height:
         total = text.duration(int(changes.delays["duration_us"].sum()) * 1000)
-        said = (
+        message = (
             f"{changes.delays.height} nodes `unexplained` ({total}) stand for times without GPU work that neither the "
             "host nor anything else in the trace explains"
         )
-        yield Notice("target-unexplained", "warning", said, changes.delays.height)
+        yield Notice("target-unexplained", "warning", message, changes.delays.height)
     if hosts:
         yield Notice("target-merged-host", "info", f"{hosts} host nodes run together to {nodes}", hosts - nodes)
     idle = on_host & ~changes.leading
     if idle.any():
         lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
-        said = f"{lanes} threads that no GPU work waits for are left out ({text.duration(int(work[idle].sum()))})"
-        yield Notice("target-left-out-threads", "info", said, lanes)
+        message = f"{lanes} threads that no GPU work waits for are left out ({text.duration(int(work[idle].sum()))})"
+        yield Notice("target-left-out-threads", "info", message, lanes)
     overlap = _side_by_side(changes.frame.filter(pl.Series(on_host & changes.kept)))
     if overlap:
-        said = (
+        message = (
             "ASTRA-sim runs one host operation of a rank at a time: "
             f"{text.duration(overlap)} that threads worked side by side runs one after the other"
         )
-        yield Notice("target-one-thread", "warning", said)
+        yield Notice("target-one-thread", "warning", message)
 
 
 def _side_by_side(work: pl.DataFrame) -> int:
@@ -145,20 +145,22 @@ def _side_by_side(work: pl.DataFrame) -> int:
 
 def _about_order(changes: Changes, ranks: list[int], added: int) -> Iterator[Notice]:
     if changes.queued:
-        said = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
-        yield Notice("target-overlap", "info", said, changes.queued)
+        message = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
+        yield Notice("target-overlap", "info", message, changes.queued)
     if added:
-        said = f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
-        yield Notice("target-added-order", "info", said, added)
+        message = (
+            f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
+        )
+        yield Notice("target-added-order", "info", message, added)
     if changes.loose:
-        said = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
-        yield Notice("target-no-order", "warning", said, changes.loose)
+        message = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
+        yield Notice("target-no-order", "warning", message, changes.loose)
     if ranks != list(range(len(ranks))):
-        said = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
-        yield Notice("target-renumbered-ranks", "warning", said, len(ranks))
+        message = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
+        yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
     edges = changes.graph.edges
     delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
     total = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
     if total:
-        said = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(total)} in all"
-        yield Notice("target-dropped-delays", "info", said, delay.height)
+        message = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(total)} in all"
+        yield Notice("target-dropped-delays", "info", message, delay.height)

@@ -50,20 +50,20 @@ class Units:
 def units_of(graph: Graph) -> Units:
     """The units of a calibrated graph, of all its ranks; edges between ranks are left to the simulator."""
     nodes = graph.nodes.filter(~pl.col("kind").is_in(_NOWHERE)).sort("lane", "start_ns", "node", nulls_last=True)
-    place = np.full(graph.nodes.height, -1, dtype=np.int64)
-    place[nodes["node"].to_numpy()] = np.arange(nodes.height)
+    row_of_node = np.full(graph.nodes.height, -1, dtype=np.int64)
+    row_of_node[nodes["node"].to_numpy()] = np.arange(nodes.height)
     edges = graph.edges.select(
-        pl.Series("source", place[graph.edges["source"].to_numpy()]),
-        pl.Series("target", place[graph.edges["target"].to_numpy()]),
+        pl.Series("source", row_of_node[graph.edges["source"].to_numpy()]),
+        pl.Series("target", row_of_node[graph.edges["target"].to_numpy()]),
         "kind",
         "from_end",
         "to_end",
     )
     rank = nodes["rank"].to_numpy()
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
-    here = (source >= 0) & (target >= 0) & (source != target)
-    here[here] = rank[source[here]] == rank[target[here]]
-    edges = edges.filter(pl.Series(here))
+    within_rank = (source >= 0) & (target >= 0) & (source != target)
+    within_rank[within_rank] = rank[source[within_rank]] == rank[target[within_rank]]
+    edges = edges.filter(pl.Series(within_rank))
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     from_end, to_end = edges["from_end"].to_numpy(), edges["to_end"].to_numpy()
     unit = np.cumsum(_cuts(nodes, source, target, from_end, to_end)) - 1

@@ -32,14 +32,14 @@ __all__ = [
 
 
 def write_generated(generated: Generated, directory: str | Path, *, force: bool = False) -> list[Path]:
-    """Write `workload.<rank>.et` and the group file; the metadata of every file say what is known of the whole.
+    """Write `workload.<rank>.et` and the group file; the metadata of every file describe the whole workload.
 
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
-    known = json.dumps(generated.to_dict())
+    description = json.dumps(generated.to_dict())
     ranks = [
-        (plain_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": known}), p.plain())
+        (plain_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": description}), p.plain())
         for p in generated.programs
     ]
     return write_plain(Path(directory), ranks, generated.groups, force=force)

@@ -205,21 +205,21 @@ def _exchange(
 
 
 def _direct_all_reduce(turn: _Turn) -> None:
-    mine = turn.pieces[turn.rank]
-    first = _exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: mine, reduce=True)
-    second = _exchange(turn, 1, lambda _: mine, lambda peer: turn.pieces[peer], reduce=False)
+    own_piece = turn.pieces[turn.rank]
+    first = _exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: own_piece, reduce=True)
+    second = _exchange(turn, 1, lambda _: own_piece, lambda peer: turn.pieces[peer], reduce=False)
     turn.finish([*first, *second])
 
 
 def _direct_reduce_scatter(turn: _Turn) -> None:
-    mine = turn.pieces[turn.rank]
-    turn.finish(_exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: mine, reduce=True))
+    own_piece = turn.pieces[turn.rank]
+    turn.finish(_exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: own_piece, reduce=True))
 
 
 def _direct_all_to_all(turn: _Turn) -> None:
     # The k-th part of every buffer goes to rank k: what comes in is as large as this rank's own part.
-    mine = turn.pieces[turn.rank]
-    turn.finish(_exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: mine, reduce=False))
+    own_piece = turn.pieces[turn.rank]
+    turn.finish(_exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: own_piece, reduce=False))
 
 
 def _direct_all_gather(turn: _Turn) -> None:

@@ -38,22 +38,22 @@ class Program:
         self, kind: str, size: int, after: Sequence[int] = (), *, group: str | None = None, name: str = ""
     ) -> int:
         """A collective (`ALL_REDUCE`) of `size` bytes, with the meaning of comm_size; `group` None is all ranks."""
-        known = int(CollectiveCommType.Value(kind))
+        kind_number = int(CollectiveCommType.Value(kind))
         return self._add(
-            name or kind.lower(), NodeType.COMM_COLL_NODE, after, comm_type=known, comm_size=size, pg_name=group
+            name or kind.lower(), NodeType.COMM_COLL_NODE, after, comm_type=kind_number, comm_size=size, pg_name=group
         )
 
     def send(self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
         """A message to a rank."""
-        said = name or f"send to {to}"
+        label = name or f"send to {to}"
         ends = {"comm_src": self.rank, "comm_dst": to}
-        return self._add(said, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **ends)
+        return self._add(label, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **ends)
 
     def receive(self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
         """A message from a rank."""
-        said = name or f"receive from {source}"
+        label = name or f"receive from {source}"
         ends = {"comm_src": source, "comm_dst": self.rank}
-        return self._add(said, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **ends)
+        return self._add(label, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **ends)
 
     def _add(self, name: str, kind: int, after: Sequence[int], **more: Any) -> int:
         number = len(self._nodes) + 1
@@ -70,12 +70,12 @@ class Program:
 
     def collective_bytes(self) -> dict[str, int]:
         """Sum of comm_size by kind of collective."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for node in self._nodes:
             if node["type"] == NodeType.COMM_COLL_NODE:
                 kind = CollectiveCommType.Name(node["comm_type"]).lower()
-                found[kind] = found.get(kind, 0) + node["comm_size"]
-        return found
+                totals[kind] = totals.get(kind, 0) + node["comm_size"]
+        return totals
 
     def compute_us(self) -> int:
         """Computation of the rank, one after the other."""

@@ -78,16 +78,16 @@ def transformer(options: TransformerOptions) -> Generated:
             slug="cannot-generate",
             hint="choose numbers that divide",
         )
-    places = [
+    positions = [
         _Place(tensor, data, stage)
         for stage in range(options.pipeline_parallel)
         for data in range(options.data_parallel)
         for tensor in range(options.tensor_parallel)
     ]
-    names, groups = _groups(options, places)
-    programs = [Program(place.rank(options)) for place in places]
-    for program, place in zip(programs, places, strict=True):
-        _Rank(program, place, options, names).write()
+    names, groups = _groups(options, positions)
+    programs = [Program(position.rank(options)) for position in positions]
+    for program, position in zip(programs, positions, strict=True):
+        _Rank(program, position, options, names).write()
     totals = {
         "operations": [program.operations() for program in programs],
         "compute_us": [program.compute_us() for program in programs],
@@ -98,18 +98,18 @@ def transformer(options: TransformerOptions) -> Generated:
 
 
 def _groups(
-    options: TransformerOptions, places: Sequence[_Place]
+    options: TransformerOptions, positions: Sequence[_Place]
 ) -> tuple[dict[tuple[int, ...], str | None], dict[str, list[int]]]:
     """Names by members: None for a group of all ranks; groups of one have no name, as they need no communication."""
     by_key: dict[tuple[str, int, int], list[int]] = {}
-    for place in places:
-        by_key.setdefault(("tensor", place.data, place.stage), []).append(place.rank(options))
-        by_key.setdefault(("data", place.tensor, place.stage), []).append(place.rank(options))
+    for position in positions:
+        by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
+        by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
     names: dict[tuple[int, ...], str | None] = {}
     for members in by_key.values():
         if len(members) > 1 and tuple(members) not in names:
             names[tuple(members)] = (
-                None if len(members) == len(places) else str(1 + len([n for n in names.values() if n]))
+                None if len(members) == len(positions) else str(1 + len([n for n in names.values() if n]))
             )
     return names, {name: list(members) for members, name in names.items() if name}
 
@@ -118,11 +118,11 @@ class _Rank:
     """Writes the program of one rank."""
 
     def __init__(
-        self, program: Program, place: _Place, options: TransformerOptions, names: dict[tuple[int, ...], str | None]
+        self, program: Program, position: _Place, options: TransformerOptions, names: dict[tuple[int, ...], str | None]
     ) -> None:
-        self.program, self.place, self.options = program, place, options
-        tensor = [_Place(k, place.data, place.stage).rank(options) for k in range(options.tensor_parallel)]
-        data = [_Place(place.tensor, k, place.stage).rank(options) for k in range(options.data_parallel)]
+        self.program, self.place, self.options = program, position, options
+        tensor = [_Place(k, position.data, position.stage).rank(options) for k in range(options.tensor_parallel)]
+        data = [_Place(position.tensor, k, position.stage).rank(options) for k in range(options.data_parallel)]
         self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
         self.tokens = options.batch * options.sequence
         self.activation = self.tokens * options.hidden * options.element_bytes

@@ -55,8 +55,8 @@ def validate(
     """
     files: list[tuple[str, int | None, int]] = []
     problems: list[Problem] = []
-    for place in places(inputs, Path(groups) if groups is not None else None):
-        workload = read_workload(place, step)
+    for file_set in places(inputs, Path(groups) if groups is not None else None):
+        workload = read_workload(file_set, step)
         files += [(table.path, rank, len(table)) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
         problems += validate_workload(workload, target)
     return Verdict(target, tuple(files), ranked(problems, RULES))
@@ -65,18 +65,18 @@ def validate(
 def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
     """The problems of one set that is already read."""
     findings = Findings(target, RULES)
-    places_ = [(table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
-    found = [check_file(table, at, findings) for table, at in zip(workload.tables, places_, strict=True)]
-    for table, at in zip(workload.tables, places_, strict=True):
+    locations = [(table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
+    checked = [check_file(table, at, findings) for table, at in zip(workload.tables, locations, strict=True)]
+    for table, at in zip(workload.tables, locations, strict=True):
         check_attributes(table, at, findings)
     check_groups(workload, findings)
     check_peers(workload, findings)
     _check_ranks(workload, findings)
-    parts = ordered(workload, [settled for _, settled in found])
+    parts = ordered(workload, [settled for _, settled in checked])
     if len(parts) > 1:
         joined = match(workload, parts, findings)
-        if not any(settled.stuck.any() for _, settled in found):  # else every rank hangs already by itself
-            check_deadlock(parts, [resolved.data for resolved, _ in found], joined, findings)
+        if not any(settled.stuck.any() for _, settled in checked):  # else every rank hangs already by itself
+            check_deadlock(parts, [resolved.data for resolved, _ in checked], joined, findings)
     if target == "astra-sim":
         check_astra_sim(workload, findings)
     return findings.problems
@@ -96,10 +96,10 @@ def _check_ranks(workload: Workload, findings: Findings) -> None:
     if absent:
         first = min(absent)
         several = len(absent) > 1
-        said = (
+        sentence = (
             f"rank{'s' if several else ''} {ranks_text(absent)} {'have' if several else 'has'} no file; "
             f"rank {first} is expected, as {absent[first]}" + (" names it" if first in named else "")
         )
         severity: Severity | None = None if workload.place.whole else "warning"
         at = (workload.tables[0].path, workload.ranks[0])
-        findings.add("missing-rank", at, [(None, said)], count=len(absent), severity=severity)
+        findings.add("missing-rank", at, [(None, sentence)], count=len(absent), severity=severity)

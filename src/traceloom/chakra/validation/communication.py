@@ -35,11 +35,11 @@ def kind_name(number: int | None) -> str:
     return CollectiveCommType.Name(number) if number in CollectiveCommType.values() else f"type {number}"
 
 
-def check_attributes(table: NodeTable, place: Place, findings: Findings) -> None:
-    """What communication needs and may not be."""
-    _check_missing(table, place, findings)
+def check_attributes(table: NodeTable, location: Place, findings: Findings) -> None:
+    """The rules for attributes of communication nodes."""
+    _check_missing(table, location, findings)
     communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
-    for rule, broken, said in (
+    for rule, broken, predicate in (
         (
             "collective-type",
             (pl.col("type") == COLLECTIVE) & ~pl.col("comm_type").is_in(CollectiveCommType.values()),
@@ -54,10 +54,10 @@ def check_attributes(table: NodeTable, place: Place, findings: Findings) -> None
     ):
         rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
         if len(rows):
-            findings.add(rule, place, each(table, rows, said), ids(table, rows))
+            findings.add(rule, location, each(table, rows, predicate), ids(table, rows))
 
 
-def _check_missing(table: NodeTable, place: Place, findings: Findings) -> None:
+def _check_missing(table: NodeTable, location: Place, findings: Findings) -> None:
     lacks: dict[int, list[str]] = {}
     for kind, needed in _NEEDED.items():
         rows = rows_of(table, kind)
@@ -75,7 +75,7 @@ def _check_missing(table: NodeTable, place: Place, findings: Findings) -> None:
         examples = (
             (table.nodes["id"][r], f"{label(table, r)} has no {' and no '.join(lacks[r])}") for r in rows.tolist()
         )
-        findings.add("communication-attribute", place, examples, ids(table, rows))
+        findings.add("communication-attribute", location, examples, ids(table, rows))
 
 
 def check_groups(workload: Workload, findings: Findings) -> None:
@@ -98,25 +98,25 @@ def check_groups(workload: Workload, findings: Findings) -> None:
                     "unknown-group", (table.path, rank), each(table, rows, f"is in group `{name}`"), ids(table, rows)
                 )
             elif members is not None and rank is not None and rank not in members:
-                said = f"of rank {rank} is in group `{name}` of the ranks {ranks_text(members)}"
-                findings.add("not-a-member", (table.path, rank), each(table, rows, said), ids(table, rows))
+                predicate = f"of rank {rank} is in group `{name}` of the ranks {ranks_text(members)}"
+                findings.add("not-a-member", (table.path, rank), each(table, rows, predicate), ids(table, rows))
 
 
 def check_peers(workload: Workload, findings: Findings) -> None:
-    """The other ends of messages, as far as the file itself says that they cannot be."""
+    """The peers of messages, where the file alone shows that they are impossible."""
     for rank, table in zip(workload.ranks, workload.tables, strict=True):
         if rank is None:
             continue
         for kind, peer, own in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
-            mine = pl.col("type") == kind
-            for broken, said in (
-                (mine & (pl.col(peer) == rank), f"of rank {rank} has {peer} {rank}, itself"),
-                (mine & (pl.col(peer) < 0), f"has a {peer} below 0"),
-                (mine & pl.col(own).is_not_null() & (pl.col(own) != rank), f"of rank {rank} has another {own}"),
+            of_kind = pl.col("type") == kind
+            for broken, predicate in (
+                (of_kind & (pl.col(peer) == rank), f"of rank {rank} has {peer} {rank}, itself"),
+                (of_kind & (pl.col(peer) < 0), f"has a {peer} below 0"),
+                (of_kind & pl.col(own).is_not_null() & (pl.col(own) != rank), f"of rank {rank} has another {own}"),
             ):
                 rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
                 if len(rows):
-                    findings.add("message-peer", (table.path, rank), each(table, rows, said), ids(table, rows))
+                    findings.add("message-peer", (table.path, rank), each(table, rows, predicate), ids(table, rows))
 
 
 def named_ranks(workload: Workload) -> dict[int, str]:

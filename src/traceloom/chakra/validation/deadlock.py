@@ -60,10 +60,10 @@ def _job(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: Joined,
     meets = np.arange(first[-1], dtype=np.int64)
     meeting = joined.meetings["meeting"].to_numpy()
     number = first[joined.meetings["file"].to_numpy()] + joined.meetings["row"].to_numpy()
-    _, which = np.unique(meeting, return_inverse=True)
-    lowest = np.full(which.max() + 1 if len(which) else 0, first[-1], dtype=np.int64)
-    np.minimum.at(lowest, which, number)
-    meets[number] = lowest[which]
+    _, meeting_index = np.unique(meeting, return_inverse=True)
+    lowest = np.full(meeting_index.max() + 1 if len(meeting_index) else 0, first[-1], dtype=np.int64)
+    np.minimum.at(lowest, meeting_index, number)
+    meets[number] = lowest[meeting_index]
     return _Job(first, int(first[-1]), meets, arcs, _queue(parts, first, as_recorded=as_recorded))
 
 
@@ -99,8 +99,8 @@ def _report(parts: Sequence[Ordered], job: _Job, rings: list[list[int]], finding
     examples = [(nodes[0], _circle(parts, job, ring)) for ring in several[:5]]
     rule = "collective-order" if job.queued else "deadlock"
     severity: Severity | None = "warning" if job.queued and findings.target == "chakra" else None
-    place = (parts[file].table.path, parts[file].rank)
-    findings.add(rule, place, examples, nodes, count=len(several), severity=severity)
+    location = (parts[file].table.path, parts[file].rank)
+    findings.add(rule, location, examples, nodes, count=len(several), severity=severity)
 
 
 def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
@@ -118,28 +118,28 @@ def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
             runs[-1] = (runs[-1][0], steps[k][1], runs[-1][2] + 1)
         else:
             runs.append((*steps[k], 0))
-    said = []
-    for (here, row), (there, before), between in runs[:_LONGEST]:
-        elsewhere = f" of rank {parts[there].rank}" if there != here else ""
+    clauses = []
+    for (file, row), (awaited_file, before), between in runs[:_LONGEST]:
+        elsewhere = f" of rank {parts[awaited_file].rank}" if awaited_file != file else ""
         over = f" (over {between} node{'s' if between > 1 else ''} between)" if between else ""
-        said.append(
-            f"rank {parts[here].rank}: {label(parts[here].table, row)} waits for "
-            f"{label(parts[there].table, before)}{elsewhere}{over}"
+        clauses.append(
+            f"rank {parts[file].rank}: {label(parts[file].table, row)} waits for "
+            f"{label(parts[awaited_file].table, before)}{elsewhere}{over}"
         )
     more = [f"and {len(runs) - _LONGEST} more"] if len(runs) > _LONGEST else []
-    return "; ".join([*said, *more])
+    return "; ".join([*clauses, *more])
 
 
 def _steps(job: _Job, ring: list[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """For every two neighbours of a circle, the dependency between them: what waits, and for what (file, row)."""
     inside = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
     source, target = job.arcs.source[inside], job.arcs.target[inside]
-    found: dict[tuple[int, int], int] = {}
+    first_arc: dict[tuple[int, int], int] = {}
     for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
-        found.setdefault(pair, k)
+        first_arc.setdefault(pair, k)
     steps = []
     for waits, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
-        k = found[waits, awaited]
+        k = first_arc[waits, awaited]
         steps.append((_where(job, int(target[k])), _where(job, int(source[k]))))
     return steps
 

@@ -110,8 +110,8 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
     for name, issued in sorted(by_group.items()):
         # What was recorded knows which operation is which, however its threads and streams stand in the files.
-        known = all(sequence.numbers is not None for sequence in issued)
-        sequences = [sequence.by_number() for sequence in issued] if known else issued
+        all_numbered = all(sequence.numbers is not None for sequence in issued)
+        sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
         if _fits(workload, parts, name, sequences, findings):
             frames += _meetings(sequences)
     return pl.concat(frames)
@@ -131,20 +131,20 @@ def _meetings(sequences: Sequence[_Sequence]) -> list[pl.DataFrame]:
 def _fits(
     workload: Workload, parts: Sequence[Ordered], name: str, sequences: Sequence[_Sequence], findings: Findings
 ) -> bool:
-    """Compare the ranks of one group; whether it makes sense to join what they issue."""
-    given = (workload.groups.members or {}).get(name)
-    if given is None and name in ("", "0"):
-        given = tuple(part.rank for part in parts)
-    there = {parts[s.part].rank for s in sequences}
-    silent = [p for p in parts if given is not None and p.rank in given and p.rank not in there]
+    """Compare the ranks of one group; True where the collectives they issue can be joined."""
+    members = (workload.groups.members or {}).get(name)
+    if members is None and name in ("", "0"):
+        members = tuple(part.rank for part in parts)
+    issuing = {parts[s.part].rank for s in sequences}
+    silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
     if silent:
         first = sequences[0]
-        said = (
+        sentence = (
             f"rank {parts[first.part].rank} issues {len(first.rows)} in {_group(name)}, "
             f"rank{'s' if len(silent) > 1 else ''} {ranks_text(p.rank for p in silent)} none"
         )
         findings.add(
-            "collective-count", _place(parts[first.part]), [(None, said)], ids(parts[first.part].table, first.rows)
+            "collective-count", _place(parts[first.part]), [(None, sentence)], ids(parts[first.part].table, first.rows)
         )
     fits = [_compare(_Pair(parts, name, sequences[0], other), findings) for other in sequences[1:]]
     return bool(fits) and all(fits)
@@ -161,24 +161,24 @@ class _Pair:
 
 
 def _compare(pair: _Pair, findings: Findings) -> bool:
-    """Compare two ranks' sequences in a group; False where it is no use to join them."""
-    parts, name, one, other = pair.parts, pair.group, pair.one, pair.other
-    here, there = parts[one.part], parts[other.part]
-    common = min(len(one.rows), len(other.rows))
-    if len(one.rows) != len(other.rows):
-        longer, at = (one, here) if len(one.rows) > common else (other, there)
-        said = (
-            f"rank {here.rank} issues {len(one.rows)} collectives in {_group(name)}, "
-            f"rank {there.rank} {len(other.rows)}: the first one too many is "
+    """Compare two ranks' sequences in a group; False where they cannot be joined."""
+    parts, name, first, other = pair.parts, pair.group, pair.one, pair.other
+    first_part, other_part = parts[first.part], parts[other.part]
+    common = min(len(first.rows), len(other.rows))
+    if len(first.rows) != len(other.rows):
+        longer, at = (first, first_part) if len(first.rows) > common else (other, other_part)
+        sentence = (
+            f"rank {first_part.rank} issues {len(first.rows)} collectives in {_group(name)}, "
+            f"rank {other_part.rank} {len(other.rows)}: the first one too many is "
             f"{label(at.table, int(longer.rows[common]))}"
         )
         surplus = ids(at.table, longer.rows[common:])
-        findings.add("collective-count", _place(at), [(None, said)], surplus)
-    kinds = one.kinds[:common] != other.kinds[:common]
-    sizes = (one.sizes[:common] != other.sizes[:common]) & ~kinds
+        findings.add("collective-count", _place(at), [(None, sentence)], surplus)
+    kinds = first.kinds[:common] != other.kinds[:common]
+    sizes = (first.sizes[:common] != other.sizes[:common]) & ~kinds
     if not kinds.any() and not sizes.any():
         return True
-    same = Counter(zip(one.kinds.tolist(), one.sizes.tolist(), strict=True)) == Counter(
+    same = Counter(zip(first.kinds.tolist(), first.sizes.tolist(), strict=True)) == Counter(
         zip(other.kinds.tolist(), other.sizes.tolist(), strict=True)
     )
     if same:
@@ -186,7 +186,7 @@ def _compare(pair: _Pair, findings: Findings) -> bool:
         return False
     if kinds.any():
         _report(pair, "collective-kind", np.flatnonzero(kinds), findings)
-    uneven = np.isin(one.kinds[:common], _UNEVEN)
+    uneven = np.isin(first.kinds[:common], _UNEVEN)
     for at in (sizes & ~uneven, sizes & uneven):
         if at.any():
             _report(pair, "collective-size", np.flatnonzero(at), findings)
@@ -194,21 +194,21 @@ def _compare(pair: _Pair, findings: Findings) -> bool:
 
 
 def _report(pair: _Pair, rule: str, at: Ints, findings: Findings) -> None:
-    parts, name, one, other = pair.parts, pair.group, pair.one, pair.other
-    here, there = parts[one.part], parts[other.part]
+    parts, name, first, other = pair.parts, pair.group, pair.one, pair.other
+    first_part, other_part = parts[first.part], parts[other.part]
     waits = ": each waits for the other" if rule == "collective-order" else ""
 
     def say(k: int) -> str:
         return (
-            f"collective {k + 1} of {_group(name)} is {_what(one, k)} on rank {here.rank} "
-            f"({label(here.table, int(one.rows[k]))}), {_what(other, k)} on rank {there.rank} "
-            f"({label(there.table, int(other.rows[k]))}){waits}"
+            f"collective {k + 1} of {_group(name)} is {_what(first, k)} on rank {first_part.rank} "
+            f"({label(first_part.table, int(first.rows[k]))}), {_what(other, k)} on rank {other_part.rank} "
+            f"({label(other_part.table, int(other.rows[k]))}){waits}"
         )
 
-    examples = ((here.table.nodes["id"][int(one.rows[k])], say(int(k))) for k in at)
-    uneven = rule == "collective-size" and bool(np.isin(one.kinds[at], _UNEVEN).all())
+    examples = ((first_part.table.nodes["id"][int(first.rows[k])], say(int(k))) for k in at)
+    uneven = rule == "collective-size" and bool(np.isin(first.kinds[at], _UNEVEN).all())
     severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
-    findings.add(rule, _place(here), examples, ids(here.table, one.rows[at]), severity=severity)
+    findings.add(rule, _place(first_part), examples, ids(first_part.table, first.rows[at]), severity=severity)
 
 
 def _what(sequence: _Sequence, k: int) -> str:
@@ -249,17 +249,17 @@ def _match_messages(parts: Sequence[Ordered], findings: Findings) -> pl.DataFram
         pl.concat(ends[kind]).with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
     )
     present = [part.rank for part in parts]
-    for mine, others, peer, what in (
+    for messages, others, peer, verb in (
         (sent, received, "target", "is never received by"),
         (received, sent, "source", "is never sent by"),
     ):
-        lost = mine.join(others, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
+        lost = messages.join(others, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
         for (number,), rows in lost.group_by("file", maintain_order=True):
             part = parts[int(str(number))]
             examples = (
                 (
                     part.table.nodes["id"][row["row"]],
-                    f"{label(part.table, row['row'])} of rank {part.rank}, tag {row['tag']}, {what} rank {row[peer]}",
+                    f"{label(part.table, row['row'])} of rank {part.rank}, tag {row['tag']}, {verb} rank {row[peer]}",
                 )
                 for row in rows.iter_rows(named=True)
             )

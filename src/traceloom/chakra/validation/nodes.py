@@ -19,17 +19,17 @@ _LONGEST_CIRCLE = 6
 _LONGEST_NAME = 60
 
 
-def check_file(table: NodeTable, place: Place, findings: Findings) -> tuple[Resolved, Settled]:
+def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
     """All rules about one file; returns its dependencies and the order they leave."""
     for notice in table.notices:
         if notice.slug == "chakra-no-metadata":
-            findings.add("no-metadata", place, [(None, notice.message)])
+            findings.add("no-metadata", location, [(None, notice.message)])
         else:
-            findings.add("file-damage", place, [(None, notice.message)])
+            findings.add("file-damage", location, [(None, notice.message)])
     if not len(table):
-        findings.add("no-nodes", place, [(None, "there is no node in it")])
-    _check_nodes(table, place, findings)
-    return _check_dependencies(table, place, findings)
+        findings.add("no-nodes", location, [(None, "there is no node in it")])
+    _check_nodes(table, location, findings)
+    return _check_dependencies(table, location, findings)
 
 
 def label(table: NodeTable, row: int) -> str:
@@ -45,103 +45,103 @@ def ids(table: NodeTable, rows: Ints) -> NDArray[np.uint64]:
     return chosen
 
 
-def each(table: NodeTable, rows: Any, said: str) -> Iterator[tuple[int, str]]:
-    """(id, sentence) of every row, made as they are asked for."""
+def each(table: NodeTable, rows: Any, complaint: str) -> Iterator[tuple[int, str]]:
+    """(id, sentence) of every row, made lazily."""
     for row in rows:
-        yield table.nodes["id"][int(row)], f"{label(table, int(row))} {said}"
+        yield table.nodes["id"][int(row)], f"{label(table, int(row))} {complaint}"
 
 
-def _check_nodes(table: NodeTable, place: Place, findings: Findings) -> None:
+def _check_nodes(table: NodeTable, location: Place, findings: Findings) -> None:
     kinds = table.nodes["type"].to_numpy()
     odd = np.flatnonzero((kinds < 1) | (kinds > max(NodeType.values())))
     if len(odd):
         examples = ((table.nodes["id"][int(r)], f"{label(table, int(r))} has the type {kinds[r]}") for r in odd)
-        findings.add("node-type", place, examples, ids(table, odd))
-    _check_attributes(table, place, findings)
+        findings.add("node-type", location, examples, ids(table, odd))
+    _check_attributes(table, location, findings)
     values = table.nodes["id"].to_numpy()
     by_id = np.argsort(values, kind="stable")
     again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
     if len(again):
         again = np.sort(again)
-        findings.add("duplicate-id", place, each(table, again, "has the id of an earlier node"), ids(table, again))
+        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
 
 
-def _check_attributes(table: NodeTable, place: Place, findings: Findings) -> None:
-    wanted = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
-    wrong = table.odd.filter(pl.col("kind") != wanted)
+def _check_attributes(table: NodeTable, location: Place, findings: Findings) -> None:
+    expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
+    wrong = table.odd.filter(pl.col("kind") != expected)
     for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
         at = rows["row"].to_numpy()
-        said = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
-        findings.add("attribute-type", place, each(table, at, said), ids(table, np.unique(at)))
+        predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
+        findings.add("attribute-type", location, each(table, at, predicate), ids(table, np.unique(at)))
     twice = table.odd.filter("again").sort("row")
     if twice.height:
         examples = (
             (table.nodes["id"][row], f"{label(table, row)} has {name} more than once")
             for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
         )
-        findings.add("repeated-attribute", place, examples, ids(table, twice["row"].unique().sort().to_numpy()))
+        findings.add("repeated-attribute", location, examples, ids(table, twice["row"].unique().sort().to_numpy()))
 
 
-def _check_dependencies(table: NodeTable, place: Place, findings: Findings) -> tuple[Resolved, Settled]:
-    found = resolve(table)
-    for rule, (at, lost), what in (
-        ("dangling-dependency", found.dangling, "waits for node"),
-        ("dangling-control-dependency", found.dangling_control, "is called by node"),
+def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
+    resolved = resolve(table)
+    for rule, (at, lost), verb in (
+        ("dangling-dependency", resolved.dangling, "waits for node"),
+        ("dangling-control-dependency", resolved.dangling_control, "is called by node"),
     ):
         if len(at):
             examples = (
-                (table.nodes["id"][int(r)], f"{label(table, int(r))} {what} {i}, which is not there")
+                (table.nodes["id"][int(r)], f"{label(table, int(r))} {verb} {i}, which is not there")
                 for r, i in zip(at, lost, strict=True)
             )
-            findings.add(rule, place, examples, ids(table, np.unique(at)), count=len(at))
-    for rows, said in ((found.own, "waits for itself"), (found.own_control, "is its own caller")):
+            findings.add(rule, location, examples, ids(table, np.unique(at)), count=len(at))
+    for rows, predicate in ((resolved.own, "waits for itself"), (resolved.own_control, "is its own caller")):
         if len(rows):
-            findings.add("self-dependency", place, each(table, rows, said), ids(table, rows))
+            findings.add("self-dependency", location, each(table, rows, predicate), ids(table, rows))
     for dependencies in (table.data, table.control):
-        _check_repeats(table, place, dependencies, findings)
-    settled = _settle(table, place, found, findings)
-    _check_isolated(table, place, found, findings)
-    return found, settled
+        _check_repeats(table, location, dependencies, findings)
+    settled = _settle(table, location, resolved, findings)
+    _check_isolated(table, location, resolved, findings)
+    return resolved, settled
 
 
-def _settle(table: NodeTable, place: Place, found: Resolved, findings: Findings) -> Settled:
-    """The order that data and control dependencies leave; where these make circles together, that of the data alone."""
+def _settle(table: NodeTable, location: Place, resolved: Resolved, findings: Findings) -> Settled:
+    """The order by data and control dependencies; by data dependencies alone where both together form circles."""
     key = table.nodes["id"].rank("ordinal").to_numpy().astype(np.int64)
-    held = np.union1d(found.dangling[0], found.own)
-    by_data = settle(len(table), found.data, key, held)
-    rings = circles(found.data, by_data.stuck)
+    held = np.union1d(resolved.dangling[0], resolved.own)
+    by_data = settle(len(table), resolved.data, key, held)
+    rings = circles(resolved.data, by_data.stuck)
     if rings:
-        _say_circles("dependency-cycle", table, place, rings, findings)
-    both = found.data + found.control
+        _say_circles("dependency-cycle", table, location, rings, findings)
+    both = resolved.data + resolved.control
     settled = settle(len(table), both, key, held)
     if not rings:
         rings = circles(both, settled.stuck)
         if rings:
-            _say_circles("control-dependency-cycle", table, place, rings, findings)
+            _say_circles("control-dependency-cycle", table, location, rings, findings)
             settled = by_data
     behind = settled.stuck.copy()
     behind[[row for ring in rings for row in ring]] = False
     behind[held] = False
     rows = np.flatnonzero(behind)
     if len(rows):
-        said = each(table, rows, "waits for a node that never ends")
-        findings.add("never-starts", place, said, ids(table, rows))
+        examples = each(table, rows, "waits for a node that never ends")
+        findings.add("never-starts", location, examples, ids(table, rows))
     return settled
 
 
-def _say_circles(rule: str, table: NodeTable, place: Place, rings: list[list[int]], findings: Findings) -> None:
+def _say_circles(rule: str, table: NodeTable, location: Place, rings: list[list[int]], findings: Findings) -> None:
     examples = ((table.nodes["id"][ring[0]], _circle(table, ring)) for ring in rings)
     members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
-    findings.add(rule, place, examples, ids(table, members), count=len(rings))
+    findings.add(rule, location, examples, ids(table, members), count=len(rings))
 
 
-def _check_repeats(table: NodeTable, place: Place, dependencies: Dependencies, findings: Findings) -> None:
+def _check_repeats(table: NodeTable, location: Place, dependencies: Dependencies, findings: Findings) -> None:
     order = np.lexsort((dependencies.id, dependencies.row))
     row, awaited = dependencies.row[order], dependencies.id[order]
     again = np.unique(row[1:][(row[1:] == row[:-1]) & (awaited[1:] == awaited[:-1])])
     if len(again):
-        said = each(table, again, "lists a dependency more than once")
-        findings.add("repeated-dependency", place, said, ids(table, again))
+        examples = each(table, again, "lists a dependency more than once")
+        findings.add("repeated-dependency", location, examples, ids(table, again))
 
 
 def _circle(table: NodeTable, ring: list[int]) -> str:
@@ -151,8 +151,8 @@ def _circle(table: NodeTable, ring: list[int]) -> str:
     return f"{chain}{more}, which waits for {label(table, ring[0])}"
 
 
-def _check_isolated(table: NodeTable, place: Place, found: Resolved, findings: Findings) -> None:
-    arcs = found.data + found.control
+def _check_isolated(table: NodeTable, location: Place, resolved: Resolved, findings: Findings) -> None:
+    arcs = resolved.data + resolved.control
     if not len(arcs.source):
         return
     alone = np.ones(len(table), dtype=bool)
@@ -164,4 +164,4 @@ def _check_isolated(table: NodeTable, place: Place, found: Resolved, findings: F
     ).to_series()
     rows = np.flatnonzero(alone & work.to_numpy())
     if len(rows):
-        findings.add("isolated-node", place, each(table, rows, "has no place in the order"), ids(table, rows))
+        findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))

@@ -98,31 +98,35 @@ class Findings:
     def add(
         self,
         rule: str,
-        place: tuple[str, int | None],
+        location: tuple[str, int | None],
         examples: Iterable[tuple[int | None, str]],
         nodes: Sequence[int] | NDArray[np.uint64] = (),
         *,
         count: int | None = None,
         severity: Severity | None = None,
     ) -> None:
-        """Note that a rule is broken, unless the target does not mind.
+        """Record that a rule is broken, unless the target ignores it.
 
         Args:
             rule: Its name.
-            place: File and rank.
+            location: File and rank.
             examples: (node id, sentence), at least one; only the first few are taken, so an iterator may be endless.
             nodes: Ids of all nodes that break it.
             count: How often it is broken; the number of nodes, at least 1, where not given.
             severity: Instead of the rule's own.
         """
-        known = self._rules[rule]
-        how_bad = known.severity(self.target)
+        definition = self._rules[rule]
+        how_bad = definition.severity(self.target)
         if how_bad is None:
             return
         ids = np.asarray(nodes, dtype=np.uint64)
-        said = tuple(Example(node, text) for _, (node, text) in zip(range(MOST_EXAMPLES), examples, strict=False))
+        first_examples = tuple(
+            Example(node, text) for _, (node, text) in zip(range(MOST_EXAMPLES), examples, strict=False)
+        )
         times = count if count is not None else max(len(ids), 1)
-        self.problems.append(Problem(rule, severity or how_bad, *place, ids, times, said, known.remedy))
+        self.problems.append(
+            Problem(rule, severity or how_bad, *location, ids, times, first_examples, definition.remedy)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,5 +169,5 @@ class Verdict:
 
 def ranked(problems: Iterable[Problem], rules: Iterable[str]) -> tuple[Problem, ...]:
     """Errors before warnings; in each, causes before what follows from them (the order of `rules`), then by count."""
-    order = {rule: place for place, rule in enumerate(rules)}
+    order = {rule: index for index, rule in enumerate(rules)}
     return tuple(sorted(problems, key=lambda p: (p.severity != "error", order[p.rule], -p.count)))

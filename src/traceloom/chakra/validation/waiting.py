@@ -50,12 +50,12 @@ def resolve(table: NodeTable) -> Resolved:
     """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one counts."""
     ids = table.nodes["id"].to_numpy()
     by_id = np.argsort(ids, kind="stable")
-    found, dangling = [], []
+    all_arcs, dangling = [], []
     for dependencies in (table.data, table.control):
         arcs, lost = _rows(ids, by_id, dependencies)
-        found.append(arcs)
+        all_arcs.append(arcs)
         dangling.append(lost)
-    (data, own), (control, own_control) = map(_apart, found)
+    (data, own), (control, own_control) = map(_apart, all_arcs)
     return Resolved(data, control, own, own_control, *dangling)
 
 
@@ -70,11 +70,11 @@ def _rows(
 ) -> tuple[Arcs, tuple[Ints, NDArray[np.uint64]]]:
     if not len(dependencies.id):
         return Arcs(dependencies.row, dependencies.row), (dependencies.row, dependencies.id)
-    place = np.searchsorted(ids, dependencies.id, sorter=by_id)
-    source = by_id[np.minimum(place, len(ids) - 1)]
-    there = ids[source] == dependencies.id
-    lost = dependencies.row[~there], dependencies.id[~there]
-    return Arcs(source[there].astype(np.int64), dependencies.row[there]), lost
+    position = np.searchsorted(ids, dependencies.id, sorter=by_id)
+    source = by_id[np.minimum(position, len(ids) - 1)]
+    exists = ids[source] == dependencies.id
+    lost = dependencies.row[~exists], dependencies.id[~exists]
+    return Arcs(source[exists].astype(np.int64), dependencies.row[exists]), lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,15 @@ def settle(count: int, arcs: Arcs, key: Ints, held: Ints | None = None) -> Settl
 def circles(arcs: Arcs, stuck: Flags) -> list[list[int]]:
     """Circles among nodes that never start: in each, every row waits for the next one, and the last for the first.
 
-    Every stuck node is followed to one thing that it waits for, until that comes back: linear, and a circle for every
-    group of nodes that wait for each other and nothing else.
+    From every stuck node, one wait is followed until a row repeats: linear time, and one circle for every group of
+    nodes that wait only for each other.
     """
     inside = stuck[arcs.source] & stuck[arcs.target]
     awaited = np.full(len(stuck), -1, dtype=np.int64)
     awaited[arcs.target[inside]] = arcs.source[inside]
     next_of = awaited.tolist()
     walk = np.zeros(len(stuck), dtype=np.int64).tolist()  # the walk on which a row was met first; 0 for none
-    found: list[list[int]] = []
+    rings: list[list[int]] = []
     for number, begin in enumerate(np.flatnonzero(stuck).tolist(), start=1):
         row = begin
         while row >= 0 and not walk[row]:
@@ -141,5 +141,5 @@ def circles(arcs: Arcs, stuck: Flags) -> list[list[int]]:
             circle = [row]
             while next_of[circle[-1]] != row:
                 circle.append(next_of[circle[-1]])
-            found.append(circle)
-    return found
+            rings.append(circle)
+    return rings

@@ -37,18 +37,18 @@ class Chosen:
     left_out: int
 
     def sentence(self) -> str:
-        """The choice in words; nothing where all is shown."""
-        said = []
+        """The choice in words; empty where everything is drawn."""
+        sentences = []
         if len(self.ranks) < self.of:
             named = "; ".join(f"rank {rank} ({why})" for rank, why in self.ranks.items())
-            said.append(f"Of {self.of} ranks these are drawn: {named}.")
+            sentences.append(f"Of {self.of} ranks these are drawn: {named}.")
         if self.left_out:
-            what = "thread or stream that does" if self.left_out == 1 else "threads and streams that do"
-            said.append(
+            omitted = "thread or stream that does" if self.left_out == 1 else "threads and streams that do"
+            sentences.append(
                 f"Of each rank {_HOST_LANES} threads and {_DEVICE_LANES} streams are drawn: first those that "
-                f"communicate or decide how long it takes, then the busiest; {self.left_out} {what} less are not."
+                f"communicate or decide how long it takes, then the busiest; {self.left_out} {omitted} less are not."
             )
-        return " ".join(said)
+        return " ".join(sentences)
 
 
 def choose(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> Chosen:
@@ -99,9 +99,9 @@ def choose(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
     title = pl.when(pl.lit(several) & (pl.col("kind") == "device") & pl.col("device").is_not_null()).then(
         pl.format("GPU {} {}", "device", "name")
     )
-    place = pl.col("rank").replace_strict({rank: number for number, rank in enumerate(roles)}, return_dtype=pl.Int64)
+    position = pl.col("rank").replace_strict({rank: number for number, rank in enumerate(roles)}, return_dtype=pl.Int64)
     shown = kept.with_columns(title=title.otherwise("name")).sort(
-        place, pl.col("kind") == "device", "device", "stream", "lane", nulls_last=True
+        position, pl.col("kind") == "device", "device", "stream", "lane", nulls_last=True
     )
     return Chosen(roles, max(ranks.height, 1), shown, busy.height - shown.height)
 
@@ -114,11 +114,11 @@ def _roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
     own = graph.nodes.with_columns(changed=pl.Series(changed)).group_by("rank").agg(
         computes=work.sum(), changes=pl.col("duration_ns").filter("changed").sum()
     )  # fmt: skip
-    told = ranks.join(own, on="rank", how="left").fill_null(0)
+    by_rank = ranks.join(own, on="rank", how="left").fill_null(0)
     # ranks that wait for each other take equally long: of these the one that computes longest is the slowest
-    order = told.sort("before_ns", "computes", "rank")["rank"].to_list()
-    gains = told.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
-    changes = told.sort("changes", -pl.col("rank"))
+    order = by_rank.sort("before_ns", "computes", "rank")["rank"].to_list()
+    gains = by_rank.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
+    changes = by_rank.sort("changes", -pl.col("rank"))
     deciding = [rank for path in paths if (rank := _deciding(graph, path)) is not None]
     words = ("decides how long it takes",) if len(set(deciding)) == 1 else ("decides it before", "decides it after")
     places = list(zip(deciding, words, strict=False))
@@ -135,5 +135,5 @@ def _roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
 def _deciding(graph: Graph, path: Ints) -> int | None:
     """The rank that most of a path belongs to."""
     spent = graph.nodes.select("rank", "work_ns")[path].drop_nulls().group_by("rank").agg(pl.col("work_ns").sum())
-    found: int | None = spent.sort("work_ns", -pl.col("rank"))["rank"][-1] if spent.height else None
-    return found
+    rank: int | None = spent.sort("work_ns", -pl.col("rank"))["rank"][-1] if spent.height else None
+    return rank

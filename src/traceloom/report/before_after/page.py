@@ -53,8 +53,8 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
         missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
         yield "timeline", "Timeline", "", missing
     else:
-        said = f'<p class="quiet">{with_code(text(view.said))}</p>' if view.said else ""
-        yield "timeline", "Timeline", _ABOUT_TIMELINE, said + asset("timeline.html")
+        note = f'<p class="quiet">{with_code(text(view.said))}</p>' if view.said else ""
+        yield "timeline", "Timeline", _ABOUT_TIMELINE, note + asset("timeline.html")
     if len(document["ranks"]) > 1:
         columns = (Column("rank", "Rank", "count"), *_TIMES, _SAVED)
         yield (
@@ -73,8 +73,8 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
 
 def _changes(document: Row) -> str:
     items = "".join(
-        f'<li><code>{text(one["change"])}</code> <span class="quiet">Assumed: {text(one["assumes"])}.</span></li>'
-        for one in document["changes"]
+        f'<li><code>{text(change["change"])}</code> <span class="quiet">Assumed: {text(change["assumes"])}.</span></li>'
+        for change in document["changes"]
     )
     return f"<ul>{items}</ul>"
 
@@ -106,10 +106,10 @@ def _bars(document: Row) -> str:
         f'<rect class="{name}" x="0" y="{14 * k}" width="{document[f"{name}_ns"] / whole * 100:.2f}" height="10"/>'
         for k, name in enumerate(("before", "after"))
     )
-    said = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
+    label = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
     return (
         f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(said)}">{bars}</svg>'
+        f'aria-label="{escape(label)}">{bars}</svg>'
     )
 
 

@@ -52,26 +52,26 @@ class BeforeAfter:
     said: str
 
 
-def build(graph: Graph, scenario: Scenario, found: WhatIf, *, limit: int = LIMIT) -> BeforeAfter | None:
+def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMIT) -> BeforeAfter | None:
     """Pack the timelines before and after; None where the graph has nothing to draw.
 
     Args:
         graph: As it was measured.
         scenario: With the changes.
-        found: What the scenario came to.
+        result: What the scenario came to.
         limit: The most pieces of time to embed.
     """
-    if not found.ranks.height:
+    if not result.ranks.height:
         return None
     changed = changed_nodes(graph, scenario)
-    paths = [critical_path(graph), critical_path(changed_graph(graph, scenario, found.times))]
-    chosen = choose(graph, found.ranks, changed, [path.nodes for path in paths])
-    times = (graph.point_times(), found.times)
+    paths = [critical_path(graph), critical_path(changed_graph(graph, scenario, result.times))]
+    chosen = choose(graph, result.ranks, changed, [path.nodes for path in paths])
+    times = (graph.point_times(), result.times)
     zero = [int(time.min()) for time in times]
     start, end = (np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)]) for side in (0, 1))
-    place = np.full(graph.lanes.height + 1, -1, dtype=np.int64)
-    place[chosen.lanes["lane"].to_numpy()] = np.arange(chosen.lanes.height)
-    lane = place[graph.nodes["lane"].fill_null(graph.lanes.height).to_numpy()]
+    slots = np.full(graph.lanes.height + 1, -1, dtype=np.int64)
+    slots[chosen.lanes["lane"].to_numpy()] = np.arange(chosen.lanes.height)
+    lane = slots[graph.nodes["lane"].fill_null(graph.lanes.height).to_numpy()]
     drawn = np.flatnonzero((lane >= 0) & (end > start).any(axis=0))
     if not drawn.size:
         return None
@@ -80,10 +80,10 @@ def build(graph: Graph, scenario: Scenario, found: WhatIf, *, limit: int = LIMIT
     header = {
         "version": 1,
         "epoch_ns": str(graph.epoch_ns + zero[0]),
-        "span_ns": max(found.before_ns, found.after_ns, 1),
-        "ranks": _ranks(chosen, found),
+        "span_ns": max(result.before_ns, result.after_ns, 1),
+        "ranks": _ranks(chosen, result),
         "lanes": _lanes(chosen, counts),
-        "path": _paths(paths, start, end, lane, found),
+        "path": _paths(paths, start, end, lane, result),
         "open": True,
         **tables,
     }
@@ -92,21 +92,21 @@ def build(graph: Graph, scenario: Scenario, found: WhatIf, *, limit: int = LIMIT
 
 def _said(chosen: Chosen, made: Pieces) -> str:
     """What is drawn and what is not."""
-    said = [chosen.sentence()]
+    sentences = [chosen.sentence()]
     if made.grain_ns:
-        said.append(
+        sentences.append(
             f"What is shorter than {units.duration(made.grain_ns)} is drawn together with its neighbours; "
             "`-o after.perfetto.json.gz` has all of it."
         )
-    return " ".join(filter(None, said))
+    return " ".join(filter(None, sentences))
 
 
 def _columns(
     graph: Graph, made: Pieces, drawn: Ints, changed: Bools
 ) -> tuple[dict[str, Ints], dict[str, Any], list[int]]:
     """The columns of the events, the texts they point to, and how many events each lane has."""
-    there = made.end > made.start
-    side, piece = np.nonzero(there)
+    present = made.end > made.start
+    side, piece = np.nonzero(present)
     lane, start = made.lane[piece] * 2 + side, made.start[side, piece]
     order = np.lexsort((start, lane))
     side, piece, lane, start = side[order], piece[order], lane[order], start[order]
@@ -133,8 +133,10 @@ def _columns(
         "twin": sparse(twin, twin > 0),
         "changed": marks[piece].astype(np.int64),
     }
-    told = [f"stands for\x1f{units.count(one)} pieces; the longest is named" for one in count.tolist()[alone:]]
-    return columns, {"unit_ns": unit, "facts": told, **labels}, counts
+    fact_texts = [
+        f"stands for\x1f{units.count(number)} pieces; the longest is named" for number in count.tolist()[alone:]
+    ]
+    return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
 
 
 def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, Any]]:
@@ -166,25 +168,25 @@ def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, 
     }
 
 
-def _ranks(chosen: Chosen, found: WhatIf) -> list[Row]:
-    spans = {row["rank"]: row for row in found.ranks.to_dicts()}
+def _ranks(chosen: Chosen, what_if: WhatIf) -> list[Row]:
+    spans = {row["rank"]: row for row in what_if.ranks.to_dicts()}
     out: list[Row] = []
     for rank, why in chosen.ranks.items():
         row = spans[rank]
-        said = f"{units.duration(row['before_ns'])} before, {units.duration(row['after_ns'])} after"
+        durations = f"{units.duration(row['before_ns'])} before, {units.duration(row['after_ns'])} after"
         out.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
-                    "said": f"{why[0].upper()}{why[1:]}: {said}" if why else said})  # fmt: skip
+                    "said": f"{why[0].upper()}{why[1:]}: {durations}" if why else durations})  # fmt: skip
     return out
 
 
 def _lanes(chosen: Chosen, counts: list[int]) -> list[Row]:
-    places = {rank: place for place, rank in enumerate(chosen.ranks)}
+    indices = {rank: index for index, rank in enumerate(chosen.ranks)}
     out: list[Row] = []
     for number, row in enumerate(chosen.lanes.to_dicts()):
         for side, word in enumerate(("before", "after")):
             title = harmless(row["title"] or "")
             out.append({
-                "trace": places[row["rank"]], "kind": row["kind"], "name": f"{title}, {word}",
+                "trace": indices[row["rank"]], "kind": row["kind"], "name": f"{title}, {word}",
                 "label": title if word == "before" else word,
                 "device": row["device"], "stream": row["stream"], "process": row["process"], "thread": row["thread"],
                 "count": counts[2 * number + side] if 2 * number + side < len(counts) else 0, "side": word,
@@ -192,38 +194,38 @@ def _lanes(chosen: Chosen, counts: list[int]) -> list[Row]:
     return out
 
 
-def _paths(paths: list[Path], start: Ints, end: Ints, lane: Ints, found: WhatIf) -> Row | None:
+def _paths(paths: list[Path], start: Ints, end: Ints, lane: Ints, what_if: WhatIf) -> Row | None:
     """Both critical paths as stretches [lane, start, end]; the one before first."""
     stretches = [
-        _stretches(path, start[side], end[side], 2 * lane + side, max(found.before_ns, found.after_ns, 1))
+        _stretches(path, start[side], end[side], 2 * lane + side, max(what_if.before_ns, what_if.after_ns, 1))
         for side, path in enumerate(paths)
     ]
     if not any(stretches):
         return None
-    return {"step": None, "start": 0, "end": found.before_ns, "stretches": stretches[0], "after": stretches[1]}
+    return {"step": None, "start": 0, "end": what_if.before_ns, "stretches": stretches[0], "after": stretches[1]}
 
 
 def _stretches(path: Path, start: Ints, end: Ints, lane: Ints, span: int) -> list[list[int]]:
     """The nodes of a path on the lanes that are drawn; neighbours on a lane as one where there are many.
 
     Returns:
-        [lane, start, end], and a 1 behind them where the path came there over lanes that are not drawn.
+        [lane, start, end], and a trailing 1 where the path came there over lanes that are not drawn.
     """
     every = path.nodes[::-1]
     shown = (lane[every] >= 0) & (end[every] > start[every])
     nodes = every[shown]
     elsewhere = np.cumsum(np.where(lane[every] < 0, end[every] - start[every], 0))[shown]
-    apart = np.diff(elsewhere, prepend=elsewhere[:1]) > span // _SEEN
+    jumps = np.diff(elsewhere, prepend=elsewhere[:1]) > span // _SEEN
     grain, heads = 0, np.arange(nodes.size)
     while heads.size > _STRETCHES:
         grain = max(2 * grain, -(-span // (8 * _STRETCHES)))
         key = np.unique(np.stack([start[nodes] // grain, lane[nodes]]), axis=1, return_inverse=True)[1].reshape(-1)
         by = np.lexsort((start[nodes], key))
-        nodes, key, apart = nodes[by], key[by], apart[by]
+        nodes, key, jumps = nodes[by], key[by], jumps[by]
         heads = np.flatnonzero(np.diff(key, prepend=-1))
     if not heads.size:
         return []
     first, last = np.minimum.reduceat(start[nodes], heads), np.maximum.reduceat(end[nodes], heads)
     by = np.argsort(first, kind="stable")
-    found: list[list[int]] = np.stack([lane[nodes[heads]], first, last, apart[heads]], axis=1)[by].tolist()
-    return [one if one[-1] else one[:-1] for one in found]
+    stretches: list[list[int]] = np.stack([lane[nodes[heads]], first, last, jumps[heads]], axis=1)[by].tolist()
+    return [stretch if stretch[-1] else stretch[:-1] for stretch in stretches]

@@ -70,30 +70,30 @@ def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> Pieces:
 def _heads(lane: Ints, start: Ints, end: Ints, grain: int) -> Ints:
     """Where a new piece begins."""
     long: Bools = np.any(end - start >= grain, axis=0)
-    # of the stretch of a node that is gone nothing can be seen: it does not part its neighbours
+    # nothing can be seen of a node that is gone: it does not separate its neighbours
     cell = np.where(end > start, start // grain, -1)
     new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
     for side in cell:
-        known = np.maximum.accumulate(np.where(side >= 0, np.arange(side.size), 0))
-        held = side[known]
+        latest = np.maximum.accumulate(np.where(side >= 0, np.arange(side.size), 0))
+        held = side[latest]
         new |= np.diff(held, prepend=held[:1] - 1 if held.size else -1) != 0
     return np.flatnonzero(new)
 
 
 def _gathered(lane: Ints, times: Ints, heads: Ints, order: Ints, grain: int) -> Pieces:
     start, end = times
-    there = end > start
+    present = end > start
     if not heads.size:
         none = np.zeros((2, 0), dtype=np.int64)
         return Pieces(lane[:0], none, none, none, heads, heads, order, grain)
     count = np.diff(np.append(heads, lane.size))
     group = np.repeat(np.arange(heads.size), count)
-    first = np.minimum.reduceat(np.where(there, start, np.iinfo(np.int64).max), heads, axis=1)
-    last = np.maximum.reduceat(np.where(there, end, -1), heads, axis=1)
+    first = np.minimum.reduceat(np.where(present, start, np.iinfo(np.int64).max), heads, axis=1)
+    last = np.maximum.reduceat(np.where(present, end, -1), heads, axis=1)
     gone = last < 0
     longest = np.empty((2, heads.size), dtype=np.int64)
     for side in (0, 1):
-        # of each piece the one that takes longest comes first
+        # the longest node of each piece comes first
         by = np.lexsort((-(end[side] - start[side]), group))
         longest[side] = order[by[heads]]
     return Pieces(

@@ -14,14 +14,14 @@ VERSION = 1
 Row = dict[str, Any]
 
 
-def build(found: Comparison, base: Session, new: Session) -> Row:
+def build(comparison: Comparison, base: Session, new: Session) -> Row:
     """The document.
 
     Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null where that side does
     not have or say them.
 
     Args:
-        found: The comparison.
+        comparison: The comparison.
         base: What it was.
         new: What it is now.
     """
@@ -31,7 +31,7 @@ def build(found: Comparison, base: Session, new: Session) -> Row:
         "traceloom": __version__,
         "base": _run(base),
         "new": _run(new),
-        **found.to_dict(),
+        **comparison.to_dict(),
     }
 
 

@@ -29,23 +29,23 @@ def _lines(document: Row) -> Iterator[str]:
     yield f"### Traceloom: {code(document['base']['name'])} → {code(document['new']['name'])}"
     yield ""
     yield f"**{text(document['sentence'])}**"
-    for one in tables(document):
+    for data_table in tables(document):
         # What differs, and what the step consists of, is never cut short.
-        most = len(one.rows) if one.key in ("diff-conditions", "diff-parts") else _MOST_ROWS
-        yield from table_of(one, most, whole=one.key == "diff-conditions")
+        most = len(data_table.rows) if data_table.key in ("diff-conditions", "diff-parts") else _MOST_ROWS
+        yield from table_of(data_table, most, whole=data_table.key == "diff-conditions")
     yield ""
     yield f"<sub>traceloom {document['traceloom']}</sub>"
 
 
-def table_of(one: Table, most: int, *, whole: bool = False) -> Iterator[str]:
+def table_of(declared: Table, most: int, *, whole: bool = False) -> Iterator[str]:
     """A declared table: at most so many rows, all its columns where `whole`, else the narrow ones."""
     # The first column is text, so what a row is about stands first.
-    columns = sorted((column for column in one.columns if column.narrow), key=lambda column: column.kind != "name")
-    columns = list(one.columns) if whole else columns
-    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in one.rows[:most]]
-    yield from table(f"{one.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
-    if len(one.rows) > most:
-        yield f"| … and {len(one.rows) - most} more |{' |' * (len(columns) - 1)}"
+    columns = sorted((column for column in declared.columns if column.narrow), key=lambda column: column.kind != "name")
+    columns = list(declared.columns) if whole else columns
+    rows = [[_cell(column, row.get(column.key)) for column in columns] for row in declared.rows[:most]]
+    yield from table(f"{declared.title}: {columns[0].title}", [column.title for column in columns[1:]], rows)
+    if len(declared.rows) > most:
+        yield f"| … and {len(declared.rows) - most} more |{' |' * (len(columns) - 1)}"
 
 
 def _cell(column: Col, value: Any) -> str:

@@ -74,18 +74,18 @@ def _numbers(document: Row) -> str:
 
 
 def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
-    for one in tables(document):
-        yield f"{one.key}-section", escape(one.title), text(one.note), _drawn(one)
+    for data_table in tables(document):
+        yield f"{data_table.key}-section", escape(data_table.title), text(data_table.note), _drawn(data_table)
     yield "diff-data-section", "Data", "What was read.", _drawn(_inputs(document))
 
 
-def _drawn(one: Table) -> str:
-    columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
-    return table(one.key, columns, one.rows, _REASONS, one.title)
+def _drawn(data_table: Table) -> str:
+    columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
+    return table(data_table.key, columns, data_table.rows, _REASONS, data_table.title)
 
 
 def _inputs(document: Row) -> Table:
-    rows = [{"side": side, **given} for side in ("base", "new") for given in document[side]["inputs"]]
+    rows = [{"side": side, **entry} for side in ("base", "new") for entry in document[side]["inputs"]]
     columns = [
         Col("side", "Side"),
         Col("rank", "Rank", "count"),

@@ -56,8 +56,8 @@ def tables(document: Row) -> Iterator[Table]:
 
 
 def _account(document: Row) -> str:
-    what = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
-    return f"Every nanosecond of {what} in a usual step; the rows add up to the step, and so do their differences."
+    subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
+    return f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their differences."
 
 
 def _parts(document: Row) -> list[Row]:

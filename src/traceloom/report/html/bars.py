@@ -43,11 +43,11 @@ def bar(parts: Iterable[tuple[str, str, int]], whole: int, longest: int | None =
     left, boxes, words = 0.0, [], []
     for label, colour, ns in parts:
         width = ns * scale
-        said = f"{text(label)} {units.duration(ns)} ({units.share(ns, whole)})"
-        words.append(said)
+        title = f"{text(label)} {units.duration(ns)} ({units.share(ns, whole)})"
+        words.append(title)
         if width > 0:
             boxes.append(
-                f'<rect class="f-{colour}" x="{left:.2f}" width="{width:.2f}" height="1"><title>{said}</title></rect>'
+                f'<rect class="f-{colour}" x="{left:.2f}" width="{width:.2f}" height="1"><title>{title}</title></rect>'
             )
         left += width
     return (

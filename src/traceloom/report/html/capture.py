@@ -77,8 +77,8 @@ def _machines(ranks: list[Row]) -> str:
         Column("bare_ns", "Bare step", "time", "median of the steps of this run that were not recorded", scale="step"),
         Column("ratio", "Overhead", "text", "recorded by bare step: what recording cost, and chance"),
     ]
-    known = dict.fromkeys(("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones")
-    return table("recording-table", columns, rows, known, "Recording by rank")
+    why_unknown = dict.fromkeys(("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones")
+    return table("recording-table", columns, rows, why_unknown, "Recording by rank")
 
 
 def _settings(settings: Any) -> str | None:
@@ -118,14 +118,14 @@ def _steps(entry: Row) -> str:
         f"<title>{units.duration(ns)}, {_STATES.get(state, text(state))}</title></rect>"
         for k, (ns, state) in enumerate(shown)
     )
-    said = f"Wall time of {len(shown)} steps of the run, up to {units.duration(longest)}"
+    caption = f"Wall time of {len(shown)} steps of the run, up to {units.duration(longest)}"
     legend = "".join(
         f'<li><i class="swatch s-{state}"></i>{title}</li>'
         for state, title in _STATES.items()
         if any(state == other for _, other in shown)
     )
     return (
-        f'<figure class="columns"><figcaption class="quiet">{said}</figcaption><svg viewBox="0 0 {len(shown)} 100" '
-        f'preserveAspectRatio="none" role="img" aria-label="{said}">{columns}</svg>'
+        f'<figure class="columns"><figcaption class="quiet">{caption}</figcaption><svg viewBox="0 0 {len(shown)} 100" '
+        f'preserveAspectRatio="none" role="img" aria-label="{caption}">{columns}</svg>'
         f'<ul class="legend">{legend}</ul></figure>'
     )

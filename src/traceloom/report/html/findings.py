@@ -17,17 +17,19 @@ def findings(document: Row, reasons: Reasons) -> str:
     rows = document.get("findings") or []
     if not rows:
         return reasons.line("findings", "Findings")
-    ground = document.get("findings_ground") or {}
-    hint = "" if ground.get("holds", True) else f'<p class="quiet">Take the savings as hints: {text(ground["law"])}</p>'
-    hint += f'<p class="quiet">Of savings: {text(ground["limit"])}.</p>' if ground.get("limit") else ""
-    place = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
-    cards = "".join(_card(row, place) for row in rows)
-    if ground:
-        hint += f'<p class="quiet">Savings {text(ground["basis"])}, by re-timing; they do not overlap.</p>'
-    return f'{hint}<ol class="findings">{cards}</ol>{_abstained(ground)}'
+    context = document.get("findings_ground") or {}
+    hint = (
+        "" if context.get("holds", True) else f'<p class="quiet">Take the savings as hints: {text(context["law"])}</p>'
+    )
+    hint += f'<p class="quiet">Of savings: {text(context["limit"])}.</p>' if context.get("limit") else ""
+    positions = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
+    cards = "".join(_card(row, positions) for row in rows)
+    if context:
+        hint += f'<p class="quiet">Savings {text(context["basis"])}, by re-timing; they do not overlap.</p>'
+    return f'{hint}<ol class="findings">{cards}</ol>{_abstained(context)}'
 
 
-def _card(row: Row, place: dict[int | None, int]) -> str:
+def _card(row: Row, positions: dict[int | None, int]) -> str:
     of_time = row["list"] == "time"
     least = "≥ " if row["lower_bound"] else ""
     figure = least + units.share(row["saving_fraction"], 1) if of_time else _bytes(row)
@@ -46,7 +48,7 @@ def _card(row: Row, place: dict[int | None, int]) -> str:
         f'<li class="finding {text(row["severity"])}">'
         f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
         f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}{_alternatives(row)}'
-        f'<ul class="evidence">{"".join(_evidence(one, place) for one in row["evidence"])}</ul>'
+        f'<ul class="evidence">{"".join(_evidence(evidence, positions) for evidence in row["evidence"])}</ul>'
         f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{_alone(row)} · '
         f"evaluated: {text(row['change'] or 'no change')}</p></li>"
     )
@@ -55,7 +57,8 @@ def _card(row: Row, place: dict[int | None, int]) -> str:
 def _alternatives(row: Row) -> str:
     """Other fixes for the same time."""
     items = "".join(
-        f"<li>{text(one['title'])} ({escape(units.duration(one['alone_ns']))})</li>" for one in row["alternatives"]
+        f"<li>{text(alternative['title'])} ({escape(units.duration(alternative['alone_ns']))})</li>"
+        for alternative in row["alternatives"]
     )
     return f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{items}</ul>' if items else ""
 
@@ -69,20 +72,22 @@ def _alone(row: Row) -> str:
     return "" if alone is None or alone == row["saving_ns"] else f" · alone {units.duration(alone)}"
 
 
-def _evidence(one: Row, place: dict[int | None, int]) -> str:
-    long = one["duration_ns"] if one["duration_ns"] is not None else one["total_ns"]
+def _evidence(evidence: Row, positions: dict[int | None, int]) -> str:
+    long = evidence["duration_ns"] if evidence["duration_ns"] is not None else evidence["total_ns"]
     size = "" if long is None else f" ({escape(units.duration(long))})"
-    count = f"{units.count(one['count'])} × " if one["count"] > 1 else ""
-    said = f"{escape(count)}{text(one['what'])}{size}"
-    if one["start_ns"] is None or one["duration_ns"] is None:
-        return f"<li>{said}</li>"
-    end = one["start_ns"] + max(one["duration_ns"], 1)
-    rank = place.get(one["rank"], 0)
-    return f'<li><a href="#timeline" data-rank="{rank}" data-range="{one["start_ns"]}-{end}">{said}</a></li>'
+    count = f"{units.count(evidence['count'])} × " if evidence["count"] > 1 else ""
+    description = f"{escape(count)}{text(evidence['what'])}{size}"
+    if evidence["start_ns"] is None or evidence["duration_ns"] is None:
+        return f"<li>{description}</li>"
+    end = evidence["start_ns"] + max(evidence["duration_ns"], 1)
+    rank = positions.get(evidence["rank"], 0)
+    return (
+        f'<li><a href="#timeline" data-rank="{rank}" data-range="{evidence["start_ns"]}-{end}">{description}</a></li>'
+    )
 
 
-def _abstained(ground: Row) -> str:
-    rows = ground.get("abstentions") or []
+def _abstained(context: Row) -> str:
+    rows = context.get("abstentions") or []
     if not rows:
         return ""
     items = "".join(

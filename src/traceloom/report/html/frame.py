@@ -38,7 +38,7 @@ def framed(
 ) -> str:
     """A page that needs nothing but itself. `title` and `name` are plain words, all else is HTML."""
     script, theme = _script(), asset("theme.js")
-    style = "\n".join(asset(one) for one in STYLES)
+    style = "\n".join(asset(stylesheet) for stylesheet in STYLES)
     page = Template(asset("page.html")).substitute(
         policy=policy([theme, script], style),
         title=text(title),
@@ -58,11 +58,11 @@ def framed(
 
 
 def one_after_the_other(sections: Iterable[Section]) -> dict[str, str]:
-    """`links` and `sections` of a page whose sections stand in no groups."""
-    some = list(sections)
+    """`links` and `sections` of a page whose sections are not grouped."""
+    all_sections = list(sections)
     return {
-        "links": "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in some),
-        "sections": "\n".join(standing(*section) for section in some),
+        "links": "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in all_sections),
+        "sections": "\n".join(standing(*section) for section in all_sections),
     }
 
 
@@ -91,11 +91,11 @@ def policy(scripts: list[str], style: str) -> str:
 
 def standing(identity: str, title: str, note: str, body: str) -> str:
     """A section of the page; one line where its body only says why it is missing."""
-    told = missing(body)
-    look, beside = (' class="missing"', body) if told else ("", f'<p class="quiet">{note}</p>')
+    is_missing = missing(body)
+    look, beside = (' class="missing"', body) if is_missing else ("", f'<p class="quiet">{note}</p>')
     return (
         f'<section{look} id="{identity}" aria-labelledby="{identity}-title"><header><h2 id="{identity}-title">{title}'
-        f"</h2>{beside}</header>{'' if told else body}</section>"
+        f"</h2>{beside}</header>{'' if is_missing else body}</section>"
     )
 
 

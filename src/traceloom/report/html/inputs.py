@@ -20,7 +20,7 @@ def notices(document: Row, reasons: Reasons) -> str:
         {
             **row,
             "grade": f'<b class="grade {text(row["severity"])}">{text(row["severity"])}</b>',
-            "weakens": "; ".join(f"{one['part']}: {one['how']}" for one in row.get("affects", [])),
+            "weakens": "; ".join(f"{effect['part']}: {effect['how']}" for effect in row.get("affects", [])),
         }
         for row in rows
     ]

@@ -63,10 +63,10 @@ def _curve(curve: Row) -> str:
     reserved = [curve["reserved_bytes"][k] for k in at]
     if any(reserved):
         series.append(("reserved", reserved))
-    known: list[int] = [v for _, values in series for v in values if v is not None]
-    highest = max([0, *known]) or 1
+    sizes: list[int] = [v for _, values in series for v in values if v is not None]
+    highest = max([0, *sizes]) or 1
     # Below zero where blocks from before the recording were freed and what was there at its start is unknown.
-    lowest = min([0, *known])
+    lowest = min([0, *sizes])
     span = max(times[-1] - times[0], 1)
 
     def x(time: int) -> float:
@@ -82,11 +82,11 @@ def _curve(curve: Row) -> str:
         for v in ((lowest,) if lowest < -highest // 12 else ()) + (0, highest // 2, highest)
     )
     peak = max((v for v in series[0][1] if v is not None), default=None)
-    says = f"{allocator(curve)}: peak {units.size(peak)} allocated"
+    caption = f"{allocator(curve)}: peak {units.size(peak)} allocated"
     data = {"times": times, "left": _LEFT, "right": _RIGHT, "series": [{"name": n, "values": v} for n, v in series]}
     return (
-        f'<figure class="curve"><figcaption class="curve-says" role="status">{text(says)}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" tabindex="0" role="img" aria-label="{text(says)} over time">{marks}'
+        f'<figure class="curve"><figcaption class="curve-says" role="status">{text(caption)}</figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" tabindex="0" role="img" aria-label="{text(caption)} over time">{marks}'
         f'{paths}<text x="{_LEFT}" y="{_HEIGHT - 4}">{units.duration(times[0])}</text>'
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{units.duration(times[-1])}</text>'
         f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'

@@ -31,9 +31,9 @@ def modules(document: Row, reasons: Reasons) -> str:
 
 def _tree(tree: list[Row], position: int, reasons: Reasons) -> str:
     device = any(_all(row, "device_ns") for row in tree)
-    place = {row["node"]: k for k, row in enumerate(tree)}
+    index_of_node = {row["node"]: k for k, row in enumerate(tree)}
     nodes = [
-        (place.get(row["parent"]), row["name"], row["count"], _all(row, "host_ns"), _all(row, "device_ns"))
+        (index_of_node.get(row["parent"]), row["name"], row["count"], _all(row, "host_ns"), _all(row, "device_ns"))
         for row in tree
     ]
     return figure(nodes, label="Module tree by time") + _table(tree, position, reasons, device=device)

@@ -45,18 +45,22 @@ def grouped(sections: Iterable[Section], missing: Callable[[str], bool]) -> list
     """The groups that have sections.
 
     Args:
-        sections: In any order; what no group names stands before the last group.
+        sections: In any order; those that no group names come before the last group.
         missing: Whether the body of a section only says why there is nothing.
     """
-    found = {section[0]: section for section in sections}
+    by_key = {section[0]: section for section in sections}
     named = {key for _, keys in GROUPS for key in keys}
-    unnamed = tuple(key for key in found if key not in named)
+    unnamed = tuple(key for key in by_key if key not in named)
     out = []
     for name, keys in (*GROUPS[:-1], ("More", unnamed), GROUPS[-1]):
-        mine = [found[key] for key in keys if key in found]
-        if mine:
+        members = [by_key[key] for key in keys if key in by_key]
+        if members:
             out.append(
-                Group(name, [one for one in mine if not missing(one[3])], [one for one in mine if missing(one[3])])
+                Group(
+                    name,
+                    [section for section in members if not missing(section[3])],
+                    [section for section in members if missing(section[3])],
+                )
             )
     return out
 

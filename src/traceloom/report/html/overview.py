@@ -103,10 +103,10 @@ def _place(colour: str) -> int:
 
 def key_numbers(document: Row) -> str:
     """The four numbers that say most about this run."""
-    found = [number for number in (make(document) for make in _CANDIDATES) if number]
+    numbers = [number for number in (make(document) for make in _CANDIDATES) if number]
     items = "".join(
         f'<div><dt>{text(label)}</dt><dd><b title="{text(exact)}">{text(value)}</b><span>{text(more)}</span></dd></div>'
-        for label, value, exact, more in found[:KEY_NUMBERS]
+        for label, value, exact, more in numbers[:KEY_NUMBERS]
     )
     return f'<dl class="key">{items}</dl>' if items else ""
 
@@ -186,8 +186,8 @@ def _idle_cause(document: Row) -> Number | None:
 
 def _memory(document: Row) -> Number | None:
     devices = (document.get("memory") or {}).get("devices") or []
-    known = [d for d in devices if d.get("peak_bytes") is not None]
-    accelerators = [d for d in known if not d["device_type"].startswith("cpu")] or known
+    with_peak = [d for d in devices if d.get("peak_bytes") is not None]
+    accelerators = [d for d in with_peak if not d["device_type"].startswith("cpu")] or with_peak
     if not accelerators:
         return None
     highest = max(accelerators, key=lambda d: int(d["peak_bytes"]))
@@ -200,10 +200,10 @@ def allocator(row: Row) -> str:
     return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
 
 
-def _share_of(document: Row, label: str, more: str, **wanted: str) -> Number | None:
+def _share_of(document: Row, label: str, more: str, **conditions: str) -> Number | None:
     rows = [row for rank in document["ranks"] for row in main_account(rank)]
     window = sum(row["ns"] for row in rows)
-    part = sum(row["ns"] for row in rows if all(row[k] == v for k, v in wanted.items()))
+    part = sum(row["ns"] for row in rows if all(row[k] == v for k, v in conditions.items()))
     if not window or not part:
         return None
     return label, units.share(part, window), f"{part} of {window} ns", more

@@ -59,12 +59,12 @@ def varints(values: Ints) -> bytes:
         length += more
     ends = np.cumsum(length)
     out = np.zeros(int(ends[-1]), dtype=np.uint8)
-    place = ends - length
+    starts = ends - length
     for byte in range(int(length.max())):
-        here = length > byte
-        digits = (rest[here] >> np.uint64(7 * byte)) & np.uint64(0x7F)
-        last = length[here] == byte + 1
-        out[place[here] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(np.uint8)
+        active = length > byte
+        digits = (rest[active] >> np.uint64(7 * byte)) & np.uint64(0x7F)
+        last = length[active] == byte + 1
+        out[starts[active] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(np.uint8)
     return out.tobytes()
 
 

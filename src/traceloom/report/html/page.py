@@ -45,8 +45,8 @@ def render(document: dict[str, Any], session: Session) -> str:
     few = None if document.get("runs") else featured.choose(document, session)
     near = document if few is None else few.document(document)
     view = _timeline(document, session if few is None else few.session(session))
-    told = "" if few is None else featured.told(few.sentence(document))
-    groups = navigation.grouped(_sections(document, near, reasons, _timeline_body(view, told)), missing)
+    note = "" if few is None else featured.told(few.sentence(document))
+    groups = navigation.grouped(_sections(document, near, reasons, _timeline_body(view, note)), missing)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
     name = document.get("name") or session.name
     return framed(
@@ -112,10 +112,10 @@ def _data(document: Row, reasons: Reasons) -> str:
     return "".join(parts)
 
 
-def _timeline_body(view: timeline.Timeline | None, told: str) -> str:
+def _timeline_body(view: timeline.Timeline | None, note: str) -> str:
     if view is None:
         return '<p class="quiet absent">Timeline: the trace has no events.</p>'
-    return told + asset("timeline.html") + _omitted(view)
+    return note + asset("timeline.html") + _omitted(view)
 
 
 def _omitted(view: timeline.Timeline) -> str:

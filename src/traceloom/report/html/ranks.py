@@ -63,11 +63,11 @@ def _steps(rank: Row, position: int, reasons: Reasons) -> str:
         *((Column("launches", "Launches", "count", "calls that submitted GPU work"),) if gpu else ()),
         Column("whole", "Whole", "text", "no: the recording cuts the step off"),
     ]
-    known = {
+    why_unknown = {
         "lag": reasons.of("ranks[*].steps[*].lag_ns"),
         **{c.key: "no GPU work in this step" for c in DEVICE_SHARES},
     }
-    return table(f"steps-{position}", columns, rows, known, f"Steps of {rank_name(rank, position)}")
+    return table(f"steps-{position}", columns, rows, why_unknown, f"Steps of {rank_name(rank, position)}")
 
 
 def _gpu_step(step: Row, longest: int) -> Row:
@@ -145,8 +145,8 @@ def _idle(rank: Row, position: int, reasons: Reasons) -> str:
         Column("share", "Of the window", "share"),
         Column("gaps", "Gaps", "count", "idle stretches that have this cause"),
     ]
-    known = {"gaps": "the edges of the recording are no gaps"}
-    return table(f"idle-{position}", columns, rows, known, f"Causes of idle time of {rank_name(rank, position)}")
+    why_unknown = {"gaps": "the edges of the recording are no gaps"}
+    return table(f"idle-{position}", columns, rows, why_unknown, f"Causes of idle time of {rank_name(rank, position)}")
 
 
 def host(document: Row, reasons: Reasons) -> str:

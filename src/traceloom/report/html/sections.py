@@ -31,7 +31,7 @@ def sections(document: Row, reasons: Reasons, *, few: bool = True) -> Iterator[t
         sentence = section.summary(value)
         body = f'<p class="sentence">{_sentence(sentence)}</p>' if sentence else ""
         body += picture + _table(tables[0], reasons, most, alone=len(tables) == 1) if tables else picture
-        body += "".join(_folded(one, reasons, most) for one in tables[1:])
+        body += "".join(_folded(data_table, reasons, most) for data_table in tables[1:])
         yield name, section.title, section.note, body
 
 
@@ -47,16 +47,16 @@ def _missing(section: Section[Any], document: Row, reasons: Reasons) -> str:
     return reasons.line(path, section.title)
 
 
-def _folded(one: Table, reasons: Reasons, most: int) -> str:
+def _folded(data_table: Table, reasons: Reasons, most: int) -> str:
     """A table that is not the first one of its section: a line that unfolds."""
-    size = f"{units.count(len(one.rows))} {'row' if len(one.rows) == 1 else 'rows'}"
-    head = f'<summary><h3>{escape(one.title)}</h3> <span class="quiet">{size}</span></summary>'
-    return f'<details class="fold">{head}{_table(one, reasons, most, alone=True)}</details>'
+    size = f"{units.count(len(data_table.rows))} {'row' if len(data_table.rows) == 1 else 'rows'}"
+    head = f'<summary><h3>{escape(data_table.title)}</h3> <span class="quiet">{size}</span></summary>'
+    return f'<details class="fold">{head}{_table(data_table, reasons, most, alone=True)}</details>'
 
 
-def _table(one: Table, reasons: Reasons, most: int, *, alone: bool) -> str:
-    columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
-    head = "" if alone else f"<h3>{escape(one.title)}</h3>"
-    note = f'<p class="quiet">{text(one.note)}</p>' if one.note else ""
-    why = reasons.columns(one.path) if one.path else {}
-    return head + note + table(one.key, columns, one.rows, why, one.title, most=most)
+def _table(data_table: Table, reasons: Reasons, most: int, *, alone: bool) -> str:
+    columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
+    head = "" if alone else f"<h3>{escape(data_table.title)}</h3>"
+    note = f'<p class="quiet">{text(data_table.note)}</p>' if data_table.note else ""
+    why = reasons.columns(data_table.path) if data_table.path else {}
+    return head + note + table(data_table.key, columns, data_table.rows, why, data_table.title, most=most)

@@ -80,19 +80,19 @@ def build(
     """
     shift = 0 if epoch_ns is None else session.epoch_ns - epoch_ns
     quota = _fair_share([trace.events.height for trace in session.traces], limit)
-    parts, places, lanes, first = [], [], [], 0
+    parts, positions, lanes, first = [], [], [], 0
     for number, (trace, share) in enumerate(zip(session.traces, quota, strict=True)):
         table = _lanes(trace, number)
         part = _ordered(trace, table, share)
-        place = np.full(trace.events.height + 1, 0, dtype=np.int64)
-        place[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
+        position_of_event = np.full(trace.events.height + 1, 0, dtype=np.int64)
+        position_of_event[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
         counts = dict(part.group_by("order").len().iter_rows())
         shown = table.drop("lane", "order").to_dicts()
         lanes += [{**row, "count": counts.get(position, 0)} for position, row in enumerate(shown)]
         parts.append(part)
-        places.append(place)
+        positions.append(position_of_event)
         first += part.height
-    columns, tables = _columns(session, parts, places, [lane["count"] for lane in lanes])
+    columns, tables = _columns(session, parts, positions, [lane["count"] for lane in lanes])
     tables["communication"] = _communication(session, communication, tables["labels"])
     header = {
         "version": 1,
@@ -111,17 +111,17 @@ def build(
 def _path(
     session: Session, lanes: list[dict[str, Any]], path: dict[str, Any] | None, shift: int
 ) -> dict[str, Any] | None:
-    """The critical path as [lane, start, end]; None where there is none, or nothing of it stands on a lane."""
+    """The critical path as [lane, start, end]; None where there is none, or where none of it is on a lane."""
     ranks: dict[Any, int] = {}
     for number, trace in enumerate(session.traces):
         ranks.setdefault(0 if trace.rank is None else trace.rank, number)
     keys = ("kind", "process", "thread", "device", "stream")
     shown = [lane for lane in lanes if lane["count"]]
-    place = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(shown)}
+    lane_numbers = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(shown)}
     stretches = []
     last = max((trace.end_ns for trace in session.traces), default=0) - session.epoch_ns
     for row in (path or {}).get("stretches") or []:
-        lane = place.get((ranks.get(row["rank"]), *(row[key] for key in keys)))
+        lane = lane_numbers.get((ranks.get(row["rank"]), *(row[key] for key in keys)))
         if lane is not None:
             start = row["start_ns"] - shift
             if start + row["duration_ns"] >= 0 and start <= last:
@@ -240,7 +240,7 @@ def _facts(trace: Trace) -> pl.DataFrame:
 
 
 def _columns(
-    session: Session, parts: list[pl.DataFrame], places: list[Ints], counts: list[int]
+    session: Session, parts: list[pl.DataFrame], positions: list[Ints], counts: list[int]
 ) -> tuple[dict[str, Ints], dict[str, Any]]:
     """The payload's columns, and the tables of texts that they point into."""
     events = pl.concat(parts)
@@ -258,8 +258,8 @@ def _columns(
         "label": label - 1,
         "fact": fact,
         "correlation": sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
-        "launch": _links("launch", parts, places),
-        "forward": _links("forward", parts, places),
+        "launch": _links("launch", parts, positions),
+        "forward": _links("forward", parts, positions),
     }
     codes = {name: code for code, name in enumerate(CATEGORIES)}
     return columns, {
@@ -270,13 +270,13 @@ def _columns(
     }
 
 
-def _links(column: str, parts: list[pl.DataFrame], places: list[Ints]) -> Ints:
+def _links(column: str, parts: list[pl.DataFrame], positions: list[Ints]) -> Ints:
     """References between events as positions in the payload; to an event that was left out: none."""
     targets = []
-    for part, place in zip(parts, places, strict=True):
+    for part, position_of_event in zip(parts, positions, strict=True):
         row = part[column]
-        known = row.is_not_null().to_numpy()
-        targets.append(np.where(known, place[row.fill_null(0).to_numpy()], 0))
+        has_target = row.is_not_null().to_numpy()
+        targets.append(np.where(has_target, position_of_event[row.fill_null(0).to_numpy()], 0))
     target = np.concatenate(targets)
     return sparse(target, target > 0)
 

@@ -22,10 +22,10 @@ def write(sources: Sources, options: MemoryOptions, handle: BinaryIO, *, whole: 
     names = [*(["rank"] if several else []), *(LONG if whole else SHORT)]
     handle.write((",".join(names) + "\n").encode())
     epoch_ns = part.epoch_ns
-    for known in part.explained(full_op_names=options.full_op_names):
-        stacks = known.stack_reader() if whole else None
-        for rows in slices(known.trace, known.named, known.kinds, known.whose, stacks, whole=whole):
-            rank = pl.lit(known.trace.rank, dtype=pl.Int32)
+    for explained in part.explained(full_op_names=options.full_op_names):
+        stacks = explained.stack_reader() if whole else None
+        for rows in slices(explained.trace, explained.named, explained.kinds, explained.whose, stacks, whole=whole):
+            rank = pl.lit(explained.trace.rank, dtype=pl.Int32)
             frame = rows.with_columns(rank=rank) if several else rows
             if whole:
                 frame = frame.with_columns(pl.col("time_ns") - epoch_ns)

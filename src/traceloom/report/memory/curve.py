@@ -22,81 +22,83 @@ OTHER = "(other)"
 
 
 def curve(
-    known: Explained, pool: int, unseen: int, absent: Absent, *, most: int = INSTANTS, leaves: int = LEAVES
+    explained: Explained, pool: int, unseen: int, absent: Absent, *, most: int = INSTANTS, leaves: int = LEAVES
 ) -> Row:
     """Levels over time at a few hundred instants, the highest among them; each division adds up to the same total.
 
     Args:
-        known: The blocks.
+        explained: The blocks.
         pool: Which memory.
         unseen: Bytes that the allocator held before the recording and that nobody saw.
         absent: Times count from its epoch; says why there are no stacks.
         most: About how many instants.
         leaves: Scopes with their op that are told apart; the rest is `(other)`.
     """
-    blocks, trace = known.named.blocks, known.trace
+    blocks, trace = explained.named.blocks, explained.trace
     rows = instants(blocks.levels(pool, trace.allocations.height), most)
     times = trace.allocations["time_ns"].to_numpy()
     at = np.where(rows < 0, trace.start_ns, times[np.maximum(rows, 0)]) - absent.epoch_ns
-    kinds, kind = known.by("category")
+    kinds, kind = explained.by("category")
     by_kind = levels_by(blocks, kind, len(kinds), rows, pool)
     by_kind[OF_BEFORE] += unseen
-    names, leaf = _leaves(known)
+    names, leaf = _leaves(explained)
     stacks = None
-    if known.has_stacks:
-        stacks = _told(known, known.by("stack"), (pool, rows), unseen, STACKS)
+    if explained.has_stacks:
+        stacks = _told(explained, explained.by("stack"), (pool, rows), unseen, STACKS)
     return {
         "time_ns": at.tolist(),
         "categories": _series(kinds, by_kind),
-        "scopes": _told(known, (names, leaf), (pool, rows), unseen, leaves),
+        "scopes": _told(explained, (names, leaf), (pool, rows), unseen, leaves),
         "stacks": absent.value(stacks, "memories[*].curve.stacks"),
     }
 
 
-def _leaves(known: Explained) -> tuple[list[str], Ints]:
+def _leaves(explained: Explained) -> tuple[list[str], Ints]:
     """Scope and op of each block; of blocks from before the recording, what their owner is."""
-    named, labels = known.named, known.named.places.labels
-    scopes, scope = known.by("scope")
+    named, labels = explained.named, explained.named.places.labels
+    scopes, scope = explained.by("scope")
     plain = scope.astype(np.int64) * len(labels) + named.label
-    owner = known.whose.table["owner"].to_list()
+    owner = explained.whose.table["owner"].to_list()
     kinds = [*dict.fromkeys(owner), "unknown"]
-    number = np.append(np.array([kinds.index(one) for one in owner], dtype=np.int64), len(kinds) - 1)
-    key = np.where(named.blocks.made < 0, -1 - number[known.whose.of], plain)
-    distinct, place = np.unique(key, return_inverse=True)
+    number = np.append(np.array([kinds.index(kind) for kind in owner], dtype=np.int64), len(kinds) - 1)
+    key = np.where(named.blocks.made < 0, -1 - number[explained.whose.of], plain)
+    distinct, leaf = np.unique(key, return_inverse=True)
     names = [
-        f"{BEFORE}.{OWNED.get(kinds[-1 - one], kinds[-1 - one])}"
-        if one < 0
-        else _leaf(scopes[one // len(labels)], labels[one % len(labels)])
-        for one in distinct.tolist()
+        f"{BEFORE}.{OWNED.get(kinds[-1 - code], kinds[-1 - code])}"
+        if code < 0
+        else _leaf(scopes[code // len(labels)], labels[code % len(labels)])
+        for code in distinct.tolist()
     ]
-    return names, place.astype(np.int64)
+    return names, leaf.astype(np.int64)
 
 
 def _leaf(scope: str, label: str) -> str:
     return label if scope.startswith("(") else f"{scope}.{label}"
 
 
-def _told(known: Explained, parts: tuple[list[str], Ints], at: tuple[int, Ints], unseen: int, most: int) -> list[Row]:
+def _told(
+    explained: Explained, parts: tuple[list[str], Ints], at: tuple[int, Ints], unseen: int, most: int
+) -> list[Row]:
     """The largest parts and the rest."""
     (names, number), (pool, rows) = parts, at
-    levels = levels_by(known.named.blocks, number, len(names), rows, pool)
+    levels = levels_by(explained.named.blocks, number, len(names), rows, pool)
     kept, shown = largest_keys(levels, most)
-    told = _series([*(names[k] for k in kept.tolist()), OTHER], shown)
+    series = _series([*(names[k] for k in kept.tolist()), OTHER], shown)
     if not unseen:
-        return told
+        return series
     name = f"{BEFORE}.unknown"
-    before = next((one for one in told if one["name"] == name), None)
+    before = next((entry for entry in series if entry["name"] == name), None)
     if before is None:
-        return [*told, {"name": name, "bytes": [unseen] * rows.size}]
+        return [*series, {"name": name, "bytes": [unseen] * rows.size}]
     before["bytes"] = [level + unseen for level in before["bytes"]]
-    return told
+    return series
 
 
 def _series(names: list[str], levels: Ints) -> list[Row]:
     return [{"name": name, "bytes": row.tolist()} for name, row in zip(names, levels, strict=True) if row.any()]
 
 
-def steps(known: Explained, absent: Absent) -> list[Row]:
+def steps(explained: Explained, absent: Absent) -> list[Row]:
     """The steps of a trace, to be marked on its curves."""
-    rows = known.trace.steps.select("step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns)
+    rows = explained.trace.steps.select("step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns)
     return absent.rows(rows, "ranks[*].steps")

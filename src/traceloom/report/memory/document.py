@@ -70,11 +70,11 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
     ranks: list[Row] = []
     ends: list[Row] = []
     notices = sources.all_notices()
-    for known in sources.explained(full_op_names=options.full_op_names):
-        entry, said = rank_entry(known, options, absent, sources.snapshot_of(known.trace))
+    for explained in sources.explained(full_op_names=options.full_op_names):
+        entry, rank_notices = rank_entry(explained, options, absent, sources.snapshot_of(explained.trace))
         ranks.append(entry)
-        ends += ran_out.of_blocks(known, sources, epoch_ns)
-        notices += [notice.of_rank(known.trace.rank) for notice in said]
+        ends += ran_out.of_blocks(explained, sources, epoch_ns)
+        notices += [notice.of_rank(explained.trace.rank) for notice in rank_notices]
     ranks += [of_timeline.entry(timeline, options.at, absent) for timeline in sources.timelines]
     ends = ran_out.of_reports(sources, ranks, epoch_ns) + ends
     for name, rows in (("ranks", ranks), ("out_of_memory", ends)):
@@ -98,78 +98,78 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Row:
 
 
 def rank_entry(
-    known: Explained, options: MemoryOptions, absent: Absent, snapshot: Snapshot | None = None
+    explained: Explained, options: MemoryOptions, absent: Absent, snapshot: Snapshot | None = None
 ) -> tuple[Row, tuple[Notice, ...]]:
-    """One rank: every memory at its instant, and what to know about the pairing."""
-    trace = known.trace
-    blocks = known.named.blocks
+    """One rank: every memory at its instant, and the notices about the pairing."""
+    trace = explained.trace
+    blocks = explained.named.blocks
     rows = {pool: row_of(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
-    found = answers(known, rows)
-    names, number = known.by(options.by, options.depth)
+    allocations = answers(explained, rows)
+    names, number = explained.by(options.by, options.depth)
     memories = []
     parts = (pl.Series(names, dtype=pl.String), number)
     for at in rows.items():
-        memory = _memory(known, found, at, parts, absent)
-        memories.append(memory | _facts(known, found, at, (memory, snapshot), absent))
+        memory = _memory(explained, allocations, at, parts, absent)
+        memories.append(memory | _facts(explained, allocations, at, (memory, snapshot), absent))
     entry: Row = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": trace.meta.path,
         "memories": memories,
-        "steps": steps(known, absent),
+        "steps": steps(explained, absent),
         "lifetimes": lifetimes(blocks).to_dicts(),
     }
     if (why := facts.growth_unknown(entry)) is not None:
         absent.say("memories[*].growth", f"what grows from step to step cannot be told: {why}")
-    return entry, found.notices
+    return entry, allocations.notices
 
 
-def holders(known: Explained, absent: Absent) -> list[Row]:
+def holders(explained: Explained, absent: Absent) -> list[Row]:
     """Who holds what at the peak of every memory of one rank, its curve and what grows: the short form of an entry."""
-    found = answers(known, most=0)
-    peaks = found.pools.select("pool", "peak_row").rows()
+    allocations = answers(explained, most=0)
+    peaks = allocations.pools.select("pool", "peak_row").rows()
     memories = []
     for at in peaks:
-        held = _held(known, found, at, absent)
-        memories.append(held | {"growth": _growth(known, found, at[0], held, absent)})
+        held = _held(explained, allocations, at, absent)
+        memories.append(held | {"growth": _growth(explained, allocations, at[0], held, absent)})
     return memories
 
 
-def _held(known: Explained, found: Allocations, at: tuple[int, int], absent: Absent) -> Row:
+def _held(explained: Explained, allocations: Allocations, at: tuple[int, int], absent: Absent) -> Row:
     """One memory at an instant: its totals, and who holds what; `at` is its number and the row."""
     pool = at[0]
-    here = pl.col("pool") == pool
-    pools = absent.rows(found.pools.filter(here), "memories")[0]
+    in_pool = pl.col("pool") == pool
+    pools = absent.rows(allocations.pools.filter(in_pool), "memories")[0]
     unseen = pools["unseen_bytes"]
     return {
         **{key: value for key, value in pools.items() if key not in ("pool", "peak_row")},
-        "tree": absent.rows(found.peak.filter(here).drop("pool"), "memories[*].tree"),
-        "categories": found.categories.filter(here).drop("pool").to_dicts(),
-        "modules": _at_instant(known, _chosen(known, at), "module", unseen),
-        "curve": curve(known, pool, unseen, absent),
+        "tree": absent.rows(allocations.peak.filter(in_pool).drop("pool"), "memories[*].tree"),
+        "categories": allocations.categories.filter(in_pool).drop("pool").to_dicts(),
+        "modules": _at_instant(explained, _chosen(explained, at), "module", unseen),
+        "curve": curve(explained, pool, unseen, absent),
     }
 
 
-def _chosen(known: Explained, at: tuple[int, int]) -> Bools:
+def _chosen(explained: Explained, at: tuple[int, int]) -> Bools:
     """The blocks of a memory that are alive at an instant."""
-    chosen: Bools = (known.named.blocks.pool == at[0]) & known.named.blocks.alive(at[1])
+    chosen: Bools = (explained.named.blocks.pool == at[0]) & explained.named.blocks.alive(at[1])
     return chosen
 
 
 def _memory(
-    known: Explained, found: Allocations, at: tuple[int, int], parts: tuple[pl.Series, Any], absent: Absent
+    explained: Explained, allocations: Allocations, at: tuple[int, int], parts: tuple[pl.Series, Any], absent: Absent
 ) -> Row:
     """One memory at an instant with all that is known of its blocks; `at` is its number and the row."""
-    held = _held(known, found, at, absent)
+    held = _held(explained, allocations, at, absent)
     row, unseen = at[1], held["unseen_bytes"]
-    here = pl.col("pool") == at[0]
-    chosen = _chosen(known, at)
-    divided = sums_by(known.named, chosen, parts[1], parts[0])
+    in_pool = pl.col("pool") == at[0]
+    chosen = _chosen(explained, at)
+    divided = sums_by(explained.named, chosen, parts[1], parts[0])
     if unseen:
         name = "before_recording" if "before_recording" in parts[0] else BEFORE
         divided = _with_unseen(divided, name, unseen)
-    times = known.trace.allocations["time_ns"]
-    time_ns = known.trace.start_ns if row < 0 else int(times[row])
-    largest = _relative(found.largest.filter(here).drop("pool"), absent)
+    times = explained.trace.allocations["time_ns"]
+    time_ns = explained.trace.start_ns if row < 0 else int(times[row])
+    largest = _relative(allocations.largest.filter(in_pool).drop("pool"), absent)
     return {
         **{key: value for key, value in held.items() if key not in _LATER},
         "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
@@ -183,29 +183,33 @@ def _memory(
 
 
 def _facts(
-    known: Explained, found: Allocations, at: tuple[int, int], here: tuple[Row, Snapshot | None], absent: Absent
+    explained: Explained,
+    allocations: Allocations,
+    at: tuple[int, int],
+    state: tuple[Row, Snapshot | None],
+    absent: Absent,
 ) -> Row:
-    """What is known of a memory beyond its blocks; `here` is its row so far, and the snapshot of its allocator."""
-    memory, snapshot = here
-    size = facts.capacity(known.trace, memory)
+    """What is known of a memory beyond its blocks; `state` is its row so far, and the snapshot of its allocator."""
+    memory, snapshot = state
+    size = facts.capacity(explained.trace, memory)
     return {
         "capacity_bytes": absent.value(size, "memories[*].capacity_bytes"),
-        "growth": _growth(known, found, at[0], memory, absent),
-        "activations": facts.activations(known, *at),
-        "allocator": absent.value(facts.allocator(known.trace, memory, snapshot), "memories[*].allocator"),
+        "growth": _growth(explained, allocations, at[0], memory, absent),
+        "activations": facts.activations(explained, *at),
+        "allocator": absent.value(facts.allocator(explained.trace, memory, snapshot), "memories[*].allocator"),
     }
 
 
-def _growth(known: Explained, found: Allocations, pool: int, memory: Row, absent: Absent) -> list[Row]:
+def _growth(explained: Explained, allocations: Allocations, pool: int, memory: Row, absent: Absent) -> list[Row]:
     """What grows in one memory."""
-    grows = found.growth.filter(pl.col("pool") == pool)
-    return facts.growing(known, grows, memory, facts.capacity(known.trace, memory), absent)
+    grows = allocations.growth.filter(pl.col("pool") == pool)
+    return facts.growing(explained, grows, memory, facts.capacity(explained.trace, memory), absent)
 
 
-def _at_instant(known: Explained, chosen: Any, by: str, unseen: int) -> list[Row]:
-    """These blocks divided, with what nobody saw."""
-    names, number = known.by(by)
-    divided = sums_by(known.named, chosen, number, pl.Series(names, dtype=pl.String))
+def _at_instant(explained: Explained, chosen: Any, by: str, unseen: int) -> list[Row]:
+    """These blocks divided, with what was held before the recording."""
+    names, number = explained.by(by)
+    divided = sums_by(explained.named, chosen, number, pl.Series(names, dtype=pl.String))
     return (_with_unseen(divided, BEFORE, unseen) if unseen else divided).to_dicts()
 
 
@@ -233,7 +237,7 @@ def _sentence(ranks: list[Row], ends: list[Row]) -> str:
     held = " and ".join(f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds)
     growth = memory["growth"][:1]
     leak = f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
-    before = f"{said} " if (said := _ran_out(ends)) else ""
+    before = f"{shortage} " if (shortage := _ran_out(ends)) else ""
     where = f"The {where[4:]}" if where.startswith("the ") else where
     return f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
 
@@ -244,9 +248,9 @@ def _ran_out(entries: list[Row]) -> str:
         return ""
     first = entries[0]
     when = "" if first["step"] is None else f" in step {first['step']}"
-    whose = f" on rank {first['rank']}" if first["rank"] is not None and len(entries) > 1 else ""
-    asked = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
-    return f"Memory ran out{when}{whose}{asked}, beside {units.size(first['bytes'])} that were alive."
+    rank = f" on rank {first['rank']}" if first["rank"] is not None and len(entries) > 1 else ""
+    request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
+    return f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
 
 
 def _device(memory: Row) -> str:

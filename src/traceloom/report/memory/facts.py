@@ -33,25 +33,25 @@ def capacity(trace: Trace, facts: Row) -> int | None:
         return None
     number = max(facts["device"], 0)
     listed = (trace.meta.capture or {}).get("devices")
-    for one in listed if isinstance(listed, list) else []:
-        if isinstance(one, dict) and one.get("device") == number and (size := whole(one.get("memory_bytes"))):
+    for device in listed if isinstance(listed, list) else []:
+        if isinstance(device, dict) and device.get("device") == number and (size := whole(device.get("memory_bytes"))):
             return size
-    known = trace.devices.filter(pl.col("device") == number)["memory_bytes"].drop_nulls()
-    return int(known[0]) if known.len() and known[0] > 0 else None
+    sizes = trace.devices.filter(pl.col("device") == number)["memory_bytes"].drop_nulls()
+    return int(sizes[0]) if sizes.len() and sizes[0] > 0 else None
 
 
-def growing(known: Explained, rows: pl.DataFrame, facts: Row, size: int | None, absent: Absent) -> list[Row]:
-    """What grows, with its stack, and the step at which the device is full if all of it goes on."""
+def growing(explained: Explained, rows: pl.DataFrame, facts: Row, size: int | None, absent: Absent) -> list[Row]:
+    """What grows, with its stack, and the step at which the device is full if all of it keeps growing."""
     if not rows.height:
         return []
-    stacks = known.stack_reader()(rows["example"].cast(pl.Int64).to_numpy())
+    stacks = explained.stack_reader()(rows["example"].cast(pl.Int64).to_numpy())
     per_step = float(rows["bytes_per_step"].sum())
     full = None
     if size is not None and per_step > 0:
         last = facts["peak_step"] if facts["peak_step"] is not None else int(rows["last_step"].to_numpy().max())
         full = last + 1 + max(math.floor((size - facts["peak_bytes"]) / per_step), 0)
-    told = rows.drop("pool", "example").with_columns(stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64))
-    return absent.rows(told, "memories[*].growth")
+    grown = rows.drop("pool", "example").with_columns(stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64))
+    return absent.rows(grown, "memories[*].growth")
 
 
 def growth_unknown(entry: Row) -> str | None:
@@ -63,9 +63,9 @@ def growth_unknown(entry: Row) -> str | None:
     return f"it takes at least {LEAST_STEPS + 1} steps, and {had} recorded"
 
 
-def activations(known: Explained, pool: int, row: int) -> list[Row]:
+def activations(explained: Explained, pool: int, row: int) -> list[Row]:
     """Activations by module and what checkpointing each would save; the largest savings."""
-    return module_activations(known, pool, row).head(MOST_MODULES).to_dicts()
+    return module_activations(explained, pool, row).head(MOST_MODULES).to_dicts()
 
 
 def allocator(trace: Trace, facts: Row, snapshot: Snapshot | None) -> Row | None:
@@ -78,24 +78,24 @@ def allocator(trace: Trace, facts: Row, snapshot: Snapshot | None) -> Row | None
         return None
     number = max(facts["device"], 0)
     out: Row = dict.fromkeys((*_FRAGMENTS, "retries", "outside_bytes"))
-    found = False
+    has_state = False
     if snapshot is not None:
         rows = fragments(snapshot).filter(pl.col("device") == number).select(_FRAGMENTS).to_dicts()
-        found = bool(rows)
+        has_state = bool(rows)
         out |= rows[0] if rows else {}
     listed = (trace.meta.capture or {}).get("allocators_at_end")
-    for one in listed if isinstance(listed, list) else []:
-        if not isinstance(one, dict) or one.get("device") != number:
+    for entry in listed if isinstance(listed, list) else []:
+        if not isinstance(entry, dict) or entry.get("device") != number:
             continue
-        told = {
-            key: whole(one.get(key))
+        recorded = {
+            key: whole(entry.get(key))
             for key in ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
         }
-        found = True
+        has_state = True
         for key in ("reserved_bytes", "allocated_bytes"):
-            out[key] = out[key] if out[key] is not None else told[key]
-        out["retries"] = told["retries"]
-        total, free, reserved = told["total_bytes"], told["free_bytes"], told["reserved_bytes"]
+            out[key] = out[key] if out[key] is not None else recorded[key]
+        out["retries"] = recorded["retries"]
+        total, free, reserved = recorded["total_bytes"], recorded["free_bytes"], recorded["reserved_bytes"]
         if total is not None and free is not None and reserved is not None:
             out["outside_bytes"] = max(total - free - reserved, 0)
-    return out if found else None
+    return out if has_state else None

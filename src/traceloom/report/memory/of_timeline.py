@@ -32,10 +32,10 @@ def entry(timeline: Timeline, at: str, absent: Absent) -> Row:
         absent.say(path, _NONE)
     total = timeline.levels.sum(axis=0)
     times = timeline.time_ns - absent.epoch_ns
-    here = _instant(total, times, at)
+    index = _instant(total, times, at)
     peak = int(total.argmax()) if total.size else 0
-    rows = instants(total) + 1  # places in the levels themselves: there is no start before them
-    levels = timeline.levels[:, here] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
+    rows = instants(total) + 1  # positions in the levels themselves: there is no start before them
+    levels = timeline.levels[:, index] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
     held = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
     held.sort(key=lambda pair: (-pair[1], pair[0]))
     whole = max(sum(size for _, size in held), 1)
@@ -65,7 +65,7 @@ def entry(timeline: Timeline, at: str, absent: Absent) -> Row:
         "free_count": timeline.destroyed,
         "reserved_at_peak_bytes": None,
         "capacity_bytes": None,
-        "instant": {"time_ns": int(times[here]) if total.size else 0, "bytes": sum(size for _, size in held)},
+        "instant": {"time_ns": int(times[index]) if total.size else 0, "bytes": sum(size for _, size in held)},
         "tree": tree_of([((name,), size, 0) for name, size in held]).to_dicts(),
         "categories": categories,
         "parts": parts,

@@ -60,7 +60,9 @@ def _numbers(document: Row) -> str:
     if not memories:
         return ""
     entry, most = max(memories, key=lambda pair: int(pair[1]["peak_bytes"]))
-    known = sum(row["bytes"] for row in most["categories"] if row["category"] not in ("unknown", "before_recording"))
+    attributed = sum(
+        row["bytes"] for row in most["categories"] if row["category"] not in ("unknown", "before_recording")
+    )
     whole = max(sum(row["bytes"] for row in most["categories"]), 1)
     where = "outside all steps" if most["peak_step"] is None else f"in step {most['peak_step']}"
     grows = sum(row["bytes_per_step"] for row in most["growth"])
@@ -70,7 +72,7 @@ def _numbers(document: Row) -> str:
     shown = [
         ("Peak", units.size(most["peak_bytes"]), f"{allocator(most)}, {where}"),
         ("At the end", units.size(most["end_bytes"]), f"after {units.count(most['allocation_count'])} allocations"),
-        ("Told what it is for", units.share(known, whole), "of the bytes at the instant shown"),
+        ("Told what it is for", units.share(attributed, whole), "of the bytes at the instant shown"),
         ("Grows", *growth),
     ]
     items = "".join(

@@ -25,9 +25,9 @@ def ran_out(document: Row) -> str:
 
 def _end(entry: Row, number: int) -> str:
     rank = "" if entry["rank"] is None else f"rank {entry['rank']}: "
-    asked = "" if entry["asked_bytes"] is None else f"{units.size(entry['asked_bytes'])} were asked for, "
+    request = "" if entry["asked_bytes"] is None else f"{units.size(entry['asked_bytes'])} were asked for, "
     step = "" if entry["step"] is None else f", in step {entry['step']}"
-    parts = [f"<h3>{text(rank)}{text(asked)}{units.size(entry['bytes'])} were alive{text(step)}</h3>"]
+    parts = [f"<h3>{text(rank)}{text(request)}{units.size(entry['bytes'])} were alive{text(step)}</h3>"]
     if entry["where"]:
         parts.append(f'<p class="quiet">at <code>{text(entry["where"])}</code></p>')
     if entry["advice"]:

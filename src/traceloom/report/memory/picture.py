@@ -40,21 +40,22 @@ def figure(memory: Row, steps: list[Row], *, label: str, at: str = "peak") -> st
         at: The instant that was asked for; `peak` or another.
     """
     curve = memory["curve"]
-    totals = [sum(values) for values in zip(*(one["bytes"] for one in curve["categories"]), strict=True)]
+    totals = [sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)]
     if not totals:
         return ""
     peak = totals.index(max(totals))
     time_ns = memory["instant"]["time_ns"]
     chosen = peak if at == "peak" else max(bisect_right(curve["time_ns"], time_ns) - 1, 0)
     order = list(COLOURS)
-    kinds = sorted(curve["categories"], key=lambda one: order.index(one["name"]) if one["name"] in order else 99)
+    kinds = sorted(curve["categories"], key=lambda kind: order.index(kind["name"]) if kind["name"] in order else 99)
     data = {
         "times": curve["time_ns"],
         "peak": peak,
         "chosen": chosen,
         "steps": [[row["step"], row["start_ns"], row["end_ns"]] for row in steps],
         "kinds": [
-            [one["name"].replace("_", " "), COLOURS.get(one["name"], "idle"), changes(one["bytes"])] for one in kinds
+            [kind["name"].replace("_", " "), COLOURS.get(kind["name"], "idle"), changes(kind["bytes"])]
+            for kind in kinds
         ],
         "trees": _trees(curve),
     }
@@ -94,9 +95,9 @@ def _trees(curve: Row) -> Row:
     def stack(text: str) -> list[int]:
         return [number(frame) for frame in reversed(text.split(_FRAME))]
 
-    out: Row = {"scopes": [[scope(one["name"]), changes(one["bytes"])] for one in curve["scopes"]]}
+    out: Row = {"scopes": [[scope(level["name"]), changes(level["bytes"])] for level in curve["scopes"]]}
     if curve.get("stacks"):
-        out["stacks"] = [[stack(one["name"]), changes(one["bytes"])] for one in curve["stacks"]]
+        out["stacks"] = [[stack(level["name"]), changes(level["bytes"])] for level in curve["stacks"]]
     return {"names": list(names), **out}
 
 

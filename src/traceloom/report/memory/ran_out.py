@@ -37,23 +37,23 @@ def of_reports(sources: Sources, ranks: list[Row], epoch_ns: int) -> list[Row]:
     return [_of_report(report, sources, ranks, epoch_ns) for report in sources.reports]
 
 
-def of_blocks(known: Explained, sources: Sources, epoch_ns: int) -> list[Row]:
+def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row]:
     """One entry for each time that a trace or a snapshot says that memory ran out, where no report says it better."""
-    if known.trace.rank in {report.rank for report in sources.reports}:
+    if explained.trace.rank in {report.rank for report in sources.reports}:
         return []
-    if known.stacks is None:
-        return _of_marks(known, epoch_ns)
+    if explained.stacks is None:
+        return _of_marks(explained, epoch_ns)
     snapshots = [*(snapshot for _, snapshot in sources.snapshots), *sources.attached.values()]
-    mine = next(one for one in snapshots if one.path == known.trace.meta.path)
-    return _of_snapshot(known, mine, epoch_ns)
+    own = next(snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path)
+    return _of_snapshot(explained, own, epoch_ns)
 
 
 def _of_report(report: Report, sources: Sources, ranks: list[Row], epoch_ns: int) -> Row:
     document = report.document
     listed = document.get("stack")
-    stack = [str(one)[:2000] for one in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []
+    stack = [str(frame)[:2000] for frame in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []
     live = why.census_of(document)
-    asked, time = whole(document.get("asked_bytes")), whole(document.get("time_ns"))
+    asked_bytes, time = whole(document.get("asked_bytes")), whole(document.get("time_ns"))
     devices = _devices(document.get("devices"))
     world = sources.session.world_size if sources.session is not None else None
     growing = [
@@ -64,8 +64,8 @@ def _of_report(report: Report, sources: Sources, ranks: list[Row], epoch_ns: int
         for row in memory["growth"]
     ]
     held = why.kinds(live)
-    said = why.advice(
-        held, live, asked=asked, stack=stack, devices=devices, ranks=world,
+    suggestions = why.advice(
+        held, live, asked=asked_bytes, stack=stack, devices=devices, ranks=world,
         growing=growing,
     )  # fmt: skip
     return {
@@ -74,19 +74,19 @@ def _of_report(report: Report, sources: Sources, ranks: list[Row], epoch_ns: int
         "evidence": "census",
         "time_ns": None if time is None else time - epoch_ns,
         "step": whole(document.get("step")),
-        "asked_bytes": asked,
+        "asked_bytes": asked_bytes,
         "message": str(document.get("message", ""))[:4000],
         "where": why.where_in_program(stack),
         "stack": stack,
         "devices": devices,
         **_held(held),
         "tree": why.tree(live).to_dicts(),
-        "advice": [_told(one) for one in said],
+        "advice": [_told(suggestion) for suggestion in suggestions],
     }
 
 
-def _told(one: why.Advice) -> Row:
-    return {"action": one.action, "text": one.text, "bytes": one.bytes, "why": one.why}
+def _told(suggestion: why.Advice) -> Row:
+    return {"action": suggestion.action, "text": suggestion.text, "bytes": suggestion.bytes, "why": suggestion.why}
 
 
 def _held(held: dict[str, int]) -> Row:
@@ -95,27 +95,27 @@ def _held(held: dict[str, int]) -> Row:
     return {"bytes": total, "kinds": kinds}
 
 
-def _growing(known: Explained) -> list[tuple[str, float, int]]:
-    rows = growth(known.trace, known.named)
+def _growing(explained: Explained) -> list[tuple[str, float, int]]:
+    rows = growth(explained.trace, explained.named)
     return rows.select("site", "bytes_per_step", "bytes").rows()
 
 
 def _devices(listed: Any) -> list[Row]:
     """What the allocators said, with what is in use outside them."""
     out = []
-    for one in listed if isinstance(listed, list) else []:
-        if not isinstance(one, dict) or any((whole(one.get(key)) or 0) < 0 for key in _DEVICE):
+    for entry in listed if isinstance(listed, list) else []:
+        if not isinstance(entry, dict) or any((whole(entry.get(key)) or 0) < 0 for key in _DEVICE):
             continue
-        row: Row = {"device_type": str(one.get("device_type", ""))[:40], "device": whole(one.get("device"))}
-        row |= {key: whole(one.get(key)) or 0 for key in _DEVICE}
+        row: Row = {"device_type": str(entry.get("device_type", ""))[:40], "device": whole(entry.get("device"))}
+        row |= {key: whole(entry.get(key)) or 0 for key in _DEVICE}
         row["outside_bytes"] = max(row["total_bytes"] - row["free_bytes"] - row["reserved_bytes"], 0)
         out.append(row)
     return out
 
 
-def _of_marks(known: Explained, epoch_ns: int) -> list[Row]:
+def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
     """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the blocks."""
-    trace = known.trace
+    trace = explained.trace
     marks = trace.marks.filter(pl.col("name") == MARK)
     if not marks.height:
         return []
@@ -125,7 +125,7 @@ def _of_marks(known: Explained, epoch_ns: int) -> list[Row]:
     positions = innermost(trace, forest(trace), threads)
     at = np.searchsorted(trace.allocations["time_ns"].to_numpy(), marks["time_ns"].to_numpy(), side="right") - 1
     out = []
-    for k, (time, asked) in enumerate(marks.select("time_ns", "bytes").rows()):
+    for k, (time, asked_bytes) in enumerate(marks.select("time_ns", "bytes").rows()):
         out.append(
             {
                 "rank": trace.rank,
@@ -133,12 +133,12 @@ def _of_marks(known: Explained, epoch_ns: int) -> list[Row]:
                 "evidence": "trace",
                 "time_ns": time - epoch_ns,
                 "step": _step(trace.steps, time),
-                "asked_bytes": asked,
+                "asked_bytes": asked_bytes,
                 "message": "",
-                "where": _place(known, int(positions[k])),
+                "where": _place(explained, int(positions[k])),
                 "stack": [],
                 "devices": [],
-                **_of_blocks(known, int(at[k]), asked, []),
+                **_of_blocks(explained, int(at[k]), asked_bytes, []),
             }
         )
     return out
@@ -149,57 +149,59 @@ def _step(steps: pl.DataFrame, time: int) -> int | None:
     return int(inside[0]) if inside.len() else None
 
 
-def _place(known: Explained, position: int) -> str | None:
+def _place(explained: Explained, position: int) -> str | None:
     """Scope and op at a position of the forest."""
     if position < 0:
         return None
-    places = known.named.places
+    places = explained.named.places
     path, label = places.paths[int(places.path[position])], places.labels[int(places.label[position])]
     return f"{path}.{label}" if path else label
 
 
-def _of_blocks(known: Explained, row: int, asked: int | None, stack: list[str]) -> Row:
+def _of_blocks(explained: Explained, row: int, asked_bytes: int | None, stack: list[str]) -> Row:
     """Who held what just after a row of the allocations, in the memory that held most."""
-    pools = range(len(known.named.blocks.pools))
-    found = answers(known, dict.fromkeys(pools, row))
-    totals = found.categories.group_by("pool").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
+    pools = range(len(explained.named.blocks.pools))
+    allocations = answers(explained, dict.fromkeys(pools, row))
+    totals = allocations.categories.group_by("pool").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
     pool = int(totals["pool"][0]) if totals.height else 0
-    here = pl.col("pool") == pool
+    in_pool = pl.col("pool") == pool
     held: dict[str, int] = {}
-    for category, size in found.categories.filter(here).select("category", "bytes").rows():
+    for category, size in allocations.categories.filter(in_pool).select("category", "bytes").rows():
         kind = _OF_CATEGORY.get(category, category.replace("_", " "))
         held[kind] = held.get(kind, 0) + size
     nobody = why.census_of({})
-    said = why.advice(held, nobody, asked=asked, stack=stack, devices=[], ranks=None, growing=_growing(known))
+    suggestions = why.advice(
+        held, nobody, asked=asked_bytes, stack=stack, devices=[], ranks=None, growing=_growing(explained)
+    )
     return {
         **_held(dict(sorted(held.items(), key=lambda pair: -pair[1]))),
-        "tree": found.peak.filter(here).drop("pool").to_dicts(),
-        "advice": [_told(one) for one in said],
+        "tree": allocations.peak.filter(in_pool).drop("pool").to_dicts(),
+        "advice": [_told(suggestion) for suggestion in suggestions],
     }
 
 
-def _of_snapshot(known: Explained, snapshot: Snapshot, epoch_ns: int) -> list[Row]:
+def _of_snapshot(explained: Explained, snapshot: Snapshot, epoch_ns: int) -> list[Row]:
     """Entries `oom` of an allocator's history."""
     ends = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
-    times = known.trace.allocations["time_ns"].to_numpy()
+    times = explained.trace.allocations["time_ns"].to_numpy()
     out = []
-    for asked, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
+    for asked_bytes, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
         stack = [frame_text(frame) for frame in reversed(snapshot.stacks[number])][-MOST_FRAMES:]
-        python = [one for one in stack if ".py(" in one]
+        python = [frame for frame in stack if ".py(" in frame]
         row = times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
         out.append(
             {
-                "rank": known.trace.rank,
+                "rank": explained.trace.rank,
                 "path": snapshot.path,
                 "evidence": "snapshot",
                 "time_ns": None if time_us is None else time_us * 1000 - epoch_ns,
                 "step": None,
-                "asked_bytes": asked,
+                "asked_bytes": asked_bytes,
                 "message": f"{free} bytes were free on the device",
                 "where": why.where_in_program(python or stack),
                 "stack": stack,
                 "devices": [],
-                **_of_blocks(known, row, asked, python or stack),
+                **_of_blocks(explained, row, asked_bytes, python or stack),
             }
         )
     return out

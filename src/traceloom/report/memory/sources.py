@@ -82,20 +82,20 @@ class Sources:
             return self
         session = self.session.of_ranks(ranks) if self.session is not None else None
         snapshots = [pair for pair in self.snapshots if pair[0] in ranks]
-        reports = [one for one in self.reports if one.rank in ranks]
+        reports = [report for report in self.reports if report.rank in ranks]
         return replace(self, session=session, snapshots=snapshots, reports=reports)
 
     def snapshot_of(self, trace: Trace) -> Snapshot | None:
         """The snapshot beside a trace, or the one that the trace was made of."""
-        known = [*(one for _, one in self.snapshots), *self.attached.values()]
-        made_of = next((one for one in known if one.path == trace.meta.path), None)
+        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.attached.values()]
+        made_of = next((snapshot for snapshot in snapshots if snapshot.path == trace.meta.path), None)
         return self.attached.get(trace.meta.path, made_of)
 
     def all_notices(self) -> list[Notice]:
         """Those of the run, of snapshots, and of files that were refused."""
         run = list(self.session.notices) if self.session is not None else []
-        snapshots = [*(one for _, one in self.snapshots), *self.attached.values()]
-        return [*run, *self.notices, *(notice for one in snapshots for notice in one.notices)]
+        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.attached.values()]
+        return [*run, *self.notices, *(notice for snapshot in snapshots for notice in snapshot.notices)]
 
     @property
     def epoch_ns(self) -> int:
@@ -103,8 +103,8 @@ class Sources:
         if self.session is not None:
             return self.session.epoch_ns
         starts = [int(line.time_ns[0]) for line in self.timelines if line.time_ns.size]
-        starts += [explain_snapshot(one).trace.start_ns for _, one in self.snapshots]
-        starts += [time for one in self.reports if isinstance(time := one.document.get("time_ns"), int)]
+        starts += [explain_snapshot(snapshot).trace.start_ns for _, snapshot in self.snapshots]
+        starts += [time for report in self.reports if isinstance(time := report.document.get("time_ns"), int)]
         return min(starts, default=0)
 
 
@@ -156,29 +156,29 @@ def find(paths: list[str], *, cache: bool = True) -> Sources:
 
 def _without_traces(paths: list[str], out: Sources) -> bool:
     """A run that ended before its window was written may have left a report alone."""
-    found = False
+    has_files = False
     for folder in (Path(text) for text in paths):
         if not folder.is_dir():
             continue
         for path in sorted(folder.glob(f"*{REPORT_ENDING}")):
             note_input(path)
             out.reports.append(Report(rank_of(path), str(path), read_out_of_memory(path)))
-            found = True
+            has_files = True
         for path in sorted(folder.glob(f"*{SNAPSHOT_ENDING}")):
             note_input(path)
             out.snapshots.append((rank_of(path), read_snapshot(path)))
-            found = True
-    return found
+            has_files = True
+    return has_files
 
 
 def _beside(trace: Trace, out: Sources) -> None:
-    """What the recorder left for the process of this trace; what cannot be read is said, and the rest stands."""
+    """What the recorder left for the process of this trace; files that cannot be read become notices."""
     try:
         snapshot = beside(trace, SNAPSHOT_ENDING)
         if snapshot is not None:
             out.attached[trace.meta.path] = read_snapshot(snapshot)
         report = beside(trace, REPORT_ENDING)
-        if report is not None and str(report) not in {one.path for one in out.reports}:
+        if report is not None and str(report) not in {other.path for other in out.reports}:
             out.reports.append(Report(trace.rank, str(report), read_out_of_memory(report)))
     except InputError as error:
         out.notices.append(Notice("refused-input", "warning", str(error), rank=trace.rank))

@@ -60,11 +60,11 @@ def _job(document: Row, width: int) -> Iterator[Text]:
     for row in document["job"]:
         if row["count"] > 1:
             least, most = units.size(row["smallest_peak_bytes"]), units.size(row["largest_peak_bytes"])
-            said = (
+            sentence = (
                 f"{row['count']} × {row['device_type']}: peaks from {least} to {most}, "
                 f"{units.size(row['sum_of_peaks_bytes'])} in all; the largest is {row['imbalance']:.2f} × the mean."
             )
-            yield from wrapped(said, width)
+            yield from wrapped(sentence, width)
 
 
 def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:

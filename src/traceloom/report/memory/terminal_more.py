@@ -84,8 +84,8 @@ def _advice(rows: list[Row], width: int) -> Iterator[Text]:
     yield Text(" What to try first", "bold")
     for number, row in enumerate(rows, start=1):
         frees = "" if row["bytes"] is None else f" – frees up to {units.size(row['bytes'])}"
-        said = f"{number}. {row['text']}{frees} ({row['why']})"
-        first, *rest = textwrap.wrap(harmless(said), width - 5, break_on_hyphens=False)
+        sentence = f"{number}. {row['text']}{frees} ({row['why']})"
+        first, *rest = textwrap.wrap(harmless(sentence), width - 5, break_on_hyphens=False)
         yield Text("  " + first)
         for line in rest:
             yield Text("     " + line)

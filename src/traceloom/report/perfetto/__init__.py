@@ -87,10 +87,10 @@ def _metadata(trace: Trace, tracks: Tracks, process: int, first_thread: int) -> 
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
     ]
-    for place, track in enumerate(["steps", *tracks.names]):
-        thread = {"ph": "M", "pid": process, "tid": first_thread + place}
+    for index, track in enumerate(["steps", *tracks.names]):
+        thread = {"ph": "M", "pid": process, "tid": first_thread + index}
         rows.append({**thread, "name": "thread_name", "args": {"name": track}})
-        rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": place}})
+        rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": index}})
     return ",\n".join(_quoted(row).decode() for row in rows)
 
 
@@ -143,12 +143,12 @@ def _slices(
         events = events.join(frame, on="event", how="left", maintain_order="left")
     events = events.join(names, on="name", how="left", maintain_order="left")
     events = events.with_columns(microseconds(events["ts"]), microseconds(events["dur"]))
-    place = pl.concat_str(pl.lit(f'"pid":{process},"tid":'), "tid", pl.lit(',"ts":'), "ts")
+    position = pl.concat_str(pl.lit(f'"pid":{process},"tid":'), "tid", pl.lit(',"ts":'), "ts")
     rows = events.select(
         "event",
-        place.alias("place"),
+        position.alias("place"),
         pl.concat_str(
-            pl.lit('{"ph":"X",'), place, pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
+            pl.lit('{"ph":"X",'), position, pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
             pl.lit(',"cat":"'), pl.col("category").cast(pl.String), pl.lit('","args":{"event":'), "event",
             *_args(), pl.lit("}}"),
         ).alias("text"),
@@ -182,13 +182,15 @@ def _escaped(text: pl.Expr) -> pl.Expr:
 
 def _ends(rows: pl.DataFrame, arrows: pl.DataFrame, end: str, opening: str) -> pl.DataFrame:
     """The rows of the arrows that begin or end in these events, joined per event."""
-    here = arrows.select(pl.col(end).alias("event"), "arrow", "id").join(rows.select("event", "place"), on="event")
+    arrow_ends = arrows.select(pl.col(end).alias("event"), "arrow", "id").join(
+        rows.select("event", "place"), on="event"
+    )
     text = pl.concat_str(
         pl.lit(opening), "place", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow", pl.lit('","id":'), "id",
         pl.lit("}"),
     )  # fmt: skip
     return (
-        here.select("event", text.alias("arrows"))
+        arrow_ends.select("event", text.alias("arrows"))
         .group_by("event", maintain_order=True)
         .agg(pl.col("arrows").str.join(",\n"))
     )

@@ -91,11 +91,11 @@ def _bandwidth(trace: Trace) -> pl.DataFrame:
 def _memory(trace: Trace) -> list[pl.DataFrame]:
     curves = []
     for (kind, device), curve in analyze.memory(trace).curve.group_by("device_type", "device", maintain_order=True):
-        place = f"{kind} {device}" if isinstance(device, int) and device >= 0 else str(kind)
-        for column, what in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
-            known = curve.drop_nulls(column)
-            value = (known[column] / 1e6).to_numpy()
-            curves.append(_curve(f"{harmless(place)} memory {what} MB", known["time_ns"].to_numpy(), value))
+        device_name = f"{kind} {device}" if isinstance(device, int) and device >= 0 else str(kind)
+        for column, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
+            samples = curve.drop_nulls(column)
+            value = (samples[column] / 1e6).to_numpy()
+            curves.append(_curve(f"{harmless(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value))
     return curves
 
 

@@ -103,7 +103,7 @@ def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> 
     """The slices, each followed by the arrows that begin and end in it, so that Perfetto binds them to it."""
     for low in range(0, nodes.height, _SLICE):
         part = nodes.slice(low, _SLICE).join(quoted, on="name", how="left", maintain_order="left")
-        place = pl.concat_str(pl.lit('"pid":'), "pid", pl.lit(',"tid":'), "tid", pl.lit(',"ts":'))
+        prefix = pl.concat_str(pl.lit('"pid":'), "pid", pl.lit(',"tid":'), "tid", pl.lit(',"ts":'))
         optional = [
             pl.when(pl.col(name).is_not_null())
             .then(pl.concat_str(pl.lit(f',"{name}":'), pl.col(name).cast(pl.String)))
@@ -112,9 +112,9 @@ def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> 
         ]
         rows = part.select(
             "node",
-            begin=pl.concat_str(place, "ts"),
+            begin=pl.concat_str(prefix, "ts"),
             text=pl.concat_str(
-                pl.lit('{"ph":"X",'), place, "ts", pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
+                pl.lit('{"ph":"X",'), prefix, "ts", pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "quoted",
                 pl.lit(',"cat":"'), pl.col("kind").cast(pl.String), pl.lit('","args":{"node":'), "node",
                 *optional, pl.lit("}}"),
             ),
@@ -132,9 +132,9 @@ def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> 
 
 
 def _ends(rows: pl.DataFrame, arrows: pl.DataFrame, end: str, opening: str) -> pl.DataFrame:
-    here = arrows.select(pl.col(end).alias("node"), "arrow", "id").join(rows.select("node", "begin"), on="node")
+    arrow_ends = arrows.select(pl.col(end).alias("node"), "arrow", "id").join(rows.select("node", "begin"), on="node")
     text = pl.concat_str(
         pl.lit(opening), "begin", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow", pl.lit('","id":'), "id",
         pl.lit("}"),
     )  # fmt: skip
-    return here.select("node", text.alias("arrows")).group_by("node").agg(pl.col("arrows").str.join(",\n"))
+    return arrow_ends.select("node", text.alias("arrows")).group_by("node").agg(pl.col("arrows").str.join(",\n"))

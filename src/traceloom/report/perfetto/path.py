@@ -21,33 +21,33 @@ Row = dict[str, Any]
 
 
 def path_arrows(session: Session, path: Row | None) -> dict[int, pl.DataFrame]:
-    """By trace, the events in which the path leaves a lane and comes to the next one.
+    """By trace, the events in which the path leaves a lane and enters the next one.
 
     Args:
-        session: The traces; `number` of each is its place.
+        session: The traces; the result is keyed by their positions.
         path: `critical_path` of the report document; None without one.
 
     Returns:
-        Frames of `source`, `target` (events; null where that end lies in another trace), `arrow`, `id`.
+        Frames of `source`, `target` (events; null where that end is in another trace), `arrow`, `id`.
     """
     number_of: dict[Any, int] = {}
     for number, trace in enumerate(session.traces):
         number_of.setdefault(0 if trace.rank is None else trace.rank, number)
     rows: dict[int, list[tuple[int | None, int | None, str, int]]] = defaultdict(list)
     before: Row | None = None
-    for place, row in enumerate((path or {}).get("stretches") or []):
+    for index, row in enumerate((path or {}).get("stretches") or []):
         if row["first_event"] is None or row["rank"] not in number_of:
             continue
         if before is not None and before["start_ns"] + before["duration_ns"] == row["start_ns"]:
             ends = (before["last_event"], row["first_event"])
             of, to = number_of[before["rank"]], number_of[row["rank"]]
             if of == to:
-                rows[of].append((*ends, _ARROW, _FIRST + place))
+                rows[of].append((*ends, _ARROW, _FIRST + index))
             else:
-                rows[of].append((ends[0], None, _ARROW, _FIRST + place))
-                rows[to].append((None, ends[1], _ARROW, _FIRST + place))
+                rows[of].append((ends[0], None, _ARROW, _FIRST + index))
+                rows[to].append((None, ends[1], _ARROW, _FIRST + index))
         before = row
-    return {number: pl.DataFrame(found, schema=_ARROWS, orient="row") for number, found in rows.items()}
+    return {number: pl.DataFrame(arrows, schema=_ARROWS, orient="row") for number, arrows in rows.items()}
 
 
 def path_track(path: Row | None, process: int, thread: int, shift_ns: int) -> Iterator[str]:
@@ -62,12 +62,12 @@ def path_track(path: Row | None, process: int, thread: int, shift_ns: int) -> It
     stretches = (path or {}).get("stretches") or []
     if path is None or not stretches:
         return
-    what = "the window" if path["step"] is None else f"step {path['step']}"
-    place = {"pid": process, "tid": thread}
+    subject = "the window" if path["step"] is None else f"step {path['step']}"
+    track = {"pid": process, "tid": thread}
     rows: list[Row] = [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": "critical path"}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": 0}},
-        {"ph": "M", **place, "name": "thread_name", "args": {"name": f"critical path of {what}"}},
+        {"ph": "M", **track, "name": "thread_name", "args": {"name": f"critical path of {subject}"}},
     ]
     yield ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in rows)
     start = microseconds(pl.Series("ts", [row["start_ns"] + shift_ns for row in stretches]))
@@ -82,8 +82,8 @@ def _told(row: Row) -> str:
     """Name and arguments of a stretch, to the end of its object."""
     where = harmless(row["where"]) if row["where"] else "nothing recorded"
     rank = "" if row["rank"] is None else f"rank {row['rank']} "
-    told = {key: row[key] for key in ("class", "edge", "evidence") if row[key]}
+    arguments = {key: row[key] for key in ("class", "edge", "evidence") if row[key]}
     if row["name"]:
-        told["longest"] = harmless(row["name"])
-    name = {"name": f"{rank}{where}", "cat": _ARROW, "args": told}
+        arguments["longest"] = harmless(row["name"])
+    name = {"name": f"{rank}{where}", "cat": _ARROW, "args": arguments}
     return json.dumps(name, ensure_ascii=False, separators=(",", ":"))[1:]

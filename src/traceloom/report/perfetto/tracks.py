@@ -77,8 +77,8 @@ def _name(lane: dict[str, object]) -> str:
     name = harmless(str(lane["name"]))
     if not str(lane["kind"]).startswith("device"):
         return name
-    what = {"device_annotation": " annotations", "device_sync": " waits"}.get(str(lane["kind"]), "")
-    return f"GPU {lane['device']} {name}{what}"
+    suffix = {"device_annotation": " annotations", "device_sync": " waits"}.get(str(lane["kind"]), "")
+    return f"GPU {lane['device']} {name}{suffix}"
 
 
 def _rows_by_lane(lane: Ints) -> dict[int, Ints]:

@@ -66,8 +66,8 @@ def write(session: Session, handle: BinaryIO) -> None:
             text = strings(name)
             function = _number(1, number) + _number(2, text) + _number(3, text) + _number(4, strings(file or ""))
             packed.write(_message(_FUNCTION, function))
-            place = _number(1, number) + _message(4, _number(1, number) + _number(2, line or 0))
-            packed.write(_message(_LOCATION, place))
+            location = _number(1, number) + _message(4, _number(1, number) + _number(2, line or 0))
+            packed.write(_message(_LOCATION, location))
         comment, default = strings(f"traceloom {__version__}: {session.name}"), strings("host")
         for string in strings.texts:
             packed.write(_message(_STRING_TABLE, string.encode("utf-8", "replace")))
@@ -75,10 +75,10 @@ def write(session: Session, handle: BinaryIO) -> None:
         packed.write(_message(_COMMENT, varint(comment)) + _number(_DEFAULT_SAMPLE_TYPE, default))
 
 
-def _samples(told: Flame, rank: int | None, strings: _Strings, frames: Frames) -> list[bytes]:
+def _samples(flame_graph: Flame, rank: int | None, strings: _Strings, frames: Frames) -> list[bytes]:
     """One message per path that was called or takes time, and one for GPU work of no known launch."""
     key_thread, key_rank = strings("thread"), strings("rank")
-    table = told.frames
+    table = flame_graph.frames
     columns = table.select("parent", "calls", "self_ns", "self_device_ns").iter_rows()
     ranked = b"" if rank is None else _message(3, _number(1, key_rank) + _number(3, rank))
     stacks: list[bytes] = []
@@ -91,8 +91,8 @@ def _samples(told: Flame, rank: int | None, strings: _Strings, frames: Frames) -
         labels.append(thread)
         if any(values):
             out.append(_sample(stacks[-1], values, thread + ranked))
-    if told.unattributed_device_ns:
-        out.append(_sample(varint(frames.number(NO_LAUNCH) + 1), [0, 0, told.unattributed_device_ns], ranked))
+    if flame_graph.unattributed_device_ns:
+        out.append(_sample(varint(frames.number(NO_LAUNCH) + 1), [0, 0, flame_graph.unattributed_device_ns], ranked))
     return out
 
 

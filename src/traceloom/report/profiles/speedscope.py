@@ -44,8 +44,8 @@ def write(session: Session, handle: BinaryIO) -> None:
 
 
 def _frame(name: str, file: str | None, line: int | None) -> bytes:
-    told = {"name": name, "file": file, "line": line}
-    return json.dumps({key: value for key, value in told.items() if value is not None}).encode()
+    fields = {"name": name, "file": file, "line": line}
+    return json.dumps({key: value for key, value in fields.items() if value is not None}).encode()
 
 
 def _empty() -> bytes:
@@ -63,32 +63,32 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator
         low, high = np.searchsorted(tree.lane, [lane, lane + 1]).tolist()
         if high > low:
             yield _thread(trace, (low, high), number[folded.name_of[low:high]], epoch, before + name)
-    told = flame(trace)
-    if told.gpu_work_ns:
-        yield iter([_gpu_time(told, frames, f"{before}GPU time by launching stack")])
+    flame_graph = flame(trace)
+    if flame_graph.gpu_work_ns:
+        yield iter([_gpu_time(flame_graph, frames, f"{before}GPU time by launching stack")])
 
 
 def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str) -> Iterator[bytes]:
     """The events of one lane, opened and closed in order: what has ended is closed before the next one opens."""
     tree = forest(trace)
     low, high = span
-    here = np.arange(high - low)
+    indices = np.arange(high - low)
     start, end = tree.start_ns[low:high] - epoch, tree.end_ns[low:high] - epoch
     stop = np.minimum(tree.stop[low:high], high) - low
-    closing = np.lexsort((-here, stop))  # of those that end at one place the innermost first
-    turn_open = here + np.searchsorted(stop[closing], here, side="right")
-    turn_close = np.arange(here.size) + stop[closing]
-    total = 2 * here.size
-    at, which = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    closing = np.lexsort((-indices, stop))  # the innermost first of those that end together
+    turn_open = indices + np.searchsorted(stop[closing], indices, side="right")
+    turn_close = np.arange(indices.size) + stop[closing]
+    total = 2 * indices.size
+    at, event_frame = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
     opens = np.zeros(total, dtype=np.bool_)
-    at[turn_open], which[turn_open], opens[turn_open] = start, frame, True
-    at[turn_close], which[turn_close] = end[closing], frame[closing]
+    at[turn_open], event_frame[turn_open], opens[turn_open] = start, frame, True
+    at[turn_close], event_frame[turn_close] = end[closing], frame[closing]
     at = np.maximum.accumulate(at)
-    told = {"type": "evented", "name": name, "unit": "nanoseconds", "startValue": int(at[0]), "endValue": int(at[-1])}
-    yield json.dumps(told)[:-1].encode() + b', "events": ['
+    header = {"type": "evented", "name": name, "unit": "nanoseconds", "startValue": int(at[0]), "endValue": int(at[-1])}
+    yield json.dumps(header)[:-1].encode() + b', "events": ['
     for first in range(0, total, _AT_ONCE):
         piece = slice(first, first + _AT_ONCE)
-        text = pl.DataFrame({"open": opens[piece], "frame": which[piece], "at": at[piece]}).select(
+        text = pl.DataFrame({"open": opens[piece], "frame": event_frame[piece], "at": at[piece]}).select(
             pl.concat_str(
                 pl.when("open").then(pl.lit('{"type":"O","frame":')).otherwise(pl.lit('{"type":"C","frame":')),
                 "frame",
@@ -101,9 +101,9 @@ def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: 
     yield b"]}"
 
 
-def _gpu_time(told: Flame, frames: Frames, name: str) -> bytes:
-    """GPU time by stack; a thread stands at the bottom of its stacks."""
-    table = told.frames
+def _gpu_time(flame_graph: Flame, frames: Frames, name: str) -> bytes:
+    """GPU time by stack; a thread is the bottom frame of its stacks."""
+    table = flame_graph.frames
     number = frames.numbers(table)
     parent = table["parent"].to_list()
     stacks: list[list[int]] = []
@@ -112,9 +112,9 @@ def _gpu_time(told: Flame, frames: Frames, name: str) -> bytes:
     weights = table["self_device_ns"].to_list()
     chosen = [row for row, weight in enumerate(weights) if weight]
     samples, values = [stacks[row] for row in chosen], [weights[row] for row in chosen]
-    if told.unattributed_device_ns:
+    if flame_graph.unattributed_device_ns:
         samples.append([frames.number(NO_LAUNCH)])
-        values.append(told.unattributed_device_ns)
+        values.append(flame_graph.unattributed_device_ns)
     profile = {
         "type": "sampled",
         "name": name,

@@ -20,11 +20,11 @@ class Frames:
 
     def number(self, key: Key) -> int:
         """The frame's number, from 0."""
-        known = self._number.get(key)
-        if known is None:
-            known = self._number[key] = len(self.keys)
+        index = self._number.get(key)
+        if index is None:
+            index = self._number[key] = len(self.keys)
             self.keys.append(key)
-        return known
+        return index
 
     def numbers(self, table: pl.DataFrame) -> list[int]:
         """The numbers of rows with the columns name, file, line."""

@@ -53,8 +53,8 @@ BESIDE = (CORE, FINDINGS)
 @cache
 def section(key: str) -> Section[Any]:
     """The section of a key."""
-    found: Section[Any] = importlib.import_module(f"{__name__}.{_HOMES[key]}").SECTION
-    return found
+    loaded: Section[Any] = importlib.import_module(f"{__name__}.{_HOMES[key]}").SECTION
+    return loaded
 
 
 def every() -> tuple[Section[Any], ...]:
@@ -90,4 +90,4 @@ NOT_ASKED = "not asked for (--only)"
 
 def reasons(some: Iterable[Section[Any]]) -> dict[str, str]:
     """Why values of the sections can be unknown."""
-    return {path: reason for one in some for path, reason in one.reasons.items()}
+    return {path: reason for each in some for path, reason in each.reasons.items()}

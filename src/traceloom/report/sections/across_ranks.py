@@ -48,43 +48,43 @@ def _build(study: Study[RankPart], absent: Absent) -> Row | None:
     if len(study.results) < 2:
         absent.say("across_ranks")
         return None
-    found = compared(study.results)
-    if not found.collectives.height:
+    comparison = compared(study.results)
+    if not comparison.collectives.height:
         absent.say("across_ranks.collectives")
-    worst = found.collectives.sort("wait_ns", "instance", descending=[True, False]).head(_MOST)
+    worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(_MOST)
     frames = {
-        "ranks": found.ranks,
-        "hosts": found.hosts,
-        "reasons": found.reasons.head(_MOST),
+        "ranks": comparison.ranks,
+        "hosts": comparison.hosts,
+        "reasons": comparison.reasons.head(_MOST),
         "collectives": worst.select(list(COLLECTIVES)),
-        "chains": found.chains,
-        "heat": found.heat.head(_MOST_CELLS),
-        "clocks": found.clocks,
-        "unmatched": found.unmatched,
+        "chains": comparison.chains,
+        "heat": comparison.heat.head(_MOST_CELLS),
+        "clocks": comparison.clocks,
+        "unmatched": comparison.unmatched,
     }
     return {
-        "sentence": _sentence(found),
-        "collective_count": found.collectives.height,
-        "collective_ns": found.collective_ns,
-        "wait_ns": found.wait_ns,
-        "notices": [_noticed(notice, absent) for notice in found.notices],
+        "sentence": _sentence(comparison),
+        "collective_count": comparison.collectives.height,
+        "collective_ns": comparison.collective_ns,
+        "wait_ns": comparison.wait_ns,
+        "notices": [_noticed(notice, absent) for notice in comparison.notices],
         **{name: absent.rows(frame, f"across_ranks.{name}") for name, frame in frames.items()},
     }
 
 
-def _sentence(found: AcrossRanks) -> str:
-    if not found.collectives.height:
-        alone = int(found.unmatched["count"].sum())
+def _sentence(comparison: AcrossRanks) -> str:
+    if not comparison.collectives.height:
+        alone = int(comparison.unmatched["count"].sum())
         calls = f": {units.count(alone)} calls found no partner on another recorded rank" if alone else ""
         return f"No collective could be joined over ranks{calls}."
-    share = units.share(found.wait_ns, found.collective_ns)
-    said = f"{share} of {units.duration(found.collective_ns)} in joined collectives is waiting for other ranks"
-    slowest = found.slowest
+    share = units.share(comparison.wait_ns, comparison.collective_ns)
+    text = f"{share} of {units.duration(comparison.collective_ns)} in joined collectives is waiting for other ranks"
+    slowest = comparison.slowest
     if slowest is None:
-        return f"{said}."
-    of_it = units.share(slowest.waited_ns, found.wait_ns)
+        return f"{text}."
+    of_it = units.share(slowest.waited_ns, comparison.wait_ns)
     because = f", mostly because of: {CAUSE_WORDS[slowest.cause]}"
-    return f"{said}; {of_it} of the waiting goes back to rank {slowest.rank}{because}."
+    return f"{text}; {of_it} of the waiting goes back to rank {slowest.rank}{because}."
 
 
 def _noticed(notice: Notice, absent: Absent) -> Row:
@@ -224,15 +224,15 @@ def _summary(value: Row | None) -> str | None:
 def _picture(value: Row | None) -> str:
     if value is None:
         return ""
-    known = [row for row in value["heat"] if row["step"] is not None]
-    cells: dict[tuple[Any, Any], float] = {(row["rank"], row["step"]): float(row["root_ns"]) for row in known}
-    said = {
+    in_steps = [row for row in value["heat"] if row["step"] is not None]
+    cells: dict[tuple[Any, Any], float] = {(row["rank"], row["step"]): float(row["root_ns"]) for row in in_steps}
+    hover_texts = {
         (row["rank"], row["step"]): f"rank {row['rank']}, step {row['step']}: others waited "
         f"{units.duration(row['root_ns'])} because of it, it waited {units.duration(row['wait_ns'])}"
-        for row in known
+        for row in in_steps
     }
-    ranks, steps = sorted({row["rank"] for row in known}), sorted({row["step"] for row in known})
-    picture = heat_map(cells, ranks, steps, said, titles=("rank", "step"))
+    ranks, steps = sorted({row["rank"] for row in in_steps}), sorted({row["step"] for row in in_steps})
+    picture = heat_map(cells, ranks, steps, hover_texts, titles=("rank", "step"))
     return f'<p class="quiet">How long others waited because of a rank, by step</p>{picture}' if picture else ""
 
 

@@ -34,18 +34,20 @@ _NULLS = ("match_count", "host_ns", "gpu_ns", "evidence", "reason")
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> AntiPatterns:
-    found = analyze.anti_patterns(trace)
-    each = max(_ROWS // max(found.matches["pattern"].n_unique(), 1), 1)
-    longest = found.matches.sort("duration_ns", "event", descending=[True, False])
-    return replace(found, matches=longest.group_by("pattern", maintain_order=True).head(each).select(list(MATCHES)))
+    anti_patterns = analyze.anti_patterns(trace)
+    each = max(_ROWS // max(anti_patterns.matches["pattern"].n_unique(), 1), 1)
+    longest = anti_patterns.matches.sort("duration_ns", "event", descending=[True, False])
+    return replace(
+        anti_patterns, matches=longest.group_by("pattern", maintain_order=True).head(each).select(list(MATCHES))
+    )
 
 
 def _build(study: Study[AntiPatterns], absent: Absent) -> Row:
-    patterns = study.concat(lambda found: found.patterns)
+    patterns = study.concat(lambda measured: measured.patterns)
     return {
         "job": absent.rows(_job(patterns), "anti_patterns.job"),
         "patterns": absent.rows(patterns, "anti_patterns.patterns"),
-        "matches": absent.rows(study.concat(lambda found: found.matches), "anti_patterns.matches"),
+        "matches": absent.rows(study.concat(lambda measured: measured.matches), "anti_patterns.matches"),
     }
 
 
@@ -74,7 +76,7 @@ def _words(row: Row) -> Row:
 
 def _tables(value: Row) -> Iterator[Table]:
     rank = [Col("rank", "Rank", "count")] if len({row["rank"] for row in value["patterns"]}) > 1 else []
-    found = sorted(value["job"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0)))
+    ordered = sorted(value["job"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0)))
     columns = [
         *([Col("rank_count", "Ranks", "count", "in which it was found")] if rank else []),
         Col("pattern", "Pattern"),
@@ -84,7 +86,7 @@ def _tables(value: Row) -> Iterator[Table]:
         Col("evidence", "Evidence", narrow=False),
         Col("says", "What to do, or why it is not known", "name"),
     ]
-    rows = [_words(row) for row in found]
+    rows = [_words(row) for row in ordered]
     yield Table("anti-patterns-patterns", "Known patterns", columns, rows, "anti_patterns.job")
     if value["matches"]:
         columns = [
@@ -107,8 +109,8 @@ def _summary(value: Row) -> str | None:
     rest = f"; {unknown} of {len(value['job'])} could not be checked" if unknown else ""
     if not times:
         return f"none of the known anti-patterns was found{rest}"
-    said = ", ".join(f"{name.replace('_', ' ')} ({units.count(count)} times)" for name, count in times.items())
-    return f"{said}{rest}"
+    matches = ", ".join(f"{name.replace('_', ' ')} ({units.count(count)} times)" for name, count in times.items())
+    return f"{matches}{rest}"
 
 
 SECTION = Section(

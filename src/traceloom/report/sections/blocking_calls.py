@@ -54,26 +54,26 @@ _BY_KIND = pl.Schema(
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.blocking_calls(trace)
+    calls = analyze.blocking_calls(trace)
     idle = pl.col("idle_after_ns")
     by_kind = (
-        found.sites.group_by("kind")
+        calls.sites.group_by("kind")
         .agg(pl.col("count", "blocked_ns").sum(), pl.when(idle.is_not_null().any()).then(idle.sum()))
         .sort("blocked_ns", "kind", descending=[True, False])
         .cast(_BY_KIND)
     )
-    return Measured(found.sites.head(MOST_SITES), by_kind, found.blocked_ns)
+    return Measured(calls.sites.head(MOST_SITES), by_kind, calls.blocked_ns)
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row | None:
     most = max(MOST_ROWS // len(study.results), LEAST_SITES)
-    sites = study.concat(lambda one: one.sites.head(most))
+    sites = study.concat(lambda measured: measured.sites.head(most))
     if not sites.height:
         absent.say("blocking_calls")
         return None
     return {
-        "blocked_ns": sum(one.blocked_ns for one in study.results),
-        "by_kind": absent.rows(study.concat(lambda one: one.by_kind), "blocking_calls.by_kind"),
+        "blocked_ns": sum(measured.blocked_ns for measured in study.results),
+        "by_kind": absent.rows(study.concat(lambda measured: measured.by_kind), "blocking_calls.by_kind"),
         "sites": absent.rows(sites, "blocking_calls.sites"),
     }
 
@@ -108,22 +108,22 @@ def where(row: Row) -> str:
     """The line (its file without folders), the outermost operator, the call: `train.py(12): step: aten::item, ...`."""
     operator = str(row["op"]).split(" > ", 1)[0] if row["op"] else None
     call = str(row["call"]).removeprefix("<built-in ").removesuffix(">")
-    what = ", ".join(part for part in (operator, call) if part)
-    return f"{str(row['frame']).rsplit('/', 1)[-1]}: {what}" if row["frame"] else what
+    operation = ", ".join(part for part in (operator, call) if part)
+    return f"{str(row['frame']).rsplit('/', 1)[-1]}: {operation}" if row["frame"] else operation
 
 
 def _summary(value: Row) -> str | None:
     kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
     whole = sum(row["blocked_ns"] for row in kinds)
-    by_place: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
+    by_site: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
     for row in value["sites"]:
         if any(row["kind"] == kind["kind"] for kind in kinds):
-            by_place[row["kind"], where(row)] += row["blocked_ns"]
-    kind, place = max(by_place, key=lambda key: by_place[key])
-    share = units.share(by_place[kind, place], max(whole, 1))
+            by_site[row["kind"], where(row)] += row["blocked_ns"]
+    kind, site = max(by_site, key=lambda key: by_site[key])
+    share = units.share(by_site[kind, site], max(whole, 1))
     return (
         f"{units.duration(whole)} of host time in calls that wait; "
-        f"{share} of it for {_WORDS.get(kind, kind)} at {short(place, _NAME)}"
+        f"{share} of it for {_WORDS.get(kind, kind)} at {short(site, _NAME)}"
     )
 
 

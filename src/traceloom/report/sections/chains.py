@@ -45,7 +45,7 @@ def _only(tree: list[Row], children: dict[int | None, list[int]], number: int) -
 def _name(chain: list[Row]) -> str:
     users = [row for row in chain if row["file"] and is_users(f"{row['file']}({row['line']}): {row['name']}")]
     modules = [row for row in chain if row["kind"] == "module"]
-    told = (modules or users or chain)[-1]
-    place = f" {told['file']}:{told['line']}" if told["file"] else ""
+    frame = (modules or users or chain)[-1]
+    location = f" {frame['file']}:{frame['line']}" if frame["file"] else ""
     more = f" (+{len(chain) - 1})" if len(chain) > 1 else ""
-    return f"{str(told['name']).removeprefix('nn.Module: ')}{place}{more}"
+    return f"{str(frame['name']).removeprefix('nn.Module: ')}{location}{more}"

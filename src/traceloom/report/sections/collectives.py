@@ -162,14 +162,14 @@ def _tables(value: Row) -> Iterator[Table]:
 
 
 def _summary(value: Row) -> str | None:
-    found = value["summary"]
-    if not found:
+    by_kind = value["summary"]
+    if not by_kind:
         return None
-    total = sum(row["total_ns"] for row in found)
-    top = found[0]
+    total = sum(row["total_ns"] for row in by_kind)
+    top = by_kind[0]
     size = f" of {units.size(top['size_bytes'])}" if top["size_bytes"] else ""
     text = f"{units.count(value['call_count'])} calls, {units.duration(total)} over all ranks"
-    device = [row for row in found if row["exposed_ns"] is not None]
+    device = [row for row in by_kind if row["exposed_ns"] is not None]
     if device:
         exposed = sum(row["exposed_ns"] for row in device)
         text += f", {units.share(exposed, sum(row['total_ns'] for row in device))} of it exposed"

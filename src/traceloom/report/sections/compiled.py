@@ -49,37 +49,37 @@ class Measured:
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.compiled(trace)
-    host = found.time.group_by("part").agg(host_ns=pl.col("ns").sum())
+    compiled = analyze.compiled(trace)
+    host = compiled.time.group_by("part").agg(host_ns=pl.col("ns").sum())
     time = (
-        host.join(found.device, on="part", how="full", coalesce=True)
+        host.join(compiled.device, on="part", how="full", coalesce=True)
         .sort("part")
         .with_columns(pl.exclude("part").fill_null(0))
     )
     counts = [
         (
-            found.lookup_count,
-            found.lookup_ns,
-            found.miss_count,
-            found.recompile_count,
-            int(found.compilations["duration_ns"].sum()),
+            compiled.lookup_count,
+            compiled.lookup_ns,
+            compiled.miss_count,
+            compiled.recompile_count,
+            int(compiled.compilations["duration_ns"].sum()),
         )
     ]
     return Measured(
         {
-            "counts": pl.DataFrame(counts if found.seen else [], schema=_COUNTS, orient="row"),
+            "counts": pl.DataFrame(counts if compiled.seen else [], schema=_COUNTS, orient="row"),
             "time": time.select(list(_TIME)).cast(_TIME),
-            "regions": found.regions.sort("host_ns", descending=True).head(_MOST),
-            "graphs": found.graphs.head(_MOST),
-            "breaks": found.breaks.head(_MOST),
-            "compilations": found.compilations.sort("duration_ns", descending=True).head(_MOST).drop("event"),
-            "uncompiled": found.uncompiled.head(_MOST),
+            "regions": compiled.regions.sort("host_ns", descending=True).head(_MOST),
+            "graphs": compiled.graphs.head(_MOST),
+            "breaks": compiled.breaks.head(_MOST),
+            "compilations": compiled.compilations.sort("duration_ns", descending=True).head(_MOST).drop("event"),
+            "uncompiled": compiled.uncompiled.head(_MOST),
         }
     )
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row | None:
-    if not any(one.frames["counts"].height for one in study.results):
+    if not any(measured.frames["counts"].height for measured in study.results):
         absent.say("compile")
         return None
     return {name: absent.rows(study.concat(partial(_frame, name)), f"compile.{name}") for name in _FRAMES}
@@ -112,12 +112,12 @@ def _tables(value: Row) -> Iterator[Table]:
     ranks = [Col("rank", "Rank", "count")] if len({row["rank"] for row in value["counts"]}) > 1 else []
     device = any(row["device_ns"] for row in value["time"])
     gpu = [Col("device_ns", "GPU", "time", "GPU work launched there")] if device else []
-    told = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["time"]]
+    parts = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["time"]]
     yield Table(
         "compile-time",
         "Time by part",
         [*ranks, Col("part", "Part"), Col("host_ns", "Host", "time"), *gpu],
-        told,
+        parts,
         "compile.time",
     )
     if value["regions"]:
@@ -195,16 +195,16 @@ def _summary(value: Row) -> str | None:
     again = [row["recompile_count"] for row in counts if row["recompile_count"] is not None]
     breaks = sum(row["count"] for row in value["breaks"])
     graphs = sum(row["host_ns"] for row in value["time"] if row["part"] == "graph")
-    said = [f"compiled graphs take {units.duration(graphs)} of host time"]
-    said += [f"{units.count(breaks)} graph {'break' if breaks == 1 else 'breaks'}"] if breaks else []
+    clauses = [f"compiled graphs take {units.duration(graphs)} of host time"]
+    clauses += [f"{units.count(breaks)} graph {'break' if breaks == 1 else 'breaks'}"] if breaks else []
     if compile_ns:
         more = f" ({units.count(sum(again))} again)" if sum(again) else ""
         number = len(value["compilations"])
-        said.append(
+        clauses.append(
             f"{units.count(number)} {'compilation' if number == 1 else 'compilations'}{more} "
             f"{'takes' if number == 1 else 'take'} {units.duration(compile_ns)}"
         )
-    return ", ".join(said)
+    return ", ".join(clauses)
 
 
 _NO_STEP = "the trace holds no whole step with it"

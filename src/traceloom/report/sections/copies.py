@@ -41,15 +41,15 @@ class Measured:
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.copies(trace)
-    return Measured(found.kinds, found.ops.head(_OPS), found.per_step.select(list(USUAL)).cast(USUAL))
+    copies = analyze.copies(trace)
+    return Measured(copies.kinds, copies.ops.head(_OPS), copies.per_step.select(list(USUAL)).cast(USUAL))
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row:
     out = {
-        "kinds": absent.rows(study.concat(lambda one: one.kinds), "copies.kinds"),
-        "operators": absent.rows(study.concat(lambda one: one.ops), "copies.operators"),
-        "per_step": absent.rows(study.concat(lambda one: one.usual), "copies.per_step"),
+        "kinds": absent.rows(study.concat(lambda measured: measured.kinds), "copies.kinds"),
+        "operators": absent.rows(study.concat(lambda measured: measured.ops), "copies.operators"),
+        "per_step": absent.rows(study.concat(lambda measured: measured.usual), "copies.per_step"),
     }
     for name, rows in out.items():
         if not rows:
@@ -132,12 +132,12 @@ def _summary(value: Row) -> str | None:
     if not rows:
         return None
     sized = [row for row in rows if row["bytes"] is not None]
-    said = f"{units.size(sum(row['bytes'] for row in sized))} in " if sized else ""
+    amount = f"{units.size(sum(row['bytes'] for row in sized))} in " if sized else ""
     count = sum(row["count"] for row in rows)
     pageable = sum(row["count"] for row in rows if row["pageable"])
     held = f", {units.count(pageable)} of them from or to pageable memory" if pageable else ""
     time = units.duration(sum(row["total_ns"] for row in rows))
-    return f"{said}{units.count(count)} {'copy' if count == 1 else 'copies'} took {time}{held}"
+    return f"{amount}{units.count(count)} {'copy' if count == 1 else 'copies'} took {time}{held}"
 
 
 SECTION = Section(

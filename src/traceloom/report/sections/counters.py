@@ -31,17 +31,21 @@ class Measured:
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.counters(trace)
-    row = [(found.range_count, found.launch_count, found.unpaired, found.absent)] if found.range_count else []
+    counters = analyze.counters(trace)
+    row = (
+        [(counters.range_count, counters.launch_count, counters.unpaired, counters.absent)]
+        if counters.range_count
+        else []
+    )
     ranges = pl.DataFrame(row, schema=_RANGES, orient="row")
-    return Measured(found.series.head(_SERIES), found.operators.head(_OPS), ranges)
+    return Measured(counters.series.head(_SERIES), counters.operators.head(_OPS), ranges)
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row:
     frames = {
-        "series": study.concat(lambda one: one.series),
-        "operators": study.concat(lambda one: one.operators),
-        "ranges": study.concat(lambda one: one.ranges),
+        "series": study.concat(lambda measured: measured.series),
+        "operators": study.concat(lambda measured: measured.operators),
+        "ranges": study.concat(lambda measured: measured.ranges),
     }
     out = {name: absent.rows(frame, f"counters.{name}") for name, frame in frames.items()}
     for name, rows in out.items():
@@ -89,15 +93,15 @@ def _tables(value: Row) -> Iterator[Table]:
 
 
 def _summary(value: Row) -> str | None:
-    said = []
+    clauses = []
     if value["series"]:
-        said.append(f"{units.count(len(value['series']))} recorded over time")
+        clauses.append(f"{units.count(len(value['series']))} recorded over time")
     ranges = sum(row["range_count"] for row in value["ranges"])
     if ranges:
-        said.append(f"counters of {units.count(ranges)} kernels")
+        clauses.append(f"counters of {units.count(ranges)} kernels")
     if any(row["unpaired"] for row in value["ranges"]):
-        said.append("not as many as launches, so that their operators are unknown")
-    return ", ".join(said) or None
+        clauses.append("not as many as launches, so that their operators are unknown")
+    return ", ".join(clauses) or None
 
 
 SECTION = Section(

@@ -55,12 +55,12 @@ def _build(study: Study[None], absent: Absent) -> Row | None:
         )
         return None
     try:
-        found = critical_path(session, step)
+        path = critical_path(session, step)
     except TraceloomError as error:
         absent.say("critical_path", error.message)
         return None
-    found.check()
-    return _value(found, absent)
+    path.check()
+    return _value(path, absent)
 
 
 def _events(session: Session, step: int | None) -> int:
@@ -76,26 +76,26 @@ def _events(session: Session, step: int | None) -> int:
     return total
 
 
-def _value(found: CriticalPath, absent: Absent) -> Row:
+def _value(path: CriticalPath, absent: Absent) -> Row:
     longest = (
-        found.stretches.with_row_index("row").sort("duration_ns", descending=True).head(_MOST_STRETCHES).sort("row")
+        path.stretches.with_row_index("row").sort("duration_ns", descending=True).head(_MOST_STRETCHES).sort("row")
     )
-    told = asdict(found.law)
-    named = found.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(_MOST_NAMES)
-    if found.step is None:
+    law = asdict(path.law)
+    named = path.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(_MOST_NAMES)
+    if path.step is None:
         absent.say("critical_path.step")
     return {
-        "sentence": found.sentence,
-        "step": found.step,
-        "start_ns": found.start_ns - absent.epoch_ns,
-        "window_ns": found.window_ns,
-        "near_slack_ns": found.near_slack_ns,
-        "classes": absent.rows(found.classes, "critical_path.classes"),
-        "ranks": absent.rows(found.ranks, "critical_path.ranks"),
+        "sentence": path.sentence,
+        "step": path.step,
+        "start_ns": path.start_ns - absent.epoch_ns,
+        "window_ns": path.window_ns,
+        "near_slack_ns": path.near_slack_ns,
+        "classes": absent.rows(path.classes, "critical_path.classes"),
+        "ranks": absent.rows(path.ranks, "critical_path.ranks"),
         "names": absent.rows(named, "critical_path.names"),
         "stretches": absent.rows(longest.drop("row"), "critical_path.stretches"),
-        "omitted_stretch_count": found.stretches.height - longest.height,
-        "law": {key: told[key] for key in _LAW},
+        "omitted_stretch_count": path.stretches.height - longest.height,
+        "law": {key: law[key] for key in _LAW},
     }
 
 
@@ -199,23 +199,23 @@ def _picture(value: Row) -> str:
     return bar(parts, value["window_ns"]) + legend(parts, value["window_ns"]) + (way if value["stretches"] else "")
 
 
-def _by_rank(found: list[Row]) -> list[Row]:
+def _by_rank(class_rows: list[Row]) -> list[Row]:
     """One row per rank, with its largest class."""
     ranks: dict[Any, Row] = {}
-    for row in found:
-        known = ranks.setdefault(
+    for row in class_rows:
+        total = ranks.setdefault(
             row["rank"], {"rank": row["rank"], "duration_ns": 0, "fraction": 0.0, "mostly": row["class"]}
         )
-        known["duration_ns"] += row["duration_ns"]
-        known["fraction"] += row["fraction"]
+        total["duration_ns"] += row["duration_ns"]
+        total["fraction"] += row["fraction"]
     return list(ranks.values())
 
 
 def _trust(value: Row) -> str:
     """The two errors of the graph that the path was found in."""
-    told = value["law"]
-    exact = "exactly" if not told["exact_error_ns"] else f"but for {units.duration(told['exact_error_ns'])}"
-    honest = f"{told['honest_error']:+.2%}".replace("%", " %")
+    law = value["law"]
+    exact = "exactly" if not law["exact_error_ns"] else f"but for {units.duration(law['exact_error_ns'])}"
+    honest = f"{law['honest_error']:+.2%}".replace("%", " %")
     return f"Re-timed from its causes the step comes back {exact}, with usual delays alone {honest}."
 
 

@@ -42,24 +42,24 @@ class Measured:
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.flame(trace)
-    by_gpu = found.functions.sort("self_device_ns", descending=True).head(MOST_FUNCTIONS // 4)
-    chosen = pl.concat([found.functions.head(MOST_FUNCTIONS), by_gpu.filter(pl.col("self_device_ns") > 0)]).unique(
+    profile = analyze.flame(trace)
+    by_gpu = profile.functions.sort("self_device_ns", descending=True).head(MOST_FUNCTIONS // 4)
+    chosen = pl.concat([profile.functions.head(MOST_FUNCTIONS), by_gpu.filter(pl.col("self_device_ns") > 0)]).unique(
         maintain_order=True
     )
     key = ["name", "file", "line"]
     on_main = (
-        found.frames.filter(pl.col("lane").eq_missing(main_lane(trace)))
+        profile.frames.filter(pl.col("lane").eq_missing(main_lane(trace)))
         .group_by(key)
         .agg(main_self_ns=pl.col("self_ns").sum())
     )
     chosen = chosen.join(on_main, on=key, how="left", nulls_equal=True, maintain_order="left")
     return Measured(
-        _largest(found.frames).drop("rank"),
+        _largest(profile.frames).drop("rank"),
         chosen.with_columns(pl.col("main_self_ns").fill_null(0)).select(list(_LIST)),
-        found.frames.height,
-        found.busy_ns,
-        found.gpu_work_ns,
+        profile.frames.height,
+        profile.busy_ns,
+        profile.gpu_work_ns,
     )
 
 
@@ -81,16 +81,16 @@ def _largest(frames: pl.DataFrame) -> pl.DataFrame:
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row | None:
-    found = next((k for k, one in enumerate(study.results) if one.frames.height), None)
-    if found is None:
+    index = next((k for k, measured in enumerate(study.results) if measured.frames.height), None)
+    if index is None:
         absent.say("flame")
         return None
-    shown, trace = study.results[found], study.part.traces[found]
+    shown, trace = study.results[index], study.part.traces[index]
     most = max(MOST_ROWS // len(study.results), LEAST_FUNCTIONS)
-    functions = study.concat(lambda one: one.functions.head(most))
+    functions = study.concat(lambda measured: measured.functions.head(most))
     return {
-        "busy_ns": sum(one.busy_ns for one in study.results),
-        "gpu_work_ns": sum(one.gpu_work_ns for one in study.results),
+        "busy_ns": sum(measured.busy_ns for measured in study.results),
+        "gpu_work_ns": sum(measured.gpu_work_ns for measured in study.results),
         "functions": absent.rows(functions, "flame.functions"),
         "tree_rank": absent.value(trace.rank, "flame.tree_rank"),
         "tree_frame_count": shown.frame_count,

@@ -27,22 +27,22 @@ _SHAPES = {
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> GraphLaunches:
-    found = analyze.graph_launches(trace)
-    order = found.replays["deviation"].is_null()
-    replays = found.replays.with_columns(order.alias("usual")).sort("usual", "span_ns", descending=[False, True])
+    launches = analyze.graph_launches(trace)
+    order = launches.replays["deviation"].is_null()
+    replays = launches.replays.with_columns(order.alias("usual")).sort("usual", "span_ns", descending=[False, True])
     return replace(
-        found,
+        launches,
         replays=replays.drop("usual").head(_ROWS),
-        nodes=found.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS),
+        nodes=launches.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS),
     )
 
 
 def _build(study: Study[GraphLaunches], absent: Absent) -> Row | None:
-    if not any(found.work_count for found in study.results):
+    if not any(measured.work_count for measured in study.results):
         absent.say("graph_launches")
         return None
     return {
-        name: absent.rows(study.concat(lambda found, name=name: getattr(found, name)), f"graph_launches.{name}")  # type: ignore[misc]
+        name: absent.rows(study.concat(lambda measured, name=name: getattr(measured, name)), f"graph_launches.{name}")  # type: ignore[misc]
         for name in _SHAPES
     }
 
@@ -90,10 +90,10 @@ def _summary(value: Row | None) -> str | None:
     odd = sum(row["deviating_count"] for row in value["graphs"])
     work = sum(row["total_ns"] for row in value["graphs"])
     how = f"{units.count(odd)} of them deviate" if odd else "none deviates"
-    one = len(value["graphs"]) == 1
+    single = len(value["graphs"]) == 1
     return (
         f"{units.count(replays)} {'replay' if replays == 1 else 'replays'} of {len(value['graphs'])} "
-        f"{'graph' if one else 'graphs'} hold {units.duration(work)} of GPU work; {how}"
+        f"{'graph' if single else 'graphs'} hold {units.duration(work)} of GPU work; {how}"
     )
 
 

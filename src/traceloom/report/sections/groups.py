@@ -32,10 +32,10 @@ _UNKNOWN = {
 
 def _build(study: Study[RankPart], absent: Absent) -> list[Row]:
     declared = pl.concat([part.groups for part in study.results])
-    found = analyze.groups(calls_of(study.results), declared, study.session.world_size).groups
-    if not found.height:
+    groups = analyze.groups(calls_of(study.results), declared, study.session.world_size).groups
+    if not groups.height:
         absent.say("groups")
-    return absent.rows(found.head(_MOST), "groups")
+    return absent.rows(groups.head(_MOST), "groups")
 
 
 def _tables(value: list[Row]) -> Iterator[Table]:
@@ -79,10 +79,10 @@ def _summary(value: list[Row]) -> str | None:
     roles: dict[str, int] = {}
     for row in used:
         roles[row["role"]] = roles.get(row["role"], 0) + 1
-    said = ", ".join(
+    role_counts = ", ".join(
         f"{units.count(number)} {role}" for role, number in sorted(roles.items(), key=lambda pair: -pair[1])
     )
-    return f"{units.count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {said}"
+    return f"{units.count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {role_counts}"
 
 
 SECTION = Section(

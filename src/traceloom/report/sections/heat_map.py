@@ -14,7 +14,7 @@ def heat_map(
     cells: Mapping[tuple[Any, Any], float],
     rows: Sequence[Any],
     columns: Sequence[Any],
-    said: Mapping[tuple[Any, Any], str],
+    labels: Mapping[tuple[Any, Any], str],
     *,
     titles: tuple[str, str],
 ) -> str:
@@ -24,7 +24,7 @@ def heat_map(
         cells: Values; absent ones are left empty.
         rows: Keys from top to bottom.
         columns: Keys from left to right.
-        said: What a cell says on hover.
+        labels: What a cell says on hover.
         titles: What rows and columns are.
 
     Returns:
@@ -36,8 +36,8 @@ def heat_map(
     wide = min((_WIDTH - _LEFT) / len(columns), 60)
     high = max(min(wide, 22.0), 6.0)
     height = _TOP + high * len(rows) + 20
-    what = f"{titles[0]} by {titles[1]}"
-    head = f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" width="100%" role="img" aria-label="{escape(what)}"'
+    caption = f"{titles[0]} by {titles[1]}"
+    head = f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" width="100%" role="img" aria-label="{escape(caption)}"'
     out = [
         head + ' font-family="system-ui, sans-serif" font-size="11">',
         f'<text x="0" y="12" fill="currentColor">{escape(titles[0])} ↓ {escape(titles[1])} →</text>',
@@ -47,21 +47,21 @@ def heat_map(
         top = _TOP + at * high
         if at % label == 0:
             out.append(f'<text x="0" y="{top + high - 2:.1f}" fill="currentColor">{escape(str(row))}</text>')
-        for place, column in enumerate(columns):
+        for index, column in enumerate(columns):
             value = cells.get((row, column))
             if value is None:
                 continue
             shade = max(value, 0) / most
             out.append(
-                f'<rect x="{_LEFT + place * wide:.1f}" y="{top:.1f}" width="{max(wide - 1, 0.5):.1f}" '
+                f'<rect x="{_LEFT + index * wide:.1f}" y="{top:.1f}" width="{max(wide - 1, 0.5):.1f}" '
                 f'height="{max(high - 1, 0.5):.1f}" fill="{_colour(shade)}" stroke="var(--line)" stroke-width="0.4">'
-                f"<title>{escape(said.get((row, column), ''))}</title></rect>"
+                f"<title>{escape(labels.get((row, column), ''))}</title></rect>"
             )
     every = max(1, round(34 / wide))
     base = _TOP + len(rows) * high + 13
     out += [
-        f'<text x="{_LEFT + place * wide:.1f}" y="{base:.1f}" fill="currentColor">{escape(str(columns[place]))}</text>'
-        for place in range(0, len(columns), every)
+        f'<text x="{_LEFT + index * wide:.1f}" y="{base:.1f}" fill="currentColor">{escape(str(columns[index]))}</text>'
+        for index in range(0, len(columns), every)
     ]
     return "".join([*out, "</svg>"])
 

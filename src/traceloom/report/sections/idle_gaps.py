@@ -30,18 +30,18 @@ def _measure(trace: Trace, _options: ReportOptions) -> pl.DataFrame:
 
 
 def _build(study: Study[pl.DataFrame], absent: Absent) -> list[Row]:
-    rows = study.concat(lambda found: found).sort("duration_ns", descending=True, maintain_order=True).head(_ALL)
+    rows = study.concat(lambda gaps: gaps).sort("duration_ns", descending=True, maintain_order=True).head(_ALL)
     if not rows.height:
         absent.say("idle_gaps")
     return absent.rows(rows, "idle_gaps")
 
 
 def _shown(row: Row) -> Row:
-    """What stands for the cause, in words."""
+    """A row with its cause, and what explains it, in words."""
     call = row["launch_name"] if row["cause"] in ("launch_latency", "unexplained") else None
-    said = row["producer_name"] or call
+    origin = row["producer_name"] or call
     stack = " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]]) if row["host_activity"] else None
-    return {**row, "cause": row["cause"].replace("_", " "), "because": stack or said}
+    return {**row, "cause": row["cause"].replace("_", " "), "because": stack or origin}
 
 
 def _tables(value: list[Row]) -> Iterator[Table]:
@@ -67,8 +67,8 @@ def _summary(value: list[Row]) -> str | None:
     if not value:
         return None
     top = _shown(value[0])
-    said = top["host_activity"] or top["because"]
-    where = f": {short(said, _NAME)}" if said else ""
+    reason = top["host_activity"] or top["because"]
+    where = f": {short(reason, _NAME)}" if reason else ""
     return f"the longest gap is {units.duration(top['duration_ns'])}, {top['cause']}{where}"
 
 

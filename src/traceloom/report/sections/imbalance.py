@@ -35,10 +35,10 @@ def _build(study: Study[RankPart], absent: Absent) -> Row | None:
     if len(study.results) < 2:
         absent.say("imbalance")
         return None
-    found = analyze.imbalance(list(study.results))
+    balance = analyze.imbalance(list(study.results))
     out = {
-        "measures": absent.rows(found.measures, "imbalance.measures"),
-        "ranks": absent.rows(found.ranks, "imbalance.ranks"),
+        "measures": absent.rows(balance.measures, "imbalance.measures"),
+        "ranks": absent.rows(balance.ranks, "imbalance.ranks"),
     }
     if not out["measures"]:
         absent.say("imbalance.measures")
@@ -99,8 +99,8 @@ def _summary(value: Row | None) -> str | None:
     if value is None or not value["measures"]:
         return None
     worst = max(value["measures"], key=lambda row: row["max_over_mean"])
-    said = f"max ÷ mean {worst['max_over_mean']:.2f} (rank {worst['max_rank']})"
-    return f"the least even is {_WORDS[worst['measure']]}: {said}"
+    ratio = f"max ÷ mean {worst['max_over_mean']:.2f} (rank {worst['max_rank']})"
+    return f"the least even is {_WORDS[worst['measure']]}: {ratio}"
 
 
 SECTION = Section(

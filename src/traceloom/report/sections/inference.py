@@ -40,29 +40,29 @@ _NO_CAPTURE = "no recording of the graphs' capture was given (--graph-capture), 
 
 
 def _measure(trace: Trace, options: ReportOptions) -> Inference:
-    found = analyze.inference(
+    measured = analyze.inference(
         trace,
         capture_of_graphs(options),
         tokens_per_step=options.tokens_per_step,
         samples_per_step=options.samples_per_step,
     )
-    nodes = found.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS)
-    return replace(found, steps=found.steps.head(_ROWS), nodes=nodes)
+    nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS)
+    return replace(measured, steps=measured.steps.head(_ROWS), nodes=nodes)
 
 
 def _build(study: Study[Inference], absent: Absent) -> Row | None:
-    found = study.results
-    if not any(one.steps.height or one.rates.height or one.nodes.height for one in found):
+    results = study.results
+    if not any(result.steps.height or result.rates.height or result.nodes.height for result in results):
         absent.say("inference")
         return None
     out: Row = {
-        name: absent.rows(study.concat(lambda one, name=name: getattr(one, name).drop("rank")), f"inference.{name}")  # type: ignore[misc]
+        name: absent.rows(study.concat(lambda part, name=name: getattr(part, name).drop("rank")), f"inference.{name}")  # type: ignore[misc]
         for name in _SHAPES
     }
     if not out["nodes"]:
         absent.say("inference.nodes")
         absent.say("inference.operators")
-    shares = [one.mapped_fraction for one in found if one.mapped_fraction is not None]
+    shares = [result.mapped_fraction for result in results if result.mapped_fraction is not None]
     return {**out, "mapped_fraction": absent.value(min(shares, default=None), "inference.mapped_fraction")}
 
 

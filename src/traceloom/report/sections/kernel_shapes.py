@@ -32,31 +32,31 @@ class Measured:
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.kernel_shapes(trace)
-    kept = found.rows.head(_ROWS)
-    left = found.total_ns - int(kept["total_ns"].sum())
-    rest = [(kept.height, found.rows.height - kept.height, left, found.total_ns)] if kept.height else []
+    shapes = analyze.kernel_shapes(trace)
+    kept = shapes.rows.head(_ROWS)
+    left = shapes.total_ns - int(kept["total_ns"].sum())
+    rest = [(kept.height, shapes.rows.height - kept.height, left, shapes.total_ns)] if kept.height else []
     return Measured(kept, pl.DataFrame(rest, schema=_REST, orient="row"))
 
 
-def _trimmed(one: Measured, most: int) -> Measured:
+def _trimmed(measured: Measured, most: int) -> Measured:
     """The same with no more than so many rows."""
-    cut = one.rows.slice(most)
+    cut = measured.rows.slice(most)
     if not cut.height:
-        return one
+        return measured
     fewer = {
         "row_count": pl.col("row_count") - cut.height,
         "rest_count": pl.col("rest_count") + cut.height,
         "rest_ns": pl.col("rest_ns") + cut["total_ns"].sum(),
     }
-    return Measured(one.rows.head(most), one.rest.with_columns(**fewer))
+    return Measured(measured.rows.head(most), measured.rest.with_columns(**fewer))
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row:
     most = max(min(_ROWS, _ALL_ROWS // max(len(study.results), 1)), 10)
     out = {
-        "rows": absent.rows(study.concat(lambda one: _trimmed(one, most).rows), "kernel_shapes.rows"),
-        "ranks": absent.rows(study.concat(lambda one: _trimmed(one, most).rest), "kernel_shapes.ranks"),
+        "rows": absent.rows(study.concat(lambda measured: _trimmed(measured, most).rows), "kernel_shapes.rows"),
+        "ranks": absent.rows(study.concat(lambda measured: _trimmed(measured, most).rest), "kernel_shapes.ranks"),
     }
     if not out["rows"]:
         absent.say("kernel_shapes.rows")

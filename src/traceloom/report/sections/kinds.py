@@ -123,18 +123,18 @@ def _build(study: Study[Measured], absent: Absent) -> Row:
     ranks = len(study.results)
     most = max(min(_KERNELS, _ALL_KERNELS // max(ranks, 1)), 5)
     frames = {
-        "job": _job(study.concat(lambda one: one.kinds), ranks),
-        "devices": study.concat(lambda one: one.devices.select(list(_DEVICES))),
-        "kinds": study.concat(lambda one: one.kinds),
-        "rules": study.concat(lambda one: one.rules),
-        "per_step": study.concat(lambda one: one.usual),
-        "bounds": study.concat(lambda one: one.bounds),
-        "matrix": study.concat(lambda one: one.matrix),
-        "kernels": study.concat(lambda one: one.kernels.head(most)),
+        "job": _job(study.concat(lambda measured: measured.kinds), ranks),
+        "devices": study.concat(lambda measured: measured.devices.select(list(_DEVICES))),
+        "kinds": study.concat(lambda measured: measured.kinds),
+        "rules": study.concat(lambda measured: measured.rules),
+        "per_step": study.concat(lambda measured: measured.usual),
+        "bounds": study.concat(lambda measured: measured.bounds),
+        "matrix": study.concat(lambda measured: measured.matrix),
+        "kernels": study.concat(lambda measured: measured.kernels.head(most)),
     }
     out = {name: absent.rows(frame, f"kinds.{name}") for name, frame in frames.items()}
-    for name, found in out.items():
-        if not found:
+    for name, table in out.items():
+        if not table:
             absent.say(f"kinds.{name}")
     return out
 
@@ -279,14 +279,14 @@ def _summary(value: Row) -> str | None:
     if not whole:
         return None
     top = sorted(totals.items(), key=lambda item: -item[1])[:3]
-    said = ", ".join(f"{kind} {units.share(ns, whole)}" for kind, ns in top)
-    told = {
+    shares = ", ".join(f"{kind} {units.share(ns, whole)}" for kind, ns in top)
+    matrix_ns = {
         state: sum(row["total_ns"] for row in value["matrix"] if row["matrix_units"] == state)
         for state in ("used", "unused")
     }
-    products = sum(told.values())
-    return said + (
-        f"; matrix units used in {units.share(told['used'], products)} of matrix products" if products else ""
+    products = sum(matrix_ns.values())
+    return shares + (
+        f"; matrix units used in {units.share(matrix_ns['used'], products)} of matrix products" if products else ""
     )
 
 

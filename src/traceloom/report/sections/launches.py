@@ -57,25 +57,25 @@ _SHAPES: dict[str, tuple[Mapping[str, Any], str]] = {
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Launches:
-    found = analyze.launches(trace)
+    launches = analyze.launches(trace)
     return replace(
-        found,
-        names=found.names.head(_ROWS),
-        operators=found.operators.head(_ROWS),
-        outliers=found.outliers.head(_ROWS),
-        short=found.short.head(_ROWS),
-        curve=thinned(found.curve, _POINTS),
-        device_curve=thinned(found.device_curve, _POINTS),
+        launches,
+        names=launches.names.head(_ROWS),
+        operators=launches.operators.head(_ROWS),
+        outliers=launches.outliers.head(_ROWS),
+        short=launches.short.head(_ROWS),
+        curve=thinned(launches.curve, _POINTS),
+        device_curve=thinned(launches.device_curve, _POINTS),
     )
 
 
 def _build(study: Study[Launches], absent: Absent) -> Row | None:
-    if not any(found.totals.height for found in study.results):
+    if not any(measured.totals.height for measured in study.results):
         absent.say("launches")
         return None
     out: Row = {}
     for name in _SHAPES:
-        rows = study.concat(lambda found, name=name: getattr(found, name))  # type: ignore[misc]
+        rows = study.concat(lambda measured, name=name: getattr(measured, name))  # type: ignore[misc]
         if by := _LARGEST_FIRST.get(name):
             rows = rows.sort(by, descending=True, nulls_last=True, maintain_order=True)
         out[name] = absent.rows(rows, f"launches.{name}")
@@ -172,25 +172,25 @@ def _of_devices(value: Row) -> list[Row]:
 
 def _all_bins(rows: list[Row]) -> list[Row]:
     """The histogram over all ranks, without its empty bins."""
-    found: dict[int, Row] = {}
+    bins: dict[int, Row] = {}
     for row in rows:
-        bin_ = found.setdefault(row["low_ns"], {**row, "kernel_count": 0, "total_ns": 0, "short_count": 0})
+        bin_ = bins.setdefault(row["low_ns"], {**row, "kernel_count": 0, "total_ns": 0, "short_count": 0})
         for name in ("kernel_count", "total_ns", "short_count"):
             bin_[name] += row[name]
-    return [row for _, row in sorted(found.items()) if row["kernel_count"]]
+    return [row for _, row in sorted(bins.items()) if row["kernel_count"]]
 
 
 def _summary(value: Row | None) -> str | None:
-    told = [row for row in value["totals"] if row["launch_count"]] if value else []
-    if not value or not told:
+    totals = [row for row in value["totals"] if row["launch_count"]] if value else []
+    if not value or not totals:
         return None
-    worst = max(told, key=lambda row: row["latency_median_ns"])
+    worst = max(totals, key=lambda row: row["latency_median_ns"])
     short = sum(row["short_count"] for row in value["bins"])
     kernels = sum(row["kernel_count"] for row in value["bins"])
     held = sum(row["held_ns"] for row in value["queues"])
-    whose = on_rank(worst, told)
+    rank = on_rank(worst, totals)
     words = [
-        f"work{whose} begins {units.duration(worst['latency_median_ns'])} (median) after nothing holds it back any more"
+        f"work{rank} begins {units.duration(worst['latency_median_ns'])} (median) after nothing holds it back any more"
     ]
     if kernels:
         words.append(f"{units.count(short)} of {units.count(kernels)} kernels are shorter than their launch call")

@@ -50,23 +50,23 @@ def _measure(trace: Trace, _options: ReportOptions) -> Row | None:
     """The memories of one rank and its steps, in absolute times; None without allocations."""
     if not trace.allocations.height:
         return None
-    known, absent = explain(trace), Absent(0, REASONS)
-    return {"memories": holders(known, absent), "steps": steps(known, absent)}
+    explained, absent = explain(trace), Absent(0, REASONS)
+    return {"memories": holders(explained, absent), "steps": steps(explained, absent)}
 
 
 def _build(study: Study[Row | None], absent: Absent) -> Row | None:
-    found = [
+    rank_memories = [
         (trace.rank, entry, memory)
         for trace, entry in zip(study.part.traces, study.results, strict=True)
         if entry is not None
         for memory in entry["memories"]
     ]
-    if not found:
+    if not rank_memories:
         absent.say("memory_owners")
         return None
-    highest = sorted(range(len(found)), key=lambda k: -found[k][2]["peak_bytes"])
+    highest = sorted(range(len(rank_memories)), key=lambda k: -rank_memories[k][2]["peak_bytes"])
     drawn = set(highest[:MOST_CURVES])
-    memories = [_memory(at, k in drawn, absent) for k, at in enumerate(found)]
+    memories = [_memory(at, k in drawn, absent) for k, at in enumerate(rank_memories)]
     return {"memories": memories}
 
 

@@ -34,16 +34,16 @@ def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:
 def compared(parts: Sequence[RankPart]) -> AcrossRanks:
     """The comparison of these ranks; that of the last report is remembered for its other sections."""
     global _LAST
-    known = _LAST[0] if _LAST is not None else []
+    remembered = _LAST[0] if _LAST is not None else []
     if (
         _LAST is not None
-        and len(known) == len(parts)
-        and all(ref() is part for ref, part in zip(known, parts, strict=True))
+        and len(remembered) == len(parts)
+        and all(ref() is part for ref, part in zip(remembered, parts, strict=True))
     ):
         return _LAST[1]
-    found = analyze.across_ranks(list(parts))
-    _LAST = ([weakref.ref(part) for part in parts], found)
-    return found
+    comparison = analyze.across_ranks(list(parts))
+    _LAST = ([weakref.ref(part) for part in parts], comparison)
+    return comparison
 
 
 _LAST: tuple[list[weakref.ref[RankPart]], AcrossRanks] | None = None

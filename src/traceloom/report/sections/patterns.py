@@ -42,22 +42,24 @@ def _measure(trace: Trace, _options: ReportOptions) -> Patterns:
 
 
 def _build(study: Study[Patterns], absent: Absent) -> Row | None:
-    found = study.concat(lambda one: one.sequences.join(one.steps, on="sequence", how="left", maintain_order="left"))
-    if not found.height:
+    sequences = study.concat(
+        lambda measured: measured.sequences.join(measured.steps, on="sequence", how="left", maintain_order="left")
+    )
+    if not sequences.height:
         absent.say("patterns")
         return None
-    whole = sum(one.work_ns for one in study.results)
+    whole = sum(measured.work_ns for measured in study.results)
     return {
-        "job": absent.rows(_job(found, whole), "patterns.job"),
-        "ranks": absent.rows(found, "patterns.ranks"),
+        "job": absent.rows(_job(sequences, whole), "patterns.job"),
+        "ranks": absent.rows(sequences, "patterns.ranks"),
     }
 
 
-def _job(found: pl.DataFrame, whole_ns: int) -> pl.DataFrame:
+def _job(sequences: pl.DataFrame, whole_ns: int) -> pl.DataFrame:
     """The same sequence of several ranks added up."""
     sums = ("count", "launch_count", "kernel_ns", "gap_ns", "span_ns")
     return (
-        found.with_columns(pl.col("names").list.join("\x00").alias("key"))
+        sequences.with_columns(pl.col("names").list.join("\x00").alias("key"))
         .group_by("kind", "key", maintain_order=True)
         .agg(
             pl.len().alias("rank_count"),

@@ -22,8 +22,8 @@ def _measure(trace: Trace, _options: ReportOptions) -> WorkPerStep:
 
 def _build(study: Study[WorkPerStep], absent: Absent) -> Row:
     out = {
-        "kernels": absent.rows(study.concat(lambda one: one.kernels), "per_step.kernels"),
-        "operators": absent.rows(study.concat(lambda one: one.operators), "per_step.operators"),
+        "kernels": absent.rows(study.concat(lambda measured: measured.kernels), "per_step.kernels"),
+        "operators": absent.rows(study.concat(lambda measured: measured.operators), "per_step.operators"),
     }
     for name, rows in out.items():
         if not rows:

@@ -18,10 +18,10 @@ _WHY = "no ranks that send to each other with known peers were recorded"
 
 def _build(study: Study[RankPart], absent: Absent) -> Row:
     several = len(study.results) > 1
-    found = compared(study.results).pipeline if several else None
+    pipelines = compared(study.results).pipeline if several else None
     out = {
-        "stages": absent.rows(found.stages, "pipeline.stages") if found else [],
-        "steps": absent.rows(found.steps.head(_MOST), "pipeline.steps") if found else [],
+        "stages": absent.rows(pipelines.stages, "pipeline.stages") if pipelines else [],
+        "steps": absent.rows(pipelines.steps.head(_MOST), "pipeline.steps") if pipelines else [],
     }
     for name, value in out.items():
         if not value:

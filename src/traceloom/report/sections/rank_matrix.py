@@ -91,13 +91,13 @@ def _picture(value: Row) -> str:
     ranks = sorted({row[end] for row in cells for end in ("source", "target")})
     if len(ranks) < 3 or value["omitted_cell_count"]:
         return ""
-    said = {
+    hover_texts = {
         (row["source"], row["target"]): f"rank {row['source']} → rank {row['target']}: {units.size(row['bytes'])}, "
         f"{units.duration(row['duration_ns'])}, {units.count(row['count'])} calls"
         for row in cells
     }
     numbers = {(row["source"], row["target"]): float(row["bytes"]) for row in cells}
-    return heat_map(numbers, ranks, ranks, said, titles=("from rank", "to rank"))
+    return heat_map(numbers, ranks, ranks, hover_texts, titles=("from rank", "to rank"))
 
 
 SECTION = Section(

@@ -149,9 +149,9 @@ def _usual(spread: list[Row]) -> list[Row]:
     """One row per rank, with mean, least and most of every quantity."""
     ranks: dict[int | None, Row] = {}
     for row in spread:
-        one = ranks.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
-        one["step_count"] = max(one["step_count"], row["step_count"])
-        one |= {f"{how}_{row['quantity']}": row[how] for how in ("mean", "min", "max")}
+        entry = ranks.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
+        entry["step_count"] = max(entry["step_count"], row["step_count"])
+        entry |= {f"{how}_{row['quantity']}": row[how] for how in ("mean", "min", "max")}
     return list(ranks.values())
 
 
@@ -183,20 +183,20 @@ def _said(rows: list[Row]) -> str:
 
 def _summary(value: Row) -> str | None:
     rows = value["steps"] or value["whole"]
-    told = [row for row in rows if row["flops"]]
-    if not told:
+    modelled = [row for row in rows if row["flops"]]
+    if not modelled:
         return None
-    covered = sum(row["modelled_ns"] for row in told)
-    gpu = sum(row["gpu_ns"] for row in told)
-    what = "step" if value["steps"] else "recording"
-    what += " of a rank" if len({row["rank"] for row in told}) > 1 else ""
-    text = f"{units.flops(sum(row['flops'] for row in told) / len(told))} per {what}"
+    covered = sum(row["modelled_ns"] for row in modelled)
+    gpu = sum(row["gpu_ns"] for row in modelled)
+    scope = "step" if value["steps"] else "recording"
+    scope += " of a rank" if len({row["rank"] for row in modelled}) > 1 else ""
+    text = f"{units.flops(sum(row['flops'] for row in modelled) / len(modelled))} per {scope}"
     # work that is mostly not modelled counts as measured: nobody knows how good it is
-    placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in told)
+    placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in modelled)
     for key, name in (("roofline_fraction", "of the roofline"), ("mfu", "MFU")):
-        known = [row[key] for row in told if row[key] is not None]
-        if known and placed >= _WORTH_SAYING * gpu:
-            text += f", {units.share(sum(known) / len(known), 1)} {name}"
+        fractions = [row[key] for row in modelled if row[key] is not None]
+        if fractions and placed >= _WORTH_SAYING * gpu:
+            text += f", {units.share(sum(fractions) / len(fractions), 1)} {name}"
     return f"{text}; models cover {units.share(covered, gpu)} of the GPU work" if gpu else text
 
 

@@ -56,13 +56,13 @@ def picture(operators: Sequence[Row]) -> str:
     lines, names = _roofs(plane, roofs)
     several = len({row["rank"] for row in shown}) > 1
     points = "".join(_point(plane, row, shown[0], several=several) for row in shown)
-    said = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
+    caption = f"{units.count(len(shown))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
     left_out = len(operators) - len(shown)
     more = f"; {units.count(left_out)} that only move data, or take least time, are not drawn" if left_out else ""
     hint = " The larger a point, the more time; dashed lines are the peaks." if roofs else " The peaks are not known."
     return (
-        f'<figure class="roofline"><figcaption>{escape(said + more)}.{hint}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(said)}">'
+        f'<figure class="roofline"><figcaption>{escape(caption + more)}.{hint}</figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}">'
         f"{_grid(plane)}{lines}{points}{names}</svg></figure>"
     )
 
@@ -115,8 +115,8 @@ def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> t
             line = f"M{plane.x(start):.1f} {plane.y(start * memory):.1f}L{plane.x(end):.1f} {plane.y(end * memory):.1f}"
             lines.append(f'<path class="roof" d="{line}"/>')
             middle = math.sqrt(start * end)
-            place = f'x="{plane.x(middle) + 10:.1f}" y="{plane.y(middle * memory) + 14:.1f}"'
-            names.append(f'<text class="roof-name" {place}>memory {units.byte_rate(memory)}</text>')
+            position = f'x="{plane.x(middle) + 10:.1f}" y="{plane.y(middle * memory) + 14:.1f}"'
+            names.append(f'<text class="roof-name" {position}>memory {units.byte_rate(memory)}</text>')
     last = -math.inf
     for label, rate, own in roofs:
         start = max(low, rate / own) if own else low
@@ -125,8 +125,8 @@ def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> t
         path = f"M{plane.x(min(start, right)):.1f} {y:.1f}H{_WIDTH - _RIGHT}"
         lines.append(f'<path class="roof" d="{path}"><title>{name}</title></path>')
         if y - last > _LINE:  # names that would cover each other are on hover only
-            place = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end"'
-            names.append(f'<text class="roof-name" {place}>{name}</text>')
+            position = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end"'
+            names.append(f'<text class="roof-name" {position}>{name}</text>')
             last = y
     return "".join(lines), "".join(names)
 

@@ -106,7 +106,7 @@ class Study(Generic[Measured]):
 
 def on_rank(row: Row, rows: Iterable[Row]) -> str:
     """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
-    return f" of rank {row['rank']}" if len({one["rank"] for one in rows}) > 1 else ""
+    return f" of rank {row['rank']}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
 def _of_rank(frame: pl.DataFrame, rank: int | None) -> pl.DataFrame:

@@ -22,10 +22,10 @@ _UNKNOWN = {
 
 
 def _build(study: Study[RankPart], absent: Absent) -> Row:
-    found = analyze.slow_steps(list(study.results))
+    slow_steps = analyze.slow_steps(list(study.results))
     out = {
-        "steps": absent.rows(found.steps, "slow_steps.steps"),
-        "differences": absent.rows(found.differences.head(_MOST), "slow_steps.differences"),
+        "steps": absent.rows(slow_steps.steps, "slow_steps.steps"),
+        "differences": absent.rows(slow_steps.differences.head(_MOST), "slow_steps.differences"),
     }
     if not out["steps"]:
         absent.say("slow_steps.steps")
@@ -73,8 +73,10 @@ def _summary(value: Row) -> str | None:
     if not slow:
         return None
     worst = max(slow, key=lambda row: row["over_ns"])
-    mine = [row for row in value["differences"] if row["step"] == worst["step"]]
-    because = f", mostly {mine[0]['class']} (+{units.duration(mine[0]['more_ns'])})" if mine else ""
+    differences = [row for row in value["differences"] if row["step"] == worst["step"]]
+    because = (
+        f", mostly {differences[0]['class']} (+{units.duration(differences[0]['more_ns'])})" if differences else ""
+    )
     return (
         f"{units.count(len(slow))} of {units.count(len(value['steps']))} steps; step {worst['step']} takes "
         f"{units.duration(worst['over_ns'])} longer than the median{because}"

@@ -41,14 +41,14 @@ def stacked(bars: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, st
         out.append(f'<text x="0" y="{top + 13}">{_text(label)}</text>')
         at = 0
         whole = sum(part.ns for part in parts)
-        for part in sorted(parts, key=lambda one: order.index(one.name) if one.name in colours else len(order)):
+        for part in sorted(parts, key=lambda piece: order.index(piece.name) if piece.name in colours else len(order)):
             if not part.ns:
                 continue
             left, right = (_LEFT + (_WIDTH - _LEFT) * ns / longest for ns in (at, at + part.ns))
-            said = f"{part.name}: {units.duration(part.ns)}, {units.share(part.ns, whole)}"
+            hover_text = f"{part.name}: {units.duration(part.ns)}, {units.share(part.ns, whole)}"
             out.append(
                 f'<rect class="f-{colours.get(part.name, "other")}" x="{left:.1f}" y="{top}" '
-                f'width="{max(right - left, 0.3):.1f}" height="{_BAR}"><title>{_text(said)}</title></rect>'
+                f'width="{max(right - left, 0.3):.1f}" height="{_BAR}"><title>{_text(hover_text)}</title></rect>'
             )
             at += part.ns
     return "".join([*out, "</svg>", _legend(used, colours), "</figure>"])

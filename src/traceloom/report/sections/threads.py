@@ -36,21 +36,21 @@ _SUMS = pl.Schema({name: kind for name, kind in CONCURRENCY.items() if name != "
 
 
 def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    found = analyze.threads(trace)
-    by_number = found.concurrency.group_by("threads").agg(pl.col("ns").sum()).sort("threads").cast(_SUMS)
-    return Measured(found.threads, by_number, found.curve, found.most, found.mean)
+    threads = analyze.threads(trace)
+    by_number = threads.concurrency.group_by("threads").agg(pl.col("ns").sum()).sort("threads").cast(_SUMS)
+    return Measured(threads.threads, by_number, threads.curve, threads.most, threads.mean)
 
 
 def _build(study: Study[Measured], absent: Absent) -> Row | None:
-    table = study.concat(lambda one: one.threads)
+    table = study.concat(lambda measured: measured.threads)
     if not table.height:
         absent.say("threads")
         return None
-    curves = study.concat(lambda one: one.curve)
+    curves = study.concat(lambda measured: measured.curve)
     kept = [trace.rank for trace in study.part.traces][:MOST_CURVES]
     return {
         "threads": absent.rows(table, "threads.threads"),
-        "concurrency": absent.rows(study.concat(lambda one: one.concurrency), "threads.concurrency"),
+        "concurrency": absent.rows(study.concat(lambda measured: measured.concurrency), "threads.concurrency"),
         "curve": absent.rows(curves.filter(pl.col("rank").is_in(kept, nulls_equal=True)), "threads.curve"),
     }
 
@@ -95,9 +95,9 @@ def _tables(value: Row) -> Iterator[Table]:
 
 
 def _role(row: Row) -> str:
-    """What the thread is for, with the name that says so where it is only some Python."""
-    told = ROLES.get(row["role"], str(row["role"]))
-    return f"{told}: {row['says']}" if row["role"] == "python" and row["says"] else told
+    """What the thread is for; where it only runs some Python, with the name that says so."""
+    role = ROLES.get(row["role"], str(row["role"]))
+    return f"{role}: {row['says']}" if row["role"] == "python" and row["says"] else role
 
 
 def _summary(value: Row) -> str | None:

@@ -61,8 +61,8 @@ def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     if console.width < width:
-        said = f"This needs {width} columns, the terminal has {console.width}: lines run on."
-        for part in textwrap.wrap(said, max(console.width, 1)):
+        warning = f"This needs {width} columns, the terminal has {console.width}: lines run on."
+        for part in textwrap.wrap(warning, max(console.width, 1)):
             console.print(part, no_wrap=True, overflow="ignore", crop=False)
     for line in rendered(width):
         if plain:

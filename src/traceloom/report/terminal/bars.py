@@ -14,18 +14,18 @@ _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def cells(parts: Sequence[int], width: int) -> list[int]:
-    """How many of `width` cells each part gets: by largest remainder, at least one where the part is not nothing."""
+    """How many of `width` cells each part gets: by largest remainder, at least one where the part is not zero."""
     whole = sum(parts)
     if whole <= 0 or width <= 0:
         return [0] * len(parts)
     exact = [part * width / whole for part in parts]
-    given = [max(int(share), 1 if part > 0 else 0) for share, part in zip(exact, parts, strict=True)]
-    by_remainder = sorted(range(len(parts)), key=lambda i: exact[i] - given[i])
-    while sum(given) > width:
-        given[max(range(len(given)), key=lambda i: given[i])] -= 1
-    while sum(given) < width:
-        given[by_remainder.pop()] += 1
-    return given
+    counts = [max(int(share), 1 if part > 0 else 0) for share, part in zip(exact, parts, strict=True)]
+    by_remainder = sorted(range(len(parts)), key=lambda i: exact[i] - counts[i])
+    while sum(counts) > width:
+        counts[max(range(len(counts)), key=lambda i: counts[i])] -= 1
+    while sum(counts) < width:
+        counts[by_remainder.pop()] += 1
+    return counts
 
 
 def stacked(kinds: Sequence[Kind], parts: Sequence[int], width: int) -> Text:

@@ -24,10 +24,10 @@ _SIDE = 24  # cells of figures and bar
 def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
     """The findings, the first five of them where not asked for in full; with advice, evidence and page in full."""
     rows = document.get("findings") or []
-    ground = document.get("findings_ground")
-    if ground is None:
+    context = document.get("findings_ground")
+    if context is None:
         return
-    yield from heading("What to fix first", f"savings {ground['basis']}, by re-timing; they do not overlap", width)
+    yield from heading("What to fix first", f"savings {context['basis']}, by re-timing; they do not overlap", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of it.")
     shown = rows if full else rows[:_MOST]
@@ -35,14 +35,14 @@ def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
         yield from _one(row, width, full=full)
     if len(rows) > len(shown):
         yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
-    if ground["limit"]:
-        for part in textwrap.wrap(f"Of savings: {ground['limit']}.", width - 2):
+    if context["limit"]:
+        for part in textwrap.wrap(f"Of savings: {context['limit']}.", width - 2):
             yield Text(" " + part, DIM)
-    if not ground["holds"]:
-        for part in textwrap.wrap(f"Take the savings as hints: {ground['law']}", width - 2):
+    if not context["holds"]:
+        for part in textwrap.wrap(f"Take the savings as hints: {context['law']}", width - 2):
             yield Text(" " + part, "yellow")
     if full:
-        yield from _abstained(ground, width)
+        yield from _abstained(context, width)
 
 
 def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
@@ -59,7 +59,7 @@ def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
         yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
     if not full:
         if row["alternatives"]:
-            slugs = ", ".join(dict.fromkeys(one["slug"] for one in row["alternatives"]))
+            slugs = ", ".join(dict.fromkeys(alternative["slug"] for alternative in row["alternatives"]))
             for part in textwrap.wrap(
                 f"or, for the same time: {slugs}", max(width - _SIDE, 24), break_on_hyphens=False
             ):
@@ -82,14 +82,14 @@ def _between(row: Row) -> str:
 
 def _evidence(row: Row) -> Iterator[str]:
     shown = []
-    for one in row["evidence"][:3]:
-        when = "" if one["start_ns"] is None else f" at {units.duration(one['start_ns'])}"
-        long = one["duration_ns"] if one["duration_ns"] is not None else one["total_ns"]
-        shown.append(f"{one['what']}{when}" + ("" if long is None else f" ({units.duration(long)})"))
+    for entry in row["evidence"][:3]:
+        when = "" if entry["start_ns"] is None else f" at {units.duration(entry['start_ns'])}"
+        long = entry["duration_ns"] if entry["duration_ns"] is not None else entry["total_ns"]
+        shown.append(f"{entry['what']}{when}" + ("" if long is None else f" ({units.duration(long)})"))
     if shown:
         yield f"See {'; '.join(shown)}."
-    for one in row["alternatives"]:
-        yield f"Or: {one['title']} ({units.duration(one['alone_ns'])}) [{one['slug']}]"
+    for entry in row["alternatives"]:
+        yield f"Or: {entry['title']} ({units.duration(entry['alone_ns'])}) [{entry['slug']}]"
     alone = row["alone_ns"]
     if alone is not None and alone != row["saving_ns"]:
         yield f"Alone it would save {units.duration(alone)}. Confidence {row['confidence']:.1f}; {row['learn_more']}"
@@ -97,13 +97,13 @@ def _evidence(row: Row) -> Iterator[str]:
         yield f"Confidence {row['confidence']:.1f}; {row['learn_more']}"
 
 
-def _abstained(ground: Row, width: int) -> Iterator[Text]:
-    if not ground["abstentions"]:
+def _abstained(context: Row, width: int) -> Iterator[Text]:
+    if not context["abstentions"]:
         return
     yield from heading("Not looked at", "rules that cannot know", width)
     by_reason: dict[str, list[str]] = {}
-    for one in ground["abstentions"]:
-        by_reason.setdefault(one["reason"], []).append(one["slug"])
+    for abstention in context["abstentions"]:
+        by_reason.setdefault(abstention["reason"], []).append(abstention["slug"])
     for reason, slugs in by_reason.items():
         for part in textwrap.wrap(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width - 2, break_on_hyphens=False):
             yield Text(" " + part)

@@ -111,16 +111,16 @@ def _coverage(document: Row, width: int) -> Iterator[Text]:
         return
     yield from heading("Coverage", "what was matched, and what not", width)
     whole: dict[str, int] = {}
-    for (subject, _), found in outcomes.items():
-        whole[subject] = whole.get(subject, 0) + sum(row["count"] for row in found)
+    for (subject, _), outcome_rows in outcomes.items():
+        whole[subject] = whole.get(subject, 0) + sum(row["count"] for row in outcome_rows)
     order = sorted(outcomes, key=lambda key: (list(whole).index(key[0]), -sum(r["count"] for r in outcomes[key])))
     rows: list[tuple[str, ...]] = []
-    said: list[tuple[str, str]] = []
+    labels: list[tuple[str, str]] = []
     for subject, outcome in order:
-        found = outcomes[subject, outcome]
-        count = sum(row["count"] for row in found)
-        times = [row["time_ns"] for row in found if row["time_ns"] is not None]
-        shown = _WORDS.get(subject, subject) if not said or said[-1][0] != subject else ""
+        outcome_rows = outcomes[subject, outcome]
+        count = sum(row["count"] for row in outcome_rows)
+        times = [row["time_ns"] for row in outcome_rows if row["time_ns"] is not None]
+        shown = _WORDS.get(subject, subject) if not labels or labels[-1][0] != subject else ""
         rows.append(
             (
                 harmless(shown),
@@ -129,14 +129,14 @@ def _coverage(document: Row, width: int) -> Iterator[Text]:
                 units.duration(sum(times)) if times else "",
             )
         )
-        said.append((subject, outcome + _on(found, len(document["ranks"]))))
+        labels.append((subject, outcome + _on(outcome_rows, len(document["ranks"]))))
     columns = (Column("", right=False), Column("count"), Column("share"), Column("time"))
-    yield from lines(columns, rows, ("outcome", lambda number, room: short(said[number][1], room)), width)
+    yield from lines(columns, rows, ("outcome", lambda number, room: short(labels[number][1], room)), width)
 
 
-def _on(found: list[Row], ranks: int) -> str:
-    """On which ranks, where it is not all of them."""
-    named = sorted({row["rank"] for row in found if row["rank"] is not None and row["count"]})
+def _on(outcome_rows: list[Row], ranks: int) -> str:
+    """The ranks that have it, where not all do."""
+    named = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
     if ranks < 2 or not named or len(named) == ranks:
         return ""
     listed = ", ".join(map(str, named[:6])) + (", ..." if len(named) > 6 else "")
@@ -152,11 +152,12 @@ def _edges(document: Row, width: int) -> Iterator[Text]:
     yield from heading("Edges", "what waits for what, and how that is known", width)
     names = [name for name, _, _ in EVIDENCE]
     rows = [
-        (kind, *(units.count(found[name]) if name in found else "" for name in names)) for kind, found in kinds.items()
+        (kind, *(units.count(counts[name]) if name in counts else "" for name in names))
+        for kind, counts in kinds.items()
     ]
     headings = [Text.assemble((fill, color), " ", (name, "bold")) for name, fill, color in EVIDENCE]
     columns = (Column("kind", right=False), *(Column(heading) for heading in headings))
-    most = max(sum(found.values()) for found in kinds.values())
+    most = max(sum(counts.values()) for counts in kinds.values())
     shares = list(kinds.values())
 
     def bar(number: int, room: int) -> Text:
@@ -180,23 +181,25 @@ def _clocks(document: Row, width: int) -> Iterator[Text]:
     yield from heading("Clocks", "fitted on the ends of collectives", width)
     worst = max(row["clock_residual_ns"] for row in fitted)
     moved = [row for row in fitted if row["clock_offset_ns"] or row["clock_drift"]]
-    said = f"ends agree within {units.duration(worst)}"
+    sentence = f"ends agree within {units.duration(worst)}"
     if moved:
         most = max(moved, key=lambda row: abs(row["clock_offset_ns"]))
         offset = units.duration(most["clock_offset_ns"])
-        said += f" after {len(moved)} ranks were moved, rank {most['rank']} most: {offset}"
+        sentence += f" after {len(moved)} ranks were moved, rank {most['rank']} most: {offset}"
     else:
-        said += "; no clock had to be moved"
-    for line in textwrap.wrap(said, width - 2):
+        sentence += "; no clock had to be moved"
+    for line in textwrap.wrap(sentence, width - 2):
         yield Text(" " + line)
 
 
 def _delays(document: Row, width: int) -> Iterator[Text]:
     used = [row for row in document["delays"] if row["count"]]
-    found = sorted(used, key=lambda row: -row["count"])[:10]
-    if not found:
+    most_frequent = sorted(used, key=lambda row: -row["count"])[:10]
+    if not most_frequent:
         return
     yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
-    rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in found]
+    rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in most_frequent]
     columns = (Column("kind", right=False), Column("median"), Column("edges"))
-    yield from lines(columns, rows, ("of", lambda number, room: short(found[number]["place"] or "", room)), width)
+    yield from lines(
+        columns, rows, ("of", lambda number, room: short(most_frequent[number]["place"] or "", room)), width
+    )

@@ -22,7 +22,7 @@ _WIDEST_SPARKLINE = 40
 
 
 def recording(document: dict[str, Any], width: int) -> Iterator[Text]:
-    """The recording as the first rank saw it; nothing where the run was not recorded by us."""
+    """The recording as the first rank saw it; nothing where the run was not recorded by traceloom."""
     ranks = _at(document["capture"], list, "ranks") or []
     first = ranks[0] if ranks and isinstance(ranks[0], dict) else None
     if first is None:
@@ -33,9 +33,9 @@ def recording(document: dict[str, Any], width: int) -> Iterator[Text]:
     command = _at(document["capture"], list, "run", "command")
     if command:
         yield Text(" " + short(shlex.join(map(str, command)), width - 2))
-    said = "; ".join(_facts(first))
-    if said:
-        yield Text(" " + short(said, width - 2))
+    facts = "; ".join(_facts(first))
+    if facts:
+        yield Text(" " + short(facts, width - 2))
     durations = [ns for ns in _at(first, list, "steps", "duration_ns") or [] if isinstance(ns, int) and ns >= 0]
     if len(durations) > 1:
         spark = sparkline(durations, _WIDEST_SPARKLINE)

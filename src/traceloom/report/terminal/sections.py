@@ -45,13 +45,17 @@ def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text
 
 
 def _lines(document: Row, width: int) -> Iterator[Text]:
-    told = [(one.key, one.summary(document[one.key])) for one in shown(document) if document.get(one.key)]
-    said = [(key, sentence) for key, sentence in told if sentence]
-    if not said:
+    candidates = [
+        (section.key, section.summary(document[section.key]))
+        for section in shown(document)
+        if document.get(section.key)
+    ]
+    summaries = [(key, sentence) for key, sentence in candidates if sentence]
+    if not summaries:
         return
     yield from heading("More", "add --only NAME to see one in full", width)
-    widest = max(len(key) for key, _ in said)
-    for key, sentence in said:
+    widest = max(len(key) for key, _ in summaries)
+    for key, sentence in summaries:
         parts = _wrapped(sentence, max(width - widest - 3, 20))
         for number, part in enumerate(parts):
             yield Text.assemble((f" {key if number == 0 else '':<{widest}}  ", "bold"), part)
@@ -99,8 +103,8 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
     def last(i: int, room: int) -> str:
         return short(_cell(name, rows[i].get(name.key)), room) if name else ""
 
-    told = [[column[i] for column in cells] for i in range(len(rows))]
-    yield from lines(heads, told, (name.title if name else "", last), width)
+    cell_rows = [[column[i] for column in cells] for i in range(len(rows))]
+    yield from lines(heads, cell_rows, (name.title if name else "", last), width)
 
 
 def _fitting(columns: list[Col], cells: list[list[str]], width: int) -> tuple[list[Col], list[list[str]]]:

@@ -203,21 +203,21 @@ def data_loading(document: Row, width: int) -> Iterator[Text]:
     batches = len(loading["waits"])
     waits = f"{units.count(batches)} batch{'es' if batches > 1 else ''}"
     yield from heading("Data loading", "", width)
-    said = (
+    summary = (
         f"{units.duration(loading['total_ns'])} waited for data in {waits} "
         f"({units.share(loading['total_ns'], window)} of the time); the longest wait took {units.duration(longest)}."
     )
-    for line in textwrap.wrap(f"{said} {loader(loading)}", width - 2):
+    for line in textwrap.wrap(f"{summary} {loader(loading)}", width - 2):
         yield Text(" " + line)
 
 
 def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
     """What the user must know about the data, worst first."""
-    found = said_once(document["notices"], len(document["ranks"]))
-    if not found:
+    distinct = said_once(document["notices"], len(document["ranks"]))
+    if not distinct:
         return
     yield from heading("Notices", "what to know about the data", width)
-    for notice in found[: options.top]:
+    for notice in distinct[: options.top]:
         sign, style = SEVERITY[notice.severity]
         weakens = f"; weakens {', '.join(notice.weakens)}" if notice.weakens else ""
         message = harmless(f"{notice.sentence}{weakens} [{notice.slug}]")
@@ -225,5 +225,5 @@ def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]
         yield Text.assemble(" ", (sign, style), " ", first)
         for line in rest:
             yield Text("   " + line)
-    if len(found) > options.top:
-        yield Text(f" … and {len(found) - options.top} more, in the JSON report", DIM)
+    if len(distinct) > options.top:
+        yield Text(f" … and {len(distinct) - options.top} more, in the JSON report", DIM)

@@ -49,11 +49,11 @@ def heading(title: str, note: str, width: int) -> Iterator[Text]:
 
 def devices(document: Row, width: int) -> Iterator[Text]:
     """One bar per device: compute, exposed communication, exposed memory, idle, in the window of the answer."""
-    found = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
-    if not found:
+    rank_devices = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
+    if not rank_devices:
         return
-    yield from heading("GPU time", _device_note([device for _, device in found], gpu_window(document)), width)
-    shown = found[:_MOST_BARS]
+    yield from heading("GPU time", _device_note([device for _, device in rank_devices], gpu_window(document)), width)
+    shown = rank_devices[:_MOST_BARS]
     rows: list[list[str | Text]] = []
     for rank, device in shown:
         label = place_label(document, rank, device["device"])
@@ -62,8 +62,8 @@ def devices(document: Row, width: int) -> Iterator[Text]:
     columns = [Column("", right=False), Column("window"), *(Column(kind.heading) for kind in DEVICE)]
     bars = [[device[kind.key] for kind in DEVICE] for _, device in shown]
     yield from with_bars(columns, rows, lambda i, room: stacked(DEVICE, bars[i], room), width)
-    if len(found) > len(shown):
-        yield Text(f" … and {len(found) - len(shown)} more, in the JSON report", DIM)
+    if len(rank_devices) > len(shown):
+        yield Text(f" … and {len(rank_devices) - len(shown)} more, in the JSON report", DIM)
 
 
 def _device_note(devices: Sequence[Row], window: str) -> str:
@@ -134,22 +134,22 @@ def _step_note(rank: Row) -> str:
 
 
 def _steps_of_one(rank: Row, top: int, width: int) -> Iterator[Text]:
-    found = rank["steps"][:top]
+    shown_steps = rank["steps"][:top]
     yield from heading("Steps", _step_note(rank), width)
-    longest = max(step["duration_ns"] for step in found)
-    on_device = any(step["devices"] for step in found)
-    rows = [_step_row(step, on_device=on_device) for step in found]
+    longest = max(step["duration_ns"] for step in shown_steps)
+    on_device = any(step["devices"] for step in shown_steps)
+    rows = [_step_row(step, on_device=on_device) for step in shown_steps]
     columns = [Column("step", right=False), Column("time")]
     columns += [Column("GPU busy"), Column("GPU lag")] if on_device else []
 
     def bar(i: int, room: int) -> Text:
-        length = round(room * found[i]["duration_ns"] / longest) if longest else 0
-        kinds, parts = _step_parts(found[i], rank)
+        length = round(room * shown_steps[i]["duration_ns"] / longest) if longest else 0
+        kinds, parts = _step_parts(shown_steps[i], rank)
         return stacked(kinds, parts, length)
 
     yield from with_bars(columns, rows, bar, width)
-    if len(rank["steps"]) > len(found):
-        yield Text(f" … and {len(rank['steps']) - len(found)} more (--top {len(rank['steps'])})", DIM)
+    if len(rank["steps"]) > len(shown_steps):
+        yield Text(f" … and {len(rank['steps']) - len(shown_steps)} more (--top {len(rank['steps'])})", DIM)
 
 
 def _step_row(step: Row, *, on_device: bool) -> list[str | Text]:
@@ -209,13 +209,13 @@ def idle(document: Row, width: int) -> Iterator[Text]:
     if not whole:
         return
     yield from heading("Why the GPU was idle", f"{units.duration(whole)} {gpu_window(document)}", width)
-    found = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
+    causes = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
     rows: list[list[str | Text]] = [
         [units.duration(ns), units.share(ns, whole), units.count(gaps) if gaps else "-", short(_words(cause), 40)]
-        for cause, ns, gaps in found
+        for cause, ns, gaps in causes
     ]
     columns = [Column("time"), Column("share"), Column("gaps"), Column("cause", right=False)]
-    yield from with_bars(columns, rows, lambda i, room: plain(found[i][1] / whole, room, DIM), width)
+    yield from with_bars(columns, rows, lambda i, room: plain(causes[i][1] / whole, room, DIM), width)
 
 
 def _words(slug: str) -> str:

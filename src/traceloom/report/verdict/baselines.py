@@ -17,25 +17,25 @@ Row = dict[str, Any]
 
 
 def row(name: str, baseline: Baseline) -> Row:
-    """What the list tells of a baseline."""
+    """The row of a baseline in the list."""
     runs = baseline.runs
     wall = [run.wall_ns for run in runs if run.wall_ns]
-    told = wall if len(wall) == len(runs) else [run.scalars["step_time"] for run in runs if run.steps]
-    said = {value for run in runs for one in run.stated if one.condition == "device" for value in [one.value]}
+    step_times = wall if len(wall) == len(runs) else [run.scalars["step_time"] for run in runs if run.steps]
+    devices = {value for run in runs for fact in run.stated if fact.condition == "device" for value in [fact.value]}
     return {
         "name": name,
         "saved_unix_s": baseline.saved_unix_s,
         "runs": len(runs),
-        "steps": sum(len(values) for values in told),
-        "step_ns": round(float(np.mean([np.mean(values) for values in told]))) if told else None,
-        "device": ", ".join(sorted(said)),
+        "steps": sum(len(values) for values in step_times),
+        "step_ns": round(float(np.mean([np.mean(values) for values in step_times]))) if step_times else None,
+        "device": ", ".join(sorted(devices)),
         "traceloom": baseline.traceloom,
     }
 
 
 def render(rows: list[Row], top: int, width: int) -> Iterator[Text]:
     """The list as a table; `saved` of a row is when, in UTC."""
-    shown = [one | {"when": f"{one['saved']:%Y-%m-%d %H:%M}"} for one in rows]
+    shown = [entry | {"when": f"{entry['saved']:%Y-%m-%d %H:%M}"} for entry in rows]
     columns = [
         Col("when", "Saved (UTC)"),
         Col("runs", "Runs", "count"),

@@ -14,7 +14,7 @@ VERSION = 1
 
 
 def build(
-    found: Verdict,
+    verdict: Verdict,
     base: tuple[str, Sequence[RunSummary]],
     new: tuple[str, Sequence[RunSummary]],
     *,
@@ -25,7 +25,7 @@ def build(
     """The verdict as one JSON object. Keys: docs/how-to/gate.md; version 1 only gains keys.
 
     Args:
-        found: The verdict.
+        verdict: The verdict.
         base: Name of the base, and its runs.
         new: The same of the new side.
         strict: Whether `inconclusive` fails the check.
@@ -36,18 +36,18 @@ def build(
         "format": FORMAT,
         "version": VERSION,
         "traceloom": __version__,
-        "passed": found.verdict == "pass" or (found.verdict == "inconclusive" and not strict),
+        "passed": verdict.verdict == "pass" or (verdict.verdict == "inconclusive" and not strict),
         "strict": strict,
         "base": _side(*base),
         "new": _side(*new),
-        **found.to_dict(),
-        "power": [] if effect is None else power(found.checks, effect).to_dicts(),
+        **verdict.to_dict(),
+        "power": [] if effect is None else power(verdict.checks, effect).to_dicts(),
         "comparison": comparison,
     }
 
 
 def _side(name: str, runs: Sequence[RunSummary]) -> dict[str, Any]:
-    told = [
+    entries = [
         {
             "name": run.name,
             "recorded_steps": len(run.steps),
@@ -55,4 +55,4 @@ def _side(name: str, runs: Sequence[RunSummary]) -> dict[str, Any]:
         }
         for run in runs
     ]
-    return {"name": name, "runs": told}
+    return {"name": name, "runs": entries}

@@ -28,8 +28,10 @@ def _lines(document: Row) -> Iterator[str]:
     for line in reasons(document):
         yield ""
         yield text(line)
-    for one in tables(document):
-        if one.key not in _LEFT_OUT:
-            yield from table_of(one, len(one.rows) if one.key in _WHOLE else _MOST_ROWS, whole=one.key in _WHOLE)
+    for table in tables(document):
+        if table.key not in _LEFT_OUT:
+            yield from table_of(
+                table, len(table.rows) if table.key in _WHOLE else _MOST_ROWS, whole=table.key in _WHOLE
+            )
     yield ""
     yield f"<sub>traceloom {document['traceloom']}</sub>"

@@ -19,21 +19,21 @@ _UNKNOWN = {"base_kernel": "the base does not launch it", "new_kernel": "the new
 def render(document: Row) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
-    told = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
+    paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
     return framed(
         title=f"{headline(document)} – {name}",
         name=name,
-        headline=f"<h1>{text(headline(document))}</h1>{told}",
+        headline=f"<h1>{text(headline(document))}</h1>{paragraphs}",
         footer=f"<p>Traceloom {text(document['traceloom'])}</p>",
         **one_after_the_other(_sections(document)),
     )
 
 
 def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
-    for one in (*tables(document), _runs(document)):
-        columns = [Column(c.key, c.title, c.kind, c.hint) for c in one.columns]
-        drawn = table(one.key, columns, one.rows, _UNKNOWN, one.title)
-        yield f"{one.key}-section", escape(one.title), text(one.note), drawn
+    for data_table in (*tables(document), _runs(document)):
+        columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
+        drawn = table(data_table.key, columns, data_table.rows, _UNKNOWN, data_table.title)
+        yield f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn
 
 
 def _runs(document: Row) -> Table:

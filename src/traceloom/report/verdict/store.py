@@ -83,9 +83,9 @@ class Store:
         checked(name)
         data = self._place.read(f"{name}{_ENDING}")
         if data is None:
-            known = self.names()
-            there = f"it has {', '.join(known[:10])}" if known else "it has none; see traceloom baseline save --help"
-            raise UsageError(f"there is no baseline `{name}`", slug="no-such-baseline", where=self.where, hint=there)
+            names = self.names()
+            hint = f"it has {', '.join(names[:10])}" if names else "it has none; see traceloom baseline save --help"
+            raise UsageError(f"there is no baseline `{name}`", slug="no-such-baseline", where=self.where, hint=hint)
         return decode(data, f"{self.where}: {name}")
 
 
@@ -155,9 +155,9 @@ class _Remote:
         try:
             self._fs, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            said = f"fsspec cannot open this URL: {error}"
+            message = f"fsspec cannot open this URL: {error}"
             raise UsageError(
-                said, slug="no-fsspec", where=self._url, hint="install the package that it names"
+                message, slug="no-fsspec", where=self._url, hint="install the package that it names"
             ) from error
 
     def names(self) -> list[str]:
@@ -195,8 +195,8 @@ class _Remote:
                     self._fs.rm_file(beside)
                 raise
         except Exception as error:
-            said = f"`{where}` cannot be written: {error or type(error).__name__}"
-            raise OutputError(said, slug="cannot-write", hint="choose another place with --store") from error
+            message = f"`{where}` cannot be written: {error or type(error).__name__}"
+            raise OutputError(message, slug="cannot-write", hint="choose another place with --store") from error
         return where
 
 

@@ -25,7 +25,7 @@ def tables(document: Row) -> Iterator[Table]:
     if document["causes"]:
         yield _causes(document)
     if document["comparison"]:
-        yield from (one for one in comparison.tables(document["comparison"]) if one.key != "diff-conditions")
+        yield from (table for table in comparison.tables(document["comparison"]) if table.key != "diff-conditions")
 
 
 def headline(document: Row) -> str:

@@ -32,8 +32,10 @@ def render(document: Row, top: int, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
     for side in ("base", "new"):
         many = len(document[side]["runs"])
-        told = f" ({many} runs)" if many > 1 else ""
-        yield Text.assemble((f"{side:<5}", DIM), (short(document[side]["name"], width - 6 - len(told)), "bold"), told)
+        run_count = f" ({many} runs)" if many > 1 else ""
+        yield Text.assemble(
+            (f"{side:<5}", DIM), (short(document[side]["name"], width - 6 - len(run_count)), "bold"), run_count
+        )
     yield Text("")
     yield from _wrapped(headline(document), width, _COLOURS[document["verdict"]])
     for line in reasons(document):

@@ -15,29 +15,29 @@ _MOST_VALUES = 12
 
 
 def attributes_of(path: Path, identity: int) -> list[tuple[str, str]]:
-    """Every attribute and tensor list of the node with an id: (name, value as text); empty where it is not there."""
+    """Every attribute and tensor list of the node with an id: (name, value as text); empty if there is no such node."""
     node = _find(path, identity)
     if node is None:
         return []
-    said = [(attribute.name, _value(attribute)) for attribute in node.attr]
+    attributes = [(attribute.name, _value(attribute)) for attribute in node.attr]
     for name, tensors in (("inputs", node.inputs), ("outputs", node.outputs)):
-        said += [
+        attributes += [
             (f"{name}.{part}", _cut(getattr(tensors, part)))
             for part in ("values", "shapes", "types")
             if getattr(tensors, part)
         ]
-    return said
+    return attributes
 
 
 def _find(path: Path, identity: int) -> Node | None:
-    """The node, decoded; the others are only looked at for their ids."""
+    """The node, decoded; of the others only the ids are read."""
     with EtReader(path) as reader:
         decoder = Decoder(["is_cpu_op"], str(path))
         try:
             for block in reader.blocks():
-                found = (next(decoder.columns([block])).id == identity).nonzero()[0]
-                if len(found):
-                    row = int(found[0])
+                matches = (next(decoder.columns([block])).id == identity).nonzero()[0]
+                if len(matches):
+                    row = int(matches[0])
                     return Node.FromString(block.data[block.starts[row] : block.stops[row]])
         except InputError:
             return None  # the file is damaged there, which the summary says

@@ -67,10 +67,12 @@ def _facts(summary: dict[str, Any]) -> str:
 
 
 def _left_out(picture: Picture) -> str:
-    said = [picture.left_out] if picture.left_out else []
+    omissions = [picture.left_out] if picture.left_out else []
     if len(picture.links) > _MOST_LINKS:
-        said.append(f"{units.count(len(picture.links) - _MOST_LINKS)} lines of the fewest dependencies are not drawn")
-    return f"Not shown: {'; '.join(said)}." if said else ""
+        omissions.append(
+            f"{units.count(len(picture.links) - _MOST_LINKS)} lines of the fewest dependencies are not drawn"
+        )
+    return f"Not shown: {'; '.join(omissions)}." if omissions else ""
 
 
 def _group(kind: str) -> str:
@@ -105,10 +107,10 @@ def _line(link: Link, places: Places, most: int) -> str:
         path = f"M{from_x} {from_y}C{from_x + reach} {from_y} {to_x - reach} {to_y} {to_x} {to_y}"
         back = " back"
     width = round(1 + 3 * (link.count / most) ** 0.4, 1)
-    said = f"{units.count(link.count)} × {link.kind}" if link.count > 1 else link.kind
+    label = f"{units.count(link.count)} × {link.kind}" if link.count > 1 else link.kind
     return (
         f'<path class="line{back}" data-from="{link.source}" data-to="{link.target}" d="{path}" stroke-width="{width}" '
-        f'marker-end="url(#tip)"><title>{text(said)}</title></path>'
+        f'marker-end="url(#tip)"><title>{text(label)}</title></path>'
     )
 
 
@@ -132,8 +134,8 @@ def _said(box: Box, *, brief: bool = False) -> str:
     parts += [f"{units.count(box.count)} ×"] if box.count > 1 else []
     parts += [units.duration(box.time_ns)] if box.time_ns or not brief else []
     parts += [units.size(box.bytes)] if box.bytes is not None and not brief else []
-    said = " · ".join(parts)
-    return short(said, _SMALL_LETTERS) if brief else said
+    label = " · ".join(parts)
+    return short(label, _SMALL_LETTERS) if brief else label
 
 
 def _legend(picture: Picture) -> str:

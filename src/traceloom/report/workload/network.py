@@ -85,9 +85,9 @@ def of_workload(workload: Workload) -> Network:
     nodes, edges, dangling = [], [], 0
     for at, rank, table in zip(first.tolist(), workload.ranks, workload.tables, strict=False):
         nodes.append(_nodes(table, rank))
-        found = resolve(table)
-        dangling += len(found.dangling[0]) + len(found.dangling_control[0])
-        for kind, arcs in (("data", found.data), ("control", found.control)):
+        resolved = resolve(table)
+        dangling += len(resolved.dangling[0]) + len(resolved.dangling_control[0])
+        for kind, arcs in (("data", resolved.data), ("control", resolved.control)):
             edges.append(
                 pl.DataFrame({"source": arcs.source + at, "target": arcs.target + at}).with_columns(
                     pl.lit(kind).alias("kind"), pl.lit(None, dtype=pl.String).alias("evidence")
@@ -120,7 +120,7 @@ def _nodes(table: NodeTable, rank: int | None) -> pl.DataFrame:
         .otherwise(pl.col("type").replace_strict(_TYPES, default=pl.format("type {}", "type"), return_dtype=pl.String))
     )
     timed = (pl.col("start_us") > 0).any()
-    known = pl.col("comm_type").replace_strict(names, default="unknown", return_dtype=pl.String)
+    collective_name = pl.col("comm_type").replace_strict(names, default="unknown", return_dtype=pl.String)
     return table.nodes.select(
         pl.col("id").cast(pl.Int64, strict=False),
         pl.lit(rank or 0, dtype=pl.Int64).alias("rank"),
@@ -129,15 +129,15 @@ def _nodes(table: NodeTable, rank: int | None) -> pl.DataFrame:
         (pl.col("duration_us").cast(pl.Int64, strict=False) * 1000).alias("time_ns"),
         pl.when(timed).then(pl.col("start_us").cast(pl.Int64, strict=False) * 1000).alias("start_ns"),
         pl.coalesce("comm_size", "tensor_size").alias("bytes"),
-        pl.when(pl.col("type") == NodeType.COMM_COLL_NODE).then(known).alias("what"),
+        pl.when(pl.col("type") == NodeType.COMM_COLL_NODE).then(collective_name).alias("what"),
         pl.col("pg_name").alias("group"),
     )
 
 
 def row_of(network: Network, identity: int, rank: int | None) -> list[int]:
     """Rows of the nodes with an id, on one rank or on all."""
-    wanted = pl.col("id") == identity
+    condition = pl.col("id") == identity
     if rank is not None:
-        wanted &= pl.col("rank") == rank
-    rows: list[Any] = network.nodes.with_row_index("row").filter(wanted)["row"].to_list()
+        condition &= pl.col("rank") == rank
+    rows: list[Any] = network.nodes.with_row_index("row").filter(condition)["row"].to_list()
     return rows

@@ -94,8 +94,8 @@ def collapsed(network: Network, most: int = MOST_BOXES) -> Picture:
     box_of = nodes.join(groups.select("kind", "group", "box"), on=["kind", "group"], how="left", maintain_order="left")
     links = _links(network, box_of["box"].to_numpy())
     hidden = int(groups.filter(~kept).height)
-    said = f"{hidden} names with the least time share a box per kind" if hidden else ""
-    return Picture("All nodes, by kind and name", boxes, links, said)
+    left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
+    return Picture("All nodes, by kind and name", boxes, links, left_out)
 
 
 def _boxes(groups: pl.DataFrame) -> tuple[Box, ...]:
@@ -145,8 +145,8 @@ def neighbourhood(network: Network, row: int, depth: int, most: int = MOST_NEIGH
     for ends, others, sign in ((target, source, -1), (source, target, 1)):
         front = np.array([row])
         for step in range(1, depth + 1):
-            found = np.unique(others[np.isin(ends, front)])
-            fresh = [number for number in found.tolist() if number not in distance]
+            reached = np.unique(others[np.isin(ends, front)])
+            fresh = [number for number in reached.tolist() if number not in distance]
             room = max(most - len(distance), 0)
             cut += max(len(fresh) - room, 0)
             fresh = fresh[:room]
@@ -165,12 +165,12 @@ def neighbourhood(network: Network, row: int, depth: int, most: int = MOST_NEIGH
     links = tuple(
         Link(number_of[int(source[k])], number_of[int(target[k])], network.edges["kind"][int(k)], 1) for k in inside
     )
-    said = f"{cut} more nodes are as near" if cut else ""
+    left_out = f"{cut} more nodes are as near" if cut else ""
     node = network.nodes.row(row, named=True)
-    return Picture(f"Node {node['id']} and what is up to {depth} dependencies away", boxes, links, said)
+    return Picture(f"Node {node['id']} and what is up to {depth} dependencies away", boxes, links, left_out)
 
 
-def _node_box(network: Network, row: int, place: float, chosen: bool) -> Box:
+def _node_box(network: Network, row: int, position: float, chosen: bool) -> Box:
     node = network.nodes.row(row, named=True)
     where = f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else "")
-    return Box(node["name"], node["kind"], where, 1, node["time_ns"], node["bytes"], place, chosen)
+    return Box(node["name"], node["kind"], where, 1, node["time_ns"], node["bytes"], position, chosen)

@@ -22,7 +22,7 @@ class Places:
 
 
 def arrange(picture: Picture) -> Places:
-    """Give every box its place; the same picture always looks the same."""
+    """Give every box its position; the same picture always looks the same."""
     columns = _columns(picture)
     _order(columns, picture)
     tallest = max((len(column) for column in columns), default=0)
@@ -30,8 +30,8 @@ def arrange(picture: Picture) -> Places:
     x, y = [0] * len(picture.boxes), [0] * len(picture.boxes)
     for number, column in enumerate(columns):
         top = (height - len(column) * (HEIGHT + _DOWN) + _DOWN) // 2
-        for place, box in enumerate(column):
-            x[box], y[box] = number * (WIDTH + _ACROSS), top + place * (HEIGHT + _DOWN)
+        for slot, box in enumerate(column):
+            x[box], y[box] = number * (WIDTH + _ACROSS), top + slot * (HEIGHT + _DOWN)
     width = len(columns) * (WIDTH + _ACROSS) - _ACROSS if columns else 0
     return Places(tuple(x), tuple(y), max(width, 1), max(height, 1))
 
@@ -55,18 +55,20 @@ def _columns(picture: Picture) -> list[list[int]]:
 
 
 def _order(columns: list[list[int]], picture: Picture) -> None:
-    """Sort every column by the mean place of the neighbours, left and right in turn."""
+    """Sort every column by the mean position of the neighbours, left and right in turn."""
     beside: dict[int, list[int]] = {}
     for link in picture.links:
         if link.source != link.target:
             beside.setdefault(link.source, []).append(link.target)
             beside.setdefault(link.target, []).append(link.source)
-    place = {box: number / max(len(column), 1) for column in columns for number, box in enumerate(column)}
+    position = {box: number / max(len(column), 1) for column in columns for number, box in enumerate(column)}
     for sweep in range(_SWEEPS):
         for column in columns if sweep % 2 == 0 else reversed(columns):
             mean = {
-                box: sum(place[other] for other in beside[box]) / len(beside[box]) if beside.get(box) else place[box]
+                box: sum(position[other] for other in beside[box]) / len(beside[box])
+                if beside.get(box)
+                else position[box]
                 for box in column
             }
             column.sort(key=lambda box: (mean[box], box))
-            place.update({box: (number + 0.5) / len(column) for number, box in enumerate(column)})
+            position.update({box: (number + 0.5) / len(column) for number, box in enumerate(column)})

@@ -45,14 +45,14 @@ def summarise(network: Network) -> Row:
 
 
 def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    some = pl.col("bytes").count() > 0
+    has_bytes = pl.col("bytes").count() > 0
     return (
         nodes.group_by(by)
         .agg(
             pl.len().alias("count"),
             pl.col("time_ns").sum(),
             pl.col("time_ns").max().alias("longest_ns"),
-            pl.when(some).then(pl.col("bytes").sum()).alias("bytes"),
+            pl.when(has_bytes).then(pl.col("bytes").sum()).alias("bytes"),
         )
         .sort("time_ns", "count", *by, descending=[True, True, *(False for _ in by)])
     )
@@ -113,8 +113,8 @@ def neighbours(network: Network, row: int) -> Row:
 
 
 def _node(network: Network, row: int) -> Row:
-    said = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
-    return {**network.nodes.row(row, named=True), **(said[0] if said else {})}
+    communication = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
+    return {**network.nodes.row(row, named=True), **(communication[0] if communication else {})}
 
 
 def _beside(network: Network, row: int, own: str, other: str) -> list[Row]:

@@ -45,13 +45,13 @@ def _head(summary: Row, width: int) -> Iterator[Text]:
         f"{units.count(summary['edges'])} dependencies",
     ]
     facts += [units.duration(summary["window_ns"])] if summary["window_ns"] is not None else ["no times of day"]
-    said = " · ".join(facts)
-    yield Text.assemble((short(summary["name"], max(width - len(said) - 3, 16)), "bold"), (f"  {said}", DIM))
+    text = " · ".join(facts)
+    yield Text.assemble((short(summary["name"], max(width - len(text) - 3, 16)), "bold"), (f"  {text}", DIM))
     first, last = summary["first_nodes"], summary["last_nodes"]
-    said = f"{units.count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
-    said += f"nothing waits for {units.count(last)}"
-    said += f"; {units.count(summary['dangling'])} dependencies lead nowhere" if summary["dangling"] else ""
-    yield Text(" " + said, DIM)
+    text = f"{units.count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
+    text += f"nothing waits for {units.count(last)}"
+    text += f"; {units.count(summary['dangling'])} dependencies lead nowhere" if summary["dangling"] else ""
+    yield Text(" " + text, DIM)
 
 
 def _table(title: str, note: str, rows: list[Row], key: str, width: int) -> Iterator[Text]:
@@ -131,8 +131,8 @@ def _notices(summary: Row, width: int) -> Iterator[Text]:
     yield from heading("Notices", "what to know about the data", width)
     for notice in summary["notices"]:
         sign, style = SEVERITY[notice["severity"]]
-        said = harmless(f"{notice['message']} [{notice['slug']}]")
-        first, *rest = textwrap.wrap(said, max(width - 4, 20), break_on_hyphens=False)
+        message = harmless(f"{notice['message']} [{notice['slug']}]")
+        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
         yield Text.assemble(" ", (sign, style), " ", first)
         yield from (Text("   " + line) for line in rest)
 

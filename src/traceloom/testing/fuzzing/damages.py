@@ -41,17 +41,17 @@ def damage(source: Path, chance: random.Random) -> str:
         return f"{file.name}: {name}"
     content = file.read_bytes()
     packed = content[:2] == b"\x1f\x8b" and chance.random() < 0.8
-    what, content = _content(gzip.decompress(content) if packed else content, file, chance)
+    description, content = _content(gzip.decompress(content) if packed else content, file, chance)
     file.write_bytes(gzip.compress(content, 1) if packed else content)
-    return f"{file.name}: {what}"
+    return f"{file.name}: {description}"
 
 
 def _content(content: bytes, file: Path, chance: random.Random) -> tuple[str, bytes]:
     kind = chance.random()
     if kind < 0.5 and file.suffix in {".json", ".gz", ".pickle"}:
-        other = _retyped(content, chance)
-        if other is not None:
-            return other
+        retyped = _retyped(content, chance)
+        if retyped is not None:
+            return retyped
     return damaged(content, chance, chance.choice([1, 1, 2, 5]))
 
 
@@ -92,9 +92,9 @@ def _renamed(file: Path, _other: Path, chance: random.Random) -> None:
 
 
 def _swapped(file: Path, other: Path, _chance: random.Random) -> None:
-    one, two = file.read_bytes(), other.read_bytes()
-    file.write_bytes(two)
-    other.write_bytes(one)
+    first, second = file.read_bytes(), other.read_bytes()
+    file.write_bytes(second)
+    other.write_bytes(first)
 
 
 def _endless(file: Path, _other: Path, _chance: random.Random) -> None:

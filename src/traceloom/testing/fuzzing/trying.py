@@ -114,23 +114,23 @@ def attempt(case: Case, seeds: Path) -> Outcome:
     """Run one case; `seeds` is a directory in which whole inputs are kept."""
     home = Path(tempfile.mkdtemp(dir=seeds))
     try:
-        what, source = damaged_input(case, seeds, home)
+        description, source = damaged_input(case, seeds, home)
         before, peak = time.process_time(), _peak()
-        code, said = _lost(source) if case.verb == LOST else _run(case, source, seeds, home)
+        code, output = _lost(source) if case.verb == LOST else _run(case, source, seeds, home)
         seconds = time.process_time() - before
-        return Outcome(case, code, seconds, _fault(code, said, seconds, what, peak))
+        return Outcome(case, code, seconds, _fault(code, output, seconds, description, peak))
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
 def damaged_input(case: Case, seeds: Path, home: Path) -> tuple[str, Path]:
     """What was damaged, and where it lies."""
-    whole = _whole(case.format, seeds)
-    source = home / whole.name
-    if whole.is_dir():
-        shutil.copytree(whole, source)
+    original = _whole(case.format, seeds)
+    source = home / original.name
+    if original.is_dir():
+        shutil.copytree(original, source)
     else:
-        shutil.copy(whole, source)
+        shutil.copy(original, source)
     return damage(source, random.Random(case.seed)), source
 
 
@@ -184,28 +184,28 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _fault(code: int, said: str, seconds: float, what: str, before: int) -> str:
-    match = _FAULTS.search(_without_refusal(said))
+def _fault(code: int, output: str, seconds: float, description: str, before: int) -> str:
+    match = _FAULTS.search(_without_refusal(output))
     peak = _peak()
     wrong = ""
     if code == 1 or match:
-        lines = [line for line in said.splitlines() if line.strip()]
+        lines = [line for line in output.splitlines() if line.strip()]
         wrong = f"exit code {code}: {' | '.join(lines[-4:])[:300]}"
     elif code == LOST_CODE:
-        wrong = said
+        wrong = output
     elif seconds > MOST_SECONDS:
         wrong = f"{seconds:.1f} s of processor time"
     elif peak > max(before, MOST_BYTES):
         wrong = f"{peak / 1e9:.1f} GB of memory"
-    return f"{wrong} [{what}]" if wrong else ""
+    return f"{wrong} [{description}]" if wrong else ""
 
 
 LOST_CODE = -100
 
 
-def _without_refusal(said: str) -> str:
+def _without_refusal(output: str) -> str:
     """Without the traceback that `--debug` shows of a refusal."""
-    return said if "a defect of Traceloom" in said else said.replace("Traceback (most recent", "")
+    return output if "a defect of Traceloom" in output else output.replace("Traceback (most recent", "")
 
 
 def _lost(source: Path) -> tuple[int, str]:
@@ -218,17 +218,17 @@ def _lost(source: Path) -> tuple[int, str]:
     if not path.is_file() or path.stat().st_size > 1 << 20:
         return 0, ""
     text = path.read_bytes()
-    found = whole_objects(text, is_node, "nodes") if host else whole_objects(text, is_event)
+    items = whole_objects(text, is_node, "nodes") if host else whole_objects(text, is_event)
     try:
         count = read_host_trace(path).ops.height if host else read_kineto(path, processes=1).meta.event_count
     except InputError as error:
-        return (3, "") if not _certain(found, host=host) else (LOST_CODE, f"refused with {len(found)} whole: {error}")
-    least = len(_certain(found, host=host))
+        return (3, "") if not _certain(items, host=host) else (LOST_CODE, f"refused with {len(items)} whole: {error}")
+    least = len(_certain(items, host=host))
     return (0, "") if count >= least else (LOST_CODE, f"{least} whole entries, {count} read")
 
 
-def _certain(found: list[dict[str, object]], *, host: bool) -> list[dict[str, object]]:
+def _certain(items: list[dict[str, object]], *, host: bool) -> list[dict[str, object]]:
     """Those that no reader may refuse: of the right types."""
     if host:
-        return [item for item in found if isinstance(item["id"], int) and abs(item["id"]) < 2**62]
-    return found
+        return [item for item in items if isinstance(item["id"], int) and abs(item["id"]) < 2**62]
+    return items

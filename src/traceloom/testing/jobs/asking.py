@@ -40,8 +40,8 @@ def _works(graph: Graph, change: Change) -> Ints:
     if DELAY in change.without:
         factor = pl.when(pl.col("name") == DELAY_NAME).then(0.0).otherwise(factor)
     # What a node takes is its work and what is left over; both change, and the second is added in the evaluation.
-    whole = (pl.col("work_ns") + pl.col("residual_ns")) * factor - pl.col("residual_ns")
-    works: Ints = graph.nodes.select(whole.round().cast(pl.Int64).alias("work"))["work"].to_numpy()
+    scaled = (pl.col("work_ns") + pl.col("residual_ns")) * factor - pl.col("residual_ns")
+    works: Ints = graph.nodes.select(scaled.round().cast(pl.Int64).alias("work"))["work"].to_numpy()
     return works
 
 
@@ -50,12 +50,12 @@ def _delays(graph: Graph, change: Change, absent_ns: int, without: Collection[st
     transfer = (kind == "rendezvous") & pl.col("to_end")
     shorter = (pl.col("delay_ns") + pl.col("residual_ns")) * change.collectives - pl.col("residual_ns")
     delay = pl.when(transfer).then(shorter.round().cast(pl.Int64)).otherwise("delay_ns")
-    gone = kind.is_in(list(without))
+    removed = kind.is_in(list(without))
     if SYNC in change.without:
         # All but the last synchronisation of each rank, which ends the job.
         calls = graph.nodes.filter(pl.col("name").str.contains(_SYNCHRONISE)).sort("start_ns")
         left_out = calls.filter(pl.col("node") != pl.col("node").last().over("rank"))["node"]
-        gone |= (kind == "synchronize") & pl.col("target").is_in(left_out.implode())
-    delays = graph.edges.select(pl.when(gone).then(absent_ns).otherwise(delay).alias("delay"))
-    found: Ints = delays["delay"].to_numpy()
-    return found
+        removed |= (kind == "synchronize") & pl.col("target").is_in(left_out.implode())
+    delays = graph.edges.select(pl.when(removed).then(absent_ns).otherwise(delay).alias("delay"))
+    delay_ns: Ints = delays["delay"].to_numpy()
+    return delay_ns

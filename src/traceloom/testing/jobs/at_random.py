@@ -79,9 +79,9 @@ def awaited_by_autograd(job: Job) -> Job:
 
     def edit(_rank: int, thread: Instructions) -> Instructions:
         out: Instructions = []
-        for one in thread:
-            if isinstance(one, do.Post) and one.flag.startswith("backward"):
-                number = int(one.flag.rpartition(" ")[2])
+        for instruction in thread:
+            if isinstance(instruction, do.Post) and instruction.flag.startswith("backward"):
+                number = int(instruction.flag.rpartition(" ")[2])
                 meeting = do.Meeting("allreduce", "loss", members, number, 1 << 20, 700_000)
                 out += [
                     do.Record("loss", _COMPUTE, 1_800), do.StreamWait("loss", _NETWORK, 1_300, 1_500),
@@ -91,7 +91,7 @@ def awaited_by_autograd(job: Job) -> Job:
                     do.End(),
                     do.Record("loss known", _NETWORK, 1_800), do.StreamWait("loss known", _COMPUTE, 1_300, 1_500),
                 ]  # fmt: skip
-            out.append(one)
+            out.append(instruction)
         return out
 
     return edited(job, edit)
@@ -104,7 +104,7 @@ def that_never_meet(recipe: Recipe, ranks: int) -> Job:
         training_job(replace(recipe, seed=rank, kernel_us=recipe.kernel_us * (2 if rank == last else 1))).ranks[0]
         for rank in range(ranks)
     ]
-    return Job([do.Rank(rank, one.threads, one.clock, one.queue_limit) for rank, one in enumerate(alone)])
+    return Job([do.Rank(rank, single.threads, single.clock, single.queue_limit) for rank, single in enumerate(alone)])
 
 
 def to_change(count: int, seed: int) -> Iterator[Changed]:

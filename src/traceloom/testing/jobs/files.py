@@ -64,8 +64,8 @@ def _number(span: Span) -> int | None:
 def _about(span: Span, rank: int, world_size: int) -> dict[str, Any]:
     meeting = span.args.get("meeting")
     if meeting is not None:
-        said = communication(meeting, rank, world_size)
-        return {"attributes": [(name, said[key]) for key, name in _ATTRIBUTES.items()]}
+        described = communication(meeting, rank, world_size)
+        return {"attributes": [(name, described[key]) for key, name in _ATTRIBUTES.items()]}
     shapes, types = span.args.get("shapes", []), span.args.get("types", [])
     inputs = [
         ([number, number, 0, _elements(shape), 2, "cuda:0"], shape, _TYPES[kind]) if kind in _TYPES else (0, [], "Int")
@@ -101,9 +101,9 @@ def write_run(run: Run, folder: Path, *, host: bool, ending: str, sync_records: 
 
 
 def _entry(run: Run, rank: do.Rank, name: str, ending: str, *, host: bool) -> dict[str, Any]:
-    mine = run.of_rank(rank.rank)
-    steps = sum(span.kind == "annotation" and _number(span) is not None for span in mine)
-    first, last = min(span.start for span in mine), max(span.end for span in mine)
+    spans = run.of_rank(rank.rank)
+    steps = sum(span.kind == "annotation" and _number(span) is not None for span in spans)
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
     file = f"{name}.kineto{ending}"
     return {
         "rank": rank.rank, "world_size": len(run.ranks), "name": name, "host": rank.clock.host,

@@ -133,9 +133,9 @@ class _Rank:
         spelled = {"all_reduce": "allreduce", "all_gather": "_allgather_base"}[kind]
         # of one size, and of nearly one length on each rank
         meeting = do.Meeting(spelled, "0", members, number, 1 << 18, recipe.transfer_ns + self._some(8_000))
-        asked, done = f"asked {number}", f"done {number}"
+        requested, done = f"asked {number}", f"done {number}"
         self.back_ends[number % _BACK_ENDS] += [
-            do.Await(asked, recipe.wake_ns),
+            do.Await(requested, recipe.wake_ns),
             do.Begin(f"gloo:{kind}", annotation=True, meeting=meeting),
             do.Begin("aten::empty"), do.Work(4_000), do.End(), do.Work(3_000),
             do.Meet(meeting),
@@ -143,7 +143,7 @@ class _Rank:
             do.End(),
             do.Post(done),
         ]  # fmt: skip
-        return [do.Begin(op), do.Work(self._some(60_000)), do.Post(asked), do.End()], done
+        return [do.Begin(op), do.Work(self._some(60_000)), do.Post(requested), do.End()], done
 
     def _region(self, name: str, inside: Instructions, *, annotation: bool = False) -> None:
         self.main += [do.Begin(name, annotation=annotation), *inside, do.End(), do.Work(self._some(30_000))]

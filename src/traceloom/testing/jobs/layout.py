@@ -78,8 +78,8 @@ class Layout:
         """All groups of the job that have more than one member, the group of all ranks first."""
         members: list[tuple[str, tuple[int, ...]]] = [("", tuple(range(self.world_size)))]
         for role in ROLES:
-            found = {self.members(rank, role) for rank in range(self.world_size)}
-            members += [(role, ranks) for ranks in sorted(found) if len(ranks) > 1]
+            memberships = {self.members(rank, role) for rank in range(self.world_size)}
+            members += [(role, ranks) for ranks in sorted(memberships) if len(ranks) > 1]
         return [Group(str(number), role, ranks) for number, (role, ranks) in enumerate(members)]
 
     def members(self, rank: int, role: str) -> tuple[int, ...]:

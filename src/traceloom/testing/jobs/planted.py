@@ -88,16 +88,16 @@ def at_each_step(job: Job, what: Callable[[int], Instructions], *, last: bool = 
     def edit(_rank: int, thread: Instructions) -> Instructions:
         out: Instructions = []
         step, depth = -1, 0
-        for one in thread:
-            if isinstance(one, do.End):
+        for instruction in thread:
+            if isinstance(instruction, do.End):
                 depth -= 1
                 if last and depth == 0 and step >= 0:
                     out += what(step)
-            out.append(one)
-            if isinstance(one, do.Begin):
+            out.append(instruction)
+            if isinstance(instruction, do.Begin):
                 depth += 1
-                if one.name.startswith(_STEP):
-                    step = int(one.name.rpartition("#")[2])
+                if instruction.name.startswith(_STEP):
+                    step = int(instruction.name.rpartition("#")[2])
                     out += [] if last else what(step)
         return out
 
@@ -110,11 +110,11 @@ def after_each(job: Job, name: str, what: Callable[[], Instructions]) -> Job:
     def edit(_rank: int, thread: Instructions) -> Instructions:
         out: Instructions = []
         names: list[str] = []
-        for one in thread:
-            out.append(one)
-            if isinstance(one, do.Begin):
-                names.append(one.name)
-            elif isinstance(one, do.End) and names.pop() == name:
+        for instruction in thread:
+            out.append(instruction)
+            if isinstance(instruction, do.Begin):
+                names.append(instruction.name)
+            elif isinstance(instruction, do.End) and names.pop() == name:
                 out += what()
         return out
 
@@ -126,10 +126,13 @@ def awaited_at_once(job: Job) -> Job:
 
     def edit(_rank: int, thread: Instructions) -> Instructions:
         out: Instructions = []
-        for one in thread:
-            out.append(one)
-            if isinstance(one, do.Submit) and one.meeting is not None:
-                out += [do.Record("at once", one.stream, 1_800), do.StreamWait("at once", _COMPUTE, 1_300, 1_500)]
+        for instruction in thread:
+            out.append(instruction)
+            if isinstance(instruction, do.Submit) and instruction.meeting is not None:
+                out += [
+                    do.Record("at once", instruction.stream, 1_800),
+                    do.StreamWait("at once", _COMPUTE, 1_300, 1_500),
+                ]
         return out
 
     return edited(job, edit)
@@ -175,9 +178,9 @@ def repeated_forward(job: Job) -> Job:
 
     def edit(_rank: int, thread: Instructions) -> Instructions:
         out: Instructions = []
-        for one in thread:
-            out.append(one)
-            if isinstance(one, do.Begin) and one.name.startswith("autograd::engine::evaluate_function"):
+        for instruction in thread:
+            out.append(instruction)
+            if isinstance(instruction, do.Begin) and instruction.name.startswith("autograd::engine::evaluate_function"):
                 frame = "torch/utils/checkpoint.py(1130): recompute_fn"
                 out.append(do.Begin(frame, python=True))
                 out += kernel(("aten::linear", "aten::addmm"), "sm90_xmma_gemm_f32f32", 60)
@@ -195,22 +198,22 @@ def one_graph(job: Job) -> Job:
         out: Instructions = []
         nodes: list[do.GraphNode] = []
         depth, step = 0, False
-        for one in thread:
-            if isinstance(one, do.Begin):
+        for instruction in thread:
+            if isinstance(instruction, do.Begin):
                 depth += 1
-                step |= one.name.startswith(_STEP)
-                out += [one] if depth <= 1 else []
-            elif isinstance(one, do.End):
+                step |= instruction.name.startswith(_STEP)
+                out += [instruction] if depth <= 1 else []
+            elif isinstance(instruction, do.End):
                 if depth == 1 and nodes:
                     out += [do.Submit("step", "graph", _COMPUTE, 0, 9_000, 6_500, 1_000, 7_000, graph=1,
                                       nodes=tuple(nodes))]  # fmt: skip
                     nodes = []
-                out += [one] if depth <= 1 else []
+                out += [instruction] if depth <= 1 else []
                 depth -= 1
-            elif isinstance(one, do.Submit) and depth:
-                nodes.append(do.GraphNode(one.name, one.duration, len(nodes) + 1))
+            elif isinstance(instruction, do.Submit) and depth:
+                nodes.append(do.GraphNode(instruction.name, instruction.duration, len(nodes) + 1))
             elif depth <= 1:
-                out.append(one)
+                out.append(instruction)
         return out
 
     return edited(job, edit)
@@ -285,11 +288,11 @@ def several_ranks() -> Iterator[Planted]:
 
 def clean_jobs() -> dict[str, Job]:
     """Jobs without a fault: the device is busy all the time, with kernels near what it can do."""
-    one = replace(BASE, kernel_us=120)
+    base = replace(BASE, kernel_us=120)
     return {
-        "one process": training_job(one),
-        "several streams": training_job(replace(one, side_stream=True, autograd=True)),
-        "a loader in time": training_job(replace(one, loader_us=300)),
+        "one process": training_job(base),
+        "several streams": training_job(replace(base, side_stream=True, autograd=True)),
+        "a loader in time": training_job(replace(base, loader_us=300)),
         "data parallel": parallel_job(replace(PARALLEL, op_us=2, transfer_us=20, item=False)),
-        "two ranks": training_job(replace(one, ranks=2, transfer_us=40, spread=0.04)),  # else one does more by chance
+        "two ranks": training_job(replace(base, ranks=2, transfer_us=40, spread=0.04)),  # else one does more by chance
     }

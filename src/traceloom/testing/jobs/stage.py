@@ -61,8 +61,8 @@ class Stage(Writer):
         if self.stage in (0, recipe.pipeline - 1):
             self._batch()
         kept: dict[int, list[int]] = {}
-        for what, number in self._order():
-            if what == "F":
+        for direction, number in self._order():
+            if direction == "F":
                 kept[number] = self._forward(number)
             else:
                 self._backward(number, kept.pop(number))
@@ -254,10 +254,10 @@ class Stage(Writer):
 
     def tokens_to(self) -> list[int]:
         """Tokens that each rank sends to each place of its expert group, in one microbatch of one layer."""
-        whole = self.recipe.tokens * self.recipe.top_experts
+        total = self.recipe.tokens * self.recipe.top_experts
         _, shares = self.shares()
-        counts = [int(whole * share) for share in shares]
-        counts[-1] += whole - sum(counts)
+        counts = [int(total * share) for share in shares]
+        counts[-1] += total - sum(counts)
         return counts
 
     def _experts(self, sequence: int, *, backward: bool = False) -> None:
@@ -265,15 +265,15 @@ class Stage(Writer):
         group = self.groups.get(EXPERT)
         if group is None:
             return
-        recipe, place = self.recipe, group.ranks.index(self.rank)
+        recipe, index = self.recipe, group.ranks.index(self.rank)
         label, shares = self.shares()
         sent = tuple(count * recipe.hidden for count in self.tokens_to())
-        got = (sent[place],) * recipe.expert
+        got = (sent[index],) * recipe.expert
         longer = (label, max(shares) * recipe.expert)
         self._exchange(sent, got, longer)
         tokens = sum(got) // recipe.hidden
         shapes = [[tokens, recipe.hidden], [1, recipe.hidden, 4 * recipe.hidden]]
-        factor = shares[place] * recipe.expert
+        factor = shares[index] * recipe.expert
         for _ in range(4 if backward else 2):
             op = Op(
                 ("aten::_grouped_mm",), kernel_names.GROUPED, recipe.kernel_us * 2, shapes, label=label, factor=factor

@@ -83,7 +83,7 @@ class _Writing:
         while around and around[-1].end < span.end:
             around.pop()
         if span.kind == "python":
-            outer = next((id(one) for one in reversed(around) if one.kind == "python"), None)
+            outer = next((id(frame) for frame in reversed(around) if frame.kind == "python"), None)
             self._frame(span, at, took, number, outer)
         elif span.kind in ("op", "annotation"):
             self._named(span, at, took, number)
@@ -115,7 +115,7 @@ class _Writing:
 
     def _call(self, span: Span, at: float, took: float, thread: int, around: list[Span]) -> None:
         assert span.correlation is not None
-        inner = next((one for one in reversed(around) if one.kind == "op"), None)
+        inner = next((op for op in reversed(around) if op.kind == "op"), None)
         args: dict[str, Any] = {}
         if inner is not None:
             args["External id"] = self.external[span.correlation] = self.records[id(inner)]

@@ -57,19 +57,19 @@ class Truth:
         rows = []
         for rank, spans in _by_rank(self.spans).items():
             starts = _step_starts(spans)
-            place = _places(spans)
+            step_of = _places(spans)
             for number, (step, start, end) in enumerate(starts):
                 stop = starts[number + 1][1] if number + 1 < len(starts) else end
-                mine = [span for span in spans if span.stream is not None and place[span.correlation] == step]
-                compute = _union((s.start, s.end) for s in mine if "meeting" not in s.args)
-                receives = [s for s in mine if "meeting" in s.args and s.args["meeting"].kind == "recv"]
-                stood = _union((s.start, s.end) for s in receives)
+                device_spans = [span for span in spans if span.stream is not None and step_of[span.correlation] == step]
+                compute = _union((s.start, s.end) for s in device_spans if "meeting" not in s.args)
+                receives = [s for s in device_spans if "meeting" in s.args and s.args["meeting"].kind == "recv"]
+                receiving = _union((s.start, s.end) for s in receives)
                 waited = _union((s.start, s.args["met"]) for s in receives)
                 rows.append(
                     {
                         "step": step, "rank": rank, "start_ns": start, "end_ns": stop, "length_ns": stop - start,
-                        "bubble_ns": _left(stood, compute), "bubble_wait_ns": _left(waited, compute),
-                        "compute_ns": _length(compute), "kernel_count": sum(s.kind == "kernel" for s in mine),
+                        "bubble_ns": _left(receiving, compute), "bubble_wait_ns": _left(waited, compute),
+                        "compute_ns": _length(compute), "kernel_count": sum(s.kind == "kernel" for s in device_spans),
                     }
                 )  # fmt: skip
         return pl.DataFrame(rows, schema=_STEPS).sort("step", "rank")
@@ -167,14 +167,14 @@ def _places(spans: Sequence[Span]) -> dict[int | None, int]:
 
 
 def _collectives(spans: Sequence[Span], roles: dict[str, str]) -> list[dict[str, Any]]:
-    met: dict[tuple[str, int], list[Span]] = {}
+    by_key: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
         if span.stream is not None and "meeting" in span.args:
-            met.setdefault(span.args["meeting"].key, []).append(span)
-    places = {rank: _places(mine) for rank, mine in _by_rank(spans).items()}
+            by_key.setdefault(span.args["meeting"].key, []).append(span)
+    places = {rank: _places(rank_spans) for rank, rank_spans in _by_rank(spans).items()}
     launches = {(s.rank, s.correlation): s.start for s in spans if s.kind == "call"}
     rows = []
-    ordered = sorted(met.values(), key=lambda parts: (parts[0].args["met"], parts[0].args["meeting"].key))
+    ordered = sorted(by_key.values(), key=lambda parts: (parts[0].args["met"], parts[0].args["meeting"].key))
     for instance, parts in enumerate(ordered):
         last = max(parts, key=lambda part: (part.start, part.rank))
         first = min(part.start for part in parts)

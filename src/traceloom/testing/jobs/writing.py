@@ -184,12 +184,12 @@ class Writer:
         factor, label = op.factor, op.label
         for fault in self.recipe.faults:
             if isinstance(fault, SlowRank):
-                here = fault.rank == self.rank and (not fault.steps or self.step in fault.steps)
+                affected = fault.rank == self.rank and (not fault.steps or self.step in fault.steps)
             elif isinstance(fault, StragglingStep):
-                here = fault.step == self.step and fault.rank in (None, self.rank)
+                affected = fault.step == self.step and fault.rank in (None, self.rank)
             else:
                 continue
-            if here and fault.factor > factor:
+            if affected and fault.factor > factor:
                 factor, label = fault.factor, fault.label
         slower = round(base * factor)
         return slower, slower - base, label
@@ -293,8 +293,8 @@ class Writer:
             slowed=slowed, label=label,
         )  # fmt: skip
         own, other = (members[0], members[1]) if kind == "send" else (members[1], members[0])
-        place, peer = group.ranks.index(own), group.ranks.index(other)
-        self._talk(meeting, stream, f" {place}->{peer}" if kind == "send" else f" {place}<-{peer}")
+        index, peer = group.ranks.index(own), group.ranks.index(other)
+        self._talk(meeting, stream, f" {index}->{peer}" if kind == "send" else f" {index}<-{peer}")
 
     def _slowed(
         self, base: int, role: str, members: tuple[int, ...], unequal: tuple[str, float]

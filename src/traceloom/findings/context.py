@@ -46,7 +46,7 @@ _MOST_OF = 0.6  # of a stretch of host time: what it is called by covers so much
 
 
 @dataclass
-class Ground:
+class Context:
     """Steps of a session, ready to be asked; most often one.
 
     Attributes:
@@ -62,7 +62,7 @@ class Ground:
     remembers: bool = field(default=True, kw_only=True)
 
     @classmethod
-    def of(cls, session: Session) -> Ground:
+    def of(cls, session: Session) -> Context:
         """The step of median length, or the whole window where there are no steps."""
         step = usual_step(session.traces)
         return cls(session, None if step is None else (step,))
@@ -80,9 +80,9 @@ class Ground:
         first = max(low, min(self.steps[0] - most // 2, high + 1 - most))
         return tuple(range(first, min(first + most, high + 1)))
 
-    def over(self, steps: tuple[int, ...]) -> Ground:
+    def over(self, steps: tuple[int, ...]) -> Context:
         """Other steps of the same session; analyses of whole traces are shared."""
-        other = Ground(self.session, steps, self._kept, remembers=False)
+        other = Context(self.session, steps, self._kept, remembers=False)
         other.__dict__.update(across=self.across, host_ratio=self.host_ratio)
         return other
 
@@ -132,15 +132,15 @@ class Ground:
         """
         if self.step_count == 1:
             return np.array([np.ptp(times) if times.size else 0], dtype=np.int64)
-        place, begin, end = self.step_place, times[0::2], times[1::2]
-        counts = (place >= 0) & (self.of_kind(*_DEVICE) if self.on_device else ~self.of_kind(gs.WAIT))
+        step_index, begin, end = self.step_place, times[0::2], times[1::2]
+        counts = (step_index >= 0) & (self.of_kind(*_DEVICE) if self.on_device else ~self.of_kind(gs.WAIT))
         ends = np.full(self.step_count, _NEVER)
-        np.maximum.at(ends, place[counts], end[counts])
+        np.maximum.at(ends, step_index[counts], end[counts])
         if self.apart:
             begins = np.full(self.step_count, np.iinfo(np.int64).max)
-            np.minimum.at(begins, place[place >= 0], begin[place >= 0])
+            np.minimum.at(begins, step_index[step_index >= 0], begin[step_index >= 0])
             return np.where(ends > begins, ends - begins, 0)
-        lengths: Ints = np.diff(np.maximum.accumulate(np.append(begin[place == 0].min(), ends)))
+        lengths: Ints = np.diff(np.maximum.accumulate(np.append(begin[step_index == 0].min(), ends)))
         return lengths
 
     @cached_property
@@ -168,9 +168,9 @@ class Ground:
     def step_place(self) -> Ints:
         """For each node which of the steps it is of, shape (nodes,): 0 for the first; -1 for nodes of others."""
         of = self.graph.nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
-        place = of - (self.steps[0] if self.steps else 0)
-        place[(of < 0) | (place < 0) | (place >= self.step_count)] = -1
-        return place
+        index = of - (self.steps[0] if self.steps else 0)
+        index[(of < 0) | (index < 0) | (index >= self.step_count)] = -1
+        return index
 
     @cached_property
     def _lengths(self) -> tuple[int, int]:
@@ -178,18 +178,18 @@ class Ground:
         if not self.piped:
             return self._length_of(np.ones(self.graph.nodes.height, dtype=np.bool_))
         rank = self.graph.nodes["rank"].fill_null(-1).to_numpy()
-        return max(self._length_of(rank == one) for one in np.unique(rank))
+        return max(self._length_of(rank == number) for number in np.unique(rank))
 
-    def _length_of(self, mine: Bools) -> tuple[int, int]:
+    def _length_of(self, of_ranks: Bools) -> tuple[int, int]:
         if self.apart:
             return self.whole_ns, self.whole_ns
         times = point_times(self.graph)
-        begin, end = times[0::2][mine], times[1::2][mine]
+        begin, end = times[0::2][of_ranks], times[1::2][of_ranks]
         whole = int(end.max() - begin.min()) if end.size else 0
         if self.elsewhere is None:
             return whole, whole
-        device = self.elsewhere[mine] & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[mine]
-        host = ~self.elsewhere[mine] & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)[mine]
+        device = self.elsewhere[of_ranks] & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[of_ranks]
+        host = ~self.elsewhere[of_ranks] & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)[of_ranks]
         if not device.any() or not host.any():
             return whole, whole
         begins = max(int(end[device].max()), int(begin[host].min()))
@@ -235,8 +235,8 @@ class Ground:
     def asleep(self, nodes: Bools, share: float) -> Bools:
         """Those of some nodes whose threads ran at most this share of them, for certain."""
         least, most = self._ran(nodes)
-        found: Bools = nodes & (least >= 0) & (most <= share * self.graph.nodes["duration_ns"].to_numpy())
-        return found
+        sleeping: Bools = nodes & (least >= 0) & (most <= share * self.graph.nodes["duration_ns"].to_numpy())
+        return sleeping
 
     def _ran(self, nodes: Bools) -> tuple[Ints, Ints]:
         """How long their threads ran in some nodes, at least and at most, ns, shape (nodes,); -1 where nobody knows."""
@@ -274,8 +274,10 @@ class Ground:
             samples = self.ask(trace, _samples).values()
             if not samples:
                 return None
-            window = max(int(one.time_ns[-1]) for one in samples) - min(int(one.time_ns[0]) for one in samples)
-            shares.append(sum(int(one.ran_ns[-1] - one.ran_ns[0]) for one in samples) / max(window, 1))
+            window = max(int(sample.time_ns[-1]) for sample in samples) - min(
+                int(sample.time_ns[0]) for sample in samples
+            )
+            shares.append(sum(int(sample.ran_ns[-1] - sample.ran_ns[0]) for sample in samples) / max(window, 1))
         return max(shares, default=None)
 
     def ask(self, trace: Trace, analysis: Callable[[Trace], T]) -> T:
@@ -283,8 +285,8 @@ class Ground:
         key = (id(trace), analysis)
         if key not in self._kept:
             self._kept[key] = analysis(trace)
-        found: T = self._kept[key]
-        return found
+        result: T = self._kept[key]
+        return result
 
     def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
         """The rows of the steps that are looked at, of a frame with a column `step`."""
@@ -433,8 +435,8 @@ class Ground:
 
     def trace_of(self, rank: int | None) -> Trace | None:
         """The trace of a rank; None where several claim it: nobody knows whose events are meant."""
-        mine = [trace for trace in self.traces if len(self.traces) == 1 or trace.rank == rank]
-        return mine[0] if len(mine) == 1 else None
+        traces = [trace for trace in self.traces if len(self.traces) == 1 or trace.rank == rank]
+        return traces[0] if len(traces) == 1 else None
 
     def _doing(self, trace: Trace, row: dict[str, Any], start: int) -> str | None:
         """The innermost Python frame of a node's thread that covers most of it; None where none is recorded."""
@@ -448,8 +450,8 @@ class Ground:
         frames = self.ask(trace, _frames).filter(pl.col("lane").is_in(lane.implode()))
         room = _MOST_OF * max(end - start, 1)
         shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
-        found = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
-        return brief(found.sort("depth")["name"][-1]) if found.height else None
+        frames_inside = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
+        return brief(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
 
 
 def _samples(trace: Trace) -> dict[str, Samples]:
