@@ -6,41 +6,43 @@ recording never drags the reading half into a training process.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from traceloom.lazy import lazy
 
 __version__ = "0.2.0"
 
-_HOME = {
-    # in the user's process
-    "record": "traceloom.capture",
-    "step": "traceloom.capture",
-    "scope": "traceloom.capture",
-    # reading and understanding
-    "analyze": "traceloom.analyze",
-    "load": "traceloom.read",
-    "load_runs": "traceloom.read",
-    "findings": "traceloom.findings",
-    "link": "traceloom.link",
-    "retime": "traceloom.retime",
-    "whatif": "traceloom.simulate",
-    "show": "traceloom.report.notebook",
-    "Graph": "traceloom.model",
-    "Session": "traceloom.model",
-    "Trace": "traceloom.model",
-    "Notice": "traceloom.model",
-    # errors
-    "TraceloomError": "traceloom.errors",
-    "UsageError": "traceloom.errors",
-    "InputError": "traceloom.errors",
-    "OutputError": "traceloom.errors",
-    "CaptureError": "traceloom.errors",
-    "PartialError": "traceloom.errors",
-    "CheckError": "traceloom.errors",
-    "InvariantError": "traceloom.errors",
-}
-
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604  (the names are the keys above)
+lazy(
+    __name__,
+    {
+        # in the user's process
+        "record": ".capture",
+        "step": ".capture",
+        "scope": ".capture",
+        # reading and understanding
+        "analyze": None,
+        "load": ".read",
+        "load_runs": ".read",
+        "findings": None,
+        "link": None,
+        "retime": None,
+        "whatif": ".simulate",
+        "show": ".report.notebook",
+        "Graph": ".model",
+        "Session": ".model",
+        "Trace": ".model",
+        "Notice": ".model",
+        # errors
+        "TraceloomError": ".errors",
+        "UsageError": ".errors",
+        "InputError": ".errors",
+        "OutputError": ".errors",
+        "CaptureError": ".errors",
+        "PartialError": ".errors",
+        "CheckError": ".errors",
+        "InvariantError": ".errors",
+    },
+)
 
 if TYPE_CHECKING:
     from traceloom import analyze as analyze
@@ -66,17 +68,3 @@ if TYPE_CHECKING:
     from traceloom.read import load_runs as load_runs
     from traceloom.report.notebook import show as show
     from traceloom.simulate.whatif import whatif as whatif
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'traceloom' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    value = module if home.endswith(f".{name}") else getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -5,64 +5,64 @@ Each name is loaded when it is first used: a report of one question does not loa
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "across_ranks": "across.across_ranks",
-    "answer": "answer",
-    "anti_patterns": "anti_patterns",
-    "blocking_calls": "blocking_calls",
-    "collectives": "collective.collectives",
-    "collectives_of": "collective.collectives",
-    "communication": "communication",
-    "compare": "compare",
-    "Comparison": "compare",
-    "compiled": "compiled",
-    "copies": "copies",
-    "counters": "counters",
-    "critical_path": "critical_path",
-    "CriticalPath": "critical_path",
-    "data_loading": "data_loading",
-    "declared_groups": "collective.groups",
-    "exchanges": "collective.matrix",
-    "flame": "flame",
-    "gpu_time": "breakdown",
-    "graph_launches": "graph_launches",
-    "groups": "collective.groups",
-    "host": "host",
-    "idle": "idle",
-    "imbalance": "across.imbalance",
-    "inference": "inference",
-    "kernel_bounds": "kernel_bound",
-    "kernel_efficiency": "kernel_efficiency",
-    "kernel_kinds": "kernel_kinds",
-    "kernel_shapes": "kernel_shapes",
-    "kernels": "kernels",
-    "KindRule": "kind_rules",
-    "load_rules": "own_rules",
-    "launches": "launches",
-    "longest_gaps": "longest_gaps",
-    "matrix": "collective.matrix",
-    "memory": "memory",
-    "modules": "modules",
-    "operators": "operators",
-    "patterns": "patterns",
-    "quality": "quality",
-    "rank_part": "across.rank_part",
-    "read_kind_rules": "kind_rules",
-    "read_rules": "classify",
-    "roofline": "roofline",
-    "Rule": "classify",
-    "slow_steps": "across.slow_steps",
-    "step_times": "steps",
-    "threads": "threads",
-    "work_per_step": "work_per_step",
-}
+from traceloom.lazy import lazy
 
-__all__ = sorted(_HOME)  # noqa: PLE0605  (the names are the keys above)
+lazy(
+    __name__,
+    {
+        "across_ranks": ".across.across_ranks",
+        "answer": ".answer",
+        "anti_patterns": ".anti_patterns",
+        "blocking_calls": ".blocking_calls",
+        "collectives": ".collective.collectives",
+        "collectives_of": ".collective.collectives",
+        "communication": ".communication",
+        "compare": ".compare",
+        "Comparison": ".compare",
+        "compiled": ".compiled",
+        "copies": ".copies",
+        "counters": ".counters",
+        "critical_path": ".critical_path",
+        "CriticalPath": ".critical_path",
+        "data_loading": ".data_loading",
+        "declared_groups": ".collective.groups",
+        "exchanges": ".collective.matrix",
+        "flame": ".flame",
+        "gpu_time": ".breakdown",
+        "graph_launches": ".graph_launches",
+        "groups": ".collective.groups",
+        "host": ".host",
+        "idle": ".idle",
+        "imbalance": ".across.imbalance",
+        "inference": ".inference",
+        "kernel_bounds": ".kernel_bound",
+        "kernel_efficiency": ".kernel_efficiency",
+        "kernel_kinds": ".kernel_kinds",
+        "kernel_shapes": ".kernel_shapes",
+        "kernels": ".kernels",
+        "KindRule": ".kind_rules",
+        "load_rules": ".own_rules",
+        "launches": ".launches",
+        "longest_gaps": ".longest_gaps",
+        "matrix": ".collective.matrix",
+        "memory": ".memory",
+        "modules": ".modules",
+        "operators": ".operators",
+        "patterns": ".patterns",
+        "quality": ".quality",
+        "rank_part": ".across.rank_part",
+        "read_kind_rules": ".kind_rules",
+        "read_rules": ".classify",
+        "roofline": ".roofline",
+        "Rule": ".classify",
+        "slow_steps": ".across.slow_steps",
+        "step_times": ".steps",
+        "threads": ".threads",
+        "work_per_step": ".work_per_step",
+    },
+)
 
 if TYPE_CHECKING:
     from traceloom.analyze.across.across_ranks import across_ranks as across_ranks
@@ -114,25 +114,3 @@ if TYPE_CHECKING:
     from traceloom.analyze.steps import step_times as step_times
     from traceloom.analyze.threads import threads as threads
     from traceloom.analyze.work_per_step import work_per_step as work_per_step
-
-
-class _Lazy(ModuleType):
-    """A package whose functions may be called like the modules they stand in: importing one does not hide the other."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        home = _HOME.get(name)
-        if home is None:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{self.__name__}.{home}"), name)
-        super().__setattr__(name, value)
-        return value
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *_HOME]
-
-
-sys.modules[__name__].__class__ = _Lazy

@@ -5,8 +5,9 @@ Names are loaded when they are first used: not everything that tells a notice ne
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from traceloom.lazy import lazy
 
 if TYPE_CHECKING:
     from traceloom.model.graph import Graph as Graph
@@ -16,20 +17,14 @@ if TYPE_CHECKING:
     from traceloom.model.trace import Meta as Meta
     from traceloom.model.trace import Trace as Trace
 
-_HOMES = {
-    "Graph": "graph",
-    "Meta": "trace",
-    "Notice": "notice",
-    "Result": "result",
-    "Session": "session",
-    "Trace": "trace",
-}
-
-__all__ = ["Graph", "Meta", "Notice", "Result", "Session", "Trace"]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+lazy(
+    __name__,
+    {
+        "Graph": ".graph",
+        "Meta": ".trace",
+        "Notice": ".notice",
+        "Result": ".result",
+        "Session": ".session",
+        "Trace": ".trace",
+    },
+)

@@ -5,8 +5,9 @@ Names are loaded when they are first used: decoding a file needs no Polars (see 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from traceloom.lazy import lazy
 
 if TYPE_CHECKING:
     from traceloom.read.event_arguments import arguments as arguments
@@ -17,21 +18,15 @@ if TYPE_CHECKING:
     from traceloom.read.loading import load_runs as load_runs
     from traceloom.read.ranks import Progress as Progress
 
-_HOMES = {
-    "Loaded": "loading",
-    "Progress": "ranks",
-    "arguments": "event_arguments",
-    "load": "loading",
-    "load_inputs": "loading",
-    "load_runs": "loading",
-    "read_kineto": "kineto",
-}
-
-__all__ = ["Loaded", "Progress", "arguments", "load", "load_inputs", "load_runs", "read_kineto"]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+lazy(
+    __name__,
+    {
+        "Loaded": ".loading",
+        "Progress": ".ranks",
+        "arguments": ".event_arguments",
+        "load": ".loading",
+        "load_inputs": ".loading",
+        "load_runs": ".loading",
+        "read_kineto": ".kineto",
+    },
+)

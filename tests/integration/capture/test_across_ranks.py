@@ -31,6 +31,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_the_rank_that_loads_slowly_is_found_in_a_run_without_devices(recorder: Any) -> None:
     run = recorder.record(recorder.torchrun(recorder.script(JOB)))
     assert run.code == 0, run.err

@@ -121,7 +121,7 @@ def operators_of(run: Any, part: dict[str, Any], name: str) -> int:
     return sum(event["name"] == name for event in run.json(part["window"]["file"])["traceEvents"])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_loader_workers_are_not_recorded_however_they_are_started(recorder: Any, method: str) -> None:
     run = recorder.python(
         f"""

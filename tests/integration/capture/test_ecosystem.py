@@ -215,7 +215,14 @@ def _skip_without(names: tuple[str, ...]) -> None:
 
 
 # Others of their kind are tried each time; these take longest.
-SELDOM = ("FSDP2 on two ranks", "Accelerate on two ranks", "a GAN")
+SELDOM = (
+    "FSDP2 on two ranks",
+    "FSDP2 on four ranks",
+    "Accelerate on two ranks",
+    "Lightning with spawned ranks and loader workers",
+    "a compiled model",
+    "a GAN",
+)
 
 
 @pytest.mark.parametrize(

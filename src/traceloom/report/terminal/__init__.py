@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from traceloom.harmless import steering
+from traceloom.lazy import lazy
 from traceloom.report.options import ReportOptions
 from traceloom.report.terminal.look import ASCII
 
@@ -21,16 +22,8 @@ if TYPE_CHECKING:
 _NARROWEST, _WIDEST = 60, 140
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
-__all__ = ["put", "render", "show", "show_graph"]
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded when first used: who shows a graph or a comparison does not load the lines of a report.
-    if name != "render":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from traceloom.report.terminal import rendered
-
-    return rendered.render
+__all__ = ["put", "show", "show_graph"]
+lazy(__name__, {"render": ".rendered"})  # who shows a graph or a comparison does not load the lines of a report
 
 
 def show(document: dict[str, Any], options: ReportOptions, stream: TextIO) -> None:

@@ -1,0 +1,48 @@
+"""Packages whose names are loaded when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+
+class _LazyPackage(ModuleType):
+    """A package that loads its names on use; a submodule that is called like one of them does not hide it."""
+
+    _homes: Mapping[str, str | None]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (self._homes.get(name) and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._homes:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        home = self._homes[name]
+        if home is None:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        value = getattr(importlib.import_module(home, self.__name__), name)
+        super().__setattr__(name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._homes})
+
+
+def lazy(package: str, homes: Mapping[str, str | None]) -> None:
+    """Let a package load names when they are first used; they are its `__all__` where it has none.
+
+    Args:
+        package: Its `__name__`.
+        homes: Name -> module that defines it, relative to the package (`.kineto`) or absolute; None for a submodule.
+
+    Example:
+        >>> lazy(__name__, {"load": ".loading"})  # doctest: +SKIP
+    """
+    module = sys.modules[package]
+    module.__dict__["_homes"] = dict(homes)
+    module.__dict__.setdefault("__all__", sorted(homes))
+    module.__class__ = _LazyPackage
