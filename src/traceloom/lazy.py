@@ -29,7 +29,7 @@ class _LazyPackage(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._homes})
+        return sorted(self._homes)
 
 
 def lazy(package: str, homes: Mapping[str, str | None]) -> None:

@@ -18,7 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # Imports only point to the right (a package may import those after it).
 LAYERS = ["cli", "report", "findings", "anonymize", "simulate", "analyze", "link", "retime", "read", "chakra", "model"]
 ALONE = {"capture"}  # runs in the user's process: the standard library and the user's torch
-TOP = {"errors", "files", "harmless", "leaving", "plain_text", "__version__"}  # anybody may import these
+TOP = {"errors", "files", "harmless", "lazy", "leaving", "plain_text", "__version__"}  # anybody may import these
 
 
 def _imports(path: Path) -> set[str]:

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from support import runs as made
 from traceloom.analyze import gate
 from traceloom.analyze.gate import resampling
 from traceloom.analyze.gate.power import power, runs_needed
 from traceloom.analyze.gate.summary import RunSummary
 from traceloom.analyze.gate.verdict import in_pairs
-from traceloom.testing import runs as made
 
 TEN_MS = 1e7
 

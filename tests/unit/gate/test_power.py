@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from support import runs as made
 from traceloom.analyze import gate
 from traceloom.analyze.gate import resampling
 from traceloom.analyze.gate.power import power, runs_needed
 from traceloom.cli import main
 from traceloom.report import verdict as report
 from traceloom.report.verdict.tables import reasons
-from traceloom.testing import runs as made
 
 TEN_MS = 1e7
 

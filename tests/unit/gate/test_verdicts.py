@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from support import runs as made
 from traceloom.analyze import gate
 from traceloom.analyze.gate import resampling
 from traceloom.analyze.gate.summary import Program, RunSummary
 from traceloom.errors import UsageError
-from traceloom.testing import runs as made
 
 TEN_MS = 1e7
 
