@@ -81,7 +81,9 @@ class Forest:
         """Which wanted events have no wanted ancestor."""
         positions = np.flatnonzero(wanted)
         free = np.zeros(wanted.size, dtype=np.bool_, like=wanted)
-        free[positions[_outside(positions, self.stop[positions])]] = True
+        if positions.size:  # free is what begins after all subtrees of the wanted events before it
+            reach = np.maximum.accumulate(self.stop[positions])
+            free[positions[positions >= np.concatenate([[0], reach[:-1]])]] = True
         return free
 
     def topmost_of_kind(self, kind: Ints) -> Bools:
@@ -153,15 +155,6 @@ class Forest:
             [np.full(lanes.size, -1, _SHORT), positions, self.parent], dtype=_SHORT, casting="same_kind"
         )
         return Segments(owner[kept], lane, start, end)
-
-
-def _outside(start: Ints, stop: Ints) -> Bools:
-    """Which of the stretches [start, stop), sorted by start, lie in none of those before them."""
-    if not start.size:
-        return np.zeros(0, dtype=np.bool_)
-    reach = np.maximum.accumulate(stop)
-    outside: Bools = start >= np.concatenate([[0], reach[:-1]])
-    return outside
 
 
 @per_trace

@@ -112,7 +112,10 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     """
     all_facts = [facts(trace) for trace in session.traces] if facts_of_traces is None else list(facts_of_traces)
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
-    parts = _added(pl.concat([_gpu_parts(fact) for fact in on_gpu] or [_host_parts(fact) for fact in all_facts]))
+    parts = pl.concat([_gpu_parts(fact) for fact in on_gpu] or [_host_parts(fact) for fact in all_facts])
+    parts = parts.group_by("label", "kind").agg(pl.col("ns").sum()).filter(pl.col("ns") > 0)
+    fraction = pl.col("ns") / pl.max_horizontal(pl.col("ns").sum(), 1)
+    parts = parts.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
     whole = int(parts["ns"].sum())
     if not whole:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
@@ -173,23 +176,17 @@ def _host_parts(trace_facts: Facts) -> pl.DataFrame:
     rows = (
         account.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
     )
-    return _parts([{"label": _label(phase, kind), "kind": kind, "ns": ns} for phase, kind, ns in rows.rows()])
-
-
-def _label(phase: str, activity: str) -> str:
-    # only a thread that records nothing while another one communicates gets this pair: see `host`
-    waits = phase == "communication" and activity == "unobserved"
-    return "communication: waiting" if waits else f"{phase}: {_ACTIVITIES[activity]}"
+    parts: list[dict[str, object]] = []
+    for phase, kind, ns in rows.rows():
+        # only a thread that records nothing while another one communicates gets this pair: see `host`
+        waits = phase == "communication" and kind == "unobserved"
+        label = "communication: waiting" if waits else f"{phase}: {_ACTIVITIES[kind]}"
+        parts.append({"label": label, "kind": kind, "ns": ns})
+    return _parts(parts)
 
 
 def _parts(rows: Iterable[dict[str, object]]) -> pl.DataFrame:
     return pl.DataFrame(list(rows), schema={name: PARTS[name] for name in ("label", "kind", "ns")})
-
-
-def _added(parts: pl.DataFrame) -> pl.DataFrame:
-    summed = parts.group_by("label", "kind").agg(pl.col("ns").sum()).filter(pl.col("ns") > 0)
-    fraction = pl.col("ns") / pl.max_horizontal(pl.col("ns").sum(), 1)
-    return summed.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
 
 
 def _where(all_facts: list[Facts]) -> str:
@@ -204,11 +201,19 @@ def _where(all_facts: list[Facts]) -> str:
         number = max(steps.height for steps in stepped)
         word = "request" if any(of_requests(fact.trace) for fact in all_facts) else "step"
         span = f"{count(number)} {word}s of {duration(step_ns)}" if number > 1 else f"1 {word} of {duration(step_ns)}"
-        span += _by_rank(traces)
-        if word == "request":
-            span += _taken(all_facts, sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped))
-    else:
-        span = _window(all_facts)
+        by_rank = [ns for trace in traces if (ns := _step_ns([trace])) is not None]
+        if max(by_rank) - min(by_rank) > _ALIKE * max(by_rank):
+            span += f" ({duration(min(by_rank))} to {duration(max(by_rank))} by rank)"
+        if word == "request":  # in the rest of the window there is none
+            served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
+            window = max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts)
+            served = f"{share(served_ns, window)} of a window of {duration(window)}"
+            span += f" ({served}; the program waits between them)"
+    else:  # the longest window; with GPU work its part from the first to the last of it, which the shares are of
+        span = f"a window of {duration(max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts))}"
+        longest = max((int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0)
+        if longest and not span.endswith(f" {duration(longest)}"):
+            span = f"from first to last GPU work, {duration(longest)} of {span}"
     who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
     text = f"{who}, {span}" if who else span
     return text[0].upper() + text[1:]
@@ -220,29 +225,6 @@ def _step_ns(traces: list[Trace]) -> int | None:
     whole = pl.col("complete") | ~pl.col("complete").any()
     middle = steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"].median()
     return None if middle is None else int(middle)  # type: ignore[arg-type]
-
-
-def _by_rank(traces: list[Trace]) -> str:
-    """How far the middle steps of the ranks lie apart, where they do."""
-    each = [ns for trace in traces if (ns := _step_ns([trace])) is not None]
-    if max(each) - min(each) <= _ALIKE * max(each):
-        return ""
-    return f" ({duration(min(each))} to {duration(max(each))} by rank)"
-
-
-def _taken(all_facts: list[Facts], served_ns: int) -> str:
-    """How much of the window the requests take; in the rest there is no request."""
-    window = max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts)
-    return f" ({share(served_ns, window)} of a window of {duration(window)}; the program waits between them)"
-
-
-def _window(all_facts: list[Facts]) -> str:
-    """The longest window; with GPU work its part from the first to the last of it, which the shares are of."""
-    whole = f"a window of {duration(max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts))}"
-    longest = max((int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0)
-    if not longest or whole.endswith(f" {duration(longest)}"):
-        return whole
-    return f"from first to last GPU work, {duration(longest)} of {whole}"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -278,7 +260,10 @@ def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     if talking >= _WORTH_SAYING * whole and "communication" not in text:
         clauses.append(f"{share(talking, whole)} is spent on communication")
     if any(fact.data_loading.total_ns is not None for fact in all_facts):
-        clauses.append(f"the DataLoader is waited for {share(_waited(all_facts), whole)}")
+        # the waits in the steps, where there are steps
+        in_steps = [fact.data_loading.steps["wait_ns"].sum() for fact in all_facts if has_step_time(fact.trace)]
+        in_whole = [fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)]
+        clauses.append(f"the DataLoader is waited for {share(int(sum(in_steps) + sum(in_whole)), whole)}")
     ran = _ran(all_facts)
     if ran is not None and ran[0] < _WAITING * ran[1]:
         clauses.append(f"the main thread runs on a processor {share(*ran)} of the time (else it waits, or others run)")
@@ -310,23 +295,14 @@ def _activity(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     text = f"{share(ns, whole)} of the time {_DOING[kind]}"
     if phase != "other" and 2 * largest > ns:
         text += f", mostly in the {phase} phase"
-    top = _largest_operator(all_facts) if kind == "op" else None
-    return f"{text}; the largest is {top}" if top else text
-
-
-def _largest_operator(all_facts: list[Facts]) -> str | None:
-    """The operator with the largest self time over all traces, with its share of the time in operators."""
-    rows = pl.concat([fact.operators.operators.select("name", "self_ns") for fact in all_facts])
-    sums = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
-    whole = int(sums["self_ns"].sum())
-    return f"{sums['name'][0]} ({share(int(sums['self_ns'][0]), whole)} of that)" if whole else None
-
-
-def _waited(all_facts: list[Facts]) -> int:
-    """Nanoseconds of waits for the DataLoader, in the steps where there are some."""
-    stepped = [fact.data_loading.steps["wait_ns"].sum() for fact in all_facts if has_step_time(fact.trace)]
-    whole = [fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)]
-    return int(sum(stepped) + sum(whole))
+    if kind == "op":  # by self time over all traces
+        rows = pl.concat([fact.operators.operators.select("name", "self_ns") for fact in all_facts])
+        rows = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
+        in_operators = int(rows["self_ns"].sum())
+        if in_operators:
+            largest_share = share(int(rows["self_ns"][0]), in_operators)
+            text += f"; the largest is {rows['name'][0]} ({largest_share} of that)"
+    return text
 
 
 def _listed(items: list[str]) -> str:

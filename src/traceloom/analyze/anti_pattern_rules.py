@@ -75,7 +75,9 @@ def extra_copy(host: Host) -> Found:
     leaf = _init_leaf(host, before)
     fits &= leaf >= 0
     to, copied, leaf = to[fits], copied[fits], leaf[fits]
-    same = _same_types(host, copied)
+    # target and source have one element type, or the types were not recorded
+    types: list[list[str]] = [json.loads(text) if text else [] for text in host.inputs(copied)["types"].to_list()]
+    same = np.array([len(names) < 2 or names[0] == names[1] for names in types], dtype=np.bool_)
     to, leaf = to[same], leaf[same]
     filled = host.words.names.gather(host.code[leaf]).to_list()
     return Found(to, "correlated" if host.has_stacks else "inferred", tuple(f"filled by {name}" for name in filled))
@@ -99,13 +101,6 @@ def _init_leaf(host: Host, position: Ints) -> Ints:
         leaf = np.where((leaf < 0) & fills[current], current, leaf)
         current = np.where(leaf < 0, below[current], -1)
     return leaf
-
-
-def _same_types(host: Host, copied: Ints) -> Bools:
-    """Where target and source of a copy have one element type, or the types were not recorded."""
-    types = host.inputs(copied)["types"]
-    type_names: list[list[str]] = [json.loads(text) if text else [] for text in types.to_list()]
-    return np.array([len(names) < 2 or names[0] == names[1] for names in type_names], dtype=np.bool_)
 
 
 def loop_indexing(host: Host) -> Found:
@@ -235,8 +230,10 @@ def bias_before_norm(host: Host) -> Found:
     if not convolution.size:
         return Found()
     if host.has_shapes:
-        texts = host.inputs(convolution).select("shapes", "types")
-        bias = np.array([_third_given(*row) for row in texts.iter_rows()], dtype=np.bool_)
+        texts = host.inputs(convolution).select("types", "shapes")
+        inputs = [[json.loads(text or "[]") for text in row] for row in texts.iter_rows()]
+        # the third input is the bias; where there is none its type and shape are empty
+        bias = np.array([all(len(each) > 2 and each[2] for each in row) for row in inputs], dtype=np.bool_)
     elif not host.ops(r"^aten::cudnn_convolution$").size:
         return _abstain("no shapes were recorded, and only cuDNN's convolutions show their bias without them")
     else:  # cuDNN adds the bias by an operator of its own
@@ -250,11 +247,6 @@ def bias_before_norm(host: Host) -> Found:
         "correlated" if sure else "inferred",
         ("followed by a batch normalisation",) * int(kept.sum()),
     )
-
-
-def _third_given(shapes: str | None, types: str | None) -> bool:
-    parsed = json.loads(types or "[]"), json.loads(shapes or "[]")
-    return len(parsed[0]) > 2 and bool(parsed[0][2]) and len(parsed[1]) > 2 and bool(parsed[1][2])
 
 
 def _followed_by_norm(host: Host, position: Ints, modules: Bools) -> tuple[Bools, bool]:

@@ -190,7 +190,11 @@ def _named(trace: Trace, folded: CallTree, row: Ints, node: Ints) -> pl.DataFram
         orient="row",
     )[pl.Series(path_index, dtype=pl.UInt32)]
     copied = _copies(trace, row)
-    by_call = paths["call"].replace_strict({c: _kind_of(c) for c in paths["call"].unique()}, return_dtype=pl.String)
+    kind_of = {
+        call: next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
+        for call in paths["call"].unique()
+    }
+    by_call = paths["call"].replace_strict(kind_of, return_dtype=pl.String)
     python = pl.Series(column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON))
     kind = (
         pl.when(python)
@@ -223,10 +227,6 @@ def is_users(frame: str) -> bool:
         return False
     top = frame.split("(", 1)[0].split("/", 1)[0].removesuffix(".py")
     return top not in sys.stdlib_module_names
-
-
-def _kind_of(call: str) -> str:
-    return next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
 
 
 def _copies(trace: Trace, row: Ints) -> pl.DataFrame:

@@ -72,7 +72,8 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     kernels, calls = (calls.filter(pl.col("where") == where) for where in ("device", "host"))
     on_host = _grouped(trace, calls, "host")
     on_device = _grouped(trace, kernels, "device")
-    compute = {device: _union(part) for (device,), part in _of(work, "compute").group_by("device")}
+    computing = work.filter(pl.col("category") == "compute")
+    compute = {device: _union(part) for (device,), part in computing.group_by("device")}
     exposed = _exposed(kernels, compute)
     if exposed.height:
         on_device = on_device.drop("exposed_ns").join(
@@ -86,10 +87,6 @@ def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
 
 
 _ROW_KEYS = ("kind", "group", "group_size", "element_type")
-
-
-def _of(work: pl.DataFrame, category: str) -> pl.DataFrame:
-    return work.filter(pl.col("category") == category)
 
 
 def _union(part: pl.DataFrame) -> Spans:

@@ -55,10 +55,11 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     words = vocabulary(trace)
     code = words.code[tree.row]
-    stages = _stages(
-        tree.span_ns()[rows],
-        {name: _inside(tree, lookup(words.matching(pattern), code), rows) for name, pattern in _PHASES.items()},
-    )
+    phases = {}
+    for name, pattern in _PHASES.items():  # the time of its outermost events below (or at) each compilation
+        outermost = tree.topmost(lookup(words.matching(pattern), code))
+        phases[name] = tree.subtree_sums(np.where(outermost, tree.span_ns(), 0))[rows]
+    stages = _stages(tree.span_ns()[rows], phases)
     numbers = _numbers(trace, tree, rows)
     direction = np.where(lookup(words.matching(_BACKWARD), code)[rows], "backward", "forward")
     frame = pl.DataFrame(
@@ -91,14 +92,6 @@ def _stages(whole: Ints, phases: dict[str, Ints]) -> dict[str, Ints]:
         "inductor_ns": inductor - code,
         "code_ns": code,
     }
-
-
-def _inside(tree: Forest, stage: np.ndarray, rows: Ints) -> Ints:
-    """Time of the outermost events of a stage below (or at) each of `rows`."""
-    top = tree.topmost(stage)
-    total = tree.subtree_sums(np.where(top, tree.span_ns(), 0))
-    inside: Ints = total[rows]
-    return inside
 
 
 def _numbers(trace: Trace, tree: Forest, rows: Ints) -> pl.DataFrame:

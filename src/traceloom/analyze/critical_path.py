@@ -127,26 +127,6 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     path_pieces = pieces(graph, window)
     if session is not None:
         path_pieces = _with_data(graph, session, window, path_pieces)
-    return _result(graph, window, path_pieces)
-
-
-def _with_data(graph: Graph, session: Session, window: Window, path_pieces: Pieces) -> Pieces:
-    """Host time on the path in which the loop waits for its data."""
-    lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
-    code = list(CLASSES).index(HOST)
-    ranks = set(
-        graph.nodes["rank"].gather(np.unique(path_pieces.node[(path_pieces.node >= 0) & (path_pieces.kind == code)]))
-    )
-    for trace, clock in clocks(graph, session, window.step):
-        if clock.rank not in ranks:
-            continue
-        for waits in waits_for_data(graph, trace, clock.rank, clock.shift):
-            on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == waits.lane)
-            path_pieces = split(path_pieces, on_lane, waits.start, waits.end, DATA)
-    return path_pieces
-
-
-def _result(graph: Graph, window: Window, path_pieces: Pieces) -> CriticalPath:
     length = window.high - window.low
     near = length // 100
     slack = slack_ns(graph, int(point_times(graph)[window.last]))
@@ -169,6 +149,22 @@ def _result(graph: Graph, window: Window, path_pieces: Pieces) -> CriticalPath:
         near_slack_ns=near,
         law=graph_law,
     )
+
+
+def _with_data(graph: Graph, session: Session, window: Window, path_pieces: Pieces) -> Pieces:
+    """Host time on the path in which the loop waits for its data."""
+    lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
+    code = list(CLASSES).index(HOST)
+    ranks = set(
+        graph.nodes["rank"].gather(np.unique(path_pieces.node[(path_pieces.node >= 0) & (path_pieces.kind == code)]))
+    )
+    for trace, clock in clocks(graph, session, window.step):
+        if clock.rank not in ranks:
+            continue
+        for waits in waits_for_data(graph, trace, clock.rank, clock.shift):
+            on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == waits.lane)
+            path_pieces = split(path_pieces, on_lane, waits.start, waits.end, DATA)
+    return path_pieces
 
 
 _SAID = {

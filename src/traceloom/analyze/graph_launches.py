@@ -145,7 +145,9 @@ def graph_launches(trace: Trace) -> GraphLaunches:
     laid = _laid(trace)
     pieces, graph, sequence, usual, nodes = laid.pieces, laid.graph, laid.sequence, laid.usual, laid.nodes
     other = sequence != usual[graph]
-    replays = _replays(trace, pieces, graph, other, _usual_nodes(pieces, graph, sequence, usual))
+    usual_nodes = np.zeros(usual.size, dtype=np.int64)
+    usual_nodes[graph[~other]] = np.bincount(pieces.replay, minlength=graph.size)[~other]
+    replays = _replays(trace, pieces, graph, other, usual_nodes)
     replays = replays.join(_worst(laid.placed, nodes), on=["graph", "launch"], how="left", maintain_order="left")
     replays = replays.select(list(REPLAYS)).cast(REPLAYS)
     nodes = nodes.select(list(NODES)).cast(NODES)
@@ -259,14 +261,6 @@ def _most_frequent(graph: Ints, sequence: NDArray[np.uint64]) -> NDArray[np.uint
     )
     sequences: NDArray[np.uint64] = best["sequence"].to_numpy()
     return sequences
-
-
-def _usual_nodes(pieces: _Pieces, graph: Ints, sequence: NDArray[np.uint64], usual: NDArray[np.uint64]) -> Ints:
-    count = np.bincount(pieces.replay, minlength=graph.size)
-    nodes = np.zeros(usual.size, dtype=np.int64)
-    like = sequence == usual[graph] if graph.size else np.zeros(0, dtype=np.bool_)
-    nodes[graph[like]] = count[like]
-    return nodes
 
 
 def _replays(trace: Trace, pieces: _Pieces, graph: Ints, other: Bools, usual_nodes: Ints) -> pl.DataFrame:

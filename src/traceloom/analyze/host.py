@@ -110,7 +110,12 @@ def host(trace: Trace) -> HostTime:
         event_count=pl.col("events").cast(pl.Int64),
         main=(pl.col("lane") == main) if main is not None else pl.lit(False),
     ).cast(THREADS)
-    return HostTime(threads, _account(pieces, engine(trace)))
+    how = engine(trace)
+    rows = []
+    while pieces:  # no two sets share a lane; each is given up once it is added up
+        rows.append(_added(pieces.pop(), how))
+    account = pl.concat(rows).sort("lane", "step", "phase", "activity")
+    return HostTime(threads, account.with_columns(pl.col("step").replace(int(NO_STEP), None)).cast(ACCOUNT))
 
 
 @per_trace
@@ -194,23 +199,18 @@ def _phase(trace: Trace, tree: Forest, event_meaning: Meaning) -> Ints:
 
 def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
     """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
-    elsewhere = lookup(_others_of_process(trace, main), tree.lane)
+    lanes = trace.lanes
+    process = lanes.filter(pl.col("lane") == main)["process"][0]
+    others = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
+    is_other = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)  # for every lane number
+    is_other[others["lane"].to_numpy()] = True
+    elsewhere = lookup(is_other, tree.lane)
     for new_phase, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
         rows = np.flatnonzero(elsewhere & (phase_of == new_phase) & (tree.parent < 0))
         busy = union(tree.start_ns[rows], tree.end_ns[rows])
         if busy.start.size:
             pieces = _overlapped(pieces, busy, new_phase, only_unobserved)
     return pieces._replace(phase=_filled(pieces.phase, pieces.step))
-
-
-def _others_of_process(trace: Trace, main: int) -> Bools:
-    """For every lane number whether it is another host thread of the main lane's process."""
-    lanes = trace.lanes
-    process = lanes.filter(pl.col("lane") == main)["process"][0]
-    others = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
-    out = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)
-    out[others["lane"].to_numpy()] = True
-    return out
 
 
 def _overlapped(pieces: _Pieces, busy: Spans, new_phase: int, only_unobserved: bool) -> _Pieces:
@@ -240,15 +240,6 @@ def _filled(phase: Ints, step: Ints) -> Ints:
     out = phase.copy()
     out[np.flatnonzero(gap)[same]] = phase[left][same]
     return out
-
-
-def _account(pieces: list[_Pieces], how: Engine) -> pl.DataFrame:
-    """Add up by lane, step, phase and activity; no two of the sets of pieces, which are given up, share a lane."""
-    rows = []
-    while pieces:
-        rows.append(_added(pieces.pop(), how))
-    summed = pl.concat(rows).sort("lane", "step", "phase", "activity")
-    return summed.with_columns(pl.col("step").replace(int(NO_STEP), None)).cast(ACCOUNT)
 
 
 def _added(pieces: _Pieces, how: Engine) -> pl.DataFrame:

@@ -101,7 +101,11 @@ def idle(trace: Trace) -> Idle:
     waiting = _cut(cut, all_gaps.low, called)
     parts = [
         _host_part(trace, all_gaps, waiting),
-        _part(_cut(cut, called, taken), *_constant(LAUNCH_LATENCY, "correlated", all_gaps.low)),
+        _part(
+            _cut(cut, called, taken),
+            np.full(all_gaps.low.size, _CODES[LAUNCH_LATENCY], like=all_gaps.low),
+            np.full(all_gaps.low.size, EVIDENCE.index("correlated"), like=all_gaps.low),
+        ),
         _queued_part(trace, all_gaps, _cut(cut, taken, all_gaps.high)),
     ]
     rows = on_disk(trace, _rows(trace, all_gaps, parts))
@@ -164,10 +168,6 @@ def _something_ended(trace: Trace, all_gaps: Gaps) -> Bools:
     ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
     first = np.searchsorted(ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
     return np.searchsorted(ends, all_gaps.high, side="right") > first
-
-
-def _constant(cause: str, evidence: str, like: Ints) -> tuple[Ints, Ints]:
-    return np.full(like.size, _CODES[cause], like=like), np.full(like.size, EVIDENCE.index(evidence), like=like)
 
 
 def _cut(cut: Tiles, start: Ints, end: Ints) -> Stretches:

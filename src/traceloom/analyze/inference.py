@@ -131,7 +131,8 @@ def inference(
     parts = []
     for trace in traces:
         steps = _steps(trace)
-        nodes = _nodes(trace, of_rank(capture, trace))
+        captured = of_rank(capture, trace)
+        nodes = pl.DataFrame(schema=MAPPED) if captured is None else mapped_nodes(graph_launches(trace), captured)
         declared_rates = {"tokens": tokens_per_step, "samples": samples_per_step}
         frames = (steps, _mix(steps), _rates(trace, steps, declared_rates), nodes, _operators(nodes))
         parts.append([frame.select(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), pl.all()) for frame in frames])
@@ -272,12 +273,6 @@ def _rates(trace: Trace, steps: pl.DataFrame, declared: dict[str, int | None]) -
     per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
     shape = _without_rank(RATES)
     return frame.with_columns(per_second).select(list(shape)).cast(shape)
-
-
-def _nodes(trace: Trace, capture: Trace | None) -> pl.DataFrame:
-    if capture is None:
-        return pl.DataFrame(schema=MAPPED)
-    return mapped_nodes(graph_launches(trace), capture)
 
 
 def _operators(nodes: pl.DataFrame) -> pl.DataFrame:

@@ -110,13 +110,8 @@ def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
         .select(list(RULES_SCHEMA))
         .cast(RULES_SCHEMA)
     )
-    return KernelKinds(
-        kind_shares.devices, _cast(kind_shares), by_rule, kind_shares.steps, spread(trace, kind_shares, "kind")
-    )
-
-
-def _cast(kind_shares: Shares) -> pl.DataFrame:
-    return kind_shares.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
+    by_kind = kind_shares.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
+    return KernelKinds(kind_shares.devices, by_kind, by_rule, kind_shares.steps, spread(trace, kind_shares, "kind"))
 
 
 def spread(trace: Trace, shares: Shares, key: str) -> pl.DataFrame:
@@ -142,10 +137,11 @@ def _kinds_by_table(trace: Trace) -> pl.DataFrame:
 def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     work = gpu_work(trace)
     matcher = Matcher.of((*rules, *built_in_kind_rules()))
-    bits = matcher.context_bits(vocabulary(trace).names)
+    words = vocabulary(trace)
+    bits = matcher.context_bits(words.names)
     own, under = around(trace, _rows(work["op"]), _rows(work["launch"]), bits)
-    names, name = _distinct(trace, work)
-    first = matcher.first(names, name, own, under)
+    used, name = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
+    first = matcher.first(words.names.gather(used), name.astype(np.int64), own, under)
     by_user = first < len(rules)
     category = work["category"].to_physical().to_numpy()
     settled = ~by_user & (category > 0)  # 0 is compute: only the name and the launch can tell
@@ -162,10 +158,3 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
 
 def _rows(values: pl.Series) -> Ints:
     return values.cast(pl.Int64).fill_null(-1).to_numpy()
-
-
-def _distinct(trace: Trace, work: pl.DataFrame) -> tuple[pl.Series, Ints]:
-    """The distinct names of the work, and the index of each piece's name among them."""
-    words = vocabulary(trace)
-    used, index = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
-    return words.names.gather(used), index.astype(np.int64)

@@ -124,13 +124,17 @@ def batches(trace: Trace, events: pl.Series) -> pl.Series:
 def _modelled_calls(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
     tree = forest(trace)
     work = launched_work(trace)
-    link = _link_copies(trace)
+    copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
+    work_events = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))["event"]
+    link = work_events.is_in(copies.implode()).to_numpy()
     origin = np.where(link, -1, work.origin)
     counted = origin[origin >= 0] if positions is None else positions
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
     every = positions is None and not work.origin.size
     relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
-    calls = _distinct(_recorded(trace, tree, relevant, batch))
+    keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
+    calls = _recorded(trace, tree, relevant, batch).group_by(keys, maintain_order=True).agg("event")
+    calls = calls.with_row_index("group")
     groups = _modelled(calls, _insides(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
     members = calls.select("group", "event").explode("event")
@@ -140,12 +144,6 @@ def _modelled_calls(trace: Trace, positions: Ints | None = None, batch: str = ""
     above = np.arange(tree.row.size, dtype=np.int64)
     recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
     return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
-
-
-def _link_copies(trace: Trace) -> Bools:
-    copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
-    events = trace.events.filter(pl.col("category").is_in(cat.GPU_WORK))["event"]
-    return events.is_in(copies.implode()).to_numpy()
 
 
 def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.DataFrame:
@@ -198,11 +196,6 @@ def _batches(trace: Trace, tree: Forest, calls: pl.DataFrame) -> pl.Series:
     return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
 
 
-def _distinct(calls: pl.DataFrame) -> pl.DataFrame:
-    keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
-    return calls.group_by(keys, maintain_order=True).agg("event").with_row_index("group")
-
-
 def _insides(
     trace: Trace, tree: Forest, calls: pl.DataFrame
 ) -> dict[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]:
@@ -249,11 +242,14 @@ def _modelled(
 ) -> pl.DataFrame:
     """Each distinct call goes through its model once."""
     keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
-    rows = [
-        _row(replace(_call(*values), inside=inside, kernels=kernels))
-        for group, *values in calls.select("group", *keys).rows()
-        for inside, kernels in [insides.get(group, ((), ()))]
-    ]
+    rows: list[tuple[object, ...]] = []
+    for group, *values in calls.select("group", *keys).rows():
+        inside, kernels = insides.get(group, ((), ()))
+        work = MODELS.work(replace(_call(*values), inside=inside, kernels=kernels))
+        if isinstance(work, Work):
+            rows.append((work.flops, work.recomputed, work.bytes, work.dtype, work.matrix, None))
+        else:  # the reason
+            rows.append((None, None, None, None, None, work))
     results = pl.DataFrame(
         rows,
         schema=["flops", "recomputed", "bytes", "dtype", "matrix", "reason"],
@@ -268,13 +264,6 @@ def _call(  # noqa: PLR0917  (what is recorded of a call)
 ) -> Call:
     of_types, values = ([str(entry) for entry in parsed(text)] for text in (types, concrete))
     return Call(name, parsed(shapes), of_types, values, parsed(strides), list_type, batch)
-
-
-def _row(call: Call) -> tuple[int | None, int | None, int | None, str | None, bool | None, str | None]:
-    work = MODELS.work(call)
-    if isinstance(work, Work):
-        return work.flops, work.recomputed, work.bytes, work.dtype, work.matrix, None
-    return None, None, None, None, None, work
 
 
 def float_evidence(names: pl.Series) -> pl.Series:

@@ -85,7 +85,11 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
         }
     ).filter("is_op")
     summed = _summed(ops, int(self_ns.sum())).collect(engine=engine(trace))
-    rows = summed.join(_names(trace, tree, kind, by_shape), on="kind", how="left")
+    used, first = np.unique(kind, return_index=True)
+    example = tree.row[first]
+    shapes = _shapes(trace).gather(example) if by_shape else pl.Series([None] * used.size, dtype=pl.String)
+    names = pl.DataFrame({"kind": used, "name": trace.events["name"].gather(example), "shapes": shapes})
+    rows = summed.join(names, on="kind", how="left")
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())
     return Operators(
@@ -117,13 +121,6 @@ def _kinds(trace: Trace, tree: Forest, by_shape: bool) -> Ints:
     shapes = _shapes(trace).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
     pair = names * (int(shapes.max(initial=0)) + 2) + shapes + 1
     return np.unique(pair, return_inverse=True)[1].astype(np.int64)
-
-
-def _names(trace: Trace, tree: Forest, kind: Ints, by_shape: bool) -> pl.DataFrame:
-    used, first = np.unique(kind, return_index=True)
-    rows = tree.row[first]
-    shapes = _shapes(trace).gather(rows) if by_shape else pl.Series([None] * used.size, dtype=pl.String)
-    return pl.DataFrame({"kind": used, "name": trace.events["name"].gather(rows), "shapes": shapes})
 
 
 def _shapes(trace: Trace) -> pl.Series:

@@ -100,7 +100,11 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     made = submissions(trace)
     words = vocabulary(trace)
     code = plain(words.code)[made.row].astype(np.int64)
-    simple = _simple(trace, made, words.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_))
+    # kernels that go through their data element by element: by name, or by their kind
+    named = words.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_)
+    kind = kinds(trace)
+    elementwise = kind.filter(pl.col("kind").is_in(["elementwise"]))["event"].to_numpy()
+    simple = made.kernel & (named | np.isin(made.row, elementwise))
     bounds = (shortest, longest, least, most)
     every = _search(code, made, np.zeros(code.size, dtype=np.bool_), bounds)
     fused = _search(code, made, ~simple, bounds)
@@ -129,7 +133,9 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
         }
     ).with_columns((pl.col("kernel_ns") / max(whole, 1)).alias("fraction"))
     occurrences = _occurrences(trace, made, places)
-    steps = _steps(trace, occurrences)
+    in_steps = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
+    spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
+    steps = spread.select(list(STEPS)).cast(STEPS).sort("sequence")
     return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size, whole)
 
 
@@ -142,7 +148,9 @@ def _places(made: Submissions, repeats: list[tuple[Ints, int]]) -> dict[str, Int
     low = np.concatenate([start for start, _ in repeats])
     high = low + np.repeat([size for _, size in repeats], counts)
     gap, length = _gaps(made), made.end - made.start
-    launched, busy, idle = (np.concatenate([[0], np.cumsum(values)]) for values in (_own_launch(made), length, gap))
+    # a piece has a launch of its own, or is the first of its graph; unknown launches count as own
+    own_launch = (made.first | ~made.known).astype(np.int64)
+    launched, busy, idle = (np.concatenate([[0], np.cumsum(values)]) for values in (own_launch, length, gap))
     between = np.column_stack([low, high]).ravel()
     reach = np.maximum.reduceat(np.append(made.end, 0), between)[::2]
     return {
@@ -154,14 +162,6 @@ def _places(made: Submissions, repeats: list[tuple[Ints, int]]) -> dict[str, Int
         "gap_ns": idle[high] - idle[low + 1],  # the gap before the first is not inside
         "span_ns": reach - made.start[low],
     }
-
-
-def _simple(trace: Trace, made: Submissions, named: Bools) -> Bools:
-    """Kernels that go through their data element by element: by name, or by their kind."""
-    kind = kinds(trace)
-    elementwise = kind.filter(pl.col("kind").is_in(["elementwise"]))["event"].to_numpy()
-    simple: Bools = made.kernel & (named | np.isin(made.row, elementwise))
-    return simple
 
 
 def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:
@@ -187,12 +187,6 @@ def _gaps(made: Submissions) -> Ints:
     return gap
 
 
-def _own_launch(made: Submissions) -> Ints:
-    """1 where the piece has a launch of its own, or is the first of its graph; unknown launches count as own."""
-    own: Ints = (made.first | ~made.known).astype(np.int64)
-    return own
-
-
 def _occurrences(trace: Trace, made: Submissions, places: dict[str, Ints]) -> pl.DataFrame:
     low = places["low"]
     frame = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
@@ -209,9 +203,3 @@ def _occurrences(trace: Trace, made: Submissions, places: dict[str, Ints]) -> pl
             "span_ns": places["span_ns"],
         }
     ).cast(OCCURRENCES)
-
-
-def _steps(trace: Trace, occurrences: pl.DataFrame) -> pl.DataFrame:
-    rows = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
-    spread = per_step(rows, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
-    return spread.select(list(STEPS)).cast(STEPS).sort("sequence")

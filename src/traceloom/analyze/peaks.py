@@ -106,11 +106,8 @@ def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
             raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
         if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise _bad(f"`{key}` is not a number above 0")
-    return Peak("given", {key: float(value) for key, value in numbers.items() if key != "memory"}, _memory(numbers))
-
-
-def _memory(numbers: Mapping[str, float]) -> float | None:
-    return float(numbers["memory"]) if "memory" in numbers else None
+    rates = {key: float(value) for key, value in numbers.items() if key != "memory"}
+    return Peak("given", rates, float(numbers["memory"]) if "memory" in numbers else None)
 
 
 def _numbers(text: str) -> dict[str, Any]:

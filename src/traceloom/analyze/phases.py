@@ -154,10 +154,11 @@ def _code(category: str) -> int:
 def _known_names(words: Vocabulary) -> dict[str, np.ndarray]:
     """What each table says of each distinct name: phase numbers (-1 for none) and booleans."""
     text = pl.col("name").str
+    matching_words = pl.sum_horizontal(text.contains(pattern) for _, pattern in WORD_PHASES)
     tables = words.names.to_frame("name").select(
         span=_first_of(SPAN_PHASES),
         python=_first_of(PYTHON_PHASES),
-        word=_only_of(WORD_PHASES),
+        word=pl.when(matching_words == 1).then(_first_of(WORD_PHASES)).otherwise(_NONE),
         ours=text.contains(OURS),
         mark=text.contains(STEP_MARK),
         blocking_runtime=text.contains(BLOCKING_RUNTIME),
@@ -170,9 +171,3 @@ def _first_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:
     """Number of the first pattern of the table that the name holds."""
     hits = (pl.when(pl.col("name").str.contains(pattern)).then(number) for number, pattern in table)
     return pl.coalesce(*hits, _NONE).cast(pl.Int64)
-
-
-def _only_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:
-    """Number of the pattern, where the name holds exactly one of the table."""
-    hits = pl.sum_horizontal(pl.col("name").str.contains(pattern) for _, pattern in table)
-    return pl.when(hits == 1).then(_first_of(table)).otherwise(_NONE)

@@ -66,18 +66,14 @@ def _kept(_trace: Trace) -> list[tuple[ModelledCalls, Placed]]:
 
 
 def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> Placed:
-    work = _work(trace, modelled)
+    work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
+        "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
+    ).collect()  # fmt: skip
+    work = work.with_columns(pl.Series("position", modelled.work_owner)).filter(pl.col("position") >= 0)
     device_peaks = peaks(trace, peak)
     calls = _calls(trace, modelled, work)
     has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
     return Placed(_on_roofline(calls, device_peaks, peak), work, device_peaks, has_peaks, modelled)
-
-
-def _work(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
-    work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
-        "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
-    ).collect()  # fmt: skip
-    return work.with_columns(pl.Series("position", modelled.work_owner)).filter(pl.col("position") >= 0)
 
 
 def _calls(trace: Trace, modelled: ModelledCalls, work: pl.DataFrame) -> pl.DataFrame:
@@ -93,7 +89,8 @@ def _calls(trace: Trace, modelled: ModelledCalls, work: pl.DataFrame) -> pl.Data
         tree = forest(trace)
         steps = trace.events["step"].gather(tree.row[own])
         calls = pl.DataFrame({"position": own, "step": steps, "time_ns": tree.span_ns()[own]})
-        if _on_a_device(trace):
+        # host times are not those of work that went to a device on which nothing is recorded
+        if trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any():
             calls = calls.with_columns(time_ns=pl.lit(None, pl.Int64))
         calls = calls.with_columns(
             device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
@@ -103,11 +100,6 @@ def _calls(trace: Trace, modelled: ModelledCalls, work: pl.DataFrame) -> pl.Data
     return calls.with_columns(group).join(
         modelled.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
     )
-
-
-def _on_a_device(trace: Trace) -> bool:
-    """Whether host times are not those of the work: it went to a device whose work is not recorded."""
-    return bool(trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any())
 
 
 def _told(work: pl.DataFrame, modelled: ModelledCalls) -> pl.DataFrame:
@@ -131,7 +123,10 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_pe
         .otherwise(pl.lit("assumed")),
     )
     kinds = calls.select("device", "arithmetic", "matrix").unique()
-    rates = [_rates(devices, user_peak, *row) for row in kinds.rows()]
+    rates: list[tuple[float | None, float | None]] = []
+    for device, arithmetic, matrix in kinds.rows():
+        peak = user_peak if device is None else devices.get(device)
+        rates.append((peak.rate(arithmetic, matrix=matrix), peak.memory) if isinstance(peak, Peak) else (None, None))
     table = kinds.with_columns(
         pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
         pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
@@ -148,12 +143,3 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_pe
         .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
         .cast(BoundType),
     )
-
-
-def _rates(
-    devices: Mapping[int, Peak | str], user_peak: Peak | None, device: int | None, arithmetic: str, matrix: bool
-) -> tuple[float | None, float | None]:
-    peak = user_peak if device is None else devices.get(device)
-    if not isinstance(peak, Peak):
-        return None, None
-    return peak.rate(arithmetic, matrix=matrix), peak.memory

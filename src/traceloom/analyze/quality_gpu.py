@@ -101,8 +101,10 @@ def work_before_launch(trace: Trace) -> Check | None:
     called = trace.events["start_ns"].gather(work["launch"])
     early = (called - work["start_ns"]).clip(lower_bound=0)
     affected = int((early > 0).sum())
+    most = early.max()
+    most_ns = int(most) if isinstance(most, (int, float)) else None
     message = (
-        f"{many(affected, 'piece')} of GPU work started before the launch, by up to {_ns(early.max())}: the clocks of "
+        f"{many(affected, 'piece')} of GPU work started before the launch, by up to {duration(most_ns)}: the clocks of "
         "host and GPU disagree by that much, and so do launch delays and idle causes"
     )
     return Check(affected, work.height, "warning", message, slug="gpu-work-before-launch")
@@ -221,10 +223,6 @@ def _submissions(trace: Trace) -> pl.DataFrame:
     submits = pl.Series(vocabulary(trace).events(_SUBMITS))
     calls = trace.events.lazy().filter(pl.lit(submits), pl.col("category").is_in(cat.LAUNCHES))
     return calls.select("correlation", "start_ns").drop_nulls("correlation").collect()
-
-
-def _ns(value: object) -> str:
-    return duration(int(value)) if isinstance(value, (int, float)) else duration(None)
 
 
 GPU_CHECKS: tuple[Callable[[Trace], Check | None], ...] = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.submissions import Submissions, plain
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -38,17 +37,12 @@ SHORT = pl.Schema(
 short ones, time of their calls, time of all. Graph launches are not in it: their call submits many kernels."""
 
 
-def _durations(made: Submissions) -> tuple[Ints, Bools]:
-    """Duration of all kernels, and which are shorter than a launch call of their own."""
+def histogram(made: Submissions) -> pl.DataFrame:
+    """Durations of kernels in bins that double: `BINS`."""
     length = (made.end - made.start)[made.kernel]
     call = (made.call_end - made.call_start)[made.kernel]
     alone = (made.first & ~made.many)[made.kernel]
-    return length, alone & (length < call)
-
-
-def histogram(made: Submissions) -> pl.DataFrame:
-    """Durations of kernels in bins that double: `BINS`."""
-    length, short = _durations(made)
+    short = alone & (length < call)  # than a launch call of its own
     edges = _FIRST_EDGE_NS << np.arange(_EDGES)
     bin_index = np.searchsorted(edges, length, side="right")
     order = np.argsort(bin_index, kind="stable")

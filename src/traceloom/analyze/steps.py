@@ -93,9 +93,19 @@ def tiles(trace: Trace) -> Tiles:
 
 def step_times(trace: Trace) -> StepTimes:
     """Durations of the steps, their spread, and the lag of the GPU behind each."""
+    launched = (  # in each step, whenever it ran
+        trace.events.lazy()
+        .filter(pl.col("category").is_in(GPU_WORK), pl.col("launch").is_not_null(), pl.col("step").is_not_null())
+        .group_by("step")
+        .agg(
+            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).max().alias("last_end_ns"),
+            pl.col("launch").n_unique().cast(pl.Int64).alias("launch_count"),
+        )
+        .collect()
+    )
     steps = (
         trace.steps.select("step", "name", "start_ns", "end_ns", "complete", "evidence")
-        .join(_launched(trace), on="step", how="left", maintain_order="left")
+        .join(launched, on="step", how="left", maintain_order="left")
         .select(
             "step",
             "name",
@@ -120,18 +130,4 @@ def step_times(trace: Trace) -> StepTimes:
         max_ns=int(durations.max()),
         spread_fraction=float((third - first) / median) if median else None,
         evidence=evidence,
-    )
-
-
-def _launched(trace: Trace) -> pl.DataFrame:
-    """Per step: end of the last GPU work that was launched in it, and the number of launches that submitted work."""
-    return (
-        trace.events.lazy()
-        .filter(pl.col("category").is_in(GPU_WORK), pl.col("launch").is_not_null(), pl.col("step").is_not_null())
-        .group_by("step")
-        .agg(
-            (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).max().alias("last_end_ns"),
-            pl.col("launch").n_unique().cast(pl.Int64).alias("launch_count"),
-        )
-        .collect()
     )

@@ -56,9 +56,11 @@ def utilisation(trace: Trace, placed: Placed) -> tuple[pl.DataFrame, pl.DataFram
     why = _recompute_unknown(trace)
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
     steps = _told(bounds, _sums(calls, work, _in_steps(trace, work)), placed, why)
-    window = pl.DataFrame(
-        {"step": [None], "duration_ns": [_window_ns(trace, work)], "complete": [True]}, schema=bounds.schema
-    )
+    window_ns = trace.end_ns - trace.start_ns
+    if work.height:
+        start, end = work.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+        window_ns = int(end) - int(start)
+    window = pl.DataFrame({"step": [None], "duration_ns": [window_ns], "complete": [True]}, schema=bounds.schema)
     no_step = pl.lit(None, pl.Int32).alias("step")
     all_work = work.with_columns(no_step)
     whole = _told(window, _sums(calls.with_columns(no_step), all_work, all_work), placed, why)
@@ -125,13 +127,6 @@ def _in_steps(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
         )
         .with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
     )
-
-
-def _window_ns(trace: Trace, work: pl.DataFrame) -> int:
-    if not work.height:
-        return trace.end_ns - trace.start_ns
-    start, end = work.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
-    return int(end) - int(start)
 
 
 def _union_ns(work: pl.DataFrame, name: str) -> pl.DataFrame:

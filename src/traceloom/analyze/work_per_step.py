@@ -52,20 +52,16 @@ def work_per_step(trace: Trace) -> WorkPerStep:
         .select("name", "step", total_ns=pl.col("duration_ns").clip(lower_bound=0), call_count=pl.lit(1, pl.Int64))
         .collect()
     )
-    return WorkPerStep(steps.height, _spread(work, KERNELS, steps), _spread(_operators(trace), OPERATORS, steps))
-
-
-def _operators(trace: Trace) -> pl.DataFrame:
     tree = forest(trace)
     is_op = meaning(trace).op
     ops = np.flatnonzero(is_op)
-    rows = tree.row[ops]
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[ops]
-    return (
-        trace.events.select("name", "step")[rows]
+    op_rows = (
+        trace.events.select("name", "step")[tree.row[ops]]
         .with_columns(pl.Series("self_ns", self_ns), pl.lit(1, pl.Int64).alias("call_count"))
         .drop_nulls("step")
     )
+    return WorkPerStep(steps.height, _spread(work, KERNELS, steps), _spread(op_rows, OPERATORS, steps))
 
 
 def _spread(rows: pl.DataFrame, schema: pl.Schema, steps: pl.DataFrame) -> pl.DataFrame:

@@ -82,7 +82,12 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         chain_count: For how many of the longest waits the chain of causes is written out.
     """
     all_parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
-    parts = _one_each(all_parts)
+    best: dict[object, RankPart] = {}  # of several windows of a rank the one with most communication
+    for number, part in enumerate(all_parts):
+        key: object = part.rank if part.rank is not None else f"unknown {number}"
+        if key not in best or part.calls.height > best[key].calls.height:
+            best[key] = part
+    parts = list(best.values())
     matched = match(parts)
     piped = pipeline(parts, matched)
     late = lateness(parts, matched, piped.stages)
@@ -103,16 +108,6 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         piped,
         (*matched.notices, *_partial(parts, matched)),
     )
-
-
-def _one_each(parts: list[RankPart]) -> list[RankPart]:
-    """One part per rank: of several windows of a rank the one with most communication."""
-    best: dict[object, RankPart] = {}
-    for number, part in enumerate(parts):
-        key: object = part.rank if part.rank is not None else f"unknown {number}"
-        if key not in best or part.calls.height > best[key].calls.height:
-            best[key] = part
-    return list(best.values())
 
 
 def _partial(parts: Sequence[RankPart], matched: Matched) -> list[Notice]:

@@ -112,7 +112,10 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     base = _bases(ranks, rows, _same_rank(rows, anchor, len(ranks)))
     last = np.flatnonzero(rows.last)
     others = _others(rows, base)
-    spent = _spent(ranks, rows, base)
+    spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)  # by each row of parts since counting began
+    for number, rank in enumerate(ranks):
+        own_rows = np.flatnonzero(rows.part == number)
+        spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - rank.ledger.sums[np.maximum(base[own_rows], 0)]
     compared = (base[last] >= 0) & (np.bincount(rows.inst[others], minlength=many) > 0)
     late, excess = _excess(rows, spent, others, many)
     late[~compared], excess[~compared] = 0, 0
@@ -134,7 +137,10 @@ def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
     duration = parts["duration_ns"].to_numpy()
     for number, rank in enumerate(ranks):
         rows = np.flatnonzero(part == number)
-        starts = _own_times(rank, parts["event"].gather(rows))
+        calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
+        events = parts["event"].gather(rows).to_frame()
+        # on the rank's own clock, as its ledger is
+        starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
         start_place[rows] = rank.ledger.at(starts)
         end_place[rows] = rank.ledger.at(starts + duration[rows])
     return _Rows(
@@ -147,13 +153,6 @@ def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
         start_place=start_place,
         end_place=end_place,
     )
-
-
-def _own_times(rank: RankPart, events: pl.Series) -> Ints:
-    """Starts of calls on their rank's own clock."""
-    starts = rank.calls.select("event", "start_ns").unique("event", keep="first")
-    times: Ints = events.to_frame().join(starts, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
-    return times
 
 
 def _stood(ranks: Sequence[RankPart], rows: _Rows, many: int) -> Bools:
@@ -239,15 +238,6 @@ def _others(rows: _Rows, base: Ints) -> Bools:
     low = rest // 4
     middle: Bools = (at >= low) & (at < rest - low) & (base >= 0)
     return middle
-
-
-def _spent(ranks: Sequence[RankPart], rows: _Rows, base: Ints) -> Ints:
-    """What each row of parts spent since counting began, by class; shape (parts, classes)."""
-    spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)
-    for number, rank in enumerate(ranks):
-        own_rows = np.flatnonzero(rows.part == number)
-        spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - rank.ledger.sums[np.maximum(base[own_rows], 0)]
-    return spent
 
 
 def _excess(rows: _Rows, spent: Ints, others: Bools, many: int) -> tuple[Ints, Ints]:

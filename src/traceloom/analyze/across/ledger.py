@@ -72,8 +72,16 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         sums, details = _of_host(trace, moments, union(starts, ends))
     else:
         sums, details = _of_device(trace, work.filter(pl.col("device") == device), moments, device)
-    named = details if calls.height else details.clear()
-    return Ledger(moments, sums, _largest(named), device)
+    named = (details if calls.height else details.clear()).filter(pl.col("name").is_not_null())
+    summed = named.group_by("stretch", "class", "name").agg(pl.col("ns").sum())
+    largest = (
+        summed.sort("stretch", "class", "ns", "name", descending=[False, False, True, False])
+        .group_by("stretch", "class", maintain_order=True)
+        .head(_MOST_NAMES)
+        .select(list(DETAIL_SCHEMA))
+        .cast(dict(DETAIL_SCHEMA))  # type: ignore[arg-type]
+    )
+    return Ledger(moments, sums, largest, device)
 
 
 def _device(work: pl.DataFrame, calls: pl.DataFrame) -> int | None:
@@ -169,20 +177,4 @@ def _did(waits: pl.DataFrame, stretch: Ints) -> pl.DataFrame:
     """Waits as details of the stretches they lie in."""
     return waits.select(
         pl.Series("stretch", stretch, dtype=pl.Int64), pl.col("cause").alias("class"), "name", ns="duration_ns"
-    )
-
-
-def _largest(rows: pl.DataFrame) -> pl.DataFrame:
-    """The largest names of each stretch and class."""
-    sums = (
-        rows.filter(pl.col("name").is_not_null())
-        .group_by("stretch", "class", "name")
-        .agg(pl.col("ns").sum())
-        .sort("stretch", "class", "ns", "name", descending=[False, False, True, False])
-    )
-    return (
-        sums.group_by("stretch", "class", maintain_order=True)
-        .head(_MOST_NAMES)
-        .select(list(DETAIL_SCHEMA))
-        .cast(dict(DETAIL_SCHEMA))  # type: ignore[arg-type]
     )

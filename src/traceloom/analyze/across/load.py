@@ -36,25 +36,23 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     """
     stepped = trace.steps.height > 0
     steps = trace.steps.select("step") if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
-    parts = [_compute(trace), _exchanged(calls), _tokens(trace), _memory(trace)]
+    exchanged = calls.filter(pl.col("kind").is_in(EXCHANGES)).select("step", exchanged_bytes="in_bytes")
+    on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
+    memory = on_device.select("step", memory_bytes="allocated_bytes")
+    parts = [_compute(trace), exchanged, _tokens(trace), memory]
     out = steps
     for part in parts:
         rows = part if stepped else part.with_columns(pl.lit(None, pl.Int32).alias("step"))
-        sums = rows.group_by("step").agg(
-            pl.col("memory_bytes").max() if name == "memory_bytes" else _whole(name)
-            for name in rows.columns
-            if name != "step"
-        )
+        values = [name for name in rows.columns if name != "step"]
+        # a sum that lacks a value is not known
+        whole = [pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name) for name in values]
+        sums = rows.group_by("step").agg([pl.col("memory_bytes").max()] if part is memory else whole)
         out = out.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left")
     embeds = bool((out["embedding_ns"] > 0).any())
     embedding = pl.col("embedding_ns").fill_null(0) if embeds else pl.lit(None, pl.Int64)
     return out.select("step", pl.col("compute_ns").fill_null(0), embedding.alias("embedding_ns"), *MEASURES[2:]).cast(
         dict(LOAD_SCHEMA)  # type: ignore[arg-type]
     )
-
-
-def _whole(name: str) -> pl.Expr:
-    return pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name)
 
 
 def _compute(trace: Trace) -> pl.DataFrame:
@@ -91,10 +89,6 @@ def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
     return below
 
 
-def _exchanged(calls: pl.DataFrame) -> pl.DataFrame:
-    return calls.filter(pl.col("kind").is_in(EXCHANGES)).select("step", pl.col("in_bytes").alias("exchanged_bytes"))
-
-
 def _tokens(trace: Trace) -> pl.DataFrame:
     none = pl.DataFrame(schema={"step": pl.Int32(), "tokens": pl.Int64()})
     looks_up = (pl.col("category") == "op") & (pl.col("name") == "aten::embedding")
@@ -123,8 +117,3 @@ def _looked_up(shapes: str | None) -> tuple[int | None, int | None]:
     for n in dims[1]:
         number = min(number * n, 2**62)
     return dims[0][0], number
-
-
-def _memory(trace: Trace) -> pl.DataFrame:
-    on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
-    return on_device.select("step", pl.col("allocated_bytes").alias("memory_bytes"))

@@ -134,10 +134,14 @@ def match(parts: Sequence[RankPart]) -> Matched:
         .agg(pl.len().cast(pl.Int64).alias("count"))
         .sort("rank", "kind", "group", nulls_last=True)
     )
+    clocks = [
+        (host, hosts.count(host), clock.offset_ns, clock.drift, clock.residual_ns, clock.meetings)
+        for host, clock in fitted.items()
+    ]
     return Matched(
         rows.select(list(PART_SCHEMA)).cast(dict(PART_SCHEMA)),  # type: ignore[arg-type]
         _instances(rows),
-        _clock_table(hosts, fitted),
+        pl.DataFrame(clocks, schema=CLOCK_SCHEMA, orient="row"),
         ranks,
         hosts,
         clock_of,
@@ -258,11 +262,3 @@ def _instances(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _sum(column: str) -> pl.Expr:
     return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum()).alias(column)
-
-
-def _clock_table(hosts: Sequence[str], clocks: dict[str, Clock]) -> pl.DataFrame:
-    rows = [
-        (host, sum(other == host for other in hosts), clock.offset_ns, clock.drift, clock.residual_ns, clock.meetings)
-        for host, clock in clocks.items()
-    ]
-    return pl.DataFrame(rows, schema=CLOCK_SCHEMA, orient="row")

@@ -62,6 +62,8 @@ _KEPT: dict[int, tuple[weakref.ref[Trace], RankPart]] = {}
 
 def _rank_part(trace: Trace) -> RankPart:
     calls = collectives(trace).calls
+    used = set(calls["device"].drop_nulls())
+    names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
     return RankPart(
         trace.rank,
         trace.meta.host,
@@ -71,15 +73,9 @@ def _rank_part(trace: Trace) -> RankPart:
         trace.steps.select("step", "name", "start_ns", "end_ns", "complete"),
         ledger(trace, calls),
         load_per_step(trace, calls),
-        _link(trace, calls),
+        link_of(names[0]) if names else None,
         stage_times(trace, calls),
     )
-
-
-def _link(trace: Trace, calls: pl.DataFrame) -> Link | None:
-    used = set(calls["device"].drop_nulls())
-    names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
-    return link_of(names[0]) if names else None
 
 
 def breakdown_per_step(part: RankPart) -> pl.DataFrame:

@@ -87,11 +87,12 @@ class _Facts:
 
     @classmethod
     def of(cls, trace: Trace, named: Named, whose: Owners) -> _Facts:
-        tree, backward = forest(trace), named.places.backward
-        top = tree.outermost_or_self(meaning(trace).phase == OPTIMIZER)
+        tree, phase, backward = forest(trace), meaning(trace).phase, named.places.backward
+        opener = tree.nearest_or_self(phase >= 0)  # the innermost event at or above each that opens a phase
+        top = tree.outermost_or_self(phase == OPTIMIZER)
         owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
         return cls(
-            np.append(_phase(trace), -1),
+            np.append(np.append(phase, -1)[opener], -1),
             np.append(np.append(tree.end_ns, EXISTED)[top], EXISTED),
             np.append(backward, False),
             np.sort(tree.start_ns[tree.topmost(backward)]),
@@ -134,9 +135,3 @@ def _told(facts: _Facts, named: Named, whose: Owners, piece: slice) -> tuple[Int
     from_census = counted | (kept & (category == ACTIVATION))
     evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(from_census, CENSUS, INFERRED))
     return category, evidence
-
-
-def _phase(trace: Trace) -> Ints:
-    """The phase that each host event stands in: that of the innermost event at or above it which opens one; -1."""
-    tree, phase = forest(trace), meaning(trace).phase
-    return np.append(phase, -1)[tree.nearest_or_self(phase >= 0)]

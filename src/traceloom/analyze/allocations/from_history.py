@@ -44,10 +44,14 @@ def stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
         return out
     ahead, reach = clock_offset
     shifted = gpu_blocks.with_columns(pl.col("time") + ahead).sort("time")
-    for matches in (
-        _inside(shifted.filter("inside"), history, reach),
-        _before(shifted.filter(~pl.col("inside")), history, reach),
-    ):
+    inside, before = shifted.filter("inside"), shifted.filter(~pl.col("inside"))
+    # Blocks of the recording: the only allocation at their address within `reach` of their time.
+    last = _nearest(inside, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
+    first = _nearest(inside, history, -reach, "forward").select("block", first="told")
+    alone = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
+    # Blocks from before: the last allocation at their address, if that did not come after the beginning.
+    earlier = _nearest(before, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
+    for matches in (alone.filter(pl.len().over(*_PLACE, "told") == 1), earlier):
         fitting = matches.filter(pl.col("asked") <= pl.col("bytes"))
         out[fitting["block"].to_numpy()] = fitting["stack"].to_numpy()
     return out
@@ -97,19 +101,6 @@ def _apart(inside: pl.DataFrame, history: pl.DataFrame) -> tuple[int, int] | Non
     ahead = int(np.median(difference))
     spread = int(np.median(np.abs(difference - ahead)))
     return (ahead, CLOSEST_NS + 5 * spread) if abs(ahead) + 5 * spread < FARTHEST_NS else None
-
-
-def _inside(gpu_blocks: pl.DataFrame, history: pl.DataFrame, reach: int) -> pl.DataFrame:
-    """Blocks of the recording, each with the only allocation at its address within `reach` of its time."""
-    last = _nearest(gpu_blocks, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
-    first = _nearest(gpu_blocks, history, -reach, "forward").select("block", first="told")
-    alone = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
-    return alone.filter(pl.len().over(*_PLACE, "told") == 1)
-
-
-def _before(gpu_blocks: pl.DataFrame, history: pl.DataFrame, reach: int) -> pl.DataFrame:
-    """Blocks from before, each with the last allocation at its address, if that did not come after the beginning."""
-    return _nearest(gpu_blocks, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
 
 
 def _nearest(

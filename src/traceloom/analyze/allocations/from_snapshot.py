@@ -90,7 +90,9 @@ def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
         allocated=pl.col("before").fill_null(0) + pl.col("change").cum_sum().over("device"),
         reserved=pl.col("reserved_before") + pl.col("held").cum_sum().over("device"),
     )
-    events = levels.filter(pl.col("change") != 0).with_columns(time=_time_ns(pl.col("time_us"))).sort("time", "order")
+    order, time_us = pl.col("order").cast(pl.Int64), pl.col("time_us")
+    time_ns = pl.when(time_us.is_null().any()).then(order).otherwise(time_us * 1000)  # some versions tell no times
+    events = levels.filter(pl.col("change") != 0).with_columns(time=time_ns).sort("time", "order")
     right = (events["allocated"] >= 0).all() and (events["reserved"].fill_null(0) >= 0).all()
     frame = pl.DataFrame(
         {
@@ -129,11 +131,6 @@ def _ends(snapshot: Snapshot) -> pl.DataFrame:
     active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
     requested = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
     return held.join(requested, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
-
-
-def _time_ns(time_us: pl.Expr) -> pl.Expr:
-    """Nanoseconds; where a version tells no times, the order of the entries."""
-    return pl.when(time_us.is_null().any()).then(pl.col("order").cast(pl.Int64)).otherwise(time_us * 1000)
 
 
 def _unique_times(times: pl.Series) -> pl.Series:

@@ -47,10 +47,9 @@ def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) ->
         {"path": named.path[recorded], "label": named.label[recorded], "bytes": named.blocks.bytes[recorded]}
     )
     sums = pairs.group_by("path", "label").agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
-    places = named.places
-    leaves = [
-        ((*_parts(places.paths[path]), places.labels[label]), size, count) for path, label, size, count in sums.rows()
-    ]
+    scopes = [path.split(".") if path else [] for path in named.places.paths]
+    labels = named.places.labels
+    leaves = [((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()]
     early = rows[named.blocks.made[rows] < 0]
     counted, nobodys = early[whose.of[early] >= 0], early[whose.of[early] < 0]
     owner_rows = whose.table[whose.of[counted]]
@@ -62,10 +61,6 @@ def scope_tree(named: Named, chosen: Bools, unseen_bytes: int, whose: Owners) ->
     if unknown:
         leaves.append(((BEFORE, "unknown"), unknown, nobodys.size))
     return tree_of(leaves)
-
-
-def _parts(path: str) -> list[str]:
-    return path.split(".") if path else []
 
 
 def tree_of(leaves: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:

@@ -10,7 +10,6 @@ from traceloom.analyze.allocations.explained import Explained
 from traceloom.analyze.allocations.naming import module_calls
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.model import Trace
 
 ACTIVATIONS = pl.Schema(
     {
@@ -52,12 +51,17 @@ def module_activations(explained: Explained, pool: int, row: int) -> pl.DataFram
         pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
         output=pl.col("bytes").sort_by("made").last(),
     )  # fmt: skip
+    work = explained.trace.gpu_work().select("launch", "duration_ns").drop_nulls()
+    position = tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
+    has_launch = position >= 0
+    launched_ns = np.zeros(tree.row.size, dtype=np.int64)  # of the GPU work that each host event launched itself
+    np.add.at(launched_ns, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0))
     call = by_call["call"].to_numpy()
     paths = pl.Series(places.modules, dtype=pl.String)
     call_costs = by_call.with_columns(
         module=paths.gather(places.path[call]),
         host_ns=pl.Series(tree.span_ns()[call]),
-        device_ns=pl.Series(tree.subtree_sums(_launched_ns(explained.trace, tree))[call]),
+        device_ns=pl.Series(tree.subtree_sums(launched_ns)[call]),
     )
     summed = call_costs.group_by("module").agg(
         pl.len().cast(pl.Int64).alias("call_count"),
@@ -80,13 +84,3 @@ def _inside(tree: Forest, is_call: Bools, position: Ints, block: Ints) -> tuple[
         blocks.append(block)
         at = above[at]
     return np.concatenate(calls), np.concatenate(blocks)
-
-
-def _launched_ns(trace: Trace, tree: Forest) -> Ints:
-    """Summed durations of the GPU work that each host event launched itself."""
-    work = trace.gpu_work().select("launch", "duration_ns").drop_nulls()
-    out = np.zeros(tree.row.size, dtype=np.int64)
-    position = tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
-    has_launch = position >= 0
-    np.add.at(out, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0))
-    return out

@@ -66,7 +66,10 @@ def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places
     paths, modules, path_of = _paths(trace, tree, is_scope)
     path = np.append(path_of, 0)[scope]
     is_node = lookup(vocabulary(trace).names.str.starts_with(_EVALUATE).to_numpy(), vocabulary(trace).code[tree.row])
-    top = _top_ops(tree, meaning(trace).op, scope) | is_node  # a backward pass may run inside a node of another
+    is_op = meaning(trace).op
+    alone = np.arange(is_op.size) + is_op.size + 1  # kinds of their own, for what is no op
+    top_ops = is_op & tree.topmost_of_kind(np.where(is_op, scope + 1, alone))  # no other op between them and the scope
+    top = top_ops | is_node  # a backward pass may run inside a node of another
     op = tree.nearest_or_self(top)
     op = np.where((op >= 0) & (scope[op] == scope), op, -1)
     labels, label_of = _labels(trace, tree, full_op_names)
@@ -167,12 +170,6 @@ def _joined(path: str, outer: str, name: str) -> str:
 def _ours(name: str) -> str | None:
     """The dotted names in the annotation of a scope of ours; None for what is none."""
     return next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), None)
-
-
-def _top_ops(tree: Forest, is_op: Bools, scope: Ints) -> Bools:
-    """Ops with no other op between them and their scope."""
-    alone = np.arange(is_op.size) + is_op.size + 1  # kinds of their own
-    return is_op & tree.topmost_of_kind(np.where(is_op, scope + 1, alone))
 
 
 def _labels(trace: Trace, tree: Forest, full: bool) -> tuple[list[str], Ints]:

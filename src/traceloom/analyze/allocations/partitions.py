@@ -44,7 +44,7 @@ def partition(
         "scope": lambda: _paths(named, depth),
         "module": lambda: _modules(named, whose, depth),
         "category": lambda: (list(CATEGORIES), kinds.category),
-        "op": lambda: _ops(named),
+        "op": lambda: _early(named, named.places.labels, named.label),
         "stack": lambda: _stacks(named, *Stacks(trace).divided(named.position)),
         "dtype": lambda: _types(trace, named),
     }
@@ -94,10 +94,6 @@ def _holder(owner: str, name: str) -> str:
     if owner == "gradient":
         of = of.removesuffix(".grad")
     return of.rpartition(".")[0]
-
-
-def _ops(named: Named) -> Partition:
-    return _early(named, named.places.labels, named.label)
 
 
 def stack_partition(named: Named, texts: pl.Series) -> Partition:

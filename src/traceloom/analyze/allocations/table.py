@@ -73,6 +73,10 @@ def slices(
     blocks = named.blocks
     if whole and stacks is None:
         stacks = _stacks_of(trace, named)
+    devices = pl.Series(
+        [pool.device_type if pool.device < 0 else f"{pool.device_type}:{pool.device}" for pool in blocks.pools],
+        dtype=pl.String,
+    )
     first = 0 if whole else int((blocks.made < 0).sum())  # blocks from before stand first
     for low in range(first, max(blocks.made.size, first + 1), SLICE):
         rows = np.arange(low, min(low + SLICE, blocks.made.size))
@@ -89,9 +93,7 @@ def slices(
             frame.with_columns(
                 time_ns=pl.Series(blocks.start_ns[rows]).replace(EXISTED, None),
                 lifetime_ns=pl.Series(life).set(~whole_life, None),
-                device=pl.Series([_device(p.device_type, p.device) for p in blocks.pools], dtype=pl.String).gather(
-                    blocks.pool[rows]
-                ),
+                device=devices.gather(blocks.pool[rows]),
                 category=pl.Series(CATEGORIES).gather(kinds.category[rows]),
                 evidence=pl.Series(EVIDENCE).gather(kinds.evidence[rows]),
                 backward=pl.Series(named.backward[rows]),
@@ -109,10 +111,6 @@ def slices(
 def _stacks_of(trace: Trace, named: Named) -> Callable[[Ints], pl.Series]:
     stacks = Stacks(trace)
     return lambda rows: stacks.of(named.position[rows])
-
-
-def _device(kind: str, number: int) -> str:
-    return kind if number < 0 else f"{kind}:{number}"
 
 
 class Stacks:

@@ -60,14 +60,20 @@ def _calls(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     kernels = gpu_work(trace, rules).filter(pl.col("category") == "communication")
     descriptions = described(trace)
     on_host = host_calls(trace, descriptions)
-    amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or _amd(trace)
+    of_amd = trace.devices["name"].fill_null("").str.contains(r"(?i)\bMI\d|AMD|Radeon")
+    amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or bool(of_amd.any())
     kernels = _told(trace, kernels, descriptions, on_host).with_columns(backend_of("rule", amd=amd).alias("backend"))
-    frames = [_placed(trace, kernels, "device"), _placed(trace, _hosted(trace, on_host), "host")]
-    return pl.concat(frames)
-
-
-def _amd(trace: Trace) -> bool:
-    return bool(trace.devices["name"].fill_null("").str.contains(r"(?i)\bMI\d|AMD|Radeon").any())
+    # a region around other parts of the step takes as long as without these
+    others_ns = pl.Series(_others_ns(trace, on_host["event"]), dtype=pl.Int64)
+    hosted = on_host.with_columns(
+        trace.events["name"].gather(on_host["event"]).alias("name"),
+        pl.lit(None, pl.UInt32).alias("launch"),
+        pl.lit(None, pl.UInt32).alias("op"),
+        pl.lit(None, pl.Int32).alias("device"),
+        pl.lit(None, pl.Int64).alias("stream"),
+        end_ns=pl.col("end_ns") - others_ns,
+    ).with_columns(pl.col("name").str.extract(r"^(\w+):").str.to_lowercase().alias("backend"))
+    return pl.concat([_placed(trace, kernels, "device"), _placed(trace, hosted, "host")])
 
 
 def _told(trace: Trace, kernels: pl.DataFrame, descriptions: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -107,16 +113,6 @@ def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
             pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series()
         )
     return annotation
-
-
-def _hosted(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """Calls of the host; a region around other parts of the step takes as long as without these."""
-    calls = calls.with_columns(end_ns=pl.col("end_ns") - pl.Series(_others_ns(trace, calls["event"]), dtype=pl.Int64))
-    names = trace.events["name"].gather(calls["event"])
-    none = [pl.lit(None, kind).alias(name) for name, kind in (("device", pl.Int32), ("stream", pl.Int64))]
-    return calls.with_columns(
-        names.alias("name"), pl.lit(None, pl.UInt32).alias("launch"), pl.lit(None, pl.UInt32).alias("op"), *none
-    ).with_columns(pl.col("name").str.extract(r"^(\w+):").str.to_lowercase().alias("backend"))
 
 
 def _others_ns(trace: Trace, events: pl.Series) -> Ints:

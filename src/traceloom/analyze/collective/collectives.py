@@ -131,7 +131,9 @@ def collectives_of(session: Session) -> pl.DataFrame:
 
 
 def _rows(trace: Trace, rules: tuple[Rule, ...], peak_gb_per_s: float | None) -> pl.DataFrame:
-    calls = _that_communicate(communication_calls(trace, rules))
+    calls = communication_calls(trace, rules)
+    if (calls["where"] == "device").any():  # then host calls that only submit kernels communicate nothing themselves
+        calls = calls.filter((pl.col("where") == "device") | ~pl.col("backend").is_in(_SUBMITS))
     if not calls.height:
         return pl.DataFrame(schema=CALL_SCHEMA)
     calls = with_bandwidth(with_sizes(with_channels(with_names(calls), trace)))
@@ -156,12 +158,6 @@ def _rows(trace: Trace, rules: tuple[Rule, ...], peak_gb_per_s: float | None) ->
         .cast(dict(CALL_SCHEMA))  # type: ignore[arg-type]
         .sort("start_ns", "event")
     )
-
-
-def _that_communicate(calls: pl.DataFrame) -> pl.DataFrame:
-    """Without host calls that only submit what the kernels do."""
-    kernels = (calls["where"] == "device").any()
-    return calls.filter((pl.col("where") == "device") | ~pl.col("backend").is_in(_SUBMITS)) if kernels else calls
 
 
 def _summary(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:

@@ -77,7 +77,10 @@ def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans:
     open_end = quiet < end  # no compute runs when the kernel ends
     prompt = exists & open_end & (begins[np.minimum(after, begins.size - 1)] - end <= PROMPT_NS)
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
-    by_stream, recorded = _told(trace, next_event)
+    # several kernels may have the same next compute: it is looked up once, and in the order of rows
+    different, inverse = np.unique(next_event, return_inverse=True)
+    waited, recorded = stream_waits(trace, different)
+    by_stream = waited[inverse]
     streams = compute["stream"].fill_null(-1).to_numpy()[following]
     same = streams == kernels["stream"].fill_null(-1).to_numpy()
     launch = compute["launch"].cast(pl.Int64).fill_null(-1).to_numpy()[following]
@@ -91,13 +94,6 @@ def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans:
     blocking = np.where((blocking == 0) & (prompt | late) & by_host, held_by_host, blocking)
     blocking = np.where(prompt & (launch < 0), -1, blocking)
     return blocking, same | (by_stream & recorded)
-
-
-def _told(trace: Trace, rows: Ints) -> tuple[Bools, bool]:
-    """`stream_waits` of rows in any order, some of them several times."""
-    different, inverse = np.unique(rows, return_inverse=True)
-    waits, recorded = stream_waits(trace, different)
-    return waits[inverse], recorded
 
 
 def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:

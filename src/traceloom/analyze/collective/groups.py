@@ -84,9 +84,8 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         world_size: Ranks of the job, where known.
     """
     declared = declared.unique(["group", "members"], keep="first", maintain_order=True)
-    keyed = calls.with_columns(
-        pl.col("group").fill_null("").alias("key"), _text(pl.col("members")).fill_null("").alias("whom")
-    )
+    member_list = pl.col("members").cast(pl.List(pl.String)).list.join(",")
+    keyed = calls.with_columns(pl.col("group").fill_null("").alias("key"), member_list.fill_null("").alias("whom"))
     used = keyed.group_by("key", "whom", maintain_order=True).agg(
         pl.col("group").first(),
         pl.col("group_size").drop_nulls().first(),
@@ -99,31 +98,24 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         pl.when(pl.col("exposed_ns").is_not_null().all()).then(pl.col("exposed_ns").sum()).alias("exposed_ns"),
         *_shares(),
     )
-    kinds = _kinds(keyed)
+    counts = keyed.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
+    counts = counts.sort("n", "kind", descending=[True, False], nulls_last=True)
+    word = pl.format("{} {}", pl.col("kind").fill_null("unknown"), pl.col("n"))
+    kinds = counts.group_by("key", "whom", maintain_order=True).agg(word.str.join(", ").alias("kinds"))
     descriptions = declared.group_by("group", maintain_order=True).agg(pl.col("description").first())
+    steps = pl.col("members").list.diff(null_behavior="drop")
+    even = (steps.list.n_unique() == 1) & (steps.list.len() > 0)
     rows = (
         used.join(kinds, on=["key", "whom"], how="left", maintain_order="left")
         .join(descriptions, on="group", how="left", maintain_order="left")
         .pipe(_with_silent, declared)
-        .with_columns(_stride())
+        .with_columns(pl.when(even).then(steps.list.first()).alias("stride"))
     )
     decided = [_role(row, world_size) for row in rows.to_dicts()]
     schema = {"role": RoleType, "evidence": pl.String()}
     roles = pl.DataFrame(decided, schema=schema, orient="row")
     frame = rows.hstack(roles).select(list(GROUP_SCHEMA)).cast(dict(GROUP_SCHEMA))  # type: ignore[arg-type]
     return Groups(frame.sort("total_ns", "group", descending=[True, False], nulls_last=True))
-
-
-def _text(members: pl.Expr) -> pl.Expr:
-    return members.cast(pl.List(pl.String)).list.join(",")
-
-
-def _kinds(keyed: pl.DataFrame) -> pl.DataFrame:
-    """Kinds of each group with their counts as text, the most frequent first."""
-    counts = keyed.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
-    counts = counts.sort("n", "kind", descending=[True, False], nulls_last=True)
-    word = pl.format("{} {}", pl.col("kind").fill_null("unknown"), pl.col("n"))
-    return counts.group_by("key", "whom", maintain_order=True).agg(word.str.join(", ").alias("kinds"))
 
 
 def _shares() -> list[pl.Expr]:
@@ -154,12 +146,6 @@ def _with_silent(used: pl.DataFrame, declared: pl.DataFrame) -> pl.DataFrame:
         pl.lit(0, pl.UInt32).alias("recorded_ranks"),
     )
     return pl.concat([used.with_columns(pl.col("count").cast(pl.Int64)), more], how="diagonal_relaxed")
-
-
-def _stride() -> pl.Expr:
-    steps = pl.col("members").list.diff(null_behavior="drop")
-    even = (steps.list.n_unique() == 1) & (steps.list.len() > 0)
-    return pl.when(even).then(steps.list.first()).alias("stride")
 
 
 def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:

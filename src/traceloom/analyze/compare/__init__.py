@@ -99,7 +99,12 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     """
     runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
     words, union = Words(), Union()
-    sides = [_side(run, number, union, words) for number, run in enumerate(runs)]
+    sides: list[Side] = []
+    for number, (run, which) in enumerate(zip(runs, ("the base", "the new run"), strict=True)):
+        run_side = side(run, number, union, words)
+        if not run_side.steps.height or not int(run_side.steps["duration_ns"].sum()):
+            raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
+        sides.append(run_side)
     device_account = tables.device(*sides)
     counts = [tables.padded(run_side.count, len(union.parent)) for run_side in sides]
     places = tables.grouped(union, words, *counts)
@@ -113,6 +118,10 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
             pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n
         )
         kernels = kernels[:0]
+    steps = [
+        run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
+        for name, run_side in zip(("base", "new"), sides, strict=True)
+    ]
     stated = pl.concat([same.conditions(*runs), _program(union, *counts)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == same.DECISIVE))
     return Comparison(
@@ -126,16 +135,8 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         breakdown=breakdown,
         kernels=kernels,
         operators=operators,
-        steps=_steps(*sides),
+        steps=pl.concat(steps),
     )
-
-
-def _side(run: Session, number: int, union: Union, words: Words) -> Side:
-    result = side(run, number, union, words)
-    if not result.steps.height or not int(result.steps["duration_ns"].sum()):
-        which = ("the base", "the new run")[number]
-        raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
-    return result
 
 
 def _mean_step(run_side: Side, by_device: bool) -> int:
@@ -166,18 +167,12 @@ def _program(union: Union, base: tables.Ints, new: tables.Ints) -> pl.DataFrame:
     return same.of_program(int(both.sum()), int((base > 0).sum()), int((new > 0).sum()), shapes, differing)
 
 
-def _steps(base: Side, new: Side) -> pl.DataFrame:
-    parts = [
-        run_side.steps.select(pl.lit(name).alias("side"), *STEPS) for name, run_side in (("base", base), ("new", new))
-    ]
-    return pl.concat(parts)
-
-
 def _sentence(  # noqa: PLR0917  (what the sentence is made of)
     base: int, new: int, differ: pl.DataFrame, breakdown: pl.DataFrame, operators: pl.DataFrame, kernels: pl.DataFrame
 ) -> str:
     difference = new - base
-    if not difference and not _changes(operators, kernels):
+    changes = any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))
+    if not difference and not changes:
         return f"No difference: the step takes {units.duration(base)} on both sides, and so does everything in it."
     share = f"{difference / max(base, 1):+.1%}".replace("%", " %")
     text = f"The step takes {units.duration(new)} instead of {units.duration(base)} ({share})"
@@ -189,16 +184,9 @@ def _sentence(  # noqa: PLR0917  (what the sentence is made of)
         text += f"; the largest part: {what}, {sign}{units.duration(abs(largest['difference_ns']))}"
     if not differ.height:
         return text + "."
-    what = ", ".join(_told(row) for row in differ.head(3).to_dicts())
+    what = ", ".join(
+        f"{name} ({old if old == now else f'{old} → {now}'})"  # some are of both sides together
+        for name, old, now in differ.head(3).select("condition", "base", "new").rows()
+    )
     more = f" and {differ.height - 3} more" if differ.height > 3 else ""
     return f"The conditions differ, so the times cannot be held against each other: {what}{more}. {text}."
-
-
-def _told(condition: dict[str, str]) -> str:
-    """A condition that differs, in a few words; some are of both sides together."""
-    base, new = condition["base"], condition["new"]
-    return f"{condition['condition']} ({base if base == new else f'{base} → {new}'})"
-
-
-def _changes(operators: pl.DataFrame, kernels: pl.DataFrame) -> bool:
-    return any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import polars as pl
 
 from traceloom.analyze.steps import step_times
-from traceloom.model import Session, Trace
+from traceloom.model import Session
 
 CONDITIONS = pl.Schema(
     {"condition": pl.String(), "base": pl.String(), "new": pl.String(), "same": pl.Boolean(), "weight": pl.String()}
@@ -63,13 +63,9 @@ def _devices(run: Session) -> str:
         used = trace.devices.filter("used")["name"].drop_nulls()
         # A process that sees one device of many may call it by a number that the list does not have.
         names += (used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)).to_list()
-    if not names and not any(_works(trace) for trace in run.traces):
+    if not names and not any(trace.gpu_work().height for trace in run.traces):
         return "no GPU work"
     return _each(names)
-
-
-def _works(trace: Trace) -> bool:
-    return trace.gpu_work().height > 0
 
 
 def _used(run: Session) -> str:

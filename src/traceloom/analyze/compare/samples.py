@@ -99,8 +99,14 @@ def device_time(of: Samples) -> DeviceTime:
         outside = np.minimum(of.spans.end, first) - of.spans.start
         after = of.spans.end - np.maximum(of.spans.start, last)
         ends.append(int(np.maximum(outside, 0).sum() + np.maximum(after, 0).sum()))
-    busy = pl.concat(pieces) if pieces else pl.DataFrame(schema=WORK)
-    return DeviceTime(devices, busy, _waiting(of, sum(ends)) if devices else pl.DataFrame(schema=WAITING))
+    if not devices:
+        return DeviceTime(0, pl.DataFrame(schema=WORK), pl.DataFrame(schema=WAITING))
+    idle_time = idle(of.trace)
+    inside = pl.col("step").is_in(of.step.implode())
+    causes = idle_time.totals if of.step.null_count() else idle_time.causes.filter(inside)
+    summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum().alias("ns"))
+    waiting = pl.DataFrame([*summed.sort("cause").rows(), (EDGE, sum(ends))], schema=WAITING, orient="row")
+    return DeviceTime(devices, pl.concat(pieces), waiting.filter(pl.col("ns") > 0))
 
 
 def _exclusive(rows: pl.DataFrame, covered: Spans, windows: Spans) -> tuple[pl.DataFrame, Spans]:
@@ -113,16 +119,6 @@ def _exclusive(rows: pl.DataFrame, covered: Spans, windows: Spans) -> tuple[pl.D
     event = rows["event"].to_numpy()[shared.left]
     pieces = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns})
     return pieces.filter(pl.col("ns") > 0), union(start, end)
-
-
-def _waiting(of: Samples, edges: int) -> pl.DataFrame:
-    """Idle time in the compared steps by cause."""
-    idle_time = idle(of.trace)
-    inside = pl.col("step").is_in(of.step.implode())
-    causes = idle_time.totals if of.step.null_count() else idle_time.causes.filter(inside)
-    summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum().alias("ns"))
-    rows = [*summed.sort("cause").rows(), (EDGE, edges)]
-    return pl.DataFrame(rows, schema=WAITING, orient="row").filter(pl.col("ns") > 0)
 
 
 def meaning(cause: str) -> str:

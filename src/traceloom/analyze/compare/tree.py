@@ -202,15 +202,11 @@ def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: Words
     used, number = np.unique(code, return_inverse=True)
     texts: list[str] = vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
     numbers = [
-        -1 if value < 0 else words.name(_without_digits(text) if value % 2 else text)
+        -1 if value < 0 else words.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)
         for text, value in zip(texts, used.tolist(), strict=True)
     ]
     name_numbers: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
     return name_numbers
-
-
-def _without_digits(text: str) -> str:
-    return re.sub(r"[0-9]+", "#", text)
 
 
 def _shapes(trace: Trace, row: Ints, words: Words) -> Ints:

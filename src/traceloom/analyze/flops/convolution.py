@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.call import Call, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
 FAMILY = "convolution"
@@ -105,12 +105,8 @@ def _backward(call: Call) -> Work:
     if mask is None or len(mask) != 3:
         raise Unknown("which gradients are asked for is not recorded")
     gradient_flops = 2 * _macs(x.shape, weight.shape, grad.shape, transposed=call.flag(7 + shift))
-    return _gradients(gradient_flops, grad, x, weight, mask)
-
-
-def _gradients(gradient_flops: int, grad: Tensor, x: Tensor, weight: Tensor, mask: list[int]) -> Work:
-    """Gradient of the input reads the weight, that of the weight reads the input; both read the incoming one."""
     of_input, of_weight, of_bias = (bool(flag) for flag in mask)
+    # Gradient of the input reads the weight, that of the weight reads the input; both read the incoming one.
     moved = grad.bytes + (of_input + of_weight) * (x.bytes + weight.bytes) + of_bias * grad.shape[1] * grad.size
     if of_input and of_weight:  # each of the two is read once and written once
         moved = grad.bytes + 2 * x.bytes + 2 * weight.bytes + of_bias * grad.shape[1] * grad.size

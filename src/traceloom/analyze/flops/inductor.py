@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from traceloom.analyze.flops.call import Call, Tensor, Unknown
+from traceloom.analyze.flops.call import Call, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
 _NAME = re.compile(r"^triton_(?P<kind>poi|red|per|tem)_fused_(?P<ops>.*?)_?\d*$")
@@ -34,21 +34,15 @@ def _fused(call: Call) -> Work:
     for number in numbers or [max(tensor.numel for tensor in tensors)]:
         elements *= max(number, 1)
     moved = sum(min(tensor.bytes, elements * tensor.size) for tensor in tensors)
-    return Work(_operations(match["ops"]) * elements, moved, _type(tensors))
-
-
-def _operations(names: str) -> int:
-    """Arithmetic operators in the fused name, whose words are joined by underscores."""
-    several = sum(count for name, count in _SEVERAL.items() if name in names)
+    names = match["ops"]  # of operators, joined by underscores; those of `_SEVERAL` may hold some themselves
+    operations = sum(count for name, count in _SEVERAL.items() if name in names)
     for name in _SEVERAL:
         names = names.replace(name, "")
-    return several + sum(word not in _NO_ARITHMETIC for word in names.split("_"))
-
-
-def _type(tensors: list[Tensor]) -> str:
-    """Compiled kernels compute 16-bit floats in 32 bits."""
+    operations += sum(word not in _NO_ARITHMETIC for word in names.split("_"))
     floats = {tensor.dtype for tensor in tensors if tensor.dtype.startswith(("fp", "bf"))}
-    return "fp64" if "fp64" in floats else "fp32" if floats else tensors[0].dtype
+    # compiled kernels compute 16-bit floats in 32 bits
+    dtype = "fp64" if "fp64" in floats else "fp32" if floats else tensors[0].dtype
+    return Work(operations * elements, moved, dtype)
 
 
 @MODELS.register("triton_tem_fused_*", family="compiled kernel")

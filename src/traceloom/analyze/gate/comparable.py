@@ -24,7 +24,14 @@ def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.Data
         both_stated = _UNKNOWN not in (left, right)
         # A value that only one side states is no known difference.
         rows.append((name, left, right, left == right, weight if both_stated else MINOR))
-    rows += _programs(base[0].program, new[0].program)
+    # Whether they are the same operators, called as often, on the same shapes.
+    programs = (base[0].program, new[0].program)
+    names = [_calls(program, with_shapes=False) for program in programs]
+    if any(names[0]) or any(names[1]):
+        rows.append(("operators called in a step", *_shared(names[0], names[1]), PROGRAM))
+    shaped = [_calls(program, with_shapes=True) for program in programs]
+    if shaped[0] and shaped[1]:
+        rows.append(("operators with these input shapes", *_shared(shaped[0], shaped[1]), PROGRAM))
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
@@ -32,18 +39,6 @@ def _told(runs: Sequence[RunSummary], name: str) -> str:
     """The values that the runs of a side state, each once."""
     values = [stated.value for run in runs for stated in run.stated if stated.condition == name]
     return ", ".join(sorted(set(values))) if values else _UNKNOWN
-
-
-def _programs(base: Program, new: Program) -> list[tuple[str, str, str, bool, str]]:
-    """The same operators, called as often, on the same shapes."""
-    rows = []
-    names = [_calls(program, with_shapes=False) for program in (base, new)]
-    if any(names[0]) or any(names[1]):
-        rows.append(("operators called in a step", *_shared(names[0], names[1]), PROGRAM))
-    shaped = [_calls(program, with_shapes=True) for program in (base, new)]
-    if shaped[0] and shaped[1]:
-        rows.append(("operators with these input shapes", *_shared(shaped[0], shaped[1]), PROGRAM))
-    return rows
 
 
 def _calls(program: Program, *, with_shapes: bool) -> dict[tuple[str, str | None], float]:

@@ -45,7 +45,10 @@ def summarise(run: Session) -> RunSummary:
     steps = sorted(common)
     if not steps:  # ranks that were recorded at other times: the n-th step of one stands for the n-th of the other
         steps = list(range(min(of.step.len() for of in chosen)))
-        of_rank = [_renumbered(rows, of) for rows, of in zip(of_rank, chosen, strict=True)]
+        for at, of in enumerate(chosen):
+            order = pl.DataFrame({"step": _numbers(of), "at": pl.Series(range(of.step.len()), dtype=pl.Int32)})
+            numbered = of_rank[at].join(order, on="step").drop("step").rename({"at": "step"})
+            of_rank[at] = numbered.select(list(_LONG))
     scalars, tables = _columns(of_rank, steps)
     began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
     return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables, began)
@@ -54,11 +57,6 @@ def summarise(run: Session) -> RunSummary:
 def _numbers(of: Samples) -> pl.Series:
     """Number of each compared step; the window of a trace without steps is -1."""
     return of.step.fill_null(-1).cast(pl.Int32)
-
-
-def _renumbered(rows: pl.DataFrame, of: Samples) -> pl.DataFrame:
-    order = pl.DataFrame({"step": _numbers(of), "at": pl.Series(range(of.step.len()), dtype=pl.Int32)})
-    return rows.join(order, on="step").drop("step").rename({"at": "step"}).select(list(_LONG))
 
 
 def _columns(

@@ -230,7 +230,8 @@ def _finite(value: Floats) -> float | None:
 def _sentence(verdict: str, checks: pl.DataFrame) -> str:
     counts = {outcome: checks.filter(pl.col("verdict") == outcome).height for outcome in (FAIL, INCONCLUSIVE, PASS)}
     if verdict == PASS:
-        return f"Passed: {_plural(counts[PASS])} hold{'s' * (counts[PASS] == 1)}"
+        held = counts[PASS]
+        return f"Passed: {held} condition{'s' * (held != 1)} hold{'s' * (held == 1)}"
     parts = []
     if counts[FAIL]:
         names = ", ".join(checks.filter(pl.col("verdict") == FAIL)["condition"].to_list()[:3])
@@ -240,10 +241,6 @@ def _sentence(verdict: str, checks: pl.DataFrame) -> str:
         names = ", ".join(checks.filter(pl.col("verdict") == INCONCLUSIVE)["condition"].to_list()[:3])
         parts.append(f"Inconclusive: {names} ({'; '.join(reasons[:2])})")
     return ". ".join(parts)
-
-
-def _plural(count: int) -> str:
-    return f"{count} condition{'s' * (count != 1)}"
 
 
 __all__ = ["FAIL", "INCONCLUSIVE", "PASS", "WALL", "Verdict", "judge"]

@@ -130,16 +130,12 @@ def pieces(graph: Graph, window: Window) -> Pieces:
         ),
     )
     kept = all_pieces.take(np.flatnonzero(all_pieces.end > all_pieces.start))
-    return _with_end(kept, window)
-
-
-def _with_end(path: Pieces, window: Window) -> Pieces:
-    """A path that ends before the window does, even before it begins: nothing was recorded after it."""
-    end = int(path.end[-1]) if path.end.size else window.low
+    end = int(kept.end[-1]) if kept.end.size else window.low
     if end >= window.high:
-        return path
+        return kept
+    # A path that ends before the window does, even before it begins: nothing was recorded after it.
     last = [end, window.high, -1, -1, False, _number(UNRECORDED)]
-    return Pieces(*(np.append(getattr(path, name), value) for name, value in zip(path.__slots__, last, strict=True)))
+    return Pieces(*(np.append(getattr(kept, name), value) for name, value in zip(kept.__slots__, last, strict=True)))
 
 
 def _classes(graph: Graph, node: Ints, edge: Ints) -> tuple[Ints, Ints]:

@@ -138,7 +138,10 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
     """The traces that are in the graph (one per rank; with a step, those that have it), and their clocks."""
     done: set[int] = set()
     for trace in session.traces:
-        rank = _rank_in(graph, trace)
+        rank = trace.rank
+        if rank is None:  # it is identified by its file
+            matches = graph.ranks.filter(pl.col("device_trace") == clean(trace.meta.path))
+            rank = int(matches["rank"][0]) if matches.height else None
         at = trace.start_ns
         if step is not None:
             step_rows = trace.steps.filter(pl.col("step") == step)
@@ -174,14 +177,6 @@ def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.
             }
         )
     return pl.DataFrame(rows, schema=spans.schema)
-
-
-def _rank_in(graph: Graph, trace: Trace) -> int | None:
-    """The rank that the graph knows a trace by; a trace without a rank is identified by its file."""
-    if trace.rank is not None:
-        return trace.rank
-    matches = graph.ranks.filter(pl.col("device_trace") == clean(trace.meta.path))
-    return int(matches["rank"][0]) if matches.height else None
 
 
 def _shift(graph: Graph, trace: Trace, nodes: Ints, at: int) -> int:
