@@ -142,13 +142,12 @@ class Decoder:
         Raises:
             InputError: `chakra-damaged`.
         """
-        return (self._checked(block) for block in blocks)
-
-    def _checked(self, block: Block) -> NodeColumns:
-        try:
-            return self._columns(block)
-        except DamageError as error:
-            raise self._damaged(block) from error
+        for block in blocks:
+            try:
+                columns = self._columns(block)
+            except DamageError as error:
+                raise self._damaged(block) from error
+            yield columns
 
     def _damaged(self, block: Block) -> InputError:
         """The error, naming the first message that the library refuses, too."""

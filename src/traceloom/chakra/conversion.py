@@ -73,7 +73,8 @@ class Source:
             for name in (*(path for _, path in self._files), *(self.path / name for name in _GROUP_FILES)):
                 files.note_input(name)
         elif self.path.name.endswith(graph_store.ENDING) or graph_store.is_graph(self.path):
-            self._graph = self._loaded()
+            self.say(f"reading {self.path}")
+            self._graph = graph_store.load(self.path)
         else:
             number = _RANK.search(self.path.name)
             self._files = [(int(number[1]) if number else 0, self.path)]
@@ -84,10 +85,6 @@ class Source:
     def __exit__(self, *_: object) -> None:
         for reader in self._readers:
             reader.__exit__(None, None, None)
-
-    def _loaded(self) -> Graph:
-        self.say(f"reading {self.path}")
-        return graph_store.load(self.path)
 
     @property
     def ranks(self) -> list[int]:
@@ -184,20 +181,16 @@ class Source:
     def _write(self, rank: int, path: Path, side: Side | None, *, force: bool) -> int:
         self.say(f"writing rank {rank}")
         form: Form | None = form_of(path)
-        if self._graph is not None and side is None and form == "et":
-            return self._write_graph(self._graph, rank, path, force=force)
+        if self._graph is not None and side is None and form == "et":  # the short way, without an object per node
+            before = self.nodes
+
+            def tell(count: int) -> None:
+                self.nodes = before + count
+                self.say(f"writing rank {rank}: {count:,} nodes")
+
+            return write_rank(self._leaving(self._graph), path, rank=rank, force=force, step=tell)
         metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)
         return write_messages(path, metadata, self._counted(nodes), form=form, force=force)
-
-    def _write_graph(self, graph: Graph, rank: int, path: Path, *, force: bool) -> int:
-        """The short way, without an object per node."""
-        before = self.nodes
-
-        def tell(nodes: int) -> None:
-            self.nodes = before + nodes
-            self.say(f"writing rank {rank}: {nodes:,} nodes")
-
-        return write_rank(self._leaving(graph), path, rank=rank, force=force, step=tell)
 
     def _counted(self, nodes: Iterator[Node]) -> Iterator[Node]:
         for node in nodes:

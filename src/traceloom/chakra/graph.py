@@ -43,13 +43,9 @@ def to_messages(graph: Graph | Outgoing, rank: int) -> tuple[GlobalMetadata, Ite
         rank: Which rank.
     """
     outgoing = graph if isinstance(graph, Outgoing) else Outgoing(graph)
-    return outgoing.metadata(rank), _decoded(outgoing.windows(rank))
-
-
-def _decoded(windows: Iterator[tuple[int, bytes]]) -> Iterator[Node]:
-    for block in blocks((data for _, data in windows), Cut()):
-        for message in block.messages():
-            yield Node.FromString(message)
+    windows = (data for _, data in outgoing.windows(rank))
+    nodes = (Node.FromString(message) for block in blocks(windows, Cut()) for message in block.messages())
+    return outgoing.metadata(rank), nodes
 
 
 def write_rank(
@@ -224,13 +220,10 @@ def _graph(sources: Sequence[_Source], where: str) -> Graph:
             hint="give the files of one job",
         )
     foreign = [graph_foreign.graph_of(source.blocks, source.rank, source.where) for source in sources]
-    return replace(concatenated(foreign, where), stage=_stage(sources))
-
-
-def _stage(sources: Sequence[_Source]) -> Stage:
-    """The stage that the files state; most writers state none, and convert what was recorded."""
-    stages = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
-    return next((stage for stage in STAGES if stages == {stage}), "profiled")
+    # Most writers state no stage, and convert what was recorded.
+    stated = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
+    stage: Stage = next((name for name in STAGES if stated == {name}), "profiled")
+    return replace(concatenated(foreign, where), stage=stage)
 
 
 def _ours(sources: Sequence[_Source], where: str) -> Graph:

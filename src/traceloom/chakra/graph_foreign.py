@@ -228,6 +228,13 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
     )
     nodes = pl.concat([origin, nodes.with_columns(lane=lane)], how="diagonal_relaxed").with_row_index("node")
     end = nodes["start_ns"] + nodes["duration_ns"]
+    window = {
+        "rank": rank,
+        "window_start_ns": 0,
+        "window_end_ns": int(end.max() or 0),  # type: ignore[arg-type]
+        "clock_offset_ns": 0,
+        "clock_drift": 0.0,
+    }
     missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
     nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
     return Graph(
@@ -235,12 +242,8 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
         edges=_with_origin(edges, start),
         lanes=lanes,
         communication=_communication(decoded, nodes["kind"].slice(1)),
-        ranks=pl.DataFrame([_rank(rank, int(end.max() or 0))], schema=GRAPH_SCHEMAS["ranks"]),  # type: ignore[arg-type]
+        ranks=pl.DataFrame([window], schema=GRAPH_SCHEMAS["ranks"]),
     )
-
-
-def _rank(rank: int, end_ns: int) -> dict[str, Any]:
-    return {"rank": rank, "window_start_ns": 0, "window_end_ns": end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
 
 
 def _with_origin(edges: pl.DataFrame, start: Ints) -> pl.DataFrame:

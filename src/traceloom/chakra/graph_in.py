@@ -79,9 +79,11 @@ def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
     nodes = _nodes(columns, header.rank).filter(pl.Series(real))
     if missing := next((name for name in ("kind", "start_ns", "duration_ns") if nodes[name].null_count()), None):
         raise ValueError(f"one has no `{missing}`")
+    carried_texts = columns.strings(layout.CARRIED_NODES).drop_nulls().to_list()
+    carried = [row for text in carried_texts for row in json.loads(text)]
     return {
         "nodes": nodes,
-        "carried": _carried(columns),
+        "carried": pl.DataFrame(carried, schema=GRAPH_SCHEMAS["nodes"], orient="row"),
         "edges": _edges(columns),
         "communication": _communication(columns),
         "transfers": _transfers(columns),
@@ -97,12 +99,6 @@ def _nodes(columns: NodeColumns, rank: int) -> pl.DataFrame:
     )
     frame = frame.with_columns(pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0))
     return frame.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"])
-
-
-def _carried(columns: NodeColumns) -> pl.DataFrame:
-    text = columns.strings(layout.CARRIED_NODES).drop_nulls()
-    rows = [row for item in text.to_list() for row in json.loads(item)]
-    return pl.DataFrame(rows, schema=GRAPH_SCHEMAS["nodes"], orient="row")
 
 
 def _edges(columns: NodeColumns) -> pl.DataFrame:

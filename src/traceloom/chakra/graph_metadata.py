@@ -36,6 +36,7 @@ def metadata_of(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges:
         "host_op_count": graph.host_ops.height,
         **({} if graph.world_size is None else {"world_size": graph.world_size}),
     }
+    of_rank = (pl.col("rank") == rank) | pl.col("rank").is_null()
     texts = {
         "schema": SCHEMA,
         "traceloom": __version__,
@@ -43,7 +44,7 @@ def metadata_of(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges:
         "stage": graph.stage,
         "notices": json.dumps([asdict(notice) for notice in graph.notices]),
         "delays": _rows(graph.delays),
-        **{name: _rows(_of_rank(getattr(graph, name), rank)) for name in _OF_A_RANK},
+        **{name: _rows(getattr(graph, name).with_row_index("row").filter(of_rank)) for name in _OF_A_RANK},
         "loose_nodes": _rows(loose_nodes),
         "loose_edges": _rows(loose_edges),
     }
@@ -53,10 +54,6 @@ def metadata_of(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges:
     for name, values in words().items():
         message.attr.add(name=name).string_list.values.extend(values)
     return message
-
-
-def _of_rank(frame: pl.DataFrame, rank: int) -> pl.DataFrame:
-    return frame.with_row_index("row").filter((pl.col("rank") == rank) | pl.col("rank").is_null())
 
 
 def _rows(frame: pl.DataFrame) -> str:

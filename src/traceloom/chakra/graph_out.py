@@ -118,7 +118,10 @@ class Outgoing:
         kind = nodes["kind"].to_physical().to_numpy()
         transfer = self._joined(nodes.select("node"), ids, "transfers", self.graph.transfers)
         host = self._joined(nodes.select("node", node_name="name"), ids, "hosts", self._hosts)
-        types = _types(kind, transfer)
+        types: Ints = np.array([int(layout.NODE_TYPES.get(name, NodeType.COMP_NODE)) for name in NODE_KINDS])[kind]
+        if transfer is not None:
+            stores = transfer["kind"].is_in(layout.STORES).fill_null(value=False).to_numpy()
+            types[stores & (kind == NODE_KINDS.index(COPY))] = int(NodeType.MEM_STORE_NODE)
         start = nodes["start_ns"].to_numpy()
         end = start + nodes["duration_ns"].to_numpy()
         micros = np.maximum(start, 0) // 1000
@@ -243,15 +246,6 @@ def _kind_attributes(nodes: pl.DataFrame, cpu: Flags) -> wire.Rows:
 def _nodes_of(frame: pl.DataFrame) -> Ints:
     """The nodes that have a row in a frame, ascending."""
     return frame["node"].drop_nulls().cast(pl.Int64).sort().to_numpy()
-
-
-def _types(kind: NDArray[Any], transfer: pl.DataFrame | None) -> Ints:
-    """The Chakra type of each node."""
-    types: Ints = np.array([int(layout.NODE_TYPES.get(name, NodeType.COMP_NODE)) for name in NODE_KINDS])[kind]
-    if transfer is not None:
-        stores = transfer["kind"].is_in(layout.STORES).fill_null(value=False).to_numpy()
-        types[stores & (kind == NODE_KINDS.index(COPY))] = int(NodeType.MEM_STORE_NODE)
-    return types
 
 
 def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[wire.Rows]:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from traceloom.errors import InputError
 from traceloom.files import read_small
@@ -50,7 +49,10 @@ def read_groups(path: Path) -> Groups:
     members: dict[str, tuple[int, ...]] = {}
     faults: list[str] = []
     for name, ranks in document.items():
-        if _ranks(ranks):
+        is_rank_list = isinstance(ranks, list) and all(
+            isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks
+        )
+        if is_rank_list:
             members[name] = tuple(ranks)
             if len(set(ranks)) < len(ranks):
                 faults.append(f"group `{name}` names a rank twice")
@@ -62,9 +64,3 @@ def read_groups(path: Path) -> Groups:
 def group_text(groups: dict[str, Iterable[int]]) -> str:
     """A group file's text, as simulators read it."""
     return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"
-
-
-def _ranks(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in value
-    )

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from traceloom.chakra.framing import length_prefix
-from traceloom.chakra.schema import AttributeProto, CollectiveCommType, GlobalMetadata, IOInfo, Node, NodeType
+from traceloom.chakra.schema import AttributeProto, CollectiveCommType, GlobalMetadata, Node, NodeType
 from traceloom.chakra.wire import DELIMITED, FIXED32, FIXED64, VARINT
 from traceloom.errors import InputError
 
@@ -36,13 +36,13 @@ _NAN = "7ff8000000000000"  # the one that every program writes; others keep thei
 _ODD = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _camel(name: str) -> str:
-    head, *rest = name.split("_")
-    return head + "".join(part.capitalize() for part in rest)
-
-
 def _spellings(*names: str) -> dict[str, str]:
-    return {spelling: name for name in (*names, UNKNOWN) for spelling in (name, _camel(name))}
+    """The field that each spelling names: as in the schema, and in camelCase."""
+    spellings: dict[str, str] = {}
+    for name in (*names, UNKNOWN):
+        head, *rest = name.split("_")
+        spellings[name] = spellings[head + "".join(part.capitalize() for part in rest)] = name
+    return spellings
 
 
 _OF_METADATA = _spellings("version", "attr")
@@ -87,14 +87,10 @@ def _node(node: Node, exact: bool) -> dict[str, Any]:
         out["duration_micros"] = _whole(node.duration_micros)
     for name in ("inputs", "outputs"):
         if node.HasField(name):
-            out[name] = _tensors(getattr(node, name), exact)
-    return out
-
-
-def _tensors(info: IOInfo, exact: bool) -> dict[str, Any]:
-    out = {name: text for name in ("values", "shapes", "types") if (text := getattr(info, name))}
-    if not exact:
-        _add_unknown(out, info)
+            info = getattr(node, name)
+            out[name] = {key: text for key in ("values", "shapes", "types") if (text := getattr(info, key))}
+            if not exact:
+                _add_unknown(out[name], info)
     return out
 
 
@@ -147,16 +143,12 @@ def _element(name: str) -> FieldDescriptor:
     return element
 
 
-def _to_json(name: str) -> Callable[[Any], Any]:
-    kind = _element(name).type
-    if kind in _WIDE:
-        return _whole
-    if kind in _REAL:
-        return _real
-    return _base64 if kind == FieldDescriptor.TYPE_BYTES else _same
-
-
-_TO_JSON = {name: _to_json(name) for name in _VALUES}
+_TYPE_TO_JSON: dict[int, Callable[[Any], Any]] = {
+    **dict.fromkeys(_WIDE, _whole),
+    **dict.fromkeys(_REAL, _real),
+    FieldDescriptor.TYPE_BYTES: _base64,
+}
+_TO_JSON: dict[str, Callable[[Any], Any]] = {name: _TYPE_TO_JSON.get(_element(name).type, _same) for name in _VALUES}
 
 
 def _add_unknown(out: dict[str, Any], message: Message) -> None:
@@ -313,26 +305,15 @@ def _shown(value: Any) -> str:
     return text if len(text) < 40 else text[:37] + "..."
 
 
-def _from_json(name: str) -> Callable[[Any], Any]:
-    kind = _element(name).type
-    if kind in _REAL:
-        return _float
-    by_type = {
-        FieldDescriptor.TYPE_BYTES: _bytes,
-        FieldDescriptor.TYPE_STRING: _text,
-        FieldDescriptor.TYPE_BOOL: _flag,
-    }
-    return by_type.get(kind, _number)
-
-
-_FROM_JSON = {name: _from_json(name) for name in _VALUES}
-
-
-def _fed(key: str, value: Any) -> Any:
-    if key == "is_cpu_op" and isinstance(value, int):
-        return bool(value)
-    return _FED_TYPES.get(value, value) if key == "comm_type" and isinstance(value, str) else value
-
+_TYPE_FROM_JSON: dict[int, Callable[[Any], Any]] = {
+    **dict.fromkeys(_REAL, _float),
+    FieldDescriptor.TYPE_BYTES: _bytes,
+    FieldDescriptor.TYPE_STRING: _text,
+    FieldDescriptor.TYPE_BOOL: _flag,
+}
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    name: _TYPE_FROM_JSON.get(_element(name).type, _number) for name in _VALUES
+}
 
 # Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
 _FED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_priority": "int32_val", "tensor_size": "uint64_val"}
@@ -362,7 +343,12 @@ def from_feeder(value: Any, where: str) -> Node:
         if name is not None:
             node[name] = field_value
         elif key in _FED:
-            attributes.append({"name": key, _FED[key]: _fed(key, field_value)})
+            fed_value = field_value
+            if key == "is_cpu_op" and isinstance(field_value, int):
+                fed_value = bool(field_value)
+            elif key == "comm_type" and isinstance(field_value, str):
+                fed_value = _FED_TYPES.get(field_value, field_value)
+            attributes.append({"name": key, _FED[key]: fed_value})
         else:
             attributes.append(
                 {"name": key, "string_val": field_value if isinstance(field_value, str) else repr(field_value)}

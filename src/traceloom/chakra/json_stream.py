@@ -91,27 +91,26 @@ class JsonReader:
             return (self._node(value, n) for n, value in enumerate(text.items("]"))), GlobalMetadata()
         if first != "{":
             raise self._refused("this is neither JSON nor a Chakra trace", "not-chakra")
-        try:
-            return self._object()
-        except _CutError as error:
-            raise self._refused(str(error), "chakra-cut") from error
-
-    def _object(self) -> tuple[Iterator[Node], GlobalMetadata]:
-        text = self._text
         text.take()
         members: dict[str, Any] = {}
-        while (key := text.key()) is not None:
-            if key in {"nodes", _FEEDER} and text.peek() == "[":
-                text.take()
-                return self._listed(key, members)
-            members[key] = text.value()
-        return self._sequence(members)
+        try:
+            while (key := text.key()) is not None:
+                if key in {"nodes", _FEEDER} and text.peek() == "[":
+                    text.take()
+                    return self._listed(key, members)
+                members[key] = text.value()
+            return self._sequence(members)
+        except _CutError as error:
+            raise self._refused(str(error), "chakra-cut") from error
 
     def _listed(self, key: str, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
         """One object that holds the nodes in a list; what stands behind the list is read when it is reached."""
         values = self._text.items("]")
         if key == _FEEDER:
-            metadata = _fed_metadata(members)
+            metadata = GlobalMetadata()
+            metadata.attr.add(name="schema", string_val="feeder JSON")
+            for name, value in members.items():
+                metadata.attr.add(name=name, string_val=value if isinstance(value, str) else json.dumps(value))
             return (from_feeder(value, self._where(n)) for n, value in enumerate(values)), metadata
         held = members.pop("metadata", None)
         if "schema" in members:  # the host trace of PyTorch
@@ -156,14 +155,6 @@ class JsonReader:
 
     def _where(self, number: int) -> str:
         return f"{self.path}, node {number}"
-
-
-def _fed_metadata(members: dict[str, Any]) -> GlobalMetadata:
-    metadata = GlobalMetadata()
-    metadata.attr.add(name="schema", string_val="feeder JSON")
-    for name, value in members.items():
-        metadata.attr.add(name=name, string_val=value if isinstance(value, str) else json.dumps(value))
-    return metadata
 
 
 class _CutError(Exception):

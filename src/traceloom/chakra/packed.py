@@ -84,7 +84,11 @@ class Pieces:
                     return
                 text += len(out)
                 if text > _BOMB_BYTES and text > read * _MOST_EXPANSION:
-                    raise _bomb()
+                    raise InputError(
+                        f"the compressed file expands more than {_MOST_EXPANSION} times, which no trace does",
+                        slug="gzip-bomb",
+                        hint="decompress it yourself and give the plain file if you trust it",
+                    )
                 yield out
                 rest = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
         if not inflate.eof:
@@ -111,14 +115,6 @@ class Pieces:
                 got += len(out)
                 if got > decoded and out:
                     yield out[max(0, len(out) - (got - decoded)) :]
-
-
-def _bomb() -> InputError:
-    return InputError(
-        f"the compressed file expands more than {_MOST_EXPANSION} times, which no trace does",
-        slug="gzip-bomb",
-        hint="decompress it yourself and give the plain file if you trust it",
-    )
 
 
 def open_file(path: Path) -> BinaryIO:

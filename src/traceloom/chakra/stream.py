@@ -124,17 +124,13 @@ class EtReader:
             if error.where:
                 raise
             raise InputError(error.message, slug=error.slug, where=str(self.path), hint=error.hint) from error
-        self._note_end()
-
-    def _note_end(self) -> None:
         fault = " and ".join(filter(None, [self._pieces.fault, self._cut.sentence() if self._cut.there else ""]))
-        if not fault:
-            return
-        if self._strict:
+        if fault and self._strict:
             raise InputError(fault, slug="chakra-cut", where=str(self.path), hint="copy the file again")
-        self.notices.append(
-            Notice("chakra-cut", "error", f"{fault}; every whole node before that is read", where=str(self.path))
-        )
+        if fault:
+            self.notices.append(
+                Notice("chakra-cut", "error", f"{fault}; every whole node before that is read", where=str(self.path))
+            )
 
     def _head(self) -> tuple[GlobalMetadata, Block | None]:
         try:

@@ -101,14 +101,11 @@ def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     # The n-th step holds the n-th field of its messages; what was left is in order already.
     positions = [first[step.row] + number for number, step in enumerate(steps)]
     positions.append(first[last.row] + len(steps) + _number_within(last.row))
-    return _placed([*steps, last], np.concatenate(positions))
-
-
-def _placed(steps: list[Fields], position: Ints) -> Fields:
+    position = np.concatenate(positions)
     columns = []
     for name in ("row", "number", "kind", "value", "begin"):
         column = np.empty(len(position), np.int64)
-        column[position] = np.concatenate([getattr(step, name) for step in steps])
+        column[position] = np.concatenate([getattr(step, name) for step in (*steps, last)])
         columns.append(column)
     return Fields(*columns)
 
@@ -281,13 +278,9 @@ def texts(source: Buffer, begin: Ints, length: Ints) -> list[str]:
         raw = data[start:stop]
         text = seen.get(raw)
         if text is None:
-            text = seen[raw] = _decoded(raw, number)
+            try:
+                text = seen[raw] = raw.decode()
+            except UnicodeDecodeError as error:
+                raise DamageError(number) from error
         out.append(text)
     return out
-
-
-def _decoded(raw: bytes, row: int) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise DamageError(row) from error

@@ -51,9 +51,11 @@ def awaited(units: Units, kept: Flags) -> Awaited:
     same = np.flatnonzero((lane[1:] == lane[:-1]) & np.isin(lane[1:], units.queues))
     source = np.concatenate([units.source * 2 + units.from_end, same * 2 + 1])
     target = np.concatenate([units.target * 2 + units.to_end, same * 2 + 2])
-    queue = np.concatenate([np.zeros(len(units.source), np.bool_), np.ones(len(same), np.bool_)])
-    source, target, queue = _forward(count, source, target, queue)
-    order = topological(count, source, target)
+    try:
+        order = topological(count, source, target)
+    except InvariantError:  # the queue of a lane would close a circle: the queues give way
+        source, target = source[: len(units.source)], target[: len(units.source)]
+        order = topological(count, source, target)
     position = np.empty(2 * count, np.int64)
     position[order] = np.arange(2 * count)
     position = position[0::2]  # of the starts: later in a chain is later in the order
@@ -106,15 +108,6 @@ def _chains(order: Ints, source: Ints, target: Ints, kept: Flags, queue_of: Ints
                 chain[unit] = chain[other]
                 break
     return chain
-
-
-def _forward(count: int, source: Ints, target: Ints, queue: Flags) -> tuple[Ints, Ints, Flags]:
-    """The edges; where the queue of a lane would close a circle, the queue gives way."""
-    try:
-        topological(count, source, target)
-    except InvariantError:
-        return source[~queue], target[~queue], queue[~queue]
-    return source, target, queue
 
 
 def _walk(order: Ints, source: Ints, target: Ints, units: _Chained) -> list[_Known]:

@@ -182,11 +182,6 @@ def _groups(rows: pl.DataFrame, ranks: int) -> dict[str, str]:
     return {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
 
 
-def _comm_type() -> pl.Expr:
-    numbers = {name: int(number) for name, number in _KNOWN.items()}
-    return pl.col("kind").replace_strict(numbers, default=None, return_dtype=pl.Int64)
-
-
 def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
     """The attributes of the nodes."""
     send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
@@ -197,6 +192,8 @@ def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
     )
     pair = fine & (send | receive)
     tag = pl.when(pl.col("tag").is_between(0, _MOST_TAG)).then("tag").otherwise(0)
+    numbers = {name: int(number) for name, number in _KNOWN.items()}
+    comm_type = pl.col("kind").replace_strict(numbers, default=None, return_dtype=pl.Int64)
     return rows.join(names, on="members", how="left", maintain_order="left").select(
         "node",
         "kind",
@@ -213,7 +210,7 @@ def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
         .otherwise(int(NodeType.COMM_COLL_NODE))
         .alias("type"),
         pl.when(~pair)
-        .then(pl.when(fine).then(_comm_type()).otherwise(int(CollectiveCommType.BROADCAST)))
+        .then(pl.when(fine).then(comm_type).otherwise(int(CollectiveCommType.BROADCAST)))
         .alias("comm_type"),
         pl.max_horizontal(pl.col("comm_size").fill_null(1), 1).alias("comm_size"),
         pl.when(~pair).then("pg_name").alias("pg_name"),

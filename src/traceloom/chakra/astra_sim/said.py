@@ -52,20 +52,17 @@ class Changes:
 def say(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> list[Notice]:
     """The notices of a conversion."""
     return [
-        *_about_joining(changes.by_order),
-        *_about_communication(changes.frame),
+        *_about_communication(changes),
         *_about_host(changes, gpu_only=gpu_only),
         *_about_order(changes, ranks, added),
     ]
 
 
-def _about_joining(count: int) -> Iterator[Notice]:
-    if count:
+def _about_communication(changes: Changes) -> Iterator[Notice]:
+    if count := changes.by_order:
         message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
         yield Notice("target-joined-by-order", "info", message, count)
-
-
-def _about_communication(frame: pl.DataFrame) -> Iterator[Notice]:
+    frame = changes.frame
     for why, words in _WHY.items():
         count = frame.filter(pl.col("why") == why).height
         if count:

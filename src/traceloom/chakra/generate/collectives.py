@@ -58,27 +58,23 @@ def collectives(options: CollectiveOptions) -> Generated:
             slug="cannot-generate",
             hint="give more bytes",
         )
+    size = 0 if options.collective == "barrier" else options.size
     for number in range(options.count):
         for program in programs:
             before = [len(program)] if len(program) else []
             if options.compute_us:
                 before = [program.compute(f"compute {number}", before, us=options.compute_us)]
             if write is None:
-                size = 0 if options.collective == "barrier" else options.size
                 program.collective(options.collective.upper(), size, before)
             else:
                 write(_Turn(program, options, number, before))
-    return Generated(
-        "collective", asdict(options), programs, {}, _totals(options, programs, by_messages=write is not None)
-    )
-
-
-def _totals(options: CollectiveOptions, programs: list[Program], *, by_messages: bool) -> dict[str, object]:
-    if not by_messages:
-        size = 0 if options.collective == "barrier" else options.size
-        return {"comm_bytes": [size * options.count] * options.ranks, "collectives": options.count}
-    sent = [program.sent() for program in programs]
-    return {"sent_bytes": [size for _, size in sent], "messages": sum(count for count, _ in sent)}
+    totals: dict[str, object]
+    if write is None:
+        totals = {"comm_bytes": [size * options.count] * options.ranks, "collectives": options.count}
+    else:
+        sent = [program.sent() for program in programs]
+        totals = {"sent_bytes": [sent_size for _, sent_size in sent], "messages": sum(count for count, _ in sent)}
+    return Generated("collective", asdict(options), programs, {}, totals)
 
 
 class _Turn:

@@ -144,7 +144,10 @@ class _Rank:
             self._layers(number, forward=forward, final=turn == len(steps) - 1)
             if to is not None:
                 self.program.send(to, self.activation, self.last, tag=tag)
-        self._optimizer()
+        weights = sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
+        operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
+        after = [*self.last, *self.gradients]
+        self.program.compute("optimizer", after, us=self._us(operations, size), operations=operations, size=size)
 
     def _neighbour(self, step: int) -> int | None:
         stage = self.place.stage + step
@@ -187,12 +190,6 @@ class _Rank:
                 "ALL_REDUCE", self.activation, self.last, group=self.tensor_group, name=f"{name} all-reduce"
             )
             self.last = [reduce]
-
-    def _optimizer(self) -> None:
-        weights = sum(_WEIGHTS.values()) * self.options.hidden**2 * self.own_layers // self.options.tensor_parallel
-        operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
-        after = [*self.last, *self.gradients]
-        self.program.compute("optimizer", after, us=self._us(operations, size), operations=operations, size=size)
 
     def _us(self, operations: int, size: int) -> int:
         """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""

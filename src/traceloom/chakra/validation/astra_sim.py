@@ -65,17 +65,8 @@ def _check_nodes(table: NodeTable, location: Place, findings: Findings) -> None:
     if len(table.control.row):
         rows = np.unique(table.control.row)
         findings.add("control-dependency", location, each(table, rows, "has control dependencies"), ids(table, rows))
-    _check_kinds(table, location, findings)
-    named = table.nodes.with_row_index("row").filter(collective & pl.col("pg_name").is_not_null())
-    wrong = [name for name in named["pg_name"].unique(maintain_order=True) if name and not _is_number(name, least=0)]
-    for name in wrong:
-        rows = named.filter(pl.col("pg_name") == name)["row"].to_numpy()
-        findings.add("group-name", location, each(table, rows, f"is in group `{name}`"), ids(table, rows))
-
-
-def _check_kinds(table: NodeTable, location: Place, findings: Findings) -> None:
     unsupported = pl.col("comm_type").is_in(CollectiveCommType.values()) & ~pl.col("comm_type").is_in(SUPPORTED)
-    part = table.nodes.with_row_index("row").filter((pl.col("type") == COLLECTIVE) & unsupported)
+    part = table.nodes.with_row_index("row").filter(collective & unsupported)
     if part.height:
         rows = part["row"].to_numpy()
         examples = (
@@ -83,6 +74,11 @@ def _check_kinds(table: NodeTable, location: Place, findings: Findings) -> None:
             for row in rows.tolist()
         )
         findings.add("unsupported-collective", location, examples, ids(table, rows))
+    named = table.nodes.with_row_index("row").filter(collective & pl.col("pg_name").is_not_null())
+    wrong = [name for name in named["pg_name"].unique(maintain_order=True) if name and not _is_number(name, least=0)]
+    for name in wrong:
+        rows = named.filter(pl.col("pg_name") == name)["row"].to_numpy()
+        findings.add("group-name", location, each(table, rows, f"is in group `{name}`"), ids(table, rows))
 
 
 def _is_number(name: str, least: int) -> bool:

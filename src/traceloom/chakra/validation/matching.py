@@ -98,13 +98,15 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
             .sort("position")
         )
         for (name,), rows in nodes.group_by("pg_name", maintain_order=True):
+            numbers = rows["comm_seq"]
+            numbered = not numbers.has_nulls() and numbers.n_unique() == len(numbers)
             by_group.setdefault(str(name), []).append(
                 _Sequence(
                     number,
                     rows["row"].to_numpy().astype(np.int64),
                     rows["comm_type"].to_numpy(),
                     rows["comm_size"].to_numpy(),
-                    rows["comm_seq"].to_numpy() if _numbered(rows["comm_seq"]) else None,
+                    numbers.to_numpy() if numbered else None,
                 )
             )
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
@@ -113,19 +115,14 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
         all_numbered = all(sequence.numbers is not None for sequence in issued)
         sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
         if _fits(workload, parts, name, sequences, findings):
-            frames += _meetings(sequences)
+            # The k-th of each rank are one operation; it is numbered by its first part.
+            count = min(len(s.rows) for s in sequences)
+            meeting = (sequences[0].part << 40) + sequences[0].rows[:count]
+            frames += [
+                pl.DataFrame({"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]})
+                for s in sequences
+            ]
     return pl.concat(frames)
-
-
-def _numbered(numbers: pl.Series) -> bool:
-    return not numbers.has_nulls() and numbers.n_unique() == len(numbers)
-
-
-def _meetings(sequences: Sequence[_Sequence]) -> list[pl.DataFrame]:
-    """The k-th of each rank are one operation; it is numbered by its first part."""
-    count = min(len(s.rows) for s in sequences)
-    number = (sequences[0].part << 40) + sequences[0].rows[:count]
-    return [pl.DataFrame({"meeting": number, "file": np.full(count, s.part), "row": s.rows[:count]}) for s in sequences]
 
 
 def _fits(

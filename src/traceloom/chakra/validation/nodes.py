@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.chakra.node_table import EXPECTED, Dependencies, NodeTable
+from traceloom.chakra.node_table import EXPECTED, NodeTable
 from traceloom.chakra.schema import NodeType
 from traceloom.chakra.validation.problem import Findings
 from traceloom.chakra.validation.waiting import Ints, Resolved, Settled, circles, resolve, settle
@@ -98,7 +98,12 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
         if len(rows):
             findings.add("self-dependency", location, each(table, rows, predicate), ids(table, rows))
     for dependencies in (table.data, table.control):
-        _check_repeats(table, location, dependencies, findings)
+        order = np.lexsort((dependencies.id, dependencies.row))
+        row, awaited = dependencies.row[order], dependencies.id[order]
+        again = np.unique(row[1:][(row[1:] == row[:-1]) & (awaited[1:] == awaited[:-1])])
+        if len(again):
+            repeats = each(table, again, "lists a dependency more than once")
+            findings.add("repeated-dependency", location, repeats, ids(table, again))
     settled = _settle(table, location, resolved, findings)
     _check_isolated(table, location, resolved, findings)
     return resolved, settled
@@ -133,15 +138,6 @@ def _say_circles(rule: str, table: NodeTable, location: Place, rings: list[list[
     examples = ((table.nodes["id"][ring[0]], _circle(table, ring)) for ring in rings)
     members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
     findings.add(rule, location, examples, ids(table, members), count=len(rings))
-
-
-def _check_repeats(table: NodeTable, location: Place, dependencies: Dependencies, findings: Findings) -> None:
-    order = np.lexsort((dependencies.id, dependencies.row))
-    row, awaited = dependencies.row[order], dependencies.id[order]
-    again = np.unique(row[1:][(row[1:] == row[:-1]) & (awaited[1:] == awaited[:-1])])
-    if len(again):
-        examples = each(table, again, "lists a dependency more than once")
-        findings.add("repeated-dependency", location, examples, ids(table, again))
 
 
 def _circle(table: NodeTable, ring: list[int]) -> str:
