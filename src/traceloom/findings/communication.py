@@ -46,6 +46,11 @@ def exposed(context: Context) -> Iterator[Said]:
         time = int(context.graph.nodes["duration_ns"].to_numpy()[mask].sum())
         movable = kind in _MOVABLE
         change = Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives"))
+        at_most_ns = None
+        if links:  # what it saves when slow links are as fast as they should be: what these cost is theirs
+            fixed = context.changed(Scenario.of(context.graph), links)
+            times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
+            at_most_ns = max(int(times[0] - times[1]), 0)
         yield Candidate(
             title=f"nothing hides {context.in_words(alone)} of the {context.in_words(time)} in {kind} "
             f"({context.many(int(mask.sum()))} calls{context.over_ranks})",
@@ -57,16 +62,9 @@ def exposed(context: Context) -> Iterator[Said]:
             else "What comes next needs its result: split the batch in two and compute one half while the other "
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
             evidence=context.evidence(mask & ~context.of_kind(gs.KERNEL)),
-            at_most_ns=_beside(context, links, change) if links else None,
+            at_most_ns=at_most_ns,
             seen_ns=alone // max(context.rank_count, 1),
         )
-
-
-def _beside(context: Context, links: list[Change], change: Change) -> int:
-    """What a change saves when slow links are as fast as they should be: what they cost is theirs."""
-    fixed = context.changed(Scenario.of(context.graph), links)
-    times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
-    return max(int(times[0] - times[1]), 0)
 
 
 def small_messages(context: Context) -> Iterator[Said]:

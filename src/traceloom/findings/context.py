@@ -414,19 +414,18 @@ class Context:
     def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
         """The longest of some nodes, as they stand in their traces."""
         rows = self.graph.nodes.filter(pl.Series(nodes)).sort("duration_ns", descending=True).head(most)
-        return tuple(self._evidence(row) for row in rows.to_dicts())
-
-    def _evidence(self, row: dict[str, Any]) -> Evidence:
-        trace = self.trace_of(row["rank"])
-        offset = self._offsets.get(row["rank"], 0)
-        start = int(row["start_ns"]) + self.graph.epoch_ns - offset
-        lane: int | None = None
-        if trace is not None and row["event"] is not None and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL):
-            start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
-        of_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
-        doing = self._doing(trace, row, start) if of_host and trace is not None else None
-        what = doing or (brief(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
-        return Evidence(what, row["rank"], start, row["duration_ns"], lane)
+        shown = []
+        for row in rows.to_dicts():
+            trace = self.trace_of(row["rank"])
+            start = int(row["start_ns"]) + self.graph.epoch_ns - self._offsets.get(row["rank"], 0)
+            lane: int | None = None
+            if trace is not None and row["event"] is not None and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL):
+                start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
+            of_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
+            doing = self._doing(trace, row, start) if of_host and trace is not None else None
+            what = doing or (brief(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
+            shown.append(Evidence(what, row["rank"], start, row["duration_ns"], lane))
+        return tuple(shown)
 
     @cached_property
     def _offsets(self) -> dict[int | None, int]:

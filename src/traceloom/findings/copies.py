@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom.findings.context import Bools, Context
+from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
@@ -69,7 +69,18 @@ def _pairs(copies: pl.DataFrame) -> list[int]:
 
 def on_the_device(context: Context) -> Iterator[Said]:
     """Copies from the device to itself."""
-    mask, by_op = _within(context)
+    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+    by_op: dict[str, int] = {}
+    for trace in context.traces:
+        rows = _copies(trace).filter(pl.col("kind") == "DtoD")
+        mask |= context.nodes_of(trace, rows["event"])
+        names, parents = trace.events["name"], trace.events["parent"]
+        for op, duration_ns in rows.group_by("op").agg(pl.col("duration_ns").sum()).iter_rows():
+            name = "no operator" if op is None else names[op]
+            if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
+                name = names[parents[op]]
+            by_op[brief(name)] = by_op.get(brief(name), 0) + duration_ns
+    mask &= context.of_kind(gs.COPY)
     time = context.work_ns(mask)
     if not mask.any() or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
@@ -83,21 +94,6 @@ def on_the_device(context: Context) -> Iterator[Said]:
         "format, do not clone inputs of compiled or graphed functions that nobody changes.",
         evidence=context.evidence(mask),
     )
-
-
-def _within(context: Context) -> tuple[Bools, dict[str, int]]:
-    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    by_op: dict[str, int] = {}
-    for trace in context.traces:
-        rows = _copies(trace).filter(pl.col("kind") == "DtoD")
-        mask |= context.nodes_of(trace, rows["event"])
-        names, parents = trace.events["name"], trace.events["parent"]
-        for op, time in rows.group_by("op").agg(pl.col("duration_ns").sum()).iter_rows():
-            name = "no operator" if op is None else names[op]
-            if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
-                name = names[parents[op]]
-            by_op[brief(name)] = by_op.get(brief(name), 0) + time
-    return mask & context.of_kind(gs.COPY), by_op
 
 
 def exposed(context: Context) -> Iterator[Said]:

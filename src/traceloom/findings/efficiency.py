@@ -165,33 +165,28 @@ def low_roofline(context: Context) -> Iterator[Said]:
         )
         for (name,), op_work in work.group_by("op_name", maintain_order=True):
             by_op.setdefault(str(name), []).append((trace, op_work))
-    for name, parts in sorted(by_op.items(), key=lambda item: -_time(item[1]))[:_LARGEST]:
+    by_time = sorted(by_op.items(), key=lambda item: -sum(int(op_work["ns"].sum()) for _, op_work in item[1]))
+    for name, parts in by_time[:_LARGEST]:
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         for trace, op_work in parts:
             mask |= context.nodes_of(trace, op_work["event"])
         mask &= ~products.odd & ~products.unused
         factor = _roofline_factor(context, mask) if mask.any() else None
-        if factor is not None and factor * _REACHABLE < _FAR:
-            yield _far(context, name, parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0], mask, factor)
+        if factor is None or factor * _REACHABLE >= _FAR:
+            continue
+        bound = parts[0][1]["bound"].drop_nulls().cast(pl.String).mode()[0]
+        limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
+        hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
+        yield Candidate(
+            title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
+            f"{context.in_words(context.work_ns(mask))} in {context.many(int(mask.sum()))} kernels",
+            changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
+            confidence=0.4,
+            advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
+            evidence=context.evidence(mask, 3),
+        )
     if not any_modelled:
         yield Abstention("low-roofline", "the device's peaks are unknown, or shapes were not recorded")
-
-
-def _time(parts: list[tuple[Trace, pl.DataFrame]]) -> int:
-    return sum(int(op_work["ns"].sum()) for _, op_work in parts)
-
-
-def _far(context: Context, name: str, bound: str, mask: Bools, factor: float) -> Candidate:
-    limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
-    hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
-    return Candidate(
-        title=f"{brief(name)} reaches {units.share(factor * _REACHABLE, 1)} of what {limit} allows: "
-        f"{context.in_words(context.work_ns(mask))} in {context.many(int(mask.sum()))} kernels",
-        changes=(Change("scale", Chosen(f"kernels of {brief(name)}", mask, "kernels"), factor),),
-        confidence=0.4,
-        advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
-        evidence=context.evidence(mask, 3),
-    )
 
 
 def slow_kernels(context: Context) -> Iterator[Said]:

@@ -32,29 +32,21 @@ _ELEMENTWISE = r"elementwise|pointwise|triton_poi"
 _MANY = 20
 
 
-def _gaps(context: Context) -> tuple[int, int, tuple[Evidence, ...]]:
-    """Idle time of the devices in the step because launches came late, the most that better launching could win on
-    one rank, and the longest such gaps.
-    """
-    whole, most, shown = 0, 0, []
-    for trace in context.traces:
-        rows = context.in_step(context.ask(trace, analyze.idle).gaps)
-        late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
-        whole += int(late["duration_ns"].sum())
-        also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
-        most = max(most, int(late["duration_ns"].sum()) + int(also["duration_ns"].sum()))
-        for row in late.sort("duration_ns", descending=True).head(3).to_dicts():
-            label = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
-            shown.append(Evidence(label, trace.rank, row["start_ns"], row["duration_ns"]))
-    return whole, most, tuple(sorted(shown, key=lambda gap: -(gap.duration_ns or 0))[:4])
-
-
 def launch_bound(context: Context) -> Iterator[Said]:
     """Kernels wait for their launches."""
     if not context.on_device:
         yield Abstention("launch-bound", "no GPU work was recorded")
         return
-    idle, most, evidence = _gaps(context)
+    idle, most, gaps = 0, 0, []  # most: what better launching could win at most on one rank
+    for trace in context.traces:
+        rows = context.in_step(context.ask(trace, analyze.idle).gaps)
+        late = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_LATE)))
+        idle += int(late["duration_ns"].sum())
+        also = rows.filter(pl.col("cause").cast(pl.String).is_in(list(_ALSO)))
+        most = max(most, int(late["duration_ns"].sum()) + int(also["duration_ns"].sum()))
+        for row in late.sort("duration_ns", descending=True).head(3).to_dicts():
+            label = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
+            gaps.append(Evidence(label, trace.rank, row["start_ns"], row["duration_ns"]))
     if idle < _LEAST_GAP * context.whole_ns:
         return
     most = min(most, context.step_ns * context.step_count)  # a pause may go on into the next step
@@ -70,7 +62,7 @@ def launch_bound(context: Context) -> Iterator[Said]:
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "
         "mode='reduce-overhead'), larger batches, fused operators.",
-        evidence=evidence,
+        evidence=tuple(sorted(gaps, key=lambda gap: -(gap.duration_ns or 0))[:4]),
         at_most_ns=most,
     )
 
@@ -130,21 +122,6 @@ def looped(context: Context) -> tuple[Bools, dict[str, int]]:
     return in_loops & ~context.of_kind(*gs.COMMUNICATION), calls
 
 
-def _loop(context: Context, mask: Bools, calls: dict[str, int]) -> Candidate:
-    """Loops over the elements of tensors."""
-    host = mask & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
-    many = ", ".join(f"{brief(name)} {units.count(count)} times" for name, count in sorted(calls.items())[:3])
-    return Candidate(
-        title=f"a loop over the elements of a tensor calls {many}: {units.duration(context.work_ns(host))} of "
-        f"{context.where}{context.over_ranks}",
-        changes=(Change("remove", Chosen("loops over elements", mask)),),
-        confidence=0.5,
-        advice="One call for the whole tensor takes hardly longer than one of these; where Python needs the values, "
-        "`tensor.tolist()` reads them at once.",
-        evidence=context.evidence(host),
-    )
-
-
 def python_bound(context: Context) -> Iterator[Said]:
     """Python between operators holds up the step."""
     if not context.of_kind(gs.HOST).any() or not (context.graph.nodes["category"] == cat.OP).any():
@@ -155,7 +132,17 @@ def python_bound(context: Context) -> Iterator[Said]:
         return
     loops, calls = looped(context)
     if context.work_ns(loops & ~context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * context.whole_ns:
-        yield _loop(context, loops, calls)
+        host = loops & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+        many = ", ".join(f"{brief(name)} {units.count(count)} times" for name, count in sorted(calls.items())[:3])
+        yield Candidate(
+            title=f"a loop over the elements of a tensor calls {many}: {units.duration(context.work_ns(host))} of "
+            f"{context.where}{context.over_ranks}",
+            changes=(Change("remove", Chosen("loops over elements", loops)),),
+            confidence=0.5,
+            advice="One call for the whole tensor takes hardly longer than one of these; where Python needs the "
+            "values, `tensor.tolist()` reads them at once.",
+            evidence=context.evidence(host),
+        )
     work = context.graph.nodes["work_ns"].to_numpy()
     short = between_operators(context) & ~loops & (work < long_ns(context))
     if not short.any():

@@ -165,7 +165,11 @@ def recording(context: Context) -> Iterator[Said]:
 
 def slow_steps(context: Context) -> Iterator[Said]:
     """Steps beyond the spread of the others: savings are not estimated on them."""
-    slow = context.across.slow if context.across is not None else _alone(context)
+    slow: SlowSteps | None = None
+    if context.across is not None:
+        slow = context.across.slow
+    elif context.traces:
+        slow = analyze.slow_steps([analyze.rank_part(trace) for trace in context.traces])
     if slow is None or slow.steps["limit_ns"].null_count() == slow.steps.height:
         yield Abstention("slow-steps", "fewer than four whole steps were recorded")
         return
@@ -188,10 +192,6 @@ def slow_steps(context: Context) -> Iterator[Said]:
             "every so many steps.",
             evidence=(Evidence(f"step {row['step']}", row["rank"], start, row["duration_ns"]),),
         )
-
-
-def _alone(context: Context) -> SlowSteps | None:
-    return analyze.slow_steps([analyze.rank_part(trace) for trace in context.traces]) if context.traces else None
 
 
 RULES = (

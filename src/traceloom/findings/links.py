@@ -73,7 +73,8 @@ def slow_links(context: Context) -> list[Slow]:
                 if (target := _target(context, row, peers, certain=certain)) is not None
             ]
             if targets:
-                candidates.append((_slow(context, targets, certain=certain), _lost(targets)))
+                lost_ns = sum((target["takes_ns"] - target["should_ns"]) * target["count"] for target in targets)
+                candidates.append((_slow(context, targets, certain=certain), float(lost_ns)))
                 break
     return [slow for slow, _ in sorted(candidates, key=lambda candidate: -candidate[1])]
 
@@ -116,10 +117,6 @@ def _link(context: Context, ranks: list[int]) -> Link | None:
     links = {link_of(name) for name in names}
     link = links.pop() if len(links) == 1 else None
     return link if link is not None and link.name in _SWITCHED else None
-
-
-def _lost(targets: list[dict[str, Any]]) -> float:
-    return float(sum((target["takes_ns"] - target["should_ns"]) * target["count"] for target in targets))
 
 
 def _slow(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> Slow:

@@ -83,8 +83,14 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     alone = context.rank_count > 1 and len(ranks) == 1
     who = f"the host of rank {ranks[0]}" if alone else "the host"
     over = "" if len(ranks) == 1 else context.over_ranks
+    # whether the host works or waits, as far as the processor time of its threads tells
+    ran = context.ran_ns(long)
+    if ran is None:
+        verb = "spends"
+    else:
+        verb = "works" if ran[0] >= _BUSY * time else "waits" if ran[1] <= _ASLEEP * time else "spends"
     return Candidate(
-        title=f"{who} {_how(context, long, time)} {units.duration(time)} outside of operators"
+        title=f"{who} {verb} {units.duration(time)} outside of operators"
         + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
         + detail,
         changes=(
@@ -96,14 +102,6 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
         "with `--stacks` to see what it is.",
         evidence=evidence,
     )  # fmt: skip
-
-
-def _how(context: Context, nodes: Bools, time_ns: int) -> str:
-    """Whether the host works or waits in some stretches, as far as the processor time of its threads tells."""
-    ran = context.ran_ns(nodes)
-    if ran is None:
-        return "spends"
-    return "works" if ran[0] >= _BUSY * time_ns else "waits" if ran[1] <= _ASLEEP * time_ns else "spends"
 
 
 RULES = (Rule("host-pause", "the host does something else for long", pauses),)

@@ -45,7 +45,8 @@ def bubbles(context: Context) -> Iterator[Said]:
         return
     rows = context.in_step(context.across.pipeline.steps)
     if not rows.height:
-        if _pairwise(context):
+        messages = pl.col("kind").is_in(["send", "receive"])
+        if context.graph.communication.select(messages.any()).item():
             yield Abstention("pipeline-bubbles", "ranks send to each other, but the order of stages is not known")
         return
     window, bubble = float(rows["window_ns"].sum()), float(rows["bubble_ns"].sum())
@@ -126,10 +127,6 @@ def _microbatches(context: Context, rows: pl.DataFrame) -> int | None:
     )
     counts = received.group_by("rank", "step").len()["len"].unique().to_list()
     return int(counts[0]) if len(counts) == 1 else None
-
-
-def _pairwise(context: Context) -> bool:
-    return bool(context.graph.communication.select(pl.col("kind").is_in(["send", "receive"]).any()).item())
 
 
 RULES = (Rule("pipeline-bubbles", "stages of a pipeline wait for each other", bubbles),)

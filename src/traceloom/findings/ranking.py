@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
 from traceloom.findings.steady import MOST_STEPS, Key, Steady, interval, keyed, middle, steady
-from traceloom.model.finding import Abstention, Alternative, Finding, Severity
+from traceloom.model.finding import Abstention, Alternative, Finding
 from traceloom.simulate.lower_bound import saves_more
 
 Ints = NDArray[np.int64]
@@ -94,8 +94,16 @@ def _greedy(
         if not alone:
             alone = saved
         else:
-            same = [key for key in left if _about_the_same(saved[key], before[key], least)]
-            others = tuple(_alternative(steps, key, usual.get(key), alone[key]) for key in same)
+            # what saves next to nothing now that the last fix is made, but saved more before, is about the same time
+            same = [key for key in left if middle(saved[key]) < min(least, _SHARED * middle(before[key]))]
+            others = tuple(
+                Alternative(
+                    key[0],
+                    (usual.get(key) or steps.candidates[key]).title,
+                    steps.unrecorded_ns(key, middle(alone[key])),
+                )
+                for key in same
+            )
             ranked[-1] = replace(ranked[-1], alternatives=others)
         left = sorted((key for key in left if middle(saved[key]) >= least), key=lambda key: -middle(saved[key]))[:_MOST]
         if not left:
@@ -147,16 +155,6 @@ def _first(steps: Steady, saved: dict[Key, int]) -> Key:
     return most
 
 
-def _about_the_same(saved: Ints, before: Ints, least: float) -> bool:
-    """Whether a fix saves next to nothing now that another one is made, which it did not before."""
-    return middle(saved) < min(least, _SHARED * middle(before))
-
-
-def _alternative(steps: Steady, key: Key, usual: Candidate | None, alone_ns: Ints) -> Alternative:
-    alone = steps.unrecorded_ns(key, middle(alone_ns))
-    return Alternative(key[0], (usual or steps.candidates[key]).title, alone)
-
-
 def _held(steps: Steady, key: Key) -> bool:
     """Whether threads whose waker is unknown hold the saving back."""
     context = steps.context
@@ -189,7 +187,7 @@ def _finding(
     return Finding(
         slug=key[0],
         title=candidate.title,
-        severity=_severity(fraction),
+        severity="high" if fraction >= HIGH else "medium" if fraction >= MEDIUM else "low",
         confidence=candidate.confidence * (1.0 if context.law.holds and context.law.points_hold else 0.5),
         advice=candidate.advice,
         saving_ns=saving,
@@ -202,10 +200,6 @@ def _finding(
         learn_more=_page(key[0]),
         change="; ".join(str(change) for change in candidate.changes),
     )
-
-
-def _severity(fraction: float) -> Severity:
-    return "high" if fraction >= HIGH else "medium" if fraction >= MEDIUM else "low"
 
 
 def _of_remark(rule: Rule, remark: Remark) -> Finding:

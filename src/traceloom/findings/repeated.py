@@ -119,19 +119,16 @@ def unfused_norm(context: Context) -> Iterator[Said]:
     kernels = mask & context.of_kind(gs.KERNEL)
     if not kernels.any():
         return
+    all_but_waits = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
     yield Candidate(
         title=f"{units.count(count)} normalisations are made of {context.many(int(kernels.sum()))} kernels "
         f"({context.in_words(context.work_ns(kernels))})",
-        changes=(Change("scale", Chosen("normalisations, fused", _all_but_waits(context, mask), "gpu"), _NORM_LEFT),),
+        changes=(Change("scale", Chosen("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT),),
         confidence=0.6,
         advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",
         evidence=(Evidence("normalisations", count=count, total_ns=context.work_ns(kernels)),
                   *context.evidence(kernels, 3)),
     )  # fmt: skip
-
-
-def _all_but_waits(context: Context, mask: Bools) -> Bools:
-    return mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
 
 
 def _norms(trace: Trace) -> pl.DataFrame:

@@ -152,12 +152,7 @@ def interval(values: Sequence[int]) -> tuple[int, int]:
 
 def _left_out(count: int) -> int:
     """How many values at each end can be left out: a coin shows so few heads in one of twenty throws at most."""
-    chances = np.cumsum(_binomial(count))
-    return max(int(np.searchsorted(chances, 0.05, side="right")) - 1, 0)
-
-
-def _binomial(count: int) -> NDArray[np.float64]:
-    row = np.ones(1)
+    chances = np.ones(1)  # of each number of heads
     for _ in range(count):
-        row = (np.append(row, 0.0) + np.append(0.0, row)) / 2
-    return row
+        chances = (np.append(chances, 0.0) + np.append(0.0, chances)) / 2
+    return max(int(np.searchsorted(np.cumsum(chances), 0.05, side="right")) - 1, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.across.blame import Slow, slow_ranks
+from traceloom.analyze.across.blame import slow_ranks
 from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.findings.communication import evened
@@ -40,13 +40,6 @@ def _latest(context: Context) -> list[int]:
     return [rank for rank in work["rank"].to_list() if rank is not None]
 
 
-def _roots(context: Context) -> pl.DataFrame:
-    """Collectives of the step at which others waited, with the rank and cause where the chain of reasons ends."""
-    assert context.across is not None
-    rows = context.across.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
-    return context.in_step(rows) if "step" in rows.columns else rows
-
-
 def straggler(context: Context) -> Iterator[Said]:
     """Ranks that begin late or work longer than the middle one."""
     if context.rank_count < 2 or context.across is None:
@@ -55,7 +48,9 @@ def straggler(context: Context) -> Iterator[Said]:
     if not context.meeting:
         yield Abstention("straggler", _APART)
         return
-    roots = _roots(context)
+    # collectives of the step at which others waited, with the rank and cause where the chain of reasons ends
+    roots = context.across.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
+    roots = context.in_step(roots) if "step" in roots.columns else roots
     slow = {
         slow_rank.rank: slow_rank
         for slow_rank in slow_ranks(context.across.collectives)
@@ -69,8 +64,11 @@ def straggler(context: Context) -> Iterator[Said]:
         if not (rank in uneven and cause == "compute"):
             yield _late(context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
     for host, members in _hosts(context, ranks):
+        slow_members = [slow[rank] for rank in members if rank in slow]
+        # that of most of the waiting for these ranks
+        cause = max(slow_members, key=lambda slow_rank: slow_rank.waited_ns).cause if slow else None
         yield _late(context, members, f"host {host} (ranks {', '.join(map(str, members))})",
-                    roots.filter(pl.col("root_rank").is_in(list(members))), _shared_cause(slow, members))  # fmt: skip
+                    roots.filter(pl.col("root_rank").is_in(list(members))), cause)  # fmt: skip
 
 
 def _hosts(context: Context, ranks: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -82,15 +80,6 @@ def _hosts(context: Context, ranks: list[int]) -> Iterator[tuple[str, tuple[int,
         members = tuple(sorted(rank for rank, name in hosts.items() if name == host))
         if host is not None and len(members) > 1 and sum(rank in ranks for rank in members) > 1:
             yield host, members
-
-
-def _shared_cause(slow: dict[int, Slow], members: tuple[int, ...]) -> str | None:
-    """The cause of most of the waiting for these ranks."""
-    return (
-        max((slow[rank] for rank in members if rank in slow), key=lambda slow_rank: slow_rank.waited_ns).cause
-        if slow
-        else None
-    )
 
 
 def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFrame, cause: str | None) -> Candidate:
@@ -175,8 +164,12 @@ def imbalance(context: Context) -> Iterator[Said]:
     if worst is None:
         return
     largest, ratio, rank = worst
+    measures, also = _measures(context), ""
+    if measures.height:  # what is uneven besides time: tokens, bytes, tables
+        row = measures.row(0, named=True)
+        also = f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
     yield Candidate(
-        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){_uneven(context)}",
+        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){also}",
         changes=(Change("balance", chosen), *((even,) if (even := evened(context)) is not None else ())),
         confidence=0.5,
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
@@ -210,15 +203,6 @@ def _given_more(context: Context) -> list[int]:
         rows = rows.filter((pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * worst[1]))
     ranks: list[int] = rows["max_rank"].to_list()
     return ranks
-
-
-def _uneven(context: Context) -> str:
-    """What is uneven besides time: tokens, bytes, tables."""
-    rows = _measures(context)
-    if not rows.height:
-        return ""
-    row = rows.row(0, named=True)
-    return f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
 
 
 def shards(context: Context) -> Iterator[Said]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,4 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
         )
 
 
-def _rule(slug: str) -> Rule:
-    return Rule(slug, _TITLES[slug], lambda context: _of(slug, context))
-
-
-RULES = tuple(_rule(slug) for slug in _TITLES)
+RULES = tuple(Rule(slug, title, partial(_of, slug)) for slug, title in _TITLES.items())
