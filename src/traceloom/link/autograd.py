@@ -22,11 +22,14 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
     Arrows of the file come first. Else ops are joined by sequence number, which counts within one forward thread:
     only where a process has one such thread is it known which is meant.
     """
-    source, target = _arrows(trace, tree)
+    arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
+    source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
+    has_both = (source >= 0) & (target >= 0)
+    source, target = source[has_both], target[has_both]
     by_number = _numbers(trace, tree)
     # an arrow may end at an op inside the one that stands for the node
-    arrows = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
-    drawn = arrows[tree.stop[by_number[1]]] > arrows[by_number[1]]
+    arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
+    drawn = arrows_before[tree.stop[by_number[1]]] > arrows_before[by_number[1]]
     evidence = np.repeat(["measured", "correlated"], [target.size, int((~drawn).sum())])
     source = np.concatenate([source, by_number[0][~drawn]])
     target = np.concatenate([target, by_number[1][~drawn]])
@@ -36,14 +39,6 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
         "forward-backward", evidence[possible], segment_node[host.last[source]], segment_node[host.first[target]],
         from_end=True, to_end=False,
     )  # fmt: skip
-
-
-def _arrows(trace: Trace, tree: HostTree) -> tuple[Ints, Ints]:
-    """Positions of forward and backward op of each arrow."""
-    arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
-    source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
-    has_both = (source >= 0) & (target >= 0)
-    return source[has_both], target[has_both]
 
 
 def _numbers(trace: Trace, tree: HostTree) -> tuple[Ints, Ints]:

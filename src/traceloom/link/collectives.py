@@ -106,12 +106,7 @@ def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.Da
             )
         )
     whole = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
-    _sizes(whole, group, notices)
-    return whole
-
-
-def _sizes(rows: pl.DataFrame, group: str, notices: list[Notice]) -> None:
-    differ = rows.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
+    differ = whole.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0])
         text = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
@@ -123,6 +118,7 @@ def _sizes(rows: pl.DataFrame, group: str, notices: list[Notice]) -> None:
                 differ.height,
             )
         )
+    return whole
 
 
 def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
@@ -139,8 +135,20 @@ def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataF
             continue
         shift, length = _aligned(reference, own)
         skip = max(-shift, 0)
-        if skip + length < own.height and shift + skip + length < reference.height:
-            notices.append(_disagreement(group, reference.row(shift + skip + length, named=True), own, skip + length))
+        end = skip + length
+        if end < own.height and shift + end < reference.height:
+            expected, actual = reference.row(shift + end, named=True), own.row(end, named=True)
+            notices.append(
+                Notice(
+                    "collectives-mismatch",
+                    "warning",
+                    f"the order of collectives of group {group} differs: number {end + 1} of rank {actual['rank']} is "
+                    f"{_spoken(actual)}, where rank {expected['rank']} has {_spoken(expected)}; from there on they are "
+                    "not joined",
+                    own.height - end,
+                    rank=actual["rank"],
+                )
+            )
         numbers = (pl.int_range(length, dtype=pl.Int64) + (shift + skip)).alias("key")
         keep.append(own.slice(skip, length).with_columns(numbers))
     joined = pl.concat([frame.select("row", "part", "key") for frame in keep])
@@ -172,18 +180,6 @@ def _aligned(reference: pl.DataFrame, own: pl.DataFrame) -> tuple[int, int]:
     length = min(len(codes), len(own_codes))
     differ = np.flatnonzero(codes[:length] != own_codes[:length])
     return 0, int(differ[0]) if len(differ) else length
-
-
-def _disagreement(group: str, expected: dict[str, Any], own: pl.DataFrame, number: int) -> Notice:
-    actual = own.row(number, named=True)
-    return Notice(
-        "collectives-mismatch",
-        "warning",
-        f"the order of collectives of group {group} differs: number {number + 1} of rank {actual['rank']} is "
-        f"{_spoken(actual)}, where rank {expected['rank']} has {_spoken(expected)}; from there on they are not joined",
-        own.height - number,
-        rank=actual["rank"],
-    )
 
 
 def _spoken(row: dict[str, Any]) -> str:

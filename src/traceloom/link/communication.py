@@ -99,8 +99,15 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> Communicati
     host = _host_events(tree, work)
     described = _described(trace)
     on_host = _around(tree, described, host, tree.name.gather(host))
-    about = pl.concat([_of_kernels(trace, tree, work, chosen, described), on_host])
-    about = about.with_columns(pl.col("kind").replace(_PAIRS))
+    rows = work.row[chosen]
+    own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
+        described, on="event", how="left", maintain_order="left"
+    )
+    around = _around(tree, described, work.call[chosen], trace.events["name"].gather(rows))
+    on_device = pl.DataFrame(
+        {name: own.select(pl.coalesce(pl.col(name), around[name])).to_series() for name in _FIELDS}
+    )
+    about = pl.concat([on_device, on_host]).with_columns(pl.col("kind").replace(_PAIRS))
     kinds = about["kind"].head(chosen.size)
     codes = np.full(chosen.size, gs.NODE_KINDS.index(gs.COLLECTIVE))
     codes[(kinds == "send").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
@@ -165,16 +172,6 @@ def _told_by_name(fields: pl.DataFrame, names: pl.Series) -> pl.DataFrame:
     lower = names.str.to_lowercase()
     by_name = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
     return fields.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))
-
-
-def _of_kernels(trace: Trace, tree: HostTree, work: DeviceWork, chosen: Ints, described: pl.DataFrame) -> pl.DataFrame:
-    rows = work.row[chosen]
-    names = trace.events["name"].gather(rows)
-    own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
-        described, on="event", how="left", maintain_order="left"
-    )
-    around = _around(tree, described, work.call[chosen], names)
-    return pl.DataFrame({name: own.select(pl.coalesce(pl.col(name), around[name])).to_series() for name in _FIELDS})
 
 
 def _host_events(tree: HostTree, work: DeviceWork) -> Ints:

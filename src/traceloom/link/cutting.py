@@ -72,7 +72,10 @@ def cut_to_step(trace: Trace, low: int, high: int) -> Part:
     bound = np.where(host, high, until)
     # What has no length counts where it stands; the first moment belongs to the part, the last does not.
     kept = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
-    kept = _with_parents(kept, events["parent"].cast(pl.Int64).fill_null(-1).to_numpy())
+    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    # parents stand above all children that stood under them
+    while (missing := parent[kept & (parent >= 0) & ~kept[parent]]).size:
+        kept[missing] = True
     row = np.flatnonzero(kept)
     first = np.where(host[row], np.maximum(start[row], from_ns), start[row])
     row = row[np.argsort(first, kind="stable")]
@@ -88,16 +91,6 @@ def _lead(start: Ints, end: Ints, device: Bools, launch: Ints, low: int, high: i
         return low
     earliest = int(start[launch[running]].min(initial=low)) if running.any() else low
     return max(min(earliest, low), low - (high - low))
-
-
-def _with_parents(kept: Bools, parent: Ints) -> Bools:
-    """A part in which parents stand above all children that stood under them."""
-    while True:
-        missing = parent[kept & (parent >= 0)]
-        missing = missing[~kept[missing]]
-        if not missing.size:
-            return kept
-        kept[missing] = True
 
 
 def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
@@ -118,8 +111,10 @@ def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
     )
     frames: dict[str, Any] = {"events": events, **{name: empty(name) for name in _NOT_LINKED}}
     for name, column in _POINTING.items():
-        frames[name] = _pointing(getattr(trace, name), column, number)
-    frames["flows"] = _arrows(trace.flows, number)
+        frame = getattr(trace, name)
+        frames[name] = frame.with_columns(_moved(frame[column], number)).drop_nulls(column)
+    flows = trace.flows.with_columns(_moved(trace.flows[end], number) for end in ("source", "target"))
+    frames["flows"] = flows.drop_nulls(["source", "target"])
     for name in _BY_TIME:
         frames[name] = getattr(trace, name).filter(pl.col("time_ns").is_between(low, high, closed="left"))
     return replace(trace, **frames)
@@ -129,14 +124,3 @@ def _moved(rows: pl.Series, number: Ints) -> pl.Series:
     """References to rows of the whole trace as rows of the part; null where the row is not in it."""
     old = rows.fill_null(number.size - 1).to_numpy()
     return nullable(number[old], pl.UInt32, absent=-1).alias(rows.name)
-
-
-def _pointing(frame: pl.DataFrame, column: str, number: Ints) -> pl.DataFrame:
-    """The rows of a side frame that are about events of the part."""
-    return frame.with_columns(_moved(frame[column], number)).drop_nulls(column)
-
-
-def _arrows(flows: pl.DataFrame, number: Ints) -> pl.DataFrame:
-    """Arrows of which both ends are in the part."""
-    moved = flows.with_columns(_moved(flows["source"], number), _moved(flows["target"], number))
-    return moved.drop_nulls(["source", "target"])

@@ -74,7 +74,10 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     command = (work["category"] == COMMAND).to_numpy()
     launch = work["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
     if command.any():
-        launch = np.where(command, _by_correlation(trace, work), launch)
+        calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+        numbers = work["correlation"].fill_null(NULL).to_numpy()
+        by_number = first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers)
+        launch = np.where(command, by_number, launch)
     correlated = launch >= 0
     launch = np.where(correlated, launch, _by_arrow(trace, row))
     call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
@@ -114,13 +117,6 @@ def _named_op(trace: Trace, tree: HostTree, row: Ints, start: Ints, lost: Bools)
     earlier = at >= 0
     earlier[earlier] = tree.start[at[earlier]] <= start[earlier]
     return np.where(earlier, at, -1)
-
-
-def _by_correlation(trace: Trace, work: pl.DataFrame) -> Ints:
-    """The call that has the number of each work; -1 where none has."""
-    calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
-    numbers = work["correlation"].fill_null(NULL).to_numpy()
-    return first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers)
 
 
 def _by_arrow(trace: Trace, row: Ints) -> Ints:

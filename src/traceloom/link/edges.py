@@ -62,7 +62,9 @@ class Edges(Struct):
         firm = _joined(self.firm, np.bool_)
         kept = np.flatnonzero(fitting(source, target, firm, times))
         refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
-        free = _free(target[kept], times.size)
+        held = np.zeros(times.size, dtype=np.bool_)
+        held[target[kept]] = True
+        free = np.flatnonzero(~held[2::2]) + 1
         source = _joined([source[kept], np.ones_like(free)], np.int64)
         target = _joined([target[kept], 2 * free], np.int64)
         kind = _joined([kind[kept], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)], np.uint8)
@@ -84,13 +86,6 @@ class Edges(Struct):
         )
         rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
         return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
-
-
-def _free(targets: Ints, points: int) -> Ints:
-    """Nodes, but for the origin, whose start is the target of no edge."""
-    held = np.zeros(points, dtype=np.bool_)
-    held[targets] = True
-    return np.flatnonzero(~held[2::2]) + 1
 
 
 def _sorted_once(target: Ints, source: Ints, kind: NDArray[np.uint8], points: int) -> Ints:
@@ -126,8 +121,11 @@ def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
     basis = firm | early
     while True:
         at = np.flatnonzero(basis)
-        order, stuck = _ordered(nodes, source[at], target[at])
-        if order is not None:
+        try:
+            order = topological(nodes, source[at], target[at])
+        except InvariantError:
+            stuck = _behind_circles(nodes, source[at], target[at])
+        else:
             break
         inside = basis & ~firm & stuck[source] & stuck[target]
         if not inside.any():
@@ -145,15 +143,6 @@ def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
     )
     kept: Bools = basis | forward
     return kept
-
-
-def _ordered(nodes: int, source: Ints, target: Ints) -> tuple[Ints, Bools] | tuple[None, Bools]:
-    """A topological order of the points; or None and the points that are on or behind a circle."""
-    nothing = np.zeros(2 * nodes, dtype=np.bool_)
-    try:
-        return topological(nodes, source, target), nothing
-    except InvariantError:
-        return None, _behind_circles(nodes, source, target)
 
 
 def _behind_circles(nodes: int, source: Ints, target: Ints) -> Bools:

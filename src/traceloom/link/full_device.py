@@ -57,8 +57,11 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
     """
     lanes, bounds = work.lanes()
     begun = times[2 * work_node]
-    ready = _ready(edges, times)[2 * work_node]
-    ready += work.start - begun  # on the clock of the trace
+    # of each point the latest time of what holds it back; the earliest time there is where nothing does
+    held_until = np.full(times.size, times.min(initial=0))
+    for source, target in zip(edges.source, edges.target, strict=True):
+        np.maximum.at(held_until, target, times[source])
+    ready = held_until[2 * work_node] + work.start - begun  # on the clock of the trace
     late = np.flatnonzero((work.start - ready >= _LATE_NS) & (work.call >= 0) & ~work.command)
     best = np.full(late.size, -1, dtype=np.int64)
     distance = np.full(late.size, np.iinfo(np.int64).max)
@@ -105,11 +108,3 @@ def _held_from_before(  # noqa: PLR0917  (times of the work and of the window)
         )
         early &= ~on_device | ((ended == 0) & (running == 0))
     return early
-
-
-def _ready(edges: Edges, times: Ints) -> Ints:
-    """For each point the latest time of what holds it back; the earliest time there is where nothing does."""
-    ready = np.full(times.size, times.min(initial=0))
-    for source, target in zip(edges.source, edges.target, strict=True):
-        np.maximum.at(ready, target, times[source])
-    return ready

@@ -38,7 +38,9 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
     Returns:
         How many launches were held up.
     """
-    alone = _single(work)
+    # work whose call submitted nothing else: graph launches have a cost of their own
+    alone = work.call >= 0
+    alone[alone] = np.bincount(work.call[alone])[work.call[alone]] == 1
     held_up = 0
     _, bounds = work.lanes()
     for low, high in pairwise(bounds.tolist()):
@@ -70,15 +72,6 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         valid &= work.end[maker] <= returned + _CLOCK_NS
         edges.add("queue", "inferred", work_node[maker[valid]], last_node[launch[valid]], from_end=True, to_end=True)
     return held_up
-
-
-def _single(work: DeviceWork) -> NDArray[np.bool_]:
-    """Work whose call submitted nothing else: graph launches have a cost of their own."""
-    has_call = work.call >= 0
-    count = np.bincount(work.call[has_call])
-    single: NDArray[np.bool_] = has_call.copy()
-    single[has_call] = count[work.call[has_call]] == 1
-    return single
 
 
 def _usual_ns(tree: HostTree, launch: Ints, sample: Ints) -> Ints:

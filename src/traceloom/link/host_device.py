@@ -68,20 +68,16 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     Raises:
         InputError: `host-mismatch`: the host trace is of another run, process or rank; `empty-host-trace`.
     """
-    both = _both(trace, host)
-    _refuse_by_names(both)
-    _refuse_by_process(both)
-    matching = _by_record_id(both) or _by_external_id(both)
-    return matching if matching is not None else _by_names(both)
-
-
-def _both(trace: Trace, host: HostTrace) -> _Both:
     no_op = ms.no_ops(host)
     host_code, event_code = name_codes(host.ops["name"], trace.events["name"])
     op = no_op.is_null().to_numpy()
     if not op.any():
         raise InputError("the host trace holds no op", slug="empty-host-trace", where=host.path)
-    return _Both(trace, host, no_op, op, is_op(trace), host_code, event_code)
+    both = _Both(trace, host, no_op, op, is_op(trace), host_code, event_code)
+    _refuse_by_names(both)
+    _refuse_by_process(both)
+    matching = _by_record_id(both) or _by_external_id(both)
+    return matching if matching is not None else _by_names(both)
 
 
 # -- what cannot be of one run -----------------------------------------------------------------------------------------
@@ -241,30 +237,27 @@ def _matching(both: _Both, row: Ints, event: Ints, outcome: Ints, *, exact: bool
     rank = both.trace.rank if both.trace.rank is not None else both.host.rank
     host_op = np.full(both.trace.events.height, -1, dtype=np.int64)
     host_op[event] = both.host.ops["id"].to_numpy()[row]
+    thread = both.host.ops["thread"]
+    ops = pl.DataFrame({"thread": thread.filter(pl.Series(both.op))}).group_by("thread").len("ops")
+    matched = (
+        pl.DataFrame({"thread": thread.gather(row), "lane": both.trace.events["lane"].gather(event)})
+        .group_by("thread", "lane")
+        .len("matched")
+    )
+    threads = (
+        ops.join(matched, on="thread", how="left", nulls_equal=True)
+        .with_columns(pl.col("matched").fill_null(0))
+        .select(list(ms.THREADS))
+        .cast(ms.THREADS)
+        .sort("thread", "lane")
+    )
     return Matching(
         host=both.host,
         host_op=host_op,
         outcome=pl.Series("outcome", ms.OUTCOMES, dtype=ms.Outcome).gather(outcome),
         exact=exact,
         iterations=iterations,
-        threads=_threads(both, row, event),
+        threads=threads,
         notices=tuple(notice.of_rank(rank) for notice in both.host.notices),
         rank=rank,
-    )
-
-
-def _threads(both: _Both, row: Ints, event: Ints) -> pl.DataFrame:
-    thread = both.host.ops["thread"]
-    every = pl.DataFrame({"thread": thread.filter(pl.Series(both.op))}).group_by("thread").len("ops")
-    joined = (
-        pl.DataFrame({"thread": thread.gather(row), "lane": both.trace.events["lane"].gather(event)})
-        .group_by("thread", "lane")
-        .len("matched")
-    )
-    return (
-        every.join(joined, on="thread", how="left", nulls_equal=True)
-        .with_columns(pl.col("matched").fill_null(0))
-        .select(list(ms.THREADS))
-        .cast(ms.THREADS)
-        .sort("thread", "lane")
     )

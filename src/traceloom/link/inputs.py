@@ -216,7 +216,10 @@ def _stem(path: Path) -> tuple[str, ...]:
 
 
 def _of_capture(sources: Found, paths: tuple[str, ...], window: Window) -> Inputs:
-    if len(sources.captures) > 1 or any(file.capture is None for file in sources.inputs if _outside(file, sources)):
+    folders = {folder.resolve() for folder in sources.captures}  # files in there may be named beside the capture
+    if len(sources.captures) > 1 or any(
+        file.capture is None and file.path.resolve().parent not in folders for file in sources.inputs
+    ):
         raise UsageError(
             "a capture was given together with other traces, expected one run",
             slug="several-runs",
@@ -225,7 +228,8 @@ def _of_capture(sources: Found, paths: tuple[str, ...], window: Window) -> Input
     folder, document = next(iter(sources.captures.items()))
     out = Inputs(str(folder) if len(paths) > 1 else paths[0])
     out.notices.extend(sources.notices.get(folder, []))
-    entries = _dicts(document.get("ranks"))
+    listed = document.get("ranks")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     _check_job(folder, document)
     for entry in entries:
         _add_entry(out, folder, entry, window)
@@ -255,15 +259,6 @@ def _check_job(folder: Path, document: dict[str, Any]) -> None:
             where=str(folder),
             hint=f"give the files of one run, as in: traceloom link {shlex.join(first[:4])}",
         )
-
-
-def _outside(file: Input, sources: Found) -> bool:
-    """Whether a file is not in the folder of a capture, whose files may be named beside it."""
-    return file.path.resolve().parent not in {folder.resolve() for folder in sources.captures}
-
-
-def _dicts(entries: Any) -> list[dict[str, Any]]:
-    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _add_entry(out: Inputs, folder: Path, entry: dict[str, Any], window: Window) -> None:

@@ -37,7 +37,11 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
     Returns:
         The uncalibrated graph of the job.
     """
-    parts = [_ranked(part, rank) for part, rank in zip(parts, _ranks(parts), strict=True)]
+    own_ranks = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
+    free = iter(number for number in range(2 * len(parts)) if number not in own_ranks)
+    # a part that does not state its rank gets the lowest free one
+    ranks = [next(free) if rank is None else rank for rank in own_ranks]
+    parts = [_ranked(part, rank) for part, rank in zip(parts, ranks, strict=True)]
     first_epoch = min(part.epoch_ns for part in parts)
     communication = _communication(parts, first_epoch)
     joined = join_parts(communication)
@@ -48,18 +52,15 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
     return replace(together, notices=notices)
 
 
-def _ranks(parts: Sequence[Graph]) -> list[int]:
-    """The rank of each part; one that does not state it gets the lowest free one."""
-    own_ranks = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
-    free = iter(number for number in range(2 * len(parts)) if number not in own_ranks)
-    return [next(free) if rank is None else rank for rank in own_ranks]
-
-
 def _ranked(part: Graph, rank: int) -> Graph:
     if part.ranks.height and part.ranks["rank"][0] is not None:
         return part
     named = pl.lit(rank, dtype=pl.Int32).alias("rank")
-    ranks = part.ranks if part.ranks.height else _one_rank(part)
+    ranks = part.ranks
+    if not ranks.height:
+        values = {"window_start_ns": 0, "window_end_ns": part.end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
+        schema = GRAPH_SCHEMAS["ranks"]
+        ranks = pl.DataFrame([{column: values.get(column) for column in schema}], schema=schema)
     notice = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
     return replace(
         part,
@@ -67,12 +68,6 @@ def _ranked(part: Graph, rank: int) -> Graph:
         notices=(*part.notices, notice),
         **{name: getattr(part, name).with_columns(named) for name in ("nodes", "lanes", "host_ops", "coverage")},
     )
-
-
-def _one_rank(part: Graph) -> pl.DataFrame:
-    values = {"window_start_ns": 0, "window_end_ns": part.end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
-    schema = GRAPH_SCHEMAS["ranks"]
-    return pl.DataFrame([{column: values.get(column) for column in schema}], schema=schema)
 
 
 def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
@@ -170,7 +165,16 @@ def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) 
         stage=parts[0].stage,
         notices=tuple(notices),
     )
-    return _from_zero(merged)
+    # A correction may have moved the first node away from 0.
+    first = int(merged.nodes["start_ns"].min()) if merged.nodes.height else 0  # type: ignore[arg-type]
+    if not first:
+        return merged
+    return replace(
+        merged,
+        nodes=merged.nodes.with_columns(pl.col("start_ns") - first),
+        ranks=merged.ranks.with_columns(pl.col("window_start_ns") - first, pl.col("window_end_ns") - first),
+        epoch_ns=merged.epoch_ns + first,
+    )
 
 
 def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: Clock) -> pl.DataFrame:
@@ -180,47 +184,29 @@ def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, c
         return frame
     lane = (pl.col("lane") + lanes).cast(pl.UInt32)
     if key == "nodes":
-        return _on_job_clock(frame, shift, clock).with_columns((pl.col("node") + nodes).cast(pl.UInt32), lane)
+        start = frame["start_ns"].to_numpy() + shift
+        end = clock.corrected(start + frame["duration_ns"].to_numpy())
+        start = clock.corrected(start)
+        # The work is measured on the rank's clock; a drift of the clock must not make it longer than the node.
+        work = np.minimum(frame["work_ns"].to_numpy(), end - start)
+        return frame.with_columns(
+            pl.Series("start_ns", start),
+            pl.Series("duration_ns", end - start),
+            pl.Series("work_ns", work),
+            (pl.col("node") + nodes).cast(pl.UInt32),
+            lane,
+        )
     if key == "lanes":
         return frame.with_columns(lane)
     if key == "ranks":
-        return _with_clock(frame, shift, clock)
+        window = [
+            pl.Series(column, clock.corrected(frame[column].to_numpy() + shift))
+            for column in ("window_start_ns", "window_end_ns")
+        ]
+        return frame.with_columns(
+            *window,
+            pl.lit(clock.offset_ns, dtype=pl.Int64).alias("clock_offset_ns"),
+            pl.lit(clock.drift, dtype=pl.Float64).alias("clock_drift"),
+            pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
+        )
     return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in _POINTING.get(key, ()))
-
-
-def _on_job_clock(nodes: pl.DataFrame, shift: int, clock: Clock) -> pl.DataFrame:
-    start = nodes["start_ns"].to_numpy() + shift
-    end = clock.corrected(start + nodes["duration_ns"].to_numpy())
-    start = clock.corrected(start)
-    # The work is measured on the rank's clock; a drift of the clock must not make it longer than the node.
-    work = np.minimum(nodes["work_ns"].to_numpy(), end - start)
-    return nodes.with_columns(
-        pl.Series("start_ns", start), pl.Series("duration_ns", end - start), pl.Series("work_ns", work)
-    )
-
-
-def _with_clock(ranks: pl.DataFrame, shift: int, clock: Clock) -> pl.DataFrame:
-    moved = {
-        column: clock.corrected(ranks[column].to_numpy() + shift) for column in ("window_start_ns", "window_end_ns")
-    }
-    return ranks.with_columns(
-        *(pl.Series(column, values) for column, values in moved.items()),
-        pl.lit(clock.offset_ns, dtype=pl.Int64).alias("clock_offset_ns"),
-        pl.lit(clock.drift, dtype=pl.Float64).alias("clock_drift"),
-        pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
-    )
-
-
-def _from_zero(graph: Graph) -> Graph:
-    """A correction may have moved the first node away from 0."""
-    if not graph.nodes.height:
-        return graph
-    first = int(graph.nodes["start_ns"].min())  # type: ignore[arg-type]
-    if not first:
-        return graph
-    return replace(
-        graph,
-        nodes=graph.nodes.with_columns(pl.col("start_ns") - first),
-        ranks=graph.ranks.with_columns(pl.col("window_start_ns") - first, pl.col("window_end_ns") - first),
-        epoch_ns=graph.epoch_ns + first,
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from traceloom.errors import InputError
 from traceloom.link.inputs import AnyPath, Window
 from traceloom.link.loading import load_ranks
 from traceloom.model import Graph, Notice
@@ -67,7 +66,9 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
         parts.append(link_rank(loaded_rank.trace, loaded_rank.matching))
         give_back()
     say("joining ranks and calibrating")
-    refused = tuple(_refusal(error) for error in loaded.refused)
+    refused = tuple(
+        Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in loaded.refused
+    )
     return Linked(linked(parts, loaded.name, (*loaded.notices, *refused)), refused)
 
 
@@ -86,10 +87,6 @@ def linked(parts: Sequence[Graph], name: str, notices: Iterable[Notice] = ()) ->
     graph = calibrate(join(parts, name))
     give_back()
     return replace(graph, notices=(*notices, *graph.notices))
-
-
-def _refusal(error: InputError) -> Notice:
-    return Notice("refused-input", "error", f"refused: {error}", where=error.where)
 
 
 def _silent(_: str) -> None:

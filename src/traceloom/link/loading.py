@@ -67,7 +67,9 @@ def load_ranks(
     out = LoadedRanks(inputs.name, notices=list(inputs.notices), refused=list(inputs.refused))
     # Host traces first: a device trace may be decoded beside until then (see `traceloom.read.ahead`).
     hosts = [_host_trace(rank_input) for rank_input in inputs.ranks]
-    devices = read_all([rank_input.device for rank_input in inputs.ranks], cache=_cache(cache), report=progress)
+    devices = read_all(
+        [rank_input.device for rank_input in inputs.ranks], cache=Cache() if cache else None, report=progress
+    )
     for rank_input, host, trace in zip(inputs.ranks, hosts, devices, strict=True):
         if isinstance(trace, InputError):
             out.refused.append(trace)
@@ -77,10 +79,6 @@ def load_ranks(
     if not out.ranks:
         raise out.refused[0]
     return out
-
-
-def _cache(enabled: bool) -> Cache | None:
-    return Cache() if enabled else None
 
 
 def _host_trace(rank_input: RankInput) -> HostTrace | InputError | None:

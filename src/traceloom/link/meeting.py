@@ -49,8 +49,10 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
         (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
     )
     arrivals = _arrival_times(arrivals, parts)
-    met = _rendezvous_nodes(meetings, arrivals)
-    nodes = pl.concat([graph.nodes, met, _arrival_nodes(arrivals)])
+    timed = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
+    timed = timed.with_columns(pl.max_horizontal("start", "at").alias("met"))
+    met = _points(gs.RENDEZVOUS, timed, "meeting", "met")
+    nodes = pl.concat([graph.nodes, met, _points(gs.ARRIVAL, arrivals, "arrival", "at")])
     edges = pl.concat([graph.edges, _into(parts), _out_of(parts, met), _arrival_edges(arrivals, parts)])
     return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
 
@@ -168,15 +170,6 @@ def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFr
             pl.col("in_bytes").alias("bytes"),
         ),
     )
-
-
-def _rendezvous_nodes(meetings: pl.DataFrame, arrivals: pl.DataFrame) -> pl.DataFrame:
-    timed = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
-    return _points(gs.RENDEZVOUS, timed.with_columns(pl.max_horizontal("start", "at").alias("met")), "meeting", "met")
-
-
-def _arrival_nodes(arrivals: pl.DataFrame) -> pl.DataFrame:
-    return _points(gs.ARRIVAL, arrivals, "arrival", "at")
 
 
 def _edges(frame: pl.DataFrame, kind: str, *, from_end: bool, to_end: bool) -> pl.DataFrame:

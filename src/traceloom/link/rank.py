@@ -244,7 +244,11 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         pl.coalesce(pl.col("step"), nullable(_step_at(trace, start), pl.Int32, absent=-1)).alias("step"),
         nullable(_bytes(trace, parts, event), absent=-1).alias("bytes"),
     )
-    nodes = nodes.with_columns(_host_op(nodes["op"], matching).alias("host_op"))
+    host_op = pl.Series("host_op", [None], dtype=pl.Int64).new_from_index(0, nodes.height)
+    if matching is not None:
+        ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
+        host_op = ids.gather(nodes["op"].cast(pl.UInt32))
+    nodes = nodes.with_columns(host_op)
     return nodes.select(list(GRAPH_SCHEMAS["nodes"])).cast(GRAPH_SCHEMAS["nodes"]), lanes
 
 
@@ -252,14 +256,6 @@ def _of_rank(frame: pl.DataFrame, rank: int, name: str) -> pl.DataFrame:
     """The rows of a frame of the graph, with their rank."""
     with_rank = frame.with_columns(pl.lit(rank, dtype=pl.Int32).alias("rank"))
     return with_rank.select(list(GRAPH_SCHEMAS[name])).cast(GRAPH_SCHEMAS[name])
-
-
-def _host_op(op: pl.Series, matching: Matching | None) -> pl.Series:
-    """Id in the host trace of the op of each node."""
-    if matching is None:
-        return pl.Series("host_op", [None], dtype=pl.Int64).new_from_index(0, op.len())
-    ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
-    return ids.gather(op.cast(pl.UInt32))
 
 
 def _step_at(trace: Trace, start: Ints) -> Ints:

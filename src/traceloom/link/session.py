@@ -9,7 +9,7 @@ from dataclasses import replace
 import polars as pl
 
 from traceloom.errors import InputError, UsageError
-from traceloom.link.cutting import Part, cut_to_step, step_bounds
+from traceloom.link.cutting import cut_to_step, step_bounds
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session, Trace
@@ -119,7 +119,11 @@ def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace
         return list(session.traces), []
     having = [trace for trace in session.traces if all(step_bounds(trace, step) is not None for step in steps)]
     if not having:
-        raise UsageError(_no_step(session, steps), slug="no-such-step")
+        recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+        recorded_text = (
+            f"; the traces have {recorded[0]} to {recorded[-1]}" if recorded else ": the traces have no steps"
+        )
+        raise UsageError(f"there is no {_in_words(steps)}{recorded_text}", slug="no-such-step")
     first: dict[int | None, Trace] = {}
     for trace in having:
         first.setdefault(trace.rank, trace)
@@ -158,29 +162,15 @@ def _in_words(steps: tuple[int, int]) -> str:
     return f"step {first}" if first == last else f"step {first} to {last}"
 
 
-def _no_step(session: Session, steps: tuple[int, int]) -> str:
-    step_text = _in_words(steps)
-    recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
-    if not recorded:
-        return f"there is no {step_text}: the traces have no steps"
-    return f"there is no {step_text}; the traces have {recorded[0]} to {recorded[-1]}"
-
-
 def _steps_of(trace: Trace, first: int, last: int) -> Graph:
     begin, end = step_bounds(trace, first), step_bounds(trace, last)
     assert begin is not None, "only traces that have the steps are chosen"
     assert end is not None, "only traces that have the steps are chosen"
     part = cut_to_step(trace, begin[0], end[1])
-    return _with_rows(link_rank(part.trace), part)
-
-
-def _with_rows(graph: Graph, part: Part) -> Graph:
-    """The graph of a part, its events named by their rows in the whole trace."""
-    rows = pl.Series(part.row, dtype=pl.UInt32)
-    nodes = graph.nodes
-    return replace(
-        graph, nodes=nodes.with_columns(rows.gather(nodes[column]).alias(column) for column in ("event", "op"))
-    )
+    graph = link_rank(part.trace)
+    rows = pl.Series(part.row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
+    nodes = graph.nodes.with_columns(rows.gather(graph.nodes[column]).alias(column) for column in ("event", "op"))
+    return replace(graph, nodes=nodes)
 
 
 def _silent(_: str) -> None:

@@ -52,7 +52,11 @@ def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits
     plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
     fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_NS)
     fits[waits] = False
-    fits &= _after_launch(tree, host, times)
+    submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    submits[times.work.call[times.work.call >= 0]] = True
+    before = np.append(-1, host.owner[:-1])
+    # right after a call that submitted GPU work
+    fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
     at = np.flatnonzero(fits)
     of = times.thread_launched_before(host.lane[at], host.start[at])
     close = np.minimum(_CLOSE * (host.end[at] - host.start[at]), _BEFORE_NS)
@@ -61,12 +65,3 @@ def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits
         (of >= 0) & (late <= close) & (-late <= np.minimum(close, _AFTER_NS)) & (times.work.end[of] > host.start[at])
     )
     return Spins(at[matches], of[matches])
-
-
-def _after_launch(tree: HostTree, host: Segments, times: WorkByTime) -> Bools:
-    """Which segments follow a call that submitted GPU work."""
-    submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
-    submits[times.work.call[times.work.call >= 0]] = True
-    before = np.append(-1, host.owner[:-1])
-    after: Bools = submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
-    return after

@@ -28,11 +28,14 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkByTime, work_node: Ints,
     if not work_node.size:
         return
     recorded = records.of("Stream Wait Event")
-    source, target = _told(tree, times, recorded)
+    complete = (recorded.lane != UNKNOWN) & (recorded.awaited != UNKNOWN) & (recorded.recorded != UNKNOWN)
+    source = times.launched_before(recorded.awaited[complete], recorded.recorded[complete])
+    target = times.launches_on_after(recorded.lane[complete], tree.start[recorded.call[complete]])
+    valid = (source >= 0) & (target >= 0)
+    source, target = _possible(times, source[valid], target[valid])
     _add(edges, work_node, source, target, "measured")
     waits = np.flatnonzero(tree.call)
     waits = waits[tree.named(calls.STREAM_EVENT_WAITS, waits)]
-    complete = (recorded.lane != UNKNOWN) & (recorded.awaited != UNKNOWN) & (recorded.recorded != UNKNOWN)
     waits = waits[~np.isin(waits, recorded.call[complete])]
     source, target = _inferred(tree, times, waits)
     _add(edges, work_node, source, target, "inferred")
@@ -66,14 +69,6 @@ def command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints)
     return holds
 
 
-def _told(tree: HostTree, times: WorkByTime, records: SyncRecords) -> tuple[Ints, Ints]:
-    usable = (records.lane != UNKNOWN) & (records.awaited != UNKNOWN) & (records.recorded != UNKNOWN)
-    source = times.launched_before(records.awaited[usable], records.recorded[usable])
-    target = times.launches_on_after(records.lane[usable], tree.start[records.call[usable]])
-    valid = (source >= 0) & (target >= 0)
-    return _possible(times, source[valid], target[valid])
-
-
 def _possible(times: WorkByTime, source: Ints, target: Ints) -> tuple[Ints, Ints]:
     """Only pairs whose source had ended when the target started."""
     possible = times.work.end[source] <= times.work.start[target] + _CLOCK_NS
@@ -95,7 +90,10 @@ def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Int
     records = records[tree.named(calls.RECORDS, records)]
     before = last_of_thread(tree, records, waits)
     until = np.where(before >= 0, tree.start[before], tree.start[waits])
-    target, latest, count = _per_target(target, until)
+    # of each work that waits: the last record it can mean, and how many waits stand before it
+    target, index, count = np.unique(target, return_inverse=True, return_counts=True)
+    latest = np.full(target.size, np.iinfo(np.int64).min)
+    np.maximum.at(latest, index, until)
     begin = times.work.start[target]
     own = times.work.lane[target]
     candidates = np.full((times.lanes.size, target.size), -1, dtype=np.int64)
@@ -112,11 +110,3 @@ def _inferred(tree: HostTree, times: WorkByTime, waits: Ints) -> tuple[Ints, Int
     np.put_along_axis(rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0)
     stream, column = np.nonzero((candidates >= 0) & (rank < count[None, :]))
     return _possible(times, candidates[stream, column], target[column])
-
-
-def _per_target(target: Ints, until: Ints) -> tuple[Ints, Ints, Ints]:
-    """For each work that waits: the last record it can mean, and how many waits stand before it."""
-    different, number, count = np.unique(target, return_inverse=True, return_counts=True)
-    latest = np.full(different.size, np.iinfo(np.int64).min)
-    np.maximum.at(latest, number, until)
-    return different, latest, count.astype(np.int64)
