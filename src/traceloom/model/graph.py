@@ -104,7 +104,16 @@ class Graph:
             frame = getattr(self, name)
             if not (frame[column].to_numpy() == np.arange(frame.height)).all():
                 raise _broken("ids", f"ids of {name} are not the row numbers")
-        self._check_references()
+        for name, column, target in (
+            ("edges", "source", "nodes"),
+            ("edges", "target", "nodes"),
+            ("nodes", "lane", "lanes"),
+            ("communication", "node", "nodes"),
+            ("transfers", "node", "nodes"),
+        ):
+            highest = getattr(self, name)[column].max()
+            if isinstance(highest, int) and highest >= getattr(self, target).height:
+                raise _broken("references", f"`{column}` of {name} points past the last row of {target}")
 
     def points(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end."""
@@ -122,18 +131,6 @@ class Graph:
         times = np.empty(2 * len(start), dtype=np.int64)
         times[0::2], times[1::2] = start, start + duration
         return times
-
-    def _check_references(self) -> None:
-        for name, column, target in (
-            ("edges", "source", "nodes"),
-            ("edges", "target", "nodes"),
-            ("nodes", "lane", "lanes"),
-            ("communication", "node", "nodes"),
-            ("transfers", "node", "nodes"),
-        ):
-            highest = getattr(self, name)[column].max()
-            if isinstance(highest, int) and highest >= getattr(self, target).height:
-                raise _broken("references", f"`{column}` of {name} points past the last row of {target}")
 
     def _check_times(self) -> None:
         wrong = self.nodes.filter(

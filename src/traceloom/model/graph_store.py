@@ -109,7 +109,9 @@ def _pack(graph: Graph, handle: BinaryIO) -> None:
     with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, _HEADER, lambda member: member.write(json.dumps(header, indent=1).encode()))
         for name, frame in graph.frames().items():
-            _add(archive, f"{name}.parquet", _plain(frame).write_parquet)
+            enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
+            plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
+            _add(archive, f"{name}.parquet", plain.write_parquet)
 
 
 def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:
@@ -117,14 +119,6 @@ def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], An
     produce(member)
     # A fixed date: the same graph gives the same file.
     archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), member.getbuffer())
-
-
-def _plain(frame: pl.DataFrame) -> pl.DataFrame:
-    return frame.with_columns(pl.col(name).cast(pl.String) for name, kind in frame.schema.items() if _is_enum(kind))
-
-
-def _is_enum(kind: pl.DataType) -> bool:
-    return isinstance(kind, pl.Enum)
 
 
 def _header(archive: zipfile.ZipFile, where: str) -> dict[str, Any]:
@@ -172,7 +166,7 @@ def _frame(archive: zipfile.ZipFile, name: str, rows: int) -> pl.DataFrame:
         raise ValueError(f"`{name}` has the columns {', '.join(frame.columns)}, expected {', '.join(schema)}")
     for column, kind in schema.items():
         actual = frame.schema[column]
-        if actual != (pl.String if _is_enum(kind) else kind):
+        if actual != (pl.String if isinstance(kind, pl.Enum) else kind):
             raise ValueError(f"column `{column}` of `{name}` is {actual}, expected {kind}")
     if empty := next((column for column in _NEVER_NULL.get(name, ()) if frame[column].null_count()), None):
         raise ValueError(f"column `{empty}` of `{name}` has rows without a value")

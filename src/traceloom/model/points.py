@@ -129,16 +129,6 @@ def _of_points(nodes: int, source: Ints, target: Ints) -> Layers | None:
 
 def cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
     """The error that names the points which wait for each other."""
-    stuck = _stuck(nodes, source, target)
-    return InvariantError(
-        f"{stuck.size} points wait for each other, one of them is of node {int(stuck[0]) // 2}",
-        slug="broken-cycle",
-        hint="this is a defect of Traceloom, please report it",
-    )
-
-
-def _stuck(nodes: int, source: Ints, target: Ints) -> Ints:
-    """Points that are on a circle or behind one."""
     starts = np.arange(nodes, dtype=np.int64) * 2
     from_point, to_point = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
     by_source = np.argsort(from_point, kind="stable")
@@ -152,4 +142,9 @@ def _stuck(nodes: int, source: Ints, target: Ints) -> Ints:
             waits[follower] -= 1
             if not waits[follower]:
                 ready.append(follower)
-    return np.flatnonzero(waits)
+    stuck = np.flatnonzero(waits)  # points that are on a circle or behind one
+    return InvariantError(
+        f"{stuck.size} points wait for each other, one of them is of node {int(stuck[0]) // 2}",
+        slug="broken-cycle",
+        hint="this is a defect of Traceloom, please report it",
+    )

@@ -168,9 +168,6 @@ class Trace:
         np.subtract.at(self_ns, parent, end[child] - start[child])
         if (self_ns < 0).any():
             raise _broken("self-time", f"{int((self_ns < 0).sum())} events have negative self time")
-        self._check_busy(self_ns)
-
-    def _check_busy(self, self_ns: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         kinds = self.lanes.select("lane", "kind", "busy_ns")
         by_lane = (
             pl.DataFrame({"lane": self.events["lane"], "self_ns": self_ns})

@@ -86,18 +86,16 @@ def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints,
     for low in range(0, order.size, _BATCH):
         places = order[low : low + _BATCH]
         batch = list(islice(texts, places.size))
-        names = trace.events["name"].gather(events[places]).to_list()
-        yield places[: len(batch)], _batch(decoder, batch, names[: len(batch)], arguments)
-
-
-def _batch(decoder: Any, texts: list[bytes], names: list[str], arguments: Any) -> list[Any]:
-    try:
-        entries = decoder.decode(b"[" + b",".join(texts) + b"]")
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        entries = []
-    if len(entries) == len(texts):
-        return [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
-    return [_slowly(text, name, arguments) for text, name in zip(texts, names, strict=True)]
+        names = trace.events["name"].gather(events[places]).to_list()[: len(batch)]
+        try:
+            entries: list[Any] = decoder.decode(b"[" + b",".join(batch) + b"]")
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            entries = []
+        if len(entries) == len(batch):
+            decoded = [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
+        else:
+            decoded = [_slowly(text, name, arguments) for text, name in zip(batch, names, strict=True)]
+        yield places[: len(batch)], decoded
 
 
 def _slowly(text: bytes, name: str, arguments: Any) -> Any:

@@ -37,11 +37,7 @@ _OP, _ANNOTATION, _PYTHON, _OTHER = (_CODES[name] for name in (cat.OP, cat.ANNOT
 _OUR_THREAD = re.compile(r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$")
 
 
-def _flags(names: tuple[str, ...]) -> NDArray[np.bool_]:
-    return np.array([name in names for name in cat.CATEGORIES])
-
-
-_IS_WORK, _IS_LAUNCH = _flags(cat.GPU_WORK), _flags(cat.LAUNCHES)
+_IS_WORK, _IS_LAUNCH = (np.array([name in names for name in cat.CATEGORIES]) for names in (cat.GPU_WORK, cat.LAUNCHES))
 _ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
 _TIMED = ("flows", "marks", "counters", "allocations")  # tables with times of their own
 _SIDE: dict[str, dict[str, Any]] = {
@@ -98,7 +94,13 @@ class _Builder:
         self.duration = raw_duration[self.order.rows]
         del raw_duration
         self.name = self._span("name", np.int32)
-        self.category = self._categories()
+        self.category = self._span("category", np.uint8)
+        # In files of 2021 annotations are called operators too.
+        annotations = [
+            number for number, text in enumerate(self.texts.names) if text.startswith(("ProfilerStep#", "Optimizer."))
+        ]
+        if annotations:
+            self.category[np.isin(self.name, annotations) & (self.category == _OP)] = _ANNOTATION
         self.place = self._span("place", np.int32)
         self._leave_out_our_threads()
         self._rows: dict[str, Ints] = {}
@@ -109,16 +111,6 @@ class _Builder:
 
     def _span(self, name: str, dtype: Any) -> Array:
         return self.columns.take("spans", name, dtype)[self.order.rows]
-
-    def _categories(self) -> Array:
-        """Category codes; in files of 2021 annotations are called operators too."""
-        code = self._span("category", np.uint8)
-        annotations = [
-            number for number, text in enumerate(self.texts.names) if text.startswith(("ProfilerStep#", "Optimizer."))
-        ]
-        if annotations:
-            code[np.isin(self.name, annotations) & (code == _OP)] = _ANNOTATION
-        return code
 
     def _leave_out_our_threads(self) -> None:
         """Python frames of threads that the recorder itself runs are no host work: stacks show them, too."""
@@ -169,7 +161,8 @@ def assemble(columns: Columns, file: File) -> Trace:
     lanes = find_lanes(made.category, made.place, device, stream, made.places)
     nesting = nest(lanes.lane, made.start, made.start + np.maximum(made.duration, 0), lanes.nests)
     events = _events(made, device, stream, lanes.lane, nesting)
-    autograd = _autograd(made)
+    engine = [number for number, text in enumerate(made.texts.names) if text.startswith("autograd::engine::")]
+    autograd = np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_, like=made.start)
     lane_table = lane_frame(lanes, made.start, nesting.nested_end_ns, autograd)
     used = {int(number) for number in distinct(device[lookup(_IS_WORK, made.category)]) if number != NULL}
     events, steps, step_notices = _linked(made, events, nesting, lane_table)
@@ -234,11 +227,6 @@ def _events(made: _Builder, device: Ints, stream: Ints, lane: Ints, nesting: Nes
 def _of_places(made: _Builder, which: int) -> Ints:
     numbers = made.places.numbers(which)
     return lookup(numbers, made.place) if len(numbers) else np.zeros(0, dtype=np.int64)
-
-
-def _autograd(made: _Builder) -> Array:
-    engine = [number for number, text in enumerate(made.texts.names) if text.startswith("autograd::engine::")]
-    return np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_, like=made.start)
 
 
 def _linked(

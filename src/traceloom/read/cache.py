@@ -164,6 +164,8 @@ class Entry:
 
     def get(self) -> Trace | None:
         """The trace, if the file was read before."""
+        from dataclasses import replace
+
         import polars as pl
 
         from traceloom.read import store
@@ -179,7 +181,8 @@ class Entry:
             return None
         with contextlib.suppress(OSError):
             os.utime(self._folder)
-        return _renamed(trace, self._path)
+        # The same content may lie under another name.
+        return replace(trace, meta=replace(trace.meta, path=str(self._path)))
 
     def put(self, trace: Trace) -> None:
         """Keep the trace, if the file is still what it was; a cache that cannot be written is left alone."""
@@ -243,10 +246,3 @@ def _remove(entry: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             entry.unlink()
-
-
-def _renamed(trace: Trace, path: Path) -> Trace:
-    """The same content may lie under another name."""
-    from dataclasses import replace
-
-    return replace(trace, meta=replace(trace.meta, path=str(path)))

@@ -98,11 +98,7 @@ class Run(Struct, kw_only=True):
     ended_ns: Whole | None = None
 
 
-def _known(kind: type[Struct]) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-_RANK, _RUN = _known(Rank), _known(Run)
+_RANK, _RUN = (get_type_hints(kind, include_extras=True) for kind in (Rank, Run))
 
 
 def decode(text: bytes) -> tuple[dict[str, Any], list[Notice]] | None:
@@ -125,7 +121,14 @@ def decode(text: bytes) -> tuple[dict[str, Any], list[Notice]] | None:
         document["run"] = _fitting(document.get("run", {}), _RUN, "$.run", odd) or {}
     else:
         document = _fitting(document, _RANK, "$", odd) or {}
-    return document, _notices(odd, replaced)
+    notices = []
+    if odd:
+        sentence = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"
+        notices.append(Notice("odd-capture", "warning", sentence, len(odd), where=odd[0].partition(":")[0]))
+    if replaced:
+        sentence = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
+        notices.append(Notice("replaced-text", "warning", sentence, replaced))
+    return document, notices
 
 
 def _fitting(entry: Any, types: dict[str, Any], path: str, odd: list[str]) -> dict[str, Any] | None:
@@ -154,14 +157,3 @@ def _fault(value: Any, kind: Any) -> str | None:
     except (msgspec.ValidationError, RecursionError) as error:
         return str(error)
     return None
-
-
-def _notices(odd: list[str], replaced: int) -> list[Notice]:
-    notices = []
-    if odd:
-        text = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"
-        notices.append(Notice("odd-capture", "warning", text, len(odd), where=odd[0].partition(":")[0]))
-    if replaced:
-        text = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
-        notices.append(Notice("replaced-text", "warning", text, replaced))
-    return notices

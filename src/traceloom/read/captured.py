@@ -55,7 +55,11 @@ def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame
     starts = columns["start_ns"]
     if not isinstance(starts, list) or any(not isinstance(v, list) or len(v) != len(starts) for v in columns.values()):
         return pl.DataFrame()
-    sizes = _group_sizes(capture or {})
+    sizes: dict[str | None, int] = {
+        str(group.get("name")): len(group["ranks"])
+        for group in (capture or {}).get("groups") or []
+        if isinstance(group, dict) and isinstance(group.get("ranks"), list)
+    }
     names = {"kind": _names(listed, "kinds"), "type": _names(listed, "types"), "group": _names(listed, "groups")}
     rows = []
     for at in range(len(starts)):
@@ -90,11 +94,3 @@ def _named(names: list[Any], code: Any) -> str | None:
     if isinstance(code, int) and 0 <= code < len(names) and names[code] is not None:
         return str(names[code])
     return None
-
-
-def _group_sizes(capture: dict[str, Any]) -> dict[str | None, int]:
-    sizes: dict[str | None, int] = {}
-    for group in capture.get("groups") or []:
-        if isinstance(group, dict) and isinstance(group.get("ranks"), list):
-            sizes[str(group.get("name"))] = len(group["ranks"])
-    return sizes

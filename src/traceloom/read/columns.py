@@ -320,8 +320,10 @@ class Columns:
         count = len(spans)
         categories = self._categories
         code = packed("B", [categories[span.cat] for span in spans])
-        if (code == _COMMAND_CODE).any():
-            code = _commands(code, spans)
+        if (code == _COMMAND_CODE).any():  # what a command processor runs is what its name says: work of the device
+            code = code.copy()
+            for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
+                code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
         self._put(
             "spans",
             name=self._codes([span.name for span in spans]),
@@ -332,15 +334,12 @@ class Columns:
             offset=offsets.astype(np.int64),
             length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
         )
-        self._count_unknown(spans, code)
-        args = [span.args or NO_ARGUMENTS for span in spans]
-        self._add_arguments(_Arguments(args, part, offsets, lengths, self._damage), code)
-        self.rows += count
-
-    def _count_unknown(self, spans: list[Any], code: Array) -> None:
         for row in np.flatnonzero(code == _CODE[cat.OTHER]).tolist():
             name = spans[row].cat or ""
             self.unknown_categories[name] = self.unknown_categories.get(name, 0) + 1
+        args = [span.args or NO_ARGUMENTS for span in spans]
+        self._add_arguments(_Arguments(args, part, offsets, lengths, self._damage), code)
+        self.rows += count
 
     def _add_arguments(self, arguments: _Arguments, code: Array) -> None:
         group = _GROUP_OF_CODE[code]
@@ -531,14 +530,6 @@ class Columns:
             value=np.array(values, dtype=np.float64),
             place=np.array(places, dtype=np.int32),
         )
-
-
-def _commands(code: Array, spans: list[Any]) -> Array:
-    """Categories in which what a command processor runs is what its name says: work of the device."""
-    code = code.copy()
-    for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
-        code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
-    return code
 
 
 def _external(args: list[Any]) -> Array:

@@ -147,7 +147,7 @@ class Document(TextWindow):
                 return True
         except InputError:
             self._fill(SLICE)
-            if not self._text.strip() or kind_of(self._text) or not self._holds_events():
+            if not self._text.strip() or kind_of(self._text) or self._start_of_events() is None:
                 raise
         else:
             if not _EVENT_FIRST.match(self._text):
@@ -155,10 +155,6 @@ class Document(TextWindow):
         if not self._begin:
             self._damage.note("damaged-metadata", "byte 0 of the text")
         return False
-
-    def _holds_events(self) -> bool:
-        """Whether the list of events begins in the text at hand, or an event stands in it."""
-        return bool(_EVENTS.search(self._text)) or Walk(self._text, EVENTS).next_entry(0) is not None
 
     # -- parts ------------------------------------------------------------------------------------------------
 

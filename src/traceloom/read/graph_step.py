@@ -15,7 +15,7 @@ from traceloom.model import Trace
 from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.alignment import align
-from traceloom.read.sequences import Line, device_lines, device_lines_by_step, is_op, name_codes
+from traceloom.read.sequences import device_lines, device_lines_by_step, is_op, name_codes
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -48,7 +48,10 @@ def same_ops(timed: Trace, graph: Trace, recorded: Bools) -> Ints:
     for _, line in device_lines_by_step(timed, timed_code, inside, np.maximum(step, 0)):
         like = pattern.get(_thread(timed, line.key))
         if like is not None:
-            in_graph, in_step = _aligned(like, line)
+            if like.size == line.size and np.array_equal(like.names.tokens, line.names.tokens):
+                in_graph = in_step = np.arange(like.size)
+            else:
+                in_graph, in_step = align(like.names, line.names)
             same[line.row[in_step]] = like.row[in_graph]
     rows = np.flatnonzero(inside)
     rows = rows[np.argsort(step[rows], kind="stable")]
@@ -104,13 +107,6 @@ def with_shapes(trace: Trace, folder: Path | None, read: Callable[[Path, dict[st
 def _thread(trace: Trace, lane: int) -> tuple[str | None, str | None]:
     row = trace.lanes.row(lane, named=True)
     return row["process"], row["thread"]
-
-
-def _aligned(like: Line, line: Line) -> tuple[Ints, Ints]:
-    if like.size == line.size and np.array_equal(like.names.tokens, line.names.tokens):
-        every = np.arange(like.size)
-        return every, every
-    return align(like.names, line.names)
 
 
 def _turns(rows: Ints, codes: Ints, start: Ints) -> pl.DataFrame:

@@ -148,15 +148,11 @@ def _group_frame(names: tuple[str, ...], nodes: list[Nested]) -> pl.DataFrame:
         if any(strides):
             others[f"{side[:-1]}_strides"] = [text or b"null" for text in strides]
     if others:
-        columns["attributes"] = _objects(others)
+        # One JSON object per row from columns of JSON text.
+        keys = [_encode(name) for name in others]
+        pattern = b"{" + b",".join(key.replace(b"%", b"%%") + b":%b" for key in keys) + b"}"
+        columns["attributes"] = _decoded([pattern % row for row in zip(*others.values(), strict=True)])
     return _frame(columns)
-
-
-def _objects(columns: dict[str, list[bytes]]) -> pl.Series:
-    """One JSON object per row from columns of JSON text."""
-    keys = [_encode(name) for name in columns]
-    pattern = b"{" + b",".join(key.replace(b"%", b"%%") + b":%b" for key in keys) + b"}"
-    return _decoded([pattern % row for row in zip(*columns.values(), strict=True)])
 
 
 def _texts(raws: Iterable[msgspec.Raw]) -> pl.Series:
@@ -184,20 +180,6 @@ def _frame(columns: dict[str, Any]) -> pl.DataFrame:
     except (TypeError, OverflowError, pl.exceptions.PolarsError) as error:
         raise _Unfit from error
     return pl.DataFrame(series)
-
-
-def _tidied(frame: pl.DataFrame) -> pl.DataFrame:
-    """Numbers and texts that say nothing become null; a root is nobody's child."""
-    return frame.with_columns(
-        *(
-            pl.col(column).replace([NULL, _NOTHING.get(column, NULL)], None)
-            for column in NUMBERS
-            if column not in {"parent", "scope"}
-        ),
-        pl.col("scope").replace(-1, None),
-        pl.when(~pl.col("parent").is_in([NULL, 0]) & (pl.col("parent") != pl.col("id"))).then(pl.col("parent")),
-        pl.when(pl.col("schema") != "").then(pl.col("schema")),
-    )
 
 
 # -- the careful way ------------------------------------------------------------------------------------------------
@@ -289,6 +271,18 @@ def _text(value: Any) -> str:
 
 
 def joined(frames: list[pl.DataFrame]) -> pl.DataFrame:
-    """Frames of stretches as one, ascending by id."""
+    """Frames of stretches as one, ascending by id.
+
+    Numbers and texts that say nothing become null; a root is nobody's child.
+    """
     whole = pl.concat(list(chain([pl.DataFrame(schema=HOST_OPS)], frames)))
-    return _tidied(whole.sort("id", maintain_order=True))
+    return whole.sort("id", maintain_order=True).with_columns(
+        *(
+            pl.col(column).replace([NULL, _NOTHING.get(column, NULL)], None)
+            for column in NUMBERS
+            if column not in {"parent", "scope"}
+        ),
+        pl.col("scope").replace(-1, None),
+        pl.when(~pl.col("parent").is_in([NULL, 0]) & (pl.col("parent") != pl.col("id"))).then(pl.col("parent")),
+        pl.when(pl.col("schema") != "").then(pl.col("schema")),
+    )

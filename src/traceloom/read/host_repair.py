@@ -91,8 +91,10 @@ class _OfNodes(Recovery):
         self.frames.append(frame)
 
     def mend(self, begin: int, end: int) -> int:
-        piece = self.text[begin:end]
-        frame, _, lost = loose_frame(mended(_with_words(piece), key="id"))
+        # Bare inf and nan become strings, as newer observers write them; what stands in strings is left alone.
+        parts = _STRING.split(self.text[begin:end].decode("utf-8", "replace"))
+        piece = "".join(part if part.startswith('"') else _ENDLESS.sub(r'\1"\2"', part) for part in parts).encode()
+        frame, _, lost = loose_frame(mended(piece, key="id"))
         tell(self.damage, f"byte {self.base + begin} of the text", 0, lost)
         if frame.height:
             self.frames.append(frame)
@@ -105,9 +107,3 @@ def tell(damage: Damage, where: str, odd: int, lost: int) -> None:
         damage.note("odd-values", where, odd)
     if lost:
         damage.note("lost-events", where, lost)
-
-
-def _with_words(piece: bytes) -> bytes:
-    """Bare inf and nan become strings, as newer observers write them; what stands in strings is left alone."""
-    parts = _STRING.split(piece.decode("utf-8", "replace"))
-    return "".join(part if part.startswith('"') else _ENDLESS.sub(r'\1"\2"', part) for part in parts).encode()

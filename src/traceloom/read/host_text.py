@@ -94,8 +94,13 @@ class HostText(TextWindow):
                 self._swapped()
             if not self._fill(min(2 * len(self._text), _MOST_HEAD)) or len(self._text) >= _MOST_HEAD:
                 break
-        if match is None:
-            at = self._first_node(unknown)
+        if match is None:  # the key of the nodes is damaged
+            at = Walk(self._text, NODES).next_entry(0)
+            if at is None:
+                if unknown is not None:
+                    raise unknown
+                self._refuse()
+            self._damage.note("damaged-metadata", f"byte {at} of the text")
             head, behind = at, at
         else:
             head, behind = match.span()
@@ -107,20 +112,6 @@ class HostText(TextWindow):
         self._skip(behind)
         self._skip_blank()
         self._nested = b'"ctrl_deps"' in self._text[:SLICE] or b'"attrs"' in self._text[:SLICE]
-
-    def _first_node(self, unknown: InputError | None) -> int:
-        """Where the first node stands in a text in which the key of the nodes is damaged.
-
-        Raises:
-            InputError: There is none.
-        """
-        at = Walk(self._text, NODES).next_entry(0)
-        if at is None:
-            if unknown is not None:
-                raise unknown
-            self._refuse()
-        self._damage.note("damaged-metadata", f"byte {at} of the text")
-        return at
 
     # -- text ---------------------------------------------------------------------------------------------------
 

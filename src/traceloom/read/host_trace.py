@@ -34,24 +34,29 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
     """
     damage = Damage(entry="node", list_key="nodes")
     with open_input(path) as stream:
-        text = HostText(text_pieces(stream, damage, step), damage, str(path))
-        ops = joined(list(text.frames()))
-    _check_nodes(ops, text.envelope, str(path), damage)
+        host_text = HostText(text_pieces(stream, damage, step), damage, str(path))
+        ops = joined(list(host_text.frames()))
+    envelope = host_text.envelope
+    _check_nodes(ops, envelope, str(path), damage)
     rank, _, _ = find_rank({}, None, str(path), capture)
-    groups, more = group_frame(ops, str(path))
-    schema = text.envelope.get("schema")
-    recorded = text.envelope.get("time")
+    groups, notices = group_frame(ops, str(path))
+    repeated = ops.height - ops["id"].n_unique()
+    if repeated:
+        text = f"{repeated:,} nodes have the id of another node; the first of each is what others refer to"
+        notices.append(Notice("duplicate-host-ids", "warning", text, repeated, where=str(path)))
+    schema = envelope.get("schema")
+    recorded = envelope.get("time")
     return HostTrace(
         path=str(path),
         ops=ops,
         schema=str(schema) if isinstance(schema, (str, int, float)) else None,
-        process=whole(text.envelope.get("pid")),
+        process=whole(envelope.get("pid")),
         rank=rank,
         recorded_at=recorded if isinstance(recorded, str) else None,
-        start_ms=whole(text.envelope.get("start_ts")),
-        finish_ms=whole(text.envelope.get("finish_ts")),
+        start_ms=whole(envelope.get("start_ts")),
+        finish_ms=whole(envelope.get("finish_ts")),
         groups=groups,
-        notices=(*damage.notices(), *more, *_doubtful(ops, str(path))),
+        notices=(*damage.notices(), *notices),
     )
 
 
@@ -64,12 +69,3 @@ def _check_nodes(ops: pl.DataFrame, envelope: dict[str, Any], path: str, damage:
         raise InputError(
             "this is no host trace but JSON whose `nodes` have no names", slug="not-a-host-trace", where=path
         )
-
-
-def _doubtful(ops: pl.DataFrame, path: str) -> list[Notice]:
-    """What cannot be relied on in well-formed nodes."""
-    repeated = ops.height - ops["id"].n_unique()
-    if not repeated:
-        return []
-    text = f"{repeated:,} nodes have the id of another node; the first of each is what others refer to"
-    return [Notice("duplicate-host-ids", "warning", text, repeated, where=path)]

@@ -114,7 +114,11 @@ def _directory(folder: Path, discovered: Found, seen: set[Path], depth: int) -> 
             if path.is_file():
                 _add(discovered, seen, Input(path, given=False, capture=folder, entry=entry))
         return
-    for path in _listed(folder):
+    try:
+        entries = sorted(folder.iterdir(), key=_natural)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    for path in entries:
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
             _directory(path, discovered, seen, depth - 1)
         elif path.is_file() and path.name.lower().endswith(_ENDINGS):
@@ -128,13 +132,6 @@ def _check_there(path: Path) -> None:
         raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir(), key=_natural)
-    except OSError as error:
-        raise _unreadable(folder, error) from error
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> InputError:

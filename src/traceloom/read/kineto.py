@@ -10,7 +10,7 @@ from typing import Any
 from traceloom.model import Trace
 from traceloom.read import ahead
 from traceloom.read.assemble import File, assemble
-from traceloom.read.decoding import Decoded, decode
+from traceloom.read.decoding import decode
 from traceloom.read.together import decode_with, helpers
 
 
@@ -35,17 +35,13 @@ def read_kineto(
     Raises:
         InputError: The file cannot be read or is no Kineto trace at all.
     """
-    decoded = _decoded(path, step, processes)
+    helping = ahead.taken(path)
+    if helping is None and processes != 1 and Path(path).is_file():
+        with contextlib.suppress(OSError):  # `decode` says why it cannot be read
+            helping = helpers(Path(path), processes)
+    decoded = decode(path, step) if helping is None else decode_with(helping, path, step)
     try:
         notices = tuple(decoded.damage.notices())
         return assemble(decoded.columns, File(str(path), decoded.metadata, decoded.size, notices, capture))
     finally:
         decoded.columns.close()
-
-
-def _decoded(path: str | Path, step: Callable[[int, int], None] | None, processes: int | None) -> Decoded:
-    helping = ahead.taken(path)
-    if helping is None and processes != 1 and Path(path).is_file():
-        with contextlib.suppress(OSError):  # `decode` says why it cannot be read
-            helping = helpers(Path(path), processes)
-    return decode(path, step) if helping is None else decode_with(helping, path, step)

@@ -110,13 +110,13 @@ def _describe(  # noqa: PLR0917
         "device": int(device[row]) if on_device and device[row] != NULL else None,
         "stream": int(stream[row]) if on_device and stream[row] != NULL else None,
     }
-    out["name"] = _device_name(out) if on_device else _host_name(pid, tid, name, places.thread_names)
+    if on_device:
+        stream_name = "all streams" if out["stream"] in (None, -1) else f"stream {out['stream']}"
+        what = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[name]
+        out["name"] = stream_name + what
+    else:
+        out["name"] = _host_name(pid, tid, name, places.thread_names)
     return out
-
-
-def _device_name(lane: dict[str, Any]) -> str:
-    stream = "all streams" if lane["stream"] in (None, -1) else f"stream {lane['stream']}"
-    return stream + {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[lane["kind"]]
 
 
 def _host_name(pid: Any, tid: Any, kind: str, names: dict[tuple[Any, Any], str]) -> str:

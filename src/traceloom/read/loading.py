@@ -54,12 +54,18 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
     """
     discovered, runs, labels, refused = _plan(paths)
     if len(runs) > 1:
-        shown = "; ".join(f"{label} ({_ranks(run)})" for label, run in list(zip(labels, runs, strict=True))[:6])
+        shown = "; ".join(
+            f"{label} ({len(run)} file{'' if len(run) == 1 else 's'})"
+            for label, run in list(zip(labels, runs, strict=True))[:6]
+        )
+        folders = {source.capture for source in runs[0]}
+        folder = folders.pop() if len(folders) == 1 else None
+        of_first = [str(folder)] if folder is not None else [str(source.path) for source in runs[0][:8]]
         raise UsageError(
             f"the inputs hold {len(runs)} runs, expected one: {shown}{'; ...' if len(runs) > 6 else ''}",
             slug="several-runs",
             where=", ".join(str(path) for path in paths[:3]),
-            hint=f"give the files of one run, as in: traceloom report {shlex.join(_some(runs[0]))}",
+            hint=f"give the files of one run, as in: traceloom report {shlex.join(of_first)}",
         )
     loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
     return loaded.runs[0]
@@ -141,13 +147,10 @@ def _plan(
             )
         )
     runs = group(peeks)
-    chosen = runs if ranks is None else [_of_ranks(run, ranks) for run in runs]
+    chosen = runs
+    if ranks is not None:  # all files of a run where none may be of these ranks
+        chosen = [[peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs]
     return discovered, [[peek.source for peek in run] for run in chosen], names(runs, path_texts), refused
-
-
-def _of_ranks(run: list[Peek], ranks: tuple[int, ...]) -> list[Peek]:
-    """The files of a run that may be of these ranks; all where none is."""
-    return [peek for peek in run if peek.rank is None or peek.rank in ranks] or run
 
 
 def _loaded(
@@ -173,7 +176,7 @@ def _loaded(
             sessions.append(_session(traces, label, discovered, run))
     if not sessions:
         raise refused[0]
-    notices = tuple(_refusal(error) for error in refused)
+    notices = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)
     if notices:
         first = sessions[0]
         sessions[0] = Session(first.traces, first.name, first.capture, first.notices + notices)
@@ -199,17 +202,3 @@ def _overlaps(traces: list[Trace]) -> list[Notice]:
             text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
             out.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
     return out
-
-
-def _refusal(error: InputError) -> Notice:
-    return Notice("refused-input", "error", f"refused: {error}", where=error.where)
-
-
-def _some(run: list[Input]) -> list[str]:
-    folders = {source.capture for source in run}
-    folder = folders.pop() if len(folders) == 1 else None
-    return [str(folder)] if folder is not None else [str(source.path) for source in run[:8]]
-
-
-def _ranks(run: list[Input]) -> str:
-    return "1 file" if len(run) == 1 else f"{len(run)} files"

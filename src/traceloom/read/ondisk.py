@@ -47,7 +47,10 @@ class Scratch:
             InputError: `no-space`: the disk is full.
         """
         dtype = np.dtype(dtype)
-        size = _rounded(int(count) * dtype.itemsize)
+        size = int(count) * dtype.itemsize
+        # Up to a full number of eighths of a power of two, so that blocks fit other arrays.
+        grain = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 4))
+        size = max(grain, -(-size // grain) * grain)
         waiting = self._idle.get(size)
         if waiting:
             block = waiting.pop()
@@ -103,12 +106,6 @@ def no_space(error: OSError) -> InputError:
         where=str(folder()),
         hint="set TRACELOOM_CACHE_DIR to a directory with more space",
     )
-
-
-def _rounded(size: int) -> int:
-    """Up to a full number of eighths of a power of two, so that blocks fit other arrays."""
-    grain = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 4))
-    return max(grain, -(-size // grain) * grain)
 
 
 def new_block(size: int) -> mmap.mmap:

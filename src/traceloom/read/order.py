@@ -137,7 +137,8 @@ class Texts:
         """The texts of these numbers; null for -1."""
         lists = bool(lookup(self._is_list, codes).any())
         if lists not in self._tables:
-            self._tables[lists] = _TextColumn([_text(key) for key in self._keys] if lists else self.names)
+            values = [key if isinstance(key, str) else compact(key) for key in self._keys] if lists else self.names
+            self._tables[lists] = _TextColumn(values)
         return self._tables[lists].column(codes)
 
 
@@ -153,12 +154,6 @@ class _TextColumn:
             if self._table.fits:
                 return self._table.column(codes)
         return self._series[pl.Series(np.where(codes < 0, len(self._values), codes).astype(np.uint32))]
-
-
-def _text(key: Any) -> str:
-    if isinstance(key, str):
-        return key
-    return compact(key)
 
 
 def compact(raw: bytes) -> str:

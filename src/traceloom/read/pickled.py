@@ -224,15 +224,11 @@ def _frame(self: _Reader) -> None:
         raise IndexError
 
 
-def _drop(self: _Reader) -> None:
-    self.stack.pop()
-
-
 _HANDLERS: dict[int, Callable[[_Reader], None]] = {
     0x80: _version,
     0x95: _frame,
     ord("("): lambda self: self.marks.append(len(self.stack)),
-    ord("0"): _drop,
+    ord("0"): lambda self: self.stack.pop(),
     ord("1"): lambda self: self.marked().clear(),
     ord("N"): lambda self: self.push(None),
     0x88: lambda self: self.push(True),

@@ -155,11 +155,9 @@ def _common(paths: list[Path]) -> str:
 def peeked(inputs: list[Input]) -> Iterator[Peek | InputError]:
     """Each file's first part, or why it is refused."""
     for source in inputs:
-        yield _peek_or_refusal(source)
-
-
-def _peek_or_refusal(source: Input) -> Peek | InputError:
-    try:
-        return peek(source)
-    except InputError as error:
-        return error
+        result: Peek | InputError
+        try:
+            result = peek(source)
+        except InputError as error:
+            result = error
+        yield result

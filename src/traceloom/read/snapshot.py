@@ -287,9 +287,8 @@ def is_python(frame: Frame) -> bool:
 
 def stack_texts(snapshot: Snapshot) -> pl.Series:
     """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
-    return pl.Series([_text(stack) for stack in snapshot.stacks], dtype=pl.String)
-
-
-def _text(stack: tuple[Frame, ...]) -> str | None:
-    shown = [frame_text(frame) for frame in stack if is_python(frame)] or [frame_text(frame) for frame in stack]
-    return _BETWEEN.join(shown) or None
+    texts = []
+    for stack in snapshot.stacks:
+        shown = [frame_text(frame) for frame in stack if is_python(frame)] or [frame_text(frame) for frame in stack]
+        texts.append(_BETWEEN.join(shown) or None)
+    return pl.Series(texts, dtype=pl.String)

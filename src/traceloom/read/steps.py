@@ -62,17 +62,15 @@ def find_steps(
     if regular[0].height:
         return regular
     requests = find_requests(events, hosts, capture, path)
-    return _requests(requests) if requests.height else regular
-
-
-def _requests(spans: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
-    """Steps that are requests; between two of them there is no step."""
+    if not requests.height:
+        return regular
     text = (
-        f"there are no steps; {spans.height} bursts of work between waits, most of which begin alike, are taken as "
+        f"there are no steps; {requests.height} bursts of work between waits, most of which begin alike, are taken as "
         "requests, and looked at as steps"
     )
-    numbered = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
-    return _frame(numbered, REQUEST), [Notice("requests-assumed", "info", text, spans.height)]
+    # Between two requests there is no step.
+    numbered = requests.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
+    return _frame(numbered, REQUEST), [Notice("requests-assumed", "info", text, requests.height)]
 
 
 def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
@@ -111,7 +109,9 @@ def _frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
 
 def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
     """Steps from the annotation that comes most regularly and covers most of the window; names may hold numbers."""
-    window = _host_window(events)
+    on_host = events.lazy().filter(pl.col("process").is_not_null() & (pl.col("category") != "profiler"))
+    first, last = on_host.select(pl.col("start_ns").min(), pl.col("nested_end_ns").max()).collect().row(0)
+    window = int(last - first) if first is not None else 0
     shaped = annotations.filter(~pl.col("name").str.contains(_NO_STEPS)).with_columns(
         pattern=pl.col("name").str.replace_all(r"\d+", "#")
     )
@@ -133,12 +133,6 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
     )
     return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
-
-
-def _host_window(events: pl.DataFrame) -> int:
-    host = events.lazy().filter(pl.col("process").is_not_null() & (pl.col("category") != "profiler"))
-    first, last = host.select(pl.col("start_ns").min(), pl.col("nested_end_ns").max()).collect().row(0)
-    return int(last - first) if first is not None else 0
 
 
 def _regularity(group: pl.DataFrame, window: int) -> float | None:

@@ -86,10 +86,13 @@ def saved(folder: Path, *, kept: bool = True) -> Trace:
         head = _Head(values["version"], Meta(**values["meta"]), notices, values["rows"], {})
     if head.version != _FORMAT:
         raise ValueError(f"format {head.version} is not {_FORMAT}")
-    read = _frames_on_disk if head.meta.file_bytes >= spill.SPILL_BYTES else _frames
+    rows = {name: count for name, count in head.rows.items() if count and name in SCHEMAS}
+    if head.meta.file_bytes >= spill.SPILL_BYTES:
+        frames = {name: _frame_on_disk(folder, name, count) for name, count in rows.items()}
+    else:
+        frames = _frames(folder, rows)
     empty = {name: pl.DataFrame(schema=SCHEMAS[name]) for name in SCHEMAS}
-    frames = empty | read(folder, {name: rows for name, rows in head.rows.items() if rows and name in SCHEMAS})
-    return Trace(meta=head.meta, notices=tuple(head.notices), **frames)
+    return Trace(meta=head.meta, notices=tuple(head.notices), **(empty | frames))
 
 
 def _checksum(path: Path) -> tuple[int, int]:
@@ -109,10 +112,6 @@ def _frames(folder: Path, rows: dict[str, int]) -> dict[str, pl.DataFrame]:
         if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
             raise ValueError(f"frame {name} is not as its head says")
     return frames
-
-
-def _frames_on_disk(folder: Path, rows: dict[str, int]) -> dict[str, pl.DataFrame]:
-    return {name: _frame_on_disk(folder, name, count) for name, count in rows.items()}
 
 
 def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:

@@ -90,16 +90,13 @@ def _describe(  # noqa: PLR0917  (the columns that tell)
     name: str, argument: str | None, rocm: str | None, source: str | None, target: str | None, fill: bool
 ) -> tuple[str, str | None, str | None]:
     if fill:
-        return ("fill", None, memory_kinds(name, None, target)[1] or _filled(name))
+        in_brackets = re.search(r"\((\w+)\)", name)
+        filled = in_brackets.group(1).lower() if in_brackets else None
+        return ("fill", None, memory_kinds(name, None, target)[1] or filled)
     kind = copy_kind(name, argument)
     if kind == "unknown" and rocm:
         kind = copy_kind(rocm)
     return (kind, *memory_kinds(name, source, target))
-
-
-def _filled(name: str) -> str | None:
-    inside = re.search(r"\((\w+)\)", name)
-    return inside.group(1).lower() if inside else None
 
 
 def kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:

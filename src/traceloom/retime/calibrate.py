@@ -193,7 +193,10 @@ def _class_medians(
     has_class = edge_classes.of >= 0
     least = np.full(size, np.iinfo(np.int64).max)
     np.minimum.at(least, edge_classes.of[has_class], slack[has_class])
-    usable = has_class & _behind_work(graph, measured)
+    kind = array(graph, graph.edges["kind"])
+    follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)  # points behind other work of their stream
+    follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
+    usable = has_class & ((kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point])
     own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
     # Most edges only order; what they hold back is looked at where an edge of a class leads to it, too.
@@ -217,15 +220,6 @@ def _class_medians(
     # A guess does not decide about what held something back.
     guess = np.where(several[of_kind] > 0, median, usual_ns(edge_classes.table))
     return np.where(count > 0, median, np.minimum(guess, least)), count
-
-
-def _behind_work(graph: Graph, measured: _Measured) -> Bools:
-    """Edges other than launches, and launches of work that came after other work of its stream."""
-    kind = array(graph, graph.edges["kind"])
-    follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)
-    follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
-    usable: Bools = (kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point]
-    return usable
 
 
 def _residuals(measured: _Measured, delay: Ints, work: Ints) -> tuple[Ints, Ints]:

@@ -62,13 +62,7 @@ def binding_edges(
     return bound
 
 
-_BOUNDS: OfLast[Ints] = OfLast()
-
-
-def _measured_bounds(graph: Graph) -> Ints:
-    """`binding_edges` by the measured times; remembered for the graph that was asked for last."""
-    remembered = _BOUNDS.of(graph)
-    return _BOUNDS.put(graph, binding_edges(graph)) if remembered is None else remembered
+_BOUNDS: OfLast[Ints] = OfLast()  # `binding_edges` by the measured times, for the graph that was asked for last
 
 
 def _last_into(target: Ints, reached: Ints) -> Ints:
@@ -99,8 +93,12 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
         The points, `last` first, and for each what bound it: the row of an edge (the next point is its source), -1 for
         the node's own work (the next point is the node's start), -2 for nothing.
     """
-    bound = _measured_bounds(graph) if times is None else binding_edges(graph, times)
-    times = point_times(graph) if times is None else times
+    if times is None:
+        remembered = _BOUNDS.of(graph)
+        bound = _BOUNDS.put(graph, binding_edges(graph)) if remembered is None else remembered
+        times = point_times(graph)
+    else:
+        bound = binding_edges(graph, times)
     # Of a point the one before it on the path, and itself where there is none.
     before = np.arange(len(times), like=bound)
     before -= bound == _OWN

@@ -43,7 +43,9 @@ class Plan:
         self.graph = graph
         self._layout: Layout = layout(graph)
         self._large = is_large(graph)
-        self._roots = self._root_times()
+        times = np.zeros(self._layout.entry_of.size, dtype=np.int64)
+        times[self._layout.start] = graph.nodes["start_ns"].to_numpy()
+        self._roots: Ints = times[self._layout.entry[: self._layout.roots]]
         self._constants: Ints | None = None
 
     @property
@@ -114,12 +116,6 @@ class Plan:
             for row in range(scenarios):
                 self._let_go(work[row % len(work)], delay[row % len(delay)], times[row])
         return times
-
-    def _root_times(self) -> Ints:
-        plan = self._layout
-        times = np.zeros(plan.entry_of.size, dtype=np.int64)
-        times[plan.start] = self.graph.nodes["start_ns"].to_numpy()
-        return times[plan.entry[: plan.roots]]
 
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
         """Fill in the times of all points; all arguments have a row per scenario, or one for all."""

@@ -53,12 +53,16 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     )
     within = np.flatnonzero(moved & hidden[target])
     last, first = _before_optimizers(graph, hidden, optimizer)
+    # What each node takes itself: its work, or the transfer of its communication.
+    own_ns = work_ns.copy()
+    transfers = among(kind, gs.EDGE_KINDS, ("rendezvous",)) & to_end
+    np.maximum.at(own_ns, target[transfers], delay_ns[transfers])
     more = pl.DataFrame(
         {
             "source": np.concatenate([source[within], last]),
             "target": np.concatenate([target[within], first]),
             "to_end": np.repeat([True, False], [within.size, last.size]),
-            "delay_ns": np.concatenate([_own_ns(graph, work_ns, delay_ns)[target[within]], np.zeros_like(last)]),
+            "delay_ns": np.concatenate([own_ns[target[within]], np.zeros_like(last)]),
         }
     ).select(
         pl.col("source", "target").cast(gs.Node),
@@ -98,14 +102,6 @@ def covered_ns(graph: Graph, nodes: Bools) -> Ints:
 def _times(graph: Graph) -> tuple[Ints, Ints, Ints]:
     start, duration = (array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
     return start, start + duration, graph.nodes["rank"].cast(pl.Int64).fill_null(_FILLER).to_numpy()
-
-
-def _own_ns(graph: Graph, work_ns: Ints, delay_ns: Ints) -> Ints:
-    """What each node takes itself: its work, or the transfer of its communication; shape (nodes,)."""
-    own: Ints = work_ns.copy()
-    transfers = among(graph.edges["kind"], gs.EDGE_KINDS, ("rendezvous",)) & graph.edges["to_end"].to_numpy()
-    np.maximum.at(own, graph.edges["target"].to_numpy()[transfers], delay_ns[transfers])
-    return own
 
 
 def of_optimizer(graph: Graph) -> Bools:

@@ -202,15 +202,11 @@ def _kind(graph: Graph, *kinds: str) -> Bools:
 
 def _scale(out: Scenario, change: Change, chosen: Bools) -> None:
     out.work_ns[chosen] = np.rint(out.work_ns[chosen] * change.factor).astype(np.int64)
-    _scale_transfers(out, chosen, change.factor)
-
-
-def _scale_transfers(out: Scenario, chosen: Bools, factor: float) -> None:
-    """What leads out of a meeting to the end of a part is that communication's transfer."""
+    # What leads out of a meeting to the end of a part is that communication's transfer.
     _, target = _ends(out.graph)
     transfer = _edges(out.graph, "rendezvous") & out.graph.edges["to_end"].to_numpy() & chosen[target]
     transfer &= out.delay_ns > ABSENT // 2
-    out.delay_ns[transfer] = np.rint(out.delay_ns[transfer] * factor).astype(np.int64)
+    out.delay_ns[transfer] = np.rint(out.delay_ns[transfer] * change.factor).astype(np.int64)
 
 
 def _remove(out: Scenario, change: Change, chosen: Bools) -> None:

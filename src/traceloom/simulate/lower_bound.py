@@ -40,11 +40,9 @@ def saves_more(before: Scenario, after: Scenario, saved_ns: int, least_ns: int, 
     edges = unknown_wakers(before.graph)
     if not edges.any():
         return False
-    free = [int(np.ptp(_released(scenario, edges).times(plan))) for scenario in (before, after)]
+    free = []
+    for scenario in (before, after):
+        released = scenario.copy()
+        released.delay_ns[np.flatnonzero(edges)] = ABSENT
+        free.append(int(np.ptp(released.times(plan))))
     return free[0] - free[1] > saved_ns + least_ns
-
-
-def _released(scenario: Scenario, edges: Bools) -> Scenario:
-    out = scenario.copy()
-    out.delay_ns[np.flatnonzero(edges)] = ABSENT
-    return out
