@@ -155,15 +155,11 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "absent": [
             *(
                 {"path": path, "reason": "several runs are summed up; report one of them to see it"}
-                for path in _parts()
+                for path in sorted([*_CORE, *KEYS])
             ),
             *absent.to_list(),
         ],
     }
-
-
-def _parts() -> list[str]:
-    return sorted([*_CORE, *KEYS])
 
 
 _CORE = (

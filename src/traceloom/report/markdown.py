@@ -27,7 +27,10 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 def render(document: Row, options: ReportOptions) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    above, below = list(_lines(document, options)), list(_end(document))
+    above = list(_lines(document, options))
+    events = sum(entry["events"] for entry in document["inputs"])
+    footer = f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
+    below = [*_notices(document), "", footer]
     between = list(_sections(document, _MOST_LINES - len(above) - len(below)))
     return "\n".join([*above, *between, *below]) + "\n"
 
@@ -56,13 +59,6 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield from _host(document)
     yield from _kernels(document, options)
     yield from _operators(document, options)
-
-
-def _end(document: Row) -> Iterator[str]:
-    yield from _notices(document)
-    yield ""
-    events = sum(entry["events"] for entry in document["inputs"])
-    yield f"<sub>traceloom {document['traceloom']}, {units.count(events)} events</sub>"
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

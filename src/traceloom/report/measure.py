@@ -87,28 +87,22 @@ def _freed(result: T) -> T:
 def _of_steps(measured: Measured, steps: tuple[int, int]) -> Measured:
     """Keep these steps of what is told per step; a device or a thread is the sum of its steps."""
     chosen = pl.col("step").is_between(*steps)
-    gpu_steps = measured.gpu.steps.filter(chosen)
-    idle = measured.idle
+    gpu, idle = measured.gpu, measured.idle
+    gpu_steps = gpu.steps.filter(chosen)
+    devices: pl.DataFrame = gpu_steps.group_by("device", maintain_order=True).agg(
+        pl.col("name").first(), pl.col("start_ns").min(), pl.col(*FIELDS).sum()
+    )
+    devices = devices.select(gpu.devices.columns).cast(gpu.devices.schema)
     causes = idle.causes.filter(chosen)
+    totals = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
+    totals = totals.select(idle.totals.columns).cast(idle.totals.schema)
     account = measured.host.account.filter(chosen)
     return replace(
         measured,
-        gpu=replace(measured.gpu, steps=gpu_steps, devices=_devices(gpu_steps, measured.gpu.devices)),
-        idle=replace(idle, gaps=idle.gaps.filter(chosen), causes=causes, totals=_totals(causes, idle.totals)),
+        gpu=replace(gpu, steps=gpu_steps, devices=devices),
+        idle=replace(idle, gaps=idle.gaps.filter(chosen), causes=causes, totals=totals),
         host=replace(measured.host, account=account, threads=_threads(account, measured)),
     )
-
-
-def _devices(steps: pl.DataFrame, like: pl.DataFrame) -> pl.DataFrame:
-    summed: pl.DataFrame = steps.group_by("device", maintain_order=True).agg(
-        pl.col("name").first(), pl.col("start_ns").min(), pl.col(*FIELDS).sum()
-    )
-    return summed.select(like.columns).cast(like.schema)
-
-
-def _totals(causes: pl.DataFrame, like: pl.DataFrame) -> pl.DataFrame:
-    summed = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
-    return summed.select(like.columns).cast(like.schema)
 
 
 def _threads(account: pl.DataFrame, measured: Measured) -> pl.DataFrame:

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Notices of one kind, as one."""
+    """Notices of one kind, as one; `weakens` has the keys of the parts of the report that are less certain for it."""
 
     severity: str
     slug: str
@@ -21,14 +21,11 @@ def said_once(notices: list[dict[str, Any]], ranks: int) -> list[Said]:
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for notice in notices:
         kinds.setdefault((notice["severity"], notice["slug"]), []).append(notice)
-    return [
-        Said(severity, slug, _sentence(alike, ranks), _weakened(alike[0])) for (severity, slug), alike in kinds.items()
-    ]
-
-
-def _weakened(notice: dict[str, Any]) -> tuple[str, ...]:
-    """The parts of the report that it weakens, by their keys."""
-    return tuple(effect["part"].rpartition(".")[2] for effect in notice.get("affects", []))
+    merged = []
+    for (severity, slug), alike in kinds.items():
+        weakens = tuple(effect["part"].rpartition(".")[2] for effect in alike[0].get("affects", []))
+        merged.append(Said(severity, slug, _sentence(alike, ranks), weakens))
+    return merged
 
 
 def _sentence(alike: list[dict[str, Any]], ranks: int) -> str:

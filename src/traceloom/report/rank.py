@@ -16,7 +16,11 @@ Row = dict[str, Any]
 def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
     """One entry of `ranks`; `cut` says that only chosen steps are told."""
     trace, meta = measured.trace, measured.trace.meta
-    start, end = _window(measured, cut=cut)
+    steps = trace.steps
+    start, end = trace.start_ns, trace.end_ns
+    if cut and steps.height:
+        start, end = int(steps["start_ns"][0]), int(steps["end_ns"][-1])
+    outside_steps = measured.gpu.steps.filter(pl.col("step").is_null())
     return {
         "rank": absent.value(meta.rank, "ranks[*].rank"),
         "host_name": absent.value(meta.host, "ranks[*].host_name"),
@@ -27,19 +31,13 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
         "event_count": trace.events.height,
         "devices": _devices(measured, absent),
         "steps": _steps(measured, absent),
-        "outside": _outside(measured, absent),
+        # Of the devices; with the steps, it adds up to the whole.
+        "outside": _by_step(outside_steps, measured.idle.causes, absent).get(None, []),
         "gpu_account": _gpu_account(measured, absent),
         "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
         "host": _host(measured, absent),
         "step_times": _step_times(measured, absent),
     }
-
-
-def _window(measured: Measured, *, cut: bool) -> tuple[int, int]:
-    steps = measured.trace.steps
-    if cut and steps.height:
-        return int(steps["start_ns"][0]), int(steps["end_ns"][-1])
-    return measured.trace.start_ns, measured.trace.end_ns
 
 
 def _devices(measured: Measured, absent: Absent) -> list[Row]:
@@ -59,12 +57,6 @@ def _steps(measured: Measured, absent: Absent) -> list[Row]:
         absent.say("ranks[*].steps")
     inside = _by_step(measured.gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
     return [{**step, "devices": inside.get(step["step"], [])} for step in steps]
-
-
-def _outside(measured: Measured, absent: Absent) -> list[Row]:
-    """The devices' time outside all steps, which with the steps adds up to the whole."""
-    outside = measured.gpu.steps.filter(pl.col("step").is_null())
-    return _by_step(outside, measured.idle.causes, absent).get(None, [])
 
 
 def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[int | None, list[Row]]:

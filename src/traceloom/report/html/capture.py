@@ -48,22 +48,27 @@ def _of(row: Any, *keys: str) -> Any:
 def _machines(ranks: list[Row]) -> str:
     if not ranks:
         return ""
-    rows = [
-        {
-            "rank": entry.get("rank"),
-            "host": entry.get("host"),
-            "processor": entry.get("processor"),
-            "cpus": entry.get("usable_cpus"),
-            "threads": entry.get("torch_threads"),
-            "torch": _of(entry, "versions", "torch"),
-            "python": _of(entry, "versions", "python"),
-            "with": _settings(entry.get("settings")),
-            "recorded_ns": _of(entry, "overhead", "recorded_median_ns"),
-            "bare_ns": _of(entry, "overhead", "unrecorded_median_ns"),
-            "ratio": _ratio(_of(entry, "overhead", "ratio")),
-        }
-        for entry in ranks
-    ]
+    rows = []
+    for entry in ranks:
+        settings, ratio = entry.get("settings"), _of(entry, "overhead", "ratio")
+        switched_on = None
+        if isinstance(settings, dict):
+            switched_on = ", ".join(key.replace("_", " ") for key, on in settings.items() if on is True) or "none"
+        rows.append(
+            {
+                "rank": entry.get("rank"),
+                "host": entry.get("host"),
+                "processor": entry.get("processor"),
+                "cpus": entry.get("usable_cpus"),
+                "threads": entry.get("torch_threads"),
+                "torch": _of(entry, "versions", "torch"),
+                "python": _of(entry, "versions", "python"),
+                "with": switched_on,
+                "recorded_ns": _of(entry, "overhead", "recorded_median_ns"),
+                "bare_ns": _of(entry, "overhead", "unrecorded_median_ns"),
+                "ratio": f"{ratio:.2f} ×" if isinstance(ratio, (int, float)) else None,
+            }
+        )
     columns = [
         Column("rank", "Rank", "count"),
         Column("host", "Host"),
@@ -79,17 +84,6 @@ def _machines(ranks: list[Row]) -> str:
     ]
     why_unknown = dict.fromkeys(("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones")
     return table("recording-table", columns, rows, why_unknown, "Recording by rank")
-
-
-def _settings(settings: Any) -> str | None:
-    if not isinstance(settings, dict):
-        return None
-    on = [key.replace("_", " ") for key, value in settings.items() if value is True]
-    return ", ".join(on) or "none"
-
-
-def _ratio(value: Any) -> str | None:
-    return f"{value:.2f} ×" if isinstance(value, (int, float)) else None
 
 
 def _in_block(entry: Row, ranks: list[Row], document: Row) -> str:

@@ -66,12 +66,10 @@ def unit_of(column: Column, values: list[Any]) -> Unit:
     if column.kind not in ("time", "bytes", *_RATES):
         return 1, ""
     largest = max((abs(value) for value in values if value is not None), default=0)
-    units = {"time": _TIME, "bytes": _BYTES}.get(column.kind) or _rates(column.kind)
+    units = {"time": _TIME, "bytes": _BYTES}.get(column.kind) or tuple(
+        (factor, prefix + _RATES[column.kind]) for factor, prefix in _PREFIXES
+    )
     return next(((factor, unit) for factor, unit in units if largest >= factor), (1, ""))
-
-
-def _rates(kind: str) -> tuple[Unit, ...]:
-    return tuple((factor, prefix + _RATES[kind]) for factor, prefix in _PREFIXES)
 
 
 def rounded(value: float) -> str:
@@ -113,12 +111,9 @@ def _numeric(column: Column, value: Any, shown: str | None, widest: int, reason:
     pad = f" p{missing}" + ("" if dot else " w") if missing else ""
     exact = round(value * 100, 6) if column.kind == "share" else value
     if column.kind == "share":
-        return f'<td class="n" data-v="{exact}">{_strip(value)}<span class="sh">{escape(shown)}</span></td>'
+        strip = f'<svg class="strip"><rect width="{min(max(value, 0.0), 1.0) * 100:.4g}%"/></svg>'
+        return f'<td class="n" data-v="{exact}">{strip}<span class="sh">{escape(shown)}</span></td>'
     return f'<td class="n{pad}" data-v="{exact}">{escape(shown)}</td>'
-
-
-def _strip(fraction: float) -> str:
-    return f'<svg class="strip"><rect width="{min(max(fraction, 0.0), 1.0) * 100:.4g}%"/></svg>'
 
 
 def _worded(column: Column, value: Any, reason: str) -> str:

@@ -31,9 +31,12 @@ def findings(document: Row, reasons: Reasons) -> str:
 
 def _card(row: Row, positions: dict[int | None, int]) -> str:
     of_time = row["list"] == "time"
-    least = "≥ " if row["lower_bound"] else ""
-    figure = least + units.share(row["saving_fraction"], 1) if of_time else _bytes(row)
-    saved = units.duration(row["saving_ns"]) if of_time else "memory"
+    if of_time:
+        figure = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
+        saved = units.duration(row["saving_ns"])
+    else:
+        figure = "risk" if row["saving_bytes"] is None else units.size(row["saving_bytes"])
+        saved = "memory"
     if of_time and row["saving_low_ns"] is not None:
         saved += f" ({units.duration(row['saving_low_ns'])} to {units.duration(row['saving_high_ns'])})"
     if of_time and not row["saving_ns"]:
@@ -44,32 +47,20 @@ def _card(row: Row, positions: dict[int | None, int]) -> str:
         f'<rect width="{width:.2f}" height="4"/></svg>'
     )
     risk = f'<p class="risk">{text(row["risk"])}</p>' if row["risk"] else ""
+    others = "".join(
+        f"<li>{text(other['title'])} ({escape(units.duration(other['alone_ns']))})</li>"
+        for other in row["alternatives"]
+    )
+    alternatives = f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{others}</ul>' if others else ""
+    alone = "" if row["alone_ns"] in (None, row["saving_ns"]) else f" · alone {units.duration(row['alone_ns'])}"
     return (
         f'<li class="finding {text(row["severity"])}">'
         f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
-        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}{_alternatives(row)}'
+        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}{alternatives}'
         f'<ul class="evidence">{"".join(_evidence(evidence, positions) for evidence in row["evidence"])}</ul>'
-        f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{_alone(row)} · '
+        f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{alone} · '
         f"evaluated: {text(row['change'] or 'no change')}</p></li>"
     )
-
-
-def _alternatives(row: Row) -> str:
-    """Other fixes for the same time."""
-    items = "".join(
-        f"<li>{text(alternative['title'])} ({escape(units.duration(alternative['alone_ns']))})</li>"
-        for alternative in row["alternatives"]
-    )
-    return f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{items}</ul>' if items else ""
-
-
-def _bytes(row: Row) -> str:
-    return "risk" if row["saving_bytes"] is None else units.size(row["saving_bytes"])
-
-
-def _alone(row: Row) -> str:
-    alone = row["alone_ns"]
-    return "" if alone is None or alone == row["saving_ns"] else f" · alone {units.duration(alone)}"
 
 
 def _evidence(evidence: Row, positions: dict[int | None, int]) -> str:

@@ -37,7 +37,10 @@ def framed(
     data: str = "",
 ) -> str:
     """A page that needs nothing but itself. `title` and `name` are plain words, all else is HTML."""
-    script, theme = _script(), asset("theme.js")
+    # All modules in one script: their imports and exports resolve to names of one shared scope.
+    modules = [_MARGIN.sub("", _EXPORT.sub("", _IMPORT.sub("", asset(module)))) for module in SCRIPTS]
+    script = '(() => {\n"use strict";\n' + "\n".join(modules) + "})();\n"
+    theme = asset("theme.js")
     style = "\n".join(asset(stylesheet) for stylesheet in STYLES)
     page = Template(asset("page.html")).substitute(
         policy=policy([theme, script], style),
@@ -69,12 +72,6 @@ def one_after_the_other(sections: Iterable[Section]) -> dict[str, str]:
 def asset(name: str) -> str:
     """A file of the page's own: a style, a script, a piece of HTML."""
     return files("traceloom.report.html").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _script() -> str:
-    """All modules in one script: their imports and exports resolve to names of one shared scope."""
-    parts = [_MARGIN.sub("", _EXPORT.sub("", _IMPORT.sub("", asset(name)))) for name in SCRIPTS]
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
 
 
 def policy(scripts: list[str], style: str) -> str:

@@ -55,7 +55,7 @@ def inputs(document: Row, reasons: Reasons) -> str:
     rows = [
         {
             **row,
-            "versions": _pairs(row.get("versions")),
+            "versions": ", ".join(f"{key} {value}" for key, value in (row.get("versions") or {}).items()) or None,
             "settings": _settings(row.get("settings")),
         }
         for row in document.get("inputs") or []
@@ -69,16 +69,12 @@ def inputs(document: Row, reasons: Reasons) -> str:
         Column("settings", "Recorded"),
         Column("versions", "Versions"),
     ]
-    return table("input-table", columns, rows, _input_reasons(reasons), "Inputs")
-
-
-def _input_reasons(reasons: Reasons) -> dict[str, str]:
-    silent = {"versions": "the file names no versions", "settings": "the file does not tell its settings"}
-    return {**reasons.columns("inputs"), **silent}
-
-
-def _pairs(values: Row | None) -> str | None:
-    return ", ".join(f"{key} {value}" for key, value in values.items()) if values else None
+    why_unknown = {
+        **reasons.columns("inputs"),
+        "versions": "the file names no versions",
+        "settings": "the file does not tell its settings",
+    }
+    return table("input-table", columns, rows, why_unknown, "Inputs")
 
 
 def _settings(values: Row | None) -> str | None:

@@ -75,7 +75,11 @@ def _curve(curve: Row) -> str:
     def y(value: int | None) -> float:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (highest - (value or 0)) / (highest - lowest)
 
-    paths = "".join(_path(name, times, values, x, y) for name, values in reversed(series))
+    paths = ""
+    for name, values in reversed(series):  # staircases: a value holds until the next
+        corners = [f"M{x(times[0]):.1f} {y(values[0]):.1f}"]
+        corners += [f"H{x(time):.1f}V{y(value):.1f}" for time, value in zip(times[1:], values[1:], strict=True)]
+        paths += f'<path class="line-{name}" d="{"".join(corners)}"/>'
     marks = "".join(
         f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
         f'<text x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{units.size(v)}</text>'
@@ -92,10 +96,3 @@ def _curve(curve: Row) -> str:
         f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
         f'<script type="application/json">{island(data)}</script></figure>'
     )
-
-
-def _path(name: str, times: list[int], values: list[int | None], x: Any, y: Any) -> str:
-    """A staircase: a value holds until the next."""
-    points = [f"M{x(times[0]):.1f} {y(values[0]):.1f}"]
-    points += [f"H{x(time):.1f}V{y(value):.1f}" for time, value in zip(times[1:], values[1:], strict=True)]
-    return f'<path class="line-{name}" d="{"".join(points)}"/>'

@@ -59,9 +59,13 @@ def device_shares(row: Row) -> Row:
 def headline(document: Row) -> str:
     """The sentence and the bar below it."""
     answer = document.get("answer") or {}
-    parts = [
-        (str(p["label"]), _colour(str(p["label"]), str(p["kind"])), int(p["ns"])) for p in answer.get("parts") or []
-    ]
+    parts = []
+    for part in answer.get("parts") or []:
+        label = str(part["label"])
+        # Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour.
+        phase, colon, _ = label.partition(":")
+        colour = group(phase) if colon and phase in PHASES else group(str(part["kind"]))
+        parts.append((label, colour, int(part["ns"])))
     whole = sum(ns for _, _, ns in parts)
     parts.sort(key=lambda part: (_place(part[1]), -part[2]))
     picture = (
@@ -71,30 +75,23 @@ def headline(document: Row) -> str:
     return f"<h1>{text(sentence).replace(' %', NO_BREAK + '%')}</h1>{picture}"
 
 
-def _colour(label: str, kind: str) -> str:
-    """Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour."""
-    phase, colon, _ = label.partition(":")
-    return group(phase) if colon and phase in PHASES else group(kind)
-
-
 def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, str, int]]:
     """The parts with those of the same colour that are too small to see as one."""
     small = [part for part in parts if part[2] < whole * _SMALL]
     out = [part for part in parts if part[2] >= whole * _SMALL]
     for colour in dict.fromkeys(part[1] for part in small):
         same = [part for part in small if part[1] == colour and part[2]]
-        if same:
-            alone = not any(part[1] == colour for part in out)
-            label = same[0][0] if len(same) == 1 else _rest(colour, len(same), alone=alone)
-            out.append((label, colour, sum(ns for _, _, ns in same)))
+        if not same:
+            continue
+        alone = not any(part[1] == colour for part in out)
+        if len(same) == 1:
+            label = same[0][0]
+        elif colour in PHASES:
+            label = colour if alone else f"{colour}: the rest"
+        else:
+            label = f"{len(same)} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
+        out.append((label, colour, sum(ns for _, _, ns in same)))
     return sorted(out, key=lambda part: _place(part[1]))
-
-
-def _rest(colour: str, count: int, *, alone: bool) -> str:
-    """What the small parts of one colour are called together."""
-    if colour in PHASES:
-        return colour if alone else f"{colour}: the rest"
-    return f"{count} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
 
 
 def _place(colour: str) -> int:
@@ -134,10 +131,6 @@ def _devices(document: Row) -> list[Row]:
     return [device for rank in document["ranks"] for device in rank.get("devices") or []]
 
 
-def _sum(rows: list[Row], key: str) -> int:
-    return sum(row.get(key) or 0 for row in rows)
-
-
 def _window(document: Row) -> Number | None:
     longest = max((r["window_ns"] or 0 for r in document["ranks"]), default=0)
     events = sum(r.get("event_count") or 0 for r in document["ranks"])
@@ -168,7 +161,7 @@ def _busy(document: Row) -> Number | None:
 
 def _communication(document: Row) -> Number | None:
     whole, kinds = _gpu_parts(document)
-    if not whole or not _sum(_devices(document), "communication_ns"):
+    if not whole or not sum(device.get("communication_ns") or 0 for device in _devices(document)):
         return None
     exposed = kinds.get("communication", 0)
     return "Communication not hidden", units.share(exposed, whole), f"{exposed} of {whole} ns", "of GPU time"
@@ -267,9 +260,11 @@ def host_breakdown(document: Row) -> str:
         window = sum(row["ns"] for row in account)
         if not window:
             continue
-        by = {key: _added(account, key) for key in ("phase", "activity")}
-        phases = [(p, group(p), by["phase"].get(p, 0)) for p in PHASES]
-        activities = [(name, group(a), by["activity"].get(a, 0)) for a, name in ACTIVITIES.items()]
+        phases = [(p, group(p), sum(row["ns"] for row in account if row["phase"] == p)) for p in PHASES]
+        activities = [
+            (name, group(a), sum(row["ns"] for row in account if row["activity"] == a))
+            for a, name in ACTIVITIES.items()
+        ]
         rows.append({"rank": rank_name(rank, k), "what": "phase", "bar": bar(phases, window), "window": window})
         rows.append({"rank": rank_name(rank, k), "what": "activity", "bar": bar(activities, window), "window": window})
     if not rows:
@@ -280,26 +275,14 @@ def host_breakdown(document: Row) -> str:
         Column("bar", "Time of the main thread", "bar"),
         Column("window", "Window", "time", host_window(document)),
     ]
-    return table("host-breakdown", columns, rows, {}, "Main thread by rank") + _host_legend() + _HOST_DEFINITION
-
-
-def _host_legend() -> str:
-    def items(pairs: list[tuple[str, str]]) -> str:
-        return "".join(f'<li><i class="swatch b-{colour}"></i>{name}</li>' for name, colour in pairs)
-
-    phases = items([(phase, group(phase)) for phase in PHASES])
-    activities = items([(name, group(activity)) for activity, name in ACTIVITIES.items()])
-    return f'<ul class="legend">{phases}</ul><ul class="legend">{activities}</ul>'
+    legends = ""
+    for names in ({phase: phase for phase in PHASES}, ACTIVITIES):
+        items = "".join(f'<li><i class="swatch b-{group(key)}"></i>{name}</li>' for key, name in names.items())
+        legends += f'<ul class="legend">{items}</ul>'
+    return table("host-breakdown", columns, rows, {}, "Main thread by rank") + legends + _HOST_DEFINITION
 
 
 _HOST_DEFINITION = """<details class="definition"><summary>How it is counted</summary>
 <p>Every nanosecond of the thread has one <b>phase</b> (the outermost region around it: loading, forward, backward,
 optimizer, communication) and one <b>activity</b> (the innermost event: an operator, a launch call, a call that blocks,
 a Python frame; unobserved where nothing is recorded). Each of the two adds up to the window.</p></details>"""
-
-
-def _added(rows: list[Row], key: str) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for row in rows:
-        out[row[key]] = out.get(row[key], 0) + row["ns"]
-    return out

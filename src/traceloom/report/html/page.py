@@ -46,7 +46,10 @@ def render(document: dict[str, Any], session: Session) -> str:
     near = document if few is None else few.document(document)
     view = _timeline(document, session if few is None else few.session(session))
     note = "" if few is None else featured.told(few.sentence(document))
-    groups = navigation.grouped(_sections(document, near, reasons, _timeline_body(view, note)), missing)
+    events = '<p class="quiet absent">Timeline: the trace has no events.</p>'
+    if view is not None:
+        events = note + asset("timeline.html") + _omitted(view)
+    groups = navigation.grouped(_sections(document, near, reasons, events), missing)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
     name = document.get("name") or session.name
     return framed(
@@ -74,10 +77,11 @@ def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
 
 def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[Section]:
     """All sections, in no order; `near` has the ranks that are shown one by one."""
+    data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
     if document.get("runs"):
-        data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
         return [("runs", "Runs", "Report one of them alone to see more.", inputs.runs(document, reasons)),
                 ("data", "Data", "What was read, and what to know about it.", data)]  # fmt: skip
+    data += capture.capture(document, reasons)
     several = len(document["ranks"]) > 1
     return [
         ("findings", "What to fix first", _ABOUT_FINDINGS, findings.findings(document, reasons)),
@@ -103,19 +107,8 @@ def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[S
         ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(near, reasons)),
         ("loading", "Data loading", "Waits for the next batch.", work.data_loading(document, reasons)),
         *sections.sections(document, reasons, few=near is document),
-        ("data", "Data", "What was read, and what to know about it.", _data(document, reasons)),
+        ("data", "Data", "What was read, and what to know about it.", data),
     ]
-
-
-def _data(document: Row, reasons: Reasons) -> str:
-    parts = (inputs.notices(document, reasons), inputs.inputs(document, reasons), capture.capture(document, reasons))
-    return "".join(parts)
-
-
-def _timeline_body(view: timeline.Timeline | None, note: str) -> str:
-    if view is None:
-        return '<p class="quiet absent">Timeline: the trace has no events.</p>'
-    return note + asset("timeline.html") + _omitted(view)
 
 
 def _omitted(view: timeline.Timeline) -> str:

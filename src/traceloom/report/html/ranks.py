@@ -81,7 +81,10 @@ def _gpu_step(step: Row, longest: int) -> Row:
             parts[colour] = (label, parts.get(colour, (label, 0))[1] + ns)
     count = max(len(devices), 1)
     listed = [(label, colour, ns // count) for colour, (label, ns) in parts.items()]
-    shares = device_shares({"window_ns": whole, **_summed(devices)}) if whole else {}
+    keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns")
+    summed = {key: sum(device.get(key) or 0 for device in devices) for key in keys}
+    summed["idle_ns"] = sum((device.get("idle_ns") or 0) + _edges(device) for device in devices)
+    shares = device_shares({"window_ns": whole, **summed}) if whole else {}
     return {
         "step": step["step"],
         "bar": bar(listed, whole // count if whole else step["duration_ns"], longest),
@@ -95,12 +98,6 @@ def _gpu_step(step: Row, longest: int) -> Row:
 
 def _edges(device: Row) -> int:
     return (device.get("edge_idle_before_ns") or 0) + (device.get("edge_idle_after_ns") or 0)
-
-
-def _summed(devices: list[Row]) -> Row:
-    keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns")
-    out = {key: sum(d.get(key) or 0 for d in devices) for key in keys}
-    return {**out, "idle_ns": sum((d.get("idle_ns") or 0) + _edges(d) for d in devices)}
 
 
 def _host_step(step: Row, rank: Row, longest: int) -> Row:
@@ -165,7 +162,19 @@ def _host(rank: Row, position: int, reasons: Reasons) -> str:
     for row in account:
         lane = by_lane.setdefault(row["lane"], {})
         lane[row["activity"]] = lane.get(row["activity"], 0) + row["ns"]
-    rows = [_thread(thread, by_lane.get(thread["lane"], {})) for thread in threads]
+    rows = []
+    for thread in threads:
+        times = by_lane.get(thread["lane"], {})
+        name = thread["name"] or f"thread {thread['thread']}"
+        parts = [(title, group(a), times.get(a, 0)) for a, title in ACTIVITIES.items()]
+        rows.append(
+            {
+                "name": f"{name} (main)" if thread["main"] and "main" not in name else name,
+                "bar": bar(parts, thread["window_ns"]),
+                **{a: times.get(a, 0) for a in ACTIVITIES},
+                "events": thread["event_count"],
+            }
+        )
     columns = [
         Column("name", "Thread"),
         Column("bar", "By activity", "bar"),
@@ -173,14 +182,3 @@ def _host(rank: Row, position: int, reasons: Reasons) -> str:
         Column("events", "Events", "count"),
     ]
     return table(f"host-{position}", columns, rows, {}, f"Host threads of {rank_name(rank, position)}")
-
-
-def _thread(thread: Row, account: dict[str, int]) -> Row:
-    parts = [(name, group(a), account.get(a, 0)) for a, name in ACTIVITIES.items()]
-    name = thread["name"] or f"thread {thread['thread']}"
-    return {
-        "name": f"{name} (main)" if thread["main"] and "main" not in name else name,
-        "bar": bar(parts, thread["window_ns"]),
-        **{a: account.get(a, 0) for a in ACTIVITIES},
-        "events": thread["event_count"],
-    }

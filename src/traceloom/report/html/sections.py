@@ -11,7 +11,7 @@ from traceloom.report.html.absence import Reasons
 from traceloom.report.html.cells import Column, text
 from traceloom.report.html.table import MOST_ROWS, table
 from traceloom.report.sections import shown
-from traceloom.report.sections.section import Section, Table
+from traceloom.report.sections.section import Table
 
 Row = dict[str, Any]
 _MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
@@ -26,25 +26,18 @@ def sections(document: Row, reasons: Reasons, *, few: bool = True) -> Iterator[t
         picture = section.picture(value) if value else ""
         name = section.key.replace("_", "-")
         if not tables and not picture:
-            yield name, section.title, section.note, _missing(section, document, reasons)
+            # Why the section is missing, else why something that would stand in it is.
+            paths = [entry["path"] for entry in document.get("absent") or [] if entry["path"].startswith(section.key)]
+            path = section.key if section.key in paths else next(iter(paths), section.key)
+            yield name, section.title, section.note, reasons.line(path, section.title)
             continue
-        sentence = section.summary(value)
-        body = f'<p class="sentence">{_sentence(sentence)}</p>' if sentence else ""
+        body, sentence = "", section.summary(value)
+        if sentence:
+            ended = sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
+            body = f'<p class="sentence">{text(ended[0].upper() + ended[1:])}</p>'
         body += picture + _table(tables[0], reasons, most, alone=len(tables) == 1) if tables else picture
         body += "".join(_folded(data_table, reasons, most) for data_table in tables[1:])
         yield name, section.title, section.note, body
-
-
-def _sentence(words: str) -> str:
-    return text(words[0].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else "."))
-
-
-def _missing(section: Section[Any], document: Row, reasons: Reasons) -> str:
-    paths = [entry["path"] for entry in document.get("absent") or []]
-    path = next(
-        (p for p in paths if p == section.key), next((p for p in paths if p.startswith(section.key)), section.key)
-    )
-    return reasons.line(path, section.title)
 
 
 def _folded(data_table: Table, reasons: Reasons, most: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from traceloom.report.html.cells import NAME_LENGTH, Column, Unit, cells, text, unit_of
+from traceloom.report.html.cells import NAME_LENGTH, Column, cells, text, unit_of
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
 _FEW = 7  # columns
@@ -34,31 +34,35 @@ def table(
     """
     kept = rows[:most]
     values = {column.key: [row.get(column.key) for row in kept] for column in columns}
-    units = _units(columns, values)
+    scales: dict[str, list[Any]] = {}
+    for column in columns:
+        scales.setdefault(column.scale or column.key, []).extend(values[column.key])
+    units = [unit_of(column, scales[column.scale or column.key]) for column in columns]
     shown = [cells(c, values[c.key], unit, reasons.get(c.key, "")) for c, unit in zip(columns, units, strict=True)]
     heads = "".join(_head(column, unit) for column, (_, unit) in zip(columns, units, strict=True))
     full = [_full(columns, row) for row in kept]
     body = "\n".join(f"<tr{more}>{''.join(row)}</tr>" for more, *row in zip(full, *shown, strict=True))
+    # A few short columns stand close together, so that the eye finds the way along a row.
+    narrow = len(columns) <= _FEW and not any(column.kind in ("name", "bar") for column in columns)
+    search = rest = ""
+    if len(kept) >= _FILTER_FROM:
+        search = (
+            f'<div class="filter"><input type="search" placeholder="Filter {len(kept)} rows" '
+            f'aria-label="Filter: {escape(label)}" autocomplete="off" spellcheck="false">'
+            '<span class="count" role="status"></span></div>'
+        )
+    if len(rows) > most:
+        rest = (
+            f'<p class="quiet">The first {most:,} of {len(rows):,} rows; '
+            "<code>traceloom report -o report.json</code> has all of them.</p>"
+        ).replace(",", "\u202f")
     return (
-        f'<figure class="table{_width(columns)}" id="{identity}">{_filter(label, len(kept))}'
+        f'<figure class="table{" narrow" if narrow else ""}" id="{identity}">{search}'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
         f'<table><caption class="unseen">{escape(label)}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-        f'<button type="button" class="more" hidden></button>{_rest(len(rows), most)}</figure>'
+        f'<button type="button" class="more" hidden></button>{rest}</figure>'
     )
-
-
-def _width(columns: Sequence[Column]) -> str:
-    """A few short columns stand close together, so that the eye finds the way along a row."""
-    return "" if len(columns) > _FEW or any(c.kind in ("name", "bar") for c in columns) else " narrow"
-
-
-def _units(columns: Sequence[Column], values: Mapping[str, list[Any]]) -> list[Unit]:
-    """The unit of each column; one for all columns of a scale."""
-    scales: dict[str, list[Any]] = {}
-    for column in columns:
-        scales.setdefault(column.scale or column.key, []).extend(values[column.key])
-    return [unit_of(column, scales[column.scale or column.key]) for column in columns]
 
 
 def _head(column: Column, unit: str) -> str:
@@ -79,22 +83,3 @@ def _full(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
     whole = " ".join(name for name in names if len(name) > NAME_LENGTH)
     full = f' data-full="{text(whole)}"' if whole else ""
     return full + (f' data-range="{row["range"]}"' if "range" in row else "")
-
-
-def _filter(label: str, count: int) -> str:
-    if count < _FILTER_FROM:
-        return ""
-    return (
-        f'<div class="filter"><input type="search" placeholder="Filter {count} rows" '
-        f'aria-label="Filter: {escape(label)}" autocomplete="off" spellcheck="false">'
-        '<span class="count" role="status"></span></div>'
-    )
-
-
-def _rest(count: int, most: int) -> str:
-    if count <= most:
-        return ""
-    return (
-        f'<p class="quiet">The first {most:,} of {count:,} rows; '
-        "<code>traceloom report -o report.json</code> has all of them.</p>"
-    ).replace(",", "\u202f")

@@ -201,22 +201,18 @@ def _lanes(trace: Trace, number: int) -> pl.DataFrame:
 def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
     """The kept events, lane by lane, with their facts."""
     columns = ["event", "name", "category", "start_ns", "duration_ns", "nested_end_ns", "lane", "correlation", "launch"]
-    return (
-        _keep(trace.events.select(columns), share)
-        .join(lanes.select("lane", "order"), on="lane", how="left")
-        .join(_facts(trace), on="event", how="left")
-        .join(_forward(trace), on="event", how="left")
-        .sort("order", "event")
-    )
-
-
-def _forward(trace: Trace) -> pl.DataFrame:
-    """For backward ops, the forward op that made them: (event, forward)."""
-    return (
+    forward_of_backward = (
         trace.flows.filter(pl.col("kind") == "forward-backward")
         .drop_nulls(["source", "target"])
         .unique("target", keep="first", maintain_order=True)
         .select(pl.col("target").alias("event"), pl.col("source").alias("forward"))
+    )
+    return (
+        _keep(trace.events.select(columns), share)
+        .join(lanes.select("lane", "order"), on="lane", how="left")
+        .join(_facts(trace), on="event", how="left")
+        .join(forward_of_backward, on="event", how="left")
+        .sort("order", "event")
     )
 
 

@@ -69,7 +69,12 @@ def _trace(trace: Trace, process: int, epoch_ns: int, more: pl.DataFrame | None 
     first_thread = process * _TRACKS_PER_PROCESS
     yield _metadata(trace, tracks, process, first_thread)
     yield _steps(trace, process, first_thread + _STEPS_TRACK, epoch_ns)
-    events = _placed(trace, tracks, first_thread + 1, epoch_ns)
+    start = trace.events["start_ns"]
+    events = trace.events.with_columns(
+        (start - epoch_ns).alias("ts"),
+        (pl.Series(tracks.end_ns) - start).clip(0).alias("dur"),
+        pl.Series("tid", tracks.track + first_thread + 1),
+    )
     arrows = _arrows(trace, process)
     if more is not None:
         arrows = pl.concat([arrows, more.cast(arrows.schema)])
@@ -99,15 +104,6 @@ def _encoded(names: pl.Series) -> pl.DataFrame:
     unique = names.unique()
     texts = [json.dumps(harmless(name), ensure_ascii=False) for name in unique.to_list()]
     return pl.DataFrame({"name": unique, "quoted": texts}, schema={"name": pl.String, "quoted": pl.String})
-
-
-def _placed(trace: Trace, tracks: Tracks, first_thread: int, epoch_ns: int) -> pl.DataFrame:
-    start = trace.events["start_ns"]
-    return trace.events.with_columns(
-        (start - epoch_ns).alias("ts"),
-        (pl.Series(tracks.end_ns) - start).clip(0).alias("dur"),
-        pl.Series("tid", tracks.track + first_thread),
-    )
 
 
 def _arrows(trace: Trace, process: int) -> pl.DataFrame:
@@ -167,17 +163,15 @@ def _args() -> list[pl.Expr]:
     texts = ("shapes", "types", "collective", "group")
     pieces = [_piece(name, pl.col(name).cast(pl.String)) for name in numbers]
     pieces.append(_piece("bytes", pl.col("copy_bytes").cast(pl.String)))
-    return pieces + [_piece(name, pl.concat_str(pl.lit('"'), _escaped(pl.col(name)), pl.lit('"'))) for name in texts]
+    for name in texts:
+        inside = pl.col(name).str.replace_all("\\", "\\\\", literal=True).str.replace_all('"', '\\"', literal=True)
+        inside = inside.str.replace_all(r"[\x00-\x1f]", "?")  # control characters become question marks
+        pieces.append(_piece(name, pl.concat_str(pl.lit('"'), inside, pl.lit('"'))))
+    return pieces
 
 
 def _piece(name: str, value: pl.Expr) -> pl.Expr:
     return pl.when(value.is_not_null()).then(pl.concat_str(pl.lit(f',"{name}":'), value)).otherwise(pl.lit(""))
-
-
-def _escaped(text: pl.Expr) -> pl.Expr:
-    """The inside of a JSON string; control characters become question marks."""
-    escaped = text.str.replace_all("\\", "\\\\", literal=True).str.replace_all('"', '\\"', literal=True)
-    return escaped.str.replace_all(r"[\x00-\x1f]", "?")
 
 
 def _ends(rows: pl.DataFrame, arrows: pl.DataFrame, end: str, opening: str) -> pl.DataFrame:

@@ -27,9 +27,15 @@ def beside_memory(trace: Trace) -> pl.DataFrame:
         start = work["start_ns"].to_numpy()
         curves.append(_curve(f"GPU {device} busy %", *busy(start, start + work["duration_ns"].clip(0).to_numpy())))
         curves.append(_queue(trace, work, f"GPU {device} launches waiting"))
-    curves.append(_bandwidth(trace))
-    curves.append(_recorded(trace))
-    return pl.concat(curves)
+    bandwidth = analyze.copies(trace).curve.select(
+        name=pl.format("GPU {} {} GB/s", pl.col("device").fill_null(-1), "kind"),
+        time_ns="time_ns",
+        value=pl.col("bytes_per_s") / 1e9,
+    )
+    recorded = trace.counters.drop_nulls("value").select(
+        name=pl.concat_str("name", "key", separator=" "), time_ns="time_ns", value="value"
+    )
+    return pl.concat([*curves, bandwidth, recorded])
 
 
 def _curve(name: str, time_ns: Ints, value: NDArray[np.float64]) -> pl.DataFrame:
@@ -79,15 +85,6 @@ def _queue(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _bandwidth(trace: Trace) -> pl.DataFrame:
-    """Bytes per second that copies and fills move, per device and direction."""
-    return analyze.copies(trace).curve.select(
-        name=pl.format("GPU {} {} GB/s", pl.col("device").fill_null(-1), "kind"),
-        time_ns="time_ns",
-        value=pl.col("bytes_per_s") / 1e9,
-    )
-
-
 def _memory(trace: Trace) -> list[pl.DataFrame]:
     curves = []
     for (kind, device), curve in analyze.memory(trace).curve.group_by("device_type", "device", maintain_order=True):
@@ -97,10 +94,3 @@ def _memory(trace: Trace) -> list[pl.DataFrame]:
             value = (samples[column] / 1e6).to_numpy()
             curves.append(_curve(f"{harmless(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value))
     return curves
-
-
-def _recorded(trace: Trace) -> pl.DataFrame:
-    """The counters that the file itself has."""
-    return trace.counters.drop_nulls("value").select(
-        name=pl.concat_str("name", "key", separator=" "), time_ns="time_ns", value="value"
-    )

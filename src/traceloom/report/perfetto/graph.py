@@ -33,7 +33,10 @@ def write_graph(graph: Graph, handle: BinaryIO) -> None:
     nodes, tracks = _placed(graph, first)
     names = nodes["name"].unique()
     quoted = pl.DataFrame({"name": names, "quoted": [_quoted(harmless(name)) for name in names.to_list()]})
-    arrows = _arrows(graph)
+    lane = graph.nodes["lane"]
+    edges = graph.edges.with_columns(of=lane.gather(graph.edges["source"]), to=lane.gather(graph.edges["target"]))
+    between = edges.filter(pl.col("of") != pl.col("to"))
+    arrows = between.select("source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1))
     handle.write(b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n' % (graph.epoch_ns + first))
     separator = ""
     for text in (_metadata(graph, tracks), *_slices(nodes, quoted, arrows)):
@@ -90,13 +93,6 @@ def _metadata(graph: Graph, tracks: pl.DataFrame) -> str:
         rows.append({**thread, "name": "thread_name", "args": {"name": name}})
         rows.append({**thread, "name": "thread_sort_index", "args": {"sort_index": track["place"]}})
     return ",\n".join(map(_quoted, rows))
-
-
-def _arrows(graph: Graph) -> pl.DataFrame:
-    lane = graph.nodes["lane"]
-    edges = graph.edges.with_columns(of=lane.gather(graph.edges["source"]), to=lane.gather(graph.edges["target"]))
-    between = edges.filter(pl.col("of") != pl.col("to"))
-    return between.select("source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1))
 
 
 def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> Iterator[str]:

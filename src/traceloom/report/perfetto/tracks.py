@@ -48,7 +48,10 @@ def lay_out(trace: Trace) -> Tracks:
     rows_of = _rows_by_lane(lane)
     for row in lanes.iter_rows(named=True):
         rows = rows_of[row["lane"]]
-        name = _name(row)
+        name = harmless(str(row["name"]))
+        if row["kind"].startswith("device"):
+            suffix = {"device_annotation": " annotations", "device_sync": " waits"}.get(row["kind"], "")
+            name = f"GPU {row['device']} {name}{suffix}"
         level = np.zeros(rows.size, dtype=np.int64)
         if row["kind"] not in {"host", "other"}:
             if row["kind"] == "device_annotation":
@@ -71,14 +74,6 @@ def _shown_order(lanes: pl.DataFrame) -> pl.DataFrame:
         -pl.col("events").cast(pl.Int64),
         maintain_order=True,
     )
-
-
-def _name(lane: dict[str, object]) -> str:
-    name = harmless(str(lane["name"]))
-    if not str(lane["kind"]).startswith("device"):
-        return name
-    suffix = {"device_annotation": " annotations", "device_sync": " waits"}.get(str(lane["kind"]), "")
-    return f"GPU {lane['device']} {name}{suffix}"
 
 
 def _rows_by_lane(lane: Ints) -> dict[int, Ints]:

@@ -37,7 +37,8 @@ def write(session: Session, handle: BinaryIO) -> None:
             handle.writelines((between if number == 0 else b"") + piece for number, piece in enumerate(part))
             between = b",\n"
     if between == b"\n":
-        handle.write(_empty())
+        nothing = {"type": "evented", "name": "nothing recorded", "unit": "nanoseconds"}
+        handle.write(json.dumps({**nothing, "startValue": 0, "endValue": 0, "events": []}).encode())
     handle.write(b'], "shared": {"frames": [')
     handle.write(b",".join(_frame(*key) for key in frames.keys))
     handle.write(b"]}}\n")
@@ -46,11 +47,6 @@ def write(session: Session, handle: BinaryIO) -> None:
 def _frame(name: str, file: str | None, line: int | None) -> bytes:
     fields = {"name": name, "file": file, "line": line}
     return json.dumps({key: value for key, value in fields.items() if value is not None}).encode()
-
-
-def _empty() -> bytes:
-    nothing = {"type": "evented", "name": "nothing recorded", "unit": "nanoseconds"}
-    return json.dumps({**nothing, "startValue": 0, "endValue": 0, "events": []}).encode()
 
 
 def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator[Iterator[bytes]]:

@@ -58,21 +58,9 @@ def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
         for part in textwrap.wrap(warning, max(console.width, 1)):
             console.print(part, no_wrap=True, overflow="ignore", crop=False)
     for line in rendered(width):
+        shown = line.copy()
         if plain:
-            line = _in_ascii(line)  # noqa: PLW2901  (the same line, spelled for this stream)
-        console.print(_without_controls(line), no_wrap=True, overflow="ignore", crop=False)
-
-
-def _without_controls(line: Text) -> Text:
-    """Styles are ours, letters are not; those that are spelled out keep the width of the line."""
-    if _CONTROLS.search(line.plain) is None:
-        return line
-    shown = line.copy()
-    shown.plain = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line.plain)
-    return shown
-
-
-def _in_ascii(line: Text) -> Text:
-    plain = line.copy()
-    plain.plain = line.plain.translate(ASCII).encode("ascii", "replace").decode()
-    return plain
+            shown.plain = shown.plain.translate(ASCII).encode("ascii", "replace").decode()
+        # Styles are ours, letters are not; those that are spelled out keep the width of the line.
+        shown.plain = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", shown.plain)
+        console.print(shown, no_wrap=True, overflow="ignore", crop=False)

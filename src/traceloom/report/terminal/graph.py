@@ -59,15 +59,10 @@ def _head(document: Row, width: int) -> Iterator[Text]:
     name = short(document["name"], max(width - len(facts) - 3, 16))
     yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
     yield Text("")
-    for line in textwrap.wrap(_sentence(document), width - 2, break_on_hyphens=False):
-        yield Text.assemble((" " + line, "bold"))
-
-
-def _sentence(document: Row) -> str:
     law = document["law"]
-    if law is None:
-        return "The graph was not re-timed."
-    return str(law["sentence"])
+    sentence = "The graph was not re-timed." if law is None else str(law["sentence"])
+    for line in textwrap.wrap(sentence, width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
 
 
 def _path(document: Row, width: int) -> Iterator[Text]:

@@ -33,26 +33,22 @@ def recording(document: dict[str, Any], width: int) -> Iterator[Text]:
     command = _at(document["capture"], list, "run", "command")
     if command:
         yield Text(" " + short(shlex.join(map(str, command)), width - 2))
-    facts = "; ".join(_facts(first))
+    first_step, count = _at(first, int, "window", "first_step"), _at(first, int, "window", "step_count")
+    steps = _at(first, list, "steps", "duration_ns") or []
+    facts = []
+    if first_step is not None and count:
+        window = f"step {first_step}" if count == 1 else f"steps {first_step} to {first_step + count - 1}"
+        facts.append(f"recorded {window}" + (f" of {len(steps)}" if steps else ""))
+    ratio = _at(first, (int, float), "overhead", "ratio")
+    if ratio is not None:
+        facts.append(f"a recorded step took {ratio:.2f} × an unrecorded one")
     if facts:
-        yield Text(" " + short(facts, width - 2))
-    durations = [ns for ns in _at(first, list, "steps", "duration_ns") or [] if isinstance(ns, int) and ns >= 0]
+        yield Text(" " + short("; ".join(facts), width - 2))
+    durations = [ns for ns in steps if isinstance(ns, int) and ns >= 0]
     if len(durations) > 1:
         spark = sparkline(durations, _WIDEST_SPARKLINE)
         longest = units.duration(max(durations))
         yield Text.assemble(" every step of the run  ", (spark, DIM), f"  up to {longest}")
-
-
-def _facts(rank: dict[str, Any]) -> Iterator[str]:
-    first, count = _at(rank, int, "window", "first_step"), _at(rank, int, "window", "step_count")
-    steps = _at(rank, list, "steps", "duration_ns")
-    if first is not None and count:
-        last = first + count - 1
-        window = f"step {first}" if count == 1 else f"steps {first} to {last}"
-        yield f"recorded {window}" + (f" of {len(steps)}" if steps else "")
-    ratio = _at(rank, (int, float), "overhead", "ratio")
-    if ratio is not None:
-        yield f"a recorded step took {ratio:.2f} × an unrecorded one"
 
 
 def _at(value: Any, kind: Any, *keys: str) -> Any:

@@ -27,8 +27,11 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
         if line.cell_len > width:  # names in scripts whose letters take two cells
             line.truncate(width, overflow="ellipsis")
         yield line
-    if document["runs"]:
-        yield from _commands(document, width)
+    for run in document["runs"]:  # the answer of each, and the command that reports it
+        yield Text("")
+        for part in textwrap.wrap(harmless(run["sentence"]), width - 2, break_on_hyphens=False):
+            yield Text(" " + part)
+        yield Text(" " + harmless(run["command"]), DIM)
 
 
 def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
@@ -108,12 +111,3 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     columns = [Column("ranks"), Column("time"), Column("steps"), Column("events")]
     names = _apart([run["name"] for run in document["runs"]])
     yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
-
-
-def _commands(document: dict[str, Any], width: int) -> Iterator[Text]:
-    """The answer of each run, and the command that reports it."""
-    for run in document["runs"]:
-        yield Text("")
-        for line in textwrap.wrap(harmless(run["sentence"]), width - 2, break_on_hyphens=False):
-            yield Text(" " + line)
-        yield Text(" " + harmless(run["command"]), DIM)

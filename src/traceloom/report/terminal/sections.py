@@ -73,18 +73,15 @@ def _full(section: Section[Any], document: Row, options: ReportOptions, width: i
     yield from heading(section.title, section.note, width)
     tables = list(section.tables(value)) if value else []
     if not tables:
-        for part in textwrap.wrap(f"Nothing to show: {_why(document, section.key)}.", width - 2):
+        # The reason for the section, else for what would stand in it.
+        reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
+        inside = next((why for path, why in reasons.items() if path.startswith(section.key)), "not recorded")
+        for part in textwrap.wrap(f"Nothing to show: {reasons.get(section.key) or inside}.", width - 2):
             yield Text(" " + part)
     for part in _wrapped(sentence or "", width - 2):
         yield Text(" " + part)
     for table in tables:
         yield from table_lines(table, options, width)
-
-
-def _why(document: Row, key: str) -> str:
-    """The reason for the section, else for what would stand in it."""
-    reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-    return str(reasons.get(key) or next((why for path, why in reasons.items() if path.startswith(key)), "not recorded"))
 
 
 def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:

@@ -148,17 +148,15 @@ def communication(document: Row, options: ReportOptions, width: int) -> Iterator
     columns += [Column("count"), Column("mean"), Column("sent")]
 
     def name(i: int, room: int) -> Text:
-        return Text(short(_collective(shown[i]), room))
+        # What it does, with what, among whom: `all_reduce Float, 8 ranks, tensor_parallel`.
+        row = shown[i]
+        what = " ".join(part for part in (row["kind"] or "unknown", row["element_type"]) if part)
+        size = row["group_size"]
+        ranks = f"{size} rank{'' if size == 1 else 's'}" if size else ""
+        group = row["group_description"] or row["group"]
+        return Text(short(", ".join(part for part in (what, ranks, group) if part), room))
 
     yield from lines(columns, cells, ("collective", name), width)
-
-
-def _collective(row: Row) -> str:
-    """What it does, with what, among whom: `all_reduce Float, 8 ranks, tensor_parallel`."""
-    what = " ".join(part for part in (row["kind"] or "unknown", row["element_type"]) if part)
-    size = row["group_size"]
-    ranks = f"{size} rank{'' if size == 1 else 's'}" if size else ""
-    return ", ".join(part for part in (what, ranks, row["group_description"] or row["group"]) if part)
 
 
 def memory(document: Row, width: int) -> Iterator[Text]:
@@ -170,15 +168,13 @@ def memory(document: Row, width: int) -> Iterator[Text]:
     yield from heading("Memory", "of the CPU: more than at the start of the recording" if counted else "", width)
     many = len(document["ranks"]) > 1
     curves = {(c["rank"], c["device_type"], c["device"]): c["allocated_bytes"] for c in document["memory"]["curve"]}
-    cells: list[list[str | Text]] = [
-        [
-            (f"{rank_label(row['rank'])} " if many else "") + harmless(_memory_name(row)),
-            units.size(row["peak_bytes"]),
-            units.size(row["end_bytes"]),
-            units.count(row["allocation_count"]),
-        ]
-        for row in rows
-    ]
+    cells: list[list[str | Text]] = []
+    for row in rows:
+        number = row["device"]
+        name = f"{row['device_type']} {number}" if number is not None and number >= 0 else str(row["device_type"])
+        sizes = [units.size(row["peak_bytes"]), units.size(row["end_bytes"])]
+        label = (f"{rank_label(row['rank'])} " if many else "") + harmless(name)
+        cells.append([label, *sizes, units.count(row["allocation_count"])])
     columns = [Column("", right=False), Column("peak"), Column("at end"), Column("allocations")]
 
     def curve(i: int, room: int) -> Text:
@@ -186,11 +182,6 @@ def memory(document: Row, width: int) -> Iterator[Text]:
         return Text(sparkline(values, min(room, _WIDEST_CURVE)), DEVICE[2].style)
 
     yield from lines(columns, cells, ("over time", curve), width)
-
-
-def _memory_name(row: Row) -> str:
-    number = row["device"]
-    return f"{row['device_type']} {number}" if number is not None and number >= 0 else str(row["device_type"])
 
 
 def data_loading(document: Row, width: int) -> Iterator[Text]:

@@ -123,22 +123,25 @@ def steps(document: Row, top: int, width: int) -> Iterator[Text]:
         yield from _steps_of_many(ranks[:_MOST_BARS], width)
 
 
-def _step_note(rank: Row) -> str:
-    times = rank["step_times"]
-    if times is None:
-        return ""
-    note = f"median {units.duration(times['median_ns'])}"
-    if times["count"] > 1:
-        note += f", {units.duration(times['min_ns'])} to {units.duration(times['max_ns'])}"
-    return note
-
-
 def _steps_of_one(rank: Row, top: int, width: int) -> Iterator[Text]:
     shown_steps = rank["steps"][:top]
-    yield from heading("Steps", _step_note(rank), width)
+    times, note = rank["step_times"], ""
+    if times is not None:
+        note = f"median {units.duration(times['median_ns'])}"
+        if times["count"] > 1:
+            note += f", {units.duration(times['min_ns'])} to {units.duration(times['max_ns'])}"
+    yield from heading("Steps", note, width)
     longest = max(step["duration_ns"] for step in shown_steps)
     on_device = any(step["devices"] for step in shown_steps)
-    rows = [_step_row(step, on_device=on_device) for step in shown_steps]
+    rows: list[list[str | Text]] = []
+    for step in shown_steps:
+        label = str(step["step"]) + ("" if step["complete"] else " (cut)")
+        row: list[str | Text] = [label, units.duration(step["duration_ns"])]
+        if on_device:
+            busy = sum(device["busy_ns"] for device in step["devices"])
+            row.append(units.share(busy, len(step["devices"]) * step["duration_ns"]))
+            row.append(units.duration(step["lag_ns"]))
+        rows.append(row)
     columns = [Column("step", right=False), Column("time")]
     columns += [Column("GPU busy"), Column("GPU lag")] if on_device else []
 
@@ -150,17 +153,6 @@ def _steps_of_one(rank: Row, top: int, width: int) -> Iterator[Text]:
     yield from with_bars(columns, rows, bar, width)
     if len(rank["steps"]) > len(shown_steps):
         yield Text(f" … and {len(rank['steps']) - len(shown_steps)} more (--top {len(rank['steps'])})", DIM)
-
-
-def _step_row(step: Row, *, on_device: bool) -> list[str | Text]:
-    row: list[str | Text] = [
-        str(step["step"]) + ("" if step["complete"] else " (cut)"),
-        units.duration(step["duration_ns"]),
-    ]
-    if on_device:
-        whole = len(step["devices"]) * step["duration_ns"]
-        row += [units.share(sum(d["busy_ns"] for d in step["devices"]), whole), units.duration(step["lag_ns"])]
-    return row
 
 
 def _step_parts(step: Row, rank: Row) -> tuple[Sequence[Kind], list[int]]:
@@ -211,12 +203,13 @@ def idle(document: Row, width: int) -> Iterator[Text]:
     yield from heading("Why the GPU was idle", f"{units.duration(whole)} {gpu_window(document)}", width)
     causes = sorted(((cause, ns, gaps) for cause, (ns, gaps) in summed.items() if ns), key=lambda row: -row[1])
     rows: list[list[str | Text]] = [
-        [units.duration(ns), units.share(ns, whole), units.count(gaps) if gaps else "-", short(_words(cause), 40)]
+        [
+            units.duration(ns),
+            units.share(ns, whole),
+            units.count(gaps) if gaps else "-",
+            short(cause.replace("-", " ").replace("_", " "), 40),
+        ]
         for cause, ns, gaps in causes
     ]
     columns = [Column("time"), Column("share"), Column("gaps"), Column("cause", right=False)]
     yield from with_bars(columns, rows, lambda i, room: plain(causes[i][1] / whole, room, DIM), width)
-
-
-def _words(slug: str) -> str:
-    return slug.replace("-", " ").replace("_", " ")

@@ -157,20 +157,17 @@ def neighbourhood(network: Network, row: int, depth: int, most: int = MOST_NEIGH
     rows = sorted(distance, key=lambda number: (distance[number], number))
     number_of = {each: number for number, each in enumerate(rows)}
     span = 2 * depth + 1
-    boxes = tuple(
-        _node_box(network, each, (distance[each] + depth) / span + number / (1000 * span * len(rows)), each == row)
-        for number, each in enumerate(rows)
-    )
+    boxes = []
+    for number, each in enumerate(rows):
+        node = network.nodes.row(each, named=True)
+        note = f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else "")
+        order = (distance[each] + depth) / span + number / (1000 * span * len(rows))
+        box = Box(node["name"], node["kind"], note, 1, node["time_ns"], node["bytes"], order, chosen=each == row)
+        boxes.append(box)
     inside = np.flatnonzero(np.isin(source, rows) & np.isin(target, rows))
     links = tuple(
         Link(number_of[int(source[k])], number_of[int(target[k])], network.edges["kind"][int(k)], 1) for k in inside
     )
     left_out = f"{cut} more nodes are as near" if cut else ""
     node = network.nodes.row(row, named=True)
-    return Picture(f"Node {node['id']} and what is up to {depth} dependencies away", boxes, links, left_out)
-
-
-def _node_box(network: Network, row: int, position: float, chosen: bool) -> Box:
-    node = network.nodes.row(row, named=True)
-    where = f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else "")
-    return Box(node["name"], node["kind"], where, 1, node["time_ns"], node["bytes"], position, chosen)
+    return Picture(f"Node {node['id']} and what is up to {depth} dependencies away", tuple(boxes), links, left_out)

@@ -103,18 +103,14 @@ def _communication(network: Network) -> list[Row]:
 
 def neighbours(network: Network, row: int) -> Row:
     """One node, what it waits for, and what waits for it."""
+    communication = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
     return {
         "format": "traceloom-node",
         "version": 1,
-        "node": _node(network, row),
+        "node": {**network.nodes.row(row, named=True), **(communication[0] if communication else {})},
         "before": _beside(network, row, "target", "source"),
         "after": _beside(network, row, "source", "target"),
     }
-
-
-def _node(network: Network, row: int) -> Row:
-    communication = network.communication.filter(pl.col("node") == row).select("what", "group").to_dicts()
-    return {**network.nodes.row(row, named=True), **(communication[0] if communication else {})}
 
 
 def _beside(network: Network, row: int, own: str, other: str) -> list[Row]:
