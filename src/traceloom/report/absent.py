@@ -19,6 +19,7 @@ REASONS = {
     "ranks[*].host_name": "the file does not name its host",
     "ranks[*].devices": "no GPU work was recorded",
     "ranks[*].gpu_account": "no GPU work was recorded",
+    "ranks[*].gpu_account.devices[*].name": "the file does not name the device",
     "answer.step_ns": "no trace marks steps that last",
     "ranks[*].devices[*].name": "the file does not name the device",
     "ranks[*].steps": "the trace marks no steps",

@@ -155,7 +155,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "absent": [
             *(
                 {"path": path, "reason": "several runs are summed up; report one of them to see it"}
-                for path in sorted([*_CORE, *KEYS])
+                for path in sorted(["answer.step_ns", *_CORE, *KEYS])
             ),
             *absent.to_list(),
         ],

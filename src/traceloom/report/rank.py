@@ -77,8 +77,8 @@ def _gpu_account(measured: Measured, absent: Absent) -> Row | None:
     account = device_account(measured.trace, measured.gpu, measured.idle)
     return {
         "window": account.window,
-        "devices": absent.rows(account.devices, "ranks[*].devices"),
-        "idle": absent.rows(account.idle, "ranks[*].idle"),
+        "devices": absent.rows(account.devices, "ranks[*].gpu_account.devices"),
+        "idle": absent.rows(account.idle, "ranks[*].gpu_account.idle"),
     }
 
 
