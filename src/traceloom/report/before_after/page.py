@@ -41,14 +41,22 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
         name=f"What if: {name}",
         headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
         numbers=_numbers(document),
-        footer=_footer(document),
+        footer=(
+            f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
+            "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
+            "change: <code>-o after.perfetto.json.gz</code></p>"
+        ),
         data=view.payload if view else "",
         **one_after_the_other(_sections(document, view)),
     )
 
 
 def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
-    yield "changes", "Changes", "What was asked, and what each change assumes.", _changes(document)
+    changes = "".join(
+        f'<li><code>{text(change["change"])}</code> <span class="quiet">Assumed: {text(change["assumes"])}.</span></li>'
+        for change in document["changes"]
+    )
+    yield "changes", "Changes", "What was asked, and what each change assumes.", f"<ul>{changes}</ul>"
     if view is None:
         missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
         yield "timeline", "Timeline", "", missing
@@ -69,14 +77,6 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
     kinds = (Column("of", "Time", hint="kind of time on the path"), *_TIMES)
     yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
     yield "trust", "Trust", "How far the answer goes.", f"<p>{text(trust(document))}</p>"
-
-
-def _changes(document: Row) -> str:
-    items = "".join(
-        f'<li><code>{text(change["change"])}</code> <span class="quiet">Assumed: {text(change["assumes"])}.</span></li>'
-        for change in document["changes"]
-    )
-    return f"<ul>{items}</ul>"
 
 
 def _numbers(document: Row) -> str:
@@ -110,12 +110,4 @@ def _bars(document: Row) -> str:
     return (
         f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(label)}">{bars}</svg>'
-    )
-
-
-def _footer(document: Row) -> str:
-    return (
-        f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
-        "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
-        "change: <code>-o after.perfetto.json.gz</code></p>"
     )

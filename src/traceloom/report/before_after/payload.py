@@ -87,18 +87,13 @@ def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMI
         "open": True,
         **tables,
     }
-    return BeforeAfter(pack(header, columns), made.lane.size, _said(chosen, made))
-
-
-def _said(chosen: Chosen, made: Pieces) -> str:
-    """What is drawn and what is not."""
     sentences = [chosen.sentence()]
     if made.grain_ns:
         sentences.append(
             f"What is shorter than {units.duration(made.grain_ns)} is drawn together with its neighbours; "
             "`-o after.perfetto.json.gz` has all of it."
         )
-    return " ".join(filter(None, sentences))
+    return BeforeAfter(pack(header, columns), made.lane.size, " ".join(filter(None, sentences)))
 
 
 def _columns(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html import escape
 from typing import Any
 
@@ -23,13 +22,18 @@ _REASONS = {"base_kernel": "the base does not launch it", "new_kernel": "the new
 def render(document: Row) -> str:
     """The comparison as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
+    sections = [(f"{t.key}-section", escape(t.title), text(t.note), _drawn(t)) for t in tables(document)]
+    sections.append(("diff-data-section", "Data", "What was read.", _drawn(_inputs(document))))
     return framed(
         title=f"{document['sentence']} – {name}",
         name=name,
         headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
         numbers=_numbers(document),
-        footer=_footer(document),
-        **one_after_the_other(_sections(document)),
+        footer=(
+            f"<p>Traceloom {text(document['traceloom'])}</p>"
+            "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
+        ),
+        **one_after_the_other(sections),
     )
 
 
@@ -38,21 +42,16 @@ def _bars(document: Row) -> str:
     longest = max(document["base_ns"], document["new_ns"], 1)
     out = []
     for side in ("base", "new"):
-        parts = _kinds(document, side)
+        sums: dict[str, int] = {}  # by kind: idle time as one
+        for row in document["breakdown"]:
+            kind = row["part"].split(":")[0]
+            sums[kind] = sums.get(kind, 0) + row[f"{side}_ns"]
+        parts = [(kind, _COLOURS.get(kind, "idle"), ns) for kind, ns in sums.items()]
         whole = document[f"{side}_ns"]
         out.append(
             f'<p class="quiet">{side}: {units.duration(whole)}</p>{bar(parts, whole, longest)}{legend(parts, whole)}'
         )
     return f'<div class="answer-bar">{"".join(out)}</div>'
-
-
-def _kinds(document: Row, side: str) -> list[tuple[str, str, int]]:
-    """The parts of a side by kind: idle time as one."""
-    sums: dict[str, int] = {}
-    for row in document["breakdown"]:
-        kind = row["part"].split(":")[0]
-        sums[kind] = sums.get(kind, 0) + row[f"{side}_ns"]
-    return [(kind, _COLOURS.get(kind, "idle"), ns) for kind, ns in sums.items()]
 
 
 def _numbers(document: Row) -> str:
@@ -73,12 +72,6 @@ def _numbers(document: Row) -> str:
     return f'<dl class="key">{items}</dl>'
 
 
-def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
-    for data_table in tables(document):
-        yield f"{data_table.key}-section", escape(data_table.title), text(data_table.note), _drawn(data_table)
-    yield "diff-data-section", "Data", "What was read.", _drawn(_inputs(document))
-
-
 def _drawn(data_table: Table) -> str:
     columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
     return table(data_table.key, columns, data_table.rows, _REASONS, data_table.title)
@@ -93,10 +86,3 @@ def _inputs(document: Row) -> Table:
         Col("path", "File", "name"),
     ]
     return Table("diff-inputs", "Files", columns, rows)
-
-
-def _footer(document: Row) -> str:
-    return (
-        f"<p>Traceloom {text(document['traceloom'])}</p>"
-        "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
-    )

@@ -40,12 +40,14 @@ def tables(document: Row) -> Iterator[Table]:
             if document["comparable"]
             else "Where a decisive one differs, times cannot be held against each other.",
         )
+    subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
     yield Table(
         "diff-parts",
         "Where the difference lies",
         [Col("said", "Part", "name"), *_TIMES, Col("change", "Change", hint="of the base's step")],
         _parts(document),
-        note=_account(document),
+        note=f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their "
+        "differences.",
     )
     kernels = _changed(document["kernels"])
     if kernels:
@@ -55,13 +57,11 @@ def tables(document: Row) -> Iterator[Table]:
         yield _operators(operators, document)
 
 
-def _account(document: Row) -> str:
-    subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
-    return f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their differences."
-
-
 def _parts(document: Row) -> list[Row]:
-    rows = [row | {"said": _part(row)} for row in document["breakdown"]]
+    rows = [
+        row | {"said": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
+        for row in document["breakdown"]
+    ]
     rows.sort(key=lambda row: -abs(row["difference_ns"]))
     whole = {key: document[key] for key in ("base_ns", "new_ns", "difference_ns")}
     rows.append({**whole, "said": "the step"})
@@ -76,11 +76,6 @@ def _signed(part: int, whole: int) -> str:
     if part and abs(share) < _LEAST:
         return "<0.1 %" if part > 0 else ">-0.1 %"
     return f"{share:+.1f} %" if part else "0 %"
-
-
-def _part(row: Row) -> str:
-    kind = row["part"].split(":")[0]
-    return f"idle: {row['meaning']}" if kind == "idle" else row["part"]
 
 
 def _changed(rows: list[Row]) -> list[Row]:

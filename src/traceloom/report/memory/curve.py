@@ -63,17 +63,15 @@ def _leaves(explained: Explained) -> tuple[list[str], Ints]:
     number = np.append(np.array([kinds.index(kind) for kind in owner], dtype=np.int64), len(kinds) - 1)
     key = np.where(named.blocks.made < 0, -1 - number[explained.whose.of], plain)
     distinct, leaf = np.unique(key, return_inverse=True)
-    names = [
-        f"{BEFORE}.{OWNED.get(kinds[-1 - code], kinds[-1 - code])}"
-        if code < 0
-        else _leaf(scopes[code // len(labels)], labels[code % len(labels)])
-        for code in distinct.tolist()
-    ]
+    names = []
+    for code in distinct.tolist():
+        if code < 0:
+            kind = kinds[-1 - code]
+            names.append(f"{BEFORE}.{OWNED.get(kind, kind)}")
+        else:
+            path, label = scopes[code // len(labels)], labels[code % len(labels)]
+            names.append(label if path.startswith("(") else f"{path}.{label}")
     return names, leaf.astype(np.int64)
-
-
-def _leaf(scope: str, label: str) -> str:
-    return label if scope.startswith("(") else f"{scope}.{label}"
 
 
 def _told(

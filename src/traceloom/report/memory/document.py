@@ -110,7 +110,13 @@ def rank_entry(
     parts = (pl.Series(names, dtype=pl.String), number)
     for at in rows.items():
         memory = _memory(explained, allocations, at, parts, absent)
-        memories.append(memory | _facts(explained, allocations, at, (memory, snapshot), absent))
+        memory |= {  # what is known beyond its blocks
+            "capacity_bytes": absent.value(facts.capacity(trace, memory), "memories[*].capacity_bytes"),
+            "growth": _growth(explained, allocations, at[0], memory, absent),
+            "activations": facts.activations(explained, *at),
+            "allocator": absent.value(facts.allocator(trace, memory, snapshot), "memories[*].allocator"),
+        }
+        memories.append(memory)
     entry: Row = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": trace.meta.path,
@@ -140,11 +146,15 @@ def _held(explained: Explained, allocations: Allocations, at: tuple[int, int], a
     in_pool = pl.col("pool") == pool
     pools = absent.rows(allocations.pools.filter(in_pool), "memories")[0]
     unseen = pools["unseen_bytes"]
+    names, number = explained.by("module")
+    modules = sums_by(explained.named, _chosen(explained, at), number, pl.Series(names, dtype=pl.String))
+    if unseen:
+        modules = _with_unseen(modules, BEFORE, unseen)
     return {
         **{key: value for key, value in pools.items() if key not in ("pool", "peak_row")},
         "tree": absent.rows(allocations.peak.filter(in_pool).drop("pool"), "memories[*].tree"),
         "categories": allocations.categories.filter(in_pool).drop("pool").to_dicts(),
-        "modules": _at_instant(explained, _chosen(explained, at), "module", unseen),
+        "modules": modules.to_dicts(),
         "curve": curve(explained, pool, unseen, absent),
     }
 
@@ -169,7 +179,7 @@ def _memory(
         divided = _with_unseen(divided, name, unseen)
     times = explained.trace.allocations["time_ns"]
     time_ns = explained.trace.start_ns if row < 0 else int(times[row])
-    largest = _relative(allocations.largest.filter(in_pool).drop("pool"), absent)
+    largest = allocations.largest.filter(in_pool).drop("pool").with_columns(pl.col("end_ns") - absent.epoch_ns)
     return {
         **{key: value for key, value in held.items() if key not in _LATER},
         "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
@@ -182,39 +192,10 @@ def _memory(
     }
 
 
-def _facts(
-    explained: Explained,
-    allocations: Allocations,
-    at: tuple[int, int],
-    state: tuple[Row, Snapshot | None],
-    absent: Absent,
-) -> Row:
-    """What is known of a memory beyond its blocks; `state` is its row so far, and the snapshot of its allocator."""
-    memory, snapshot = state
-    size = facts.capacity(explained.trace, memory)
-    return {
-        "capacity_bytes": absent.value(size, "memories[*].capacity_bytes"),
-        "growth": _growth(explained, allocations, at[0], memory, absent),
-        "activations": facts.activations(explained, *at),
-        "allocator": absent.value(facts.allocator(explained.trace, memory, snapshot), "memories[*].allocator"),
-    }
-
-
 def _growth(explained: Explained, allocations: Allocations, pool: int, memory: Row, absent: Absent) -> list[Row]:
     """What grows in one memory."""
     grows = allocations.growth.filter(pl.col("pool") == pool)
     return facts.growing(explained, grows, memory, facts.capacity(explained.trace, memory), absent)
-
-
-def _at_instant(explained: Explained, chosen: Any, by: str, unseen: int) -> list[Row]:
-    """These blocks divided, with what was held before the recording."""
-    names, number = explained.by(by)
-    divided = sums_by(explained.named, chosen, number, pl.Series(names, dtype=pl.String))
-    return (_with_unseen(divided, BEFORE, unseen) if unseen else divided).to_dicts()
-
-
-def _relative(rows: pl.DataFrame, absent: Absent) -> pl.DataFrame:
-    return rows.with_columns(pl.col("end_ns") - absent.epoch_ns)
 
 
 def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
@@ -230,7 +211,10 @@ def _sentence(ranks: list[Row], ends: list[Row]) -> str:
     if not any(entry["memories"] for entry in ranks):
         return _ran_out(ends) or "No allocations were recorded."
     entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
-    where = _device(memory) + (f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else "")
+    where = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
+    if memory["device"] is not None and memory["device"] >= 0:
+        where += f":{memory['device']}"
+    where += f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
     when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
     kinds = memory["categories"][:2]
     whole = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
@@ -251,11 +235,6 @@ def _ran_out(entries: list[Row]) -> str:
     rank = f" on rank {first['rank']}" if first["rank"] is not None and len(entries) > 1 else ""
     request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
     return f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
-
-
-def _device(memory: Row) -> str:
-    kind = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
-    return kind if memory["device"] is None or memory["device"] < 0 else f"{kind}:{memory['device']}"
 
 
 def _job(ranks: list[Row]) -> list[Row]:

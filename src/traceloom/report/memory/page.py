@@ -28,31 +28,28 @@ Body = tuple[str, str, str, str]
 def render(document: Row) -> str:
     """The document as one HTML page that needs nothing but itself."""
     reasons = Reasons(document)
-    shown = _shown(document["ranks"])
+    ranks = document["ranks"]
+    named = [(rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
+    highest = sorted(range(len(ranks)), key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0))
+    shown = [named[k] for k in sorted(highest[:MOST_RANKS])]  # one by one, in their own order
+    choice = ""
+    if len(shown) > 1:
+        options = "".join(f'<option value="{k}">{text(rank)}</option>' for k, (rank, _) in enumerate(shown))
+        choice = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
     name = str(document["name"])
     return framed(
         title=f"{document['sentence']} – {name}",
         name=name,
-        ranks=_choice(shown),
+        ranks=choice,
         headline=f"<h1>{text(document['sentence'])}</h1>",
         numbers=_numbers(document),
-        footer=_footer(document),
+        footer=(
+            f"<p>Traceloom {text(document['traceloom'])} · times count from {text(document['epoch_ns'])} ns</p>"
+            "<p>Every allocation by name: <code>traceloom memory … -o allocations.csv --all</code>; the same numbers "
+            "for programs: <code>-o memory.json</code></p>"
+        ),
         **one_after_the_other(_sections(document, shown, reasons)),
     )
-
-
-def _shown(ranks: list[Row]) -> list[tuple[str, Row]]:
-    """Names and entries of the ranks that are shown one by one, in their own order."""
-    named = [(rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
-    highest = sorted(range(len(ranks)), key=lambda k: -max((m["peak_bytes"] for m in ranks[k]["memories"]), default=0))
-    return [named[k] for k in sorted(highest[:MOST_RANKS])]
-
-
-def _choice(shown: list[tuple[str, Row]]) -> str:
-    if len(shown) < 2:
-        return ""
-    options = "".join(f'<option value="{k}">{text(name)}</option>' for k, (name, _) in enumerate(shown))
-    return f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
 
 
 def _numbers(document: Row) -> str:
@@ -88,7 +85,8 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
     if not shown:
         yield "memory", "Memory", "", reasons.line("ranks", "Memory")
     else:
-        at = _instant(str(document["at"]))
+        at = str(document["at"])
+        at = "the peak" if at == "peak" else units.duration(int(at)) if at.isdigit() else at
         every = [
             ("over-time", "Over time", "Click the curve, or use the arrow keys on it.", _curves),
             ("scopes", "Scopes", f"Who holds what at {text(at)}; each row holds the indented ones below it.", _scopes),
@@ -102,8 +100,12 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
             parts = []
             for position, (name, entry) in enumerate(shown):
                 only = "" if len(shown) == 1 else f' data-of-rank="{position}"'
-                drawn = (_part(make(m, entry, f"{key}-{position}-{k}", document, reasons), m, entry)
-                         for k, m in enumerate(_worth(entry["memories"])))  # fmt: skip
+                memories = _worth(entry["memories"])
+                drawn = (
+                    (f"<h3>{text(allocator(m))}</h3>" if len(memories) > 1 else "")
+                    + make(m, entry, f"{key}-{position}-{k}", document, reasons)
+                    for k, m in enumerate(memories)
+                )
                 parts.append(f'<div{only} data-rank-name="{text(name)}">{"".join(drawn)}</div>')
             yield key, title, note, "".join(parts)
         yield "lifetimes", "Lifetimes", "How long blocks live, of those made and freed here.", _lifetimes(shown)
@@ -112,19 +114,9 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
     yield "data", "Data", "What to know about the data.", inputs.notices(document, reasons)
 
 
-def _instant(at: str) -> str:
-    return "the peak" if at == "peak" else units.duration(int(at)) if at.isdigit() else at
-
-
 def _worth(memories: list[Row]) -> list[Row]:
     ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
     return [memory for memory in ordered if memory["peak_bytes"] * _SMALLEST >= ordered[0]["peak_bytes"]]
-
-
-def _part(body: str, memory: Row, entry: Row) -> str:
-    """With the name of the memory, where the rank has several."""
-    several = len(_worth(entry["memories"])) > 1
-    return f"<h3>{text(allocator(memory))}</h3>{body}" if several else body
 
 
 def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons) -> str:
@@ -161,7 +153,14 @@ def _categories(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Re
 
 
 def _largest(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
-    rows = [{**row, "lifetime_ns": _life(row), "what": row["category"].replace("_", " ")} for row in memory["largest"]]
+    rows = [
+        {
+            **row,
+            "lifetime_ns": None if row["time_ns"] is None or row["end_ns"] is None else row["end_ns"] - row["time_ns"],
+            "what": row["category"].replace("_", " "),
+        }
+        for row in memory["largest"]
+    ]
     columns = [
         Column("bytes", "Bytes", "bytes"),
         Column("what", "Category"),
@@ -173,10 +172,6 @@ def _largest(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reason
     ]
     why = {**reasons.columns("memories[*].largest"), "lifetime_ns": "it was not made and freed in the recording"}
     return table(key, columns, rows, why, "Largest allocations")
-
-
-def _life(row: Row) -> int | None:
-    return None if row["time_ns"] is None or row["end_ns"] is None else row["end_ns"] - row["time_ns"]
 
 
 def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
@@ -239,11 +234,3 @@ def _ranks(document: Row) -> str:
         if row["count"] > 1
     )
     return job + table("rank-table", columns, rows, {"peak_step": "the peak is outside all steps"}, "Peaks by rank")
-
-
-def _footer(document: Row) -> str:
-    return (
-        f"<p>Traceloom {text(document['traceloom'])} · times count from {text(document['epoch_ns'])} ns</p>"
-        "<p>Every allocation by name: <code>traceloom memory … -o allocations.csv --all</code>; the same numbers for "
-        "programs: <code>-o memory.json</code></p>"
-    )

@@ -89,15 +89,16 @@ def _trees(curve: Row) -> Row:
     def number(name: str) -> int:
         return names.setdefault(harmless(name[:_LONGEST]), len(names))
 
-    def scope(path: str) -> list[int]:
-        return [number(part) for part in path.split(".")]
-
-    def stack(text: str) -> list[int]:
-        return [number(frame) for frame in reversed(text.split(_FRAME))]
-
-    out: Row = {"scopes": [[scope(level["name"]), changes(level["bytes"])] for level in curve["scopes"]]}
+    out: Row = {
+        "scopes": [
+            [[number(part) for part in level["name"].split(".")], changes(level["bytes"])] for level in curve["scopes"]
+        ]
+    }
     if curve.get("stacks"):
-        out["stacks"] = [[stack(level["name"]), changes(level["bytes"])] for level in curve["stacks"]]
+        out["stacks"] = [
+            [[number(frame) for frame in reversed(level["name"].split(_FRAME))], changes(level["bytes"])]
+            for level in curve["stacks"]
+        ]
     return {"names": list(names), **out}
 
 

@@ -95,11 +95,6 @@ def _held(held: dict[str, int]) -> Row:
     return {"bytes": total, "kinds": kinds}
 
 
-def _growing(explained: Explained) -> list[tuple[str, float, int]]:
-    rows = growth(explained.trace, explained.named)
-    return rows.select("site", "bytes_per_step", "bytes").rows()
-
-
 def _devices(listed: Any) -> list[Row]:
     """What the allocators said, with what is in use outside them."""
     out = []
@@ -126,13 +121,14 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
     at = np.searchsorted(trace.allocations["time_ns"].to_numpy(), marks["time_ns"].to_numpy(), side="right") - 1
     out = []
     for k, (time, asked_bytes) in enumerate(marks.select("time_ns", "bytes").rows()):
+        step = trace.steps.filter((pl.col("start_ns") <= time) & (pl.col("end_ns") > time))["step"]
         out.append(
             {
                 "rank": trace.rank,
                 "path": trace.meta.path,
                 "evidence": "trace",
                 "time_ns": time - epoch_ns,
-                "step": _step(trace.steps, time),
+                "step": int(step[0]) if step.len() else None,
                 "asked_bytes": asked_bytes,
                 "message": "",
                 "where": _place(explained, int(positions[k])),
@@ -142,11 +138,6 @@ def _of_marks(explained: Explained, epoch_ns: int) -> list[Row]:
             }
         )
     return out
-
-
-def _step(steps: pl.DataFrame, time: int) -> int | None:
-    inside = steps.filter((pl.col("start_ns") <= time) & (pl.col("end_ns") > time))["step"]
-    return int(inside[0]) if inside.len() else None
 
 
 def _place(explained: Explained, position: int) -> str | None:
@@ -170,9 +161,8 @@ def _of_blocks(explained: Explained, row: int, asked_bytes: int | None, stack: l
         kind = _OF_CATEGORY.get(category, category.replace("_", " "))
         held[kind] = held.get(kind, 0) + size
     nobody = why.census_of({})
-    suggestions = why.advice(
-        held, nobody, asked=asked_bytes, stack=stack, devices=[], ranks=None, growing=_growing(explained)
-    )
+    growing = growth(explained.trace, explained.named).select("site", "bytes_per_step", "bytes").rows()
+    suggestions = why.advice(held, nobody, asked=asked_bytes, stack=stack, devices=[], ranks=None, growing=growing)
     return {
         **_held(dict(sorted(held.items(), key=lambda pair: -pair[1]))),
         "tree": allocations.peak.filter(in_pool).drop("pool").to_dicts(),

@@ -71,8 +71,13 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
     kind = memory["device_type"] + (f":{memory['device']}" if memory["device"] >= 0 else "")
     name = f"{rank_label(entry['rank'])}, {kind}" if len(document["ranks"]) > 1 else kind
     instant = memory["instant"]
-    facts = [f"{units.size(instant['bytes'])} at {_at(document['at'], memory)}"]
-    if document["at"] != "peak":
+    at = document["at"]
+    if at == "peak":
+        when = "the peak" if memory["peak_step"] is None else f"the peak, in step {memory['peak_step']}"
+    else:
+        when = units.duration(int(at)) if at.isdigit() else at
+    facts = [f"{units.size(instant['bytes'])} at {when}"]
+    if at != "peak":
         facts.append(f"peak {units.size(memory['peak_bytes'])}")
     if memory["reserved_at_peak_bytes"]:
         facts.append(f"{units.size(memory['reserved_at_peak_bytes'])} reserved at the peak")
@@ -89,12 +94,6 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
     yield from _growth(memory, options, width)
     yield from activations(memory, options, width)
     yield from _largest(memory, options, width)
-
-
-def _at(at: str, memory: Row) -> str:
-    if at == "peak":
-        return "the peak" if memory["peak_step"] is None else f"the peak, in step {memory['peak_step']}"
-    return at if not at.isdigit() else units.duration(int(at))
 
 
 def _categories(memory: Row, width: int) -> Iterator[Text]:
@@ -169,7 +168,12 @@ def _growth(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
         return
     yield from heading("Grows with every step", "made in a step and never freed: a leak, or a cache", width)
     cells: list[list[str | Text]] = [
-        [units.size(round(row["bytes_per_step"])), units.count(row["step_count"]), units.size(row["bytes"]), _full(row)]
+        [
+            units.size(round(row["bytes_per_step"])),
+            units.count(row["step_count"]),
+            units.size(row["bytes"]),
+            "-" if row.get("full_at_step") is None else units.count(row["full_at_step"]),
+        ]
         for row in rows
     ]
     columns = [Column("per step"), Column("steps"), Column("so far"), Column("full at step")]
@@ -187,11 +191,6 @@ def _untold_growth(document: Row, width: int) -> Iterator[Text]:
     if untold:
         yield Text("")
         yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
-
-
-def _full(row: Row) -> str:
-    step = row.get("full_at_step")
-    return "-" if step is None else units.count(step)
 
 
 def _largest(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:

@@ -28,7 +28,13 @@ def ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]
     entries = document["out_of_memory"]
     for entry in entries[:_MOST]:
         name = "Out of memory" if entry["rank"] is None else f"Out of memory, {rank_label(entry['rank'])}"
-        yield from heading(name, _facts(entry), width)
+        facts = []
+        if entry["asked_bytes"] is not None:
+            facts.append(f"{units.size(entry['asked_bytes'])} were asked for")
+        facts.append(f"{units.size(entry['bytes'])} were alive")
+        if entry["step"] is not None:
+            facts.append(f"step {entry['step']}")
+        yield from heading(name, " · ".join(facts), width)
         if entry["where"]:
             yield from wrapped(f"at {entry['where']}", width)
         for device in entry["devices"]:
@@ -37,16 +43,6 @@ def ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]
         yield from _advice(entry["advice"], width)
     if len(entries) > _MOST:
         yield from wrapped(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
-
-
-def _facts(entry: Row) -> str:
-    facts = []
-    if entry["asked_bytes"] is not None:
-        facts.append(f"{units.size(entry['asked_bytes'])} were asked for")
-    facts.append(f"{units.size(entry['bytes'])} were alive")
-    if entry["step"] is not None:
-        facts.append(f"step {entry['step']}")
-    return " · ".join(facts)
 
 
 def _device(row: Row) -> str:

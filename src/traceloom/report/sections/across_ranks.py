@@ -13,7 +13,7 @@ from traceloom.analyze.across.chain import LINK_SCHEMA
 from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.across.matched import CLOCK_SCHEMA
 from traceloom.analyze.across.rank_part import RankPart
-from traceloom.model import Notice, units
+from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, compared, part_of
@@ -62,12 +62,14 @@ def _build(study: Study[RankPart], absent: Absent) -> Row | None:
         "clocks": comparison.clocks,
         "unmatched": comparison.unmatched,
     }
+    for notice in comparison.notices:
+        absent.value(notice.rank, "across_ranks.notices[*].rank")
     return {
         "sentence": _sentence(comparison),
         "collective_count": comparison.collectives.height,
         "collective_ns": comparison.collective_ns,
         "wait_ns": comparison.wait_ns,
-        "notices": [_noticed(notice, absent) for notice in comparison.notices],
+        "notices": [notice.to_dict() for notice in comparison.notices],
         **{name: absent.rows(frame, f"across_ranks.{name}") for name, frame in frames.items()},
     }
 
@@ -85,12 +87,6 @@ def _sentence(comparison: AcrossRanks) -> str:
     of_it = units.share(slowest.waited_ns, comparison.wait_ns)
     because = f", mostly because of: {CAUSE_WORDS[slowest.cause]}"
     return f"{text}; {of_it} of the waiting goes back to rank {slowest.rank}{because}."
-
-
-def _noticed(notice: Notice, absent: Absent) -> Row:
-    """A notice as it stands in the document."""
-    absent.value(notice.rank, "across_ranks.notices[*].rank")
-    return notice.to_dict()
 
 
 def _tables(value: Row | None) -> Iterator[Table]:
@@ -125,10 +121,11 @@ def _joined(value: Row) -> Iterator[Table]:
         [{**row, "word": CAUSE_WORDS[row["cause"]]} for row in value["reasons"]],
         "across_ranks.reasons",
     )
-    yield Table("across-ranks-chains", "Chains of causes", _chain_columns(), _spoken(value), "across_ranks.chains",
+    chains = [{**row, "said": _said(row)} for row in value["chains"]]
+    yield Table("across-ranks-chains", "Chains of causes", _CHAIN_COLUMNS, chains, "across_ranks.chains",
                 "For the longest waits: what the last rank did longer than the others since they last stood together; "
                 "the parts of a link add up to how late it was.")  # fmt: skip
-    yield Table("across-ranks-collectives", "Longest waits", _collective_columns(), value["collectives"],
+    yield Table("across-ranks-collectives", "Longest waits", _COLLECTIVE_COLUMNS, value["collectives"],
                 "across_ranks.collectives")  # fmt: skip
     yield Table(
         "across-ranks-clocks",
@@ -171,19 +168,14 @@ def _with_blocks(value: Row) -> list[Row]:
     ]
 
 
-def _chain_columns() -> list[Col]:
-    return [
-        Col("chain", "Collective", "count"),
-        Col("link", "Link", "count", "0 is the last rank there; the next the one it waited for"),
-        Col("rank", "Rank", "count"),
-        Col("late_ns", "Late", "time"),
-        Col("ns", "Part", "time"),
-        Col("said", "What took longer there", "name"),
-    ]
-
-
-def _spoken(value: Row) -> list[Row]:
-    return [{**row, "said": _said(row)} for row in value["chains"]]
+_CHAIN_COLUMNS = (
+    Col("chain", "Collective", "count"),
+    Col("link", "Link", "count", "0 is the last rank there; the next the one it waited for"),
+    Col("rank", "Rank", "count"),
+    Col("late_ns", "Late", "time"),
+    Col("ns", "Part", "time"),
+    Col("said", "What took longer there", "name"),
+)
 
 
 def _said(link: Row) -> str:
@@ -193,25 +185,24 @@ def _said(link: Row) -> str:
     return CAUSE_WORDS[link["cause"]] + follows + (f": {link['detail']}" if link["detail"] else "")
 
 
-def _collective_columns() -> list[Col]:
-    return [
-        Col("instance", "Collective", "count"),
-        Col("step", "Step", "count", narrow=False),
-        Col("kind", "Kind"),
-        Col("group", "Group", narrow=False),
-        Col("size_bytes", "Message", "bytes", narrow=False),
-        Col("recorded", "Ranks", "count", "recorded", narrow=False),
-        Col("start_skew_ns", "Skew", "time", "from the first to the last arrival"),
-        Col("wait_ns", "Waits", "time", "of all ranks"),
-        Col("launch_skew_ns", "Not launched", "time", "waits while the last had not launched it", narrow=False),
-        Col("arrival_wait_ns", "Not arrived", "time", "waits while it was launched and not begun", narrow=False),
-        Col("transfer_ns", "Transfer", "time", "median over ranks, from the last arrival to the end"),
-        Col("last_rank", "Last", "count"),
-        Col("late_ns", "Late by", "time", "against the middle half of the others"),
-        Col("unexplained_ns", "Unexplained", "time", narrow=False),
-        Col("root_rank", "Goes back to", "count"),
-        Col("root_cause", "Cause", narrow=False),
-    ]
+_COLLECTIVE_COLUMNS = (
+    Col("instance", "Collective", "count"),
+    Col("step", "Step", "count", narrow=False),
+    Col("kind", "Kind"),
+    Col("group", "Group", narrow=False),
+    Col("size_bytes", "Message", "bytes", narrow=False),
+    Col("recorded", "Ranks", "count", "recorded", narrow=False),
+    Col("start_skew_ns", "Skew", "time", "from the first to the last arrival"),
+    Col("wait_ns", "Waits", "time", "of all ranks"),
+    Col("launch_skew_ns", "Not launched", "time", "waits while the last had not launched it", narrow=False),
+    Col("arrival_wait_ns", "Not arrived", "time", "waits while it was launched and not begun", narrow=False),
+    Col("transfer_ns", "Transfer", "time", "median over ranks, from the last arrival to the end"),
+    Col("last_rank", "Last", "count"),
+    Col("late_ns", "Late by", "time", "against the middle half of the others"),
+    Col("unexplained_ns", "Unexplained", "time", narrow=False),
+    Col("root_rank", "Goes back to", "count"),
+    Col("root_cause", "Cause", narrow=False),
+)
 
 
 def _summary(value: Row | None) -> str | None:

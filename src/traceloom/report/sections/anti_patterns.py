@@ -69,11 +69,6 @@ def _job(patterns: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _words(row: Row) -> Row:
-    says = row["reason"] or (row["advice"] if row["match_count"] else "not found")
-    return {**row, "pattern": row["pattern"].replace("_", " "), "says": says}
-
-
 def _tables(value: Row) -> Iterator[Table]:
     rank = [Col("rank", "Rank", "count")] if len({row["rank"] for row in value["patterns"]}) > 1 else []
     ordered = sorted(value["job"], key=lambda row: (not row["match_count"], not row["checked"], -(row["host_ns"] or 0)))
@@ -86,7 +81,14 @@ def _tables(value: Row) -> Iterator[Table]:
         Col("evidence", "Evidence", narrow=False),
         Col("says", "What to do, or why it is not known", "name"),
     ]
-    rows = [_words(row) for row in ordered]
+    rows = [
+        {
+            **row,
+            "pattern": row["pattern"].replace("_", " "),
+            "says": row["reason"] or (row["advice"] if row["match_count"] else "not found"),
+        }
+        for row in ordered
+    ]
     yield Table("anti-patterns-patterns", "Known patterns", columns, rows, "anti_patterns.job")
     if value["matches"]:
         columns = [

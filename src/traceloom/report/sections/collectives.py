@@ -84,7 +84,17 @@ def _summed(calls: pl.DataFrame, parts: Sequence[RankPart]) -> pl.DataFrame:
         pl.col("link").drop_nulls().first(),
         pl.col("link_fraction").median(),
     )
-    spread = _per_step(calls, parts)
+    whole_steps = pl.concat(
+        [part.steps.filter("complete").select("step", rank=pl.lit(part.rank, pl.Int32)) for part in parts]
+    )
+    inside = calls.join(whole_steps, on=["step", "rank"], how="semi", nulls_equal=True)
+    # mean, least and most are of the time of one rank in one whole step
+    each = inside.group_by(*_KEYS, "rank", "step").agg(pl.col("duration_ns").sum().alias("ns"))
+    spread = each.group_by(_KEYS).agg(
+        pl.col("ns").mean().alias("mean_step_ns"),
+        pl.col("ns").min().alias("min_step_ns"),
+        pl.col("ns").max().alias("max_step_ns"),
+    )
     joined = sums.join(spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left")
     ordered = joined.select(list(SUMMARY)).cast(dict(SUMMARY))  # type: ignore[arg-type]
     return ordered.sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
@@ -92,20 +102,6 @@ def _summed(calls: pl.DataFrame, parts: Sequence[RankPart]) -> pl.DataFrame:
 
 def _known_sum(column: str) -> pl.Expr:
     return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum()).alias(column)
-
-
-def _per_step(calls: pl.DataFrame, parts: Sequence[RankPart]) -> pl.DataFrame:
-    """Per key: mean, least and most of the time of one rank in one whole step."""
-    whole = pl.concat(
-        [part.steps.filter("complete").select("step", rank=pl.lit(part.rank, pl.Int32)) for part in parts]
-    )
-    inside = calls.join(whole, on=["step", "rank"], how="semi", nulls_equal=True)
-    each = inside.group_by(*_KEYS, "rank", "step").agg(pl.col("duration_ns").sum().alias("ns"))
-    return each.group_by(_KEYS).agg(
-        pl.col("ns").mean().alias("mean_step_ns"),
-        pl.col("ns").min().alias("min_step_ns"),
-        pl.col("ns").max().alias("max_step_ns"),
-    )
 
 
 def _tables(value: Row) -> Iterator[Table]:

@@ -125,11 +125,11 @@ def _tables(value: Row) -> Iterator[Table]:
             "compile-regions", "Compiled regions", [*ranks, *_region_columns(gpu)], value["regions"], "compile.regions"
         )
     if value["breaks"]:
-        yield Table("compile-breaks", "Graph breaks", [*ranks, *_break_columns()], value["breaks"], "compile.breaks")
+        yield Table("compile-breaks", "Graph breaks", [*ranks, *_BREAK_COLUMNS], value["breaks"], "compile.breaks")
     if value["compilations"]:
         rows = [{**row, "again": {True: "yes", False: "no"}.get(row["recompile"])} for row in value["compilations"]]
         yield Table(
-            "compile-compilations", "Compilations", [*ranks, *_compilation_columns()], rows, "compile.compilations"
+            "compile-compilations", "Compilations", [*ranks, *_COMPILATION_COLUMNS], rows, "compile.compilations"
         )
     graphs = [
         Col("host_ns", "Host", "time"),
@@ -167,26 +167,22 @@ def _region_columns(gpu: list[Col]) -> list[Col]:
     ]
 
 
-def _break_columns() -> list[Col]:
-    return [
-        Col("region", "In"),
-        Col("resumed", "Resumed by"),
-        Col("count", "Count", "count"),
-        Col("between_ns", "Between", "time", "host time from the end of the graph to the continuation"),
-        Col("lookup_ns", "Lookup", "time", "the part of it that looked the continuation up"),
-        Col("place", "Resumes at", "name"),
-    ]
-
-
-def _compilation_columns() -> list[Col]:
-    titles = ("Dynamo", "Guards", "Autograd", "Inductor", "Code")
-    return [
-        Col("region", "Region"),
-        Col("direction", "Graph"),
-        Col("again", "Again", hint="the frame had been compiled before: a guard failed"),
-        Col("duration_ns", "Time", "time"),
-        *(Col(name, title, "time", narrow=False) for name, title in zip(STAGES, titles, strict=True)),
-    ]
+_BREAK_COLUMNS = (
+    Col("region", "In"),
+    Col("resumed", "Resumed by"),
+    Col("count", "Count", "count"),
+    Col("between_ns", "Between", "time", "host time from the end of the graph to the continuation"),
+    Col("lookup_ns", "Lookup", "time", "the part of it that looked the continuation up"),
+    Col("place", "Resumes at", "name"),
+)
+_STAGE_TITLES = ("Dynamo", "Guards", "Autograd", "Inductor", "Code")
+_COMPILATION_COLUMNS = (
+    Col("region", "Region"),
+    Col("direction", "Graph"),
+    Col("again", "Again", hint="the frame had been compiled before: a guard failed"),
+    Col("duration_ns", "Time", "time"),
+    *(Col(name, title, "time", narrow=False) for name, title in zip(STAGES, _STAGE_TITLES, strict=True)),
+)
 
 
 def _summary(value: Row) -> str | None:

@@ -51,10 +51,11 @@ def heat_map(
             value = cells.get((row, column))
             if value is None:
                 continue
-            shade = max(value, 0) / most
+            # from the paper to the colour of what is bad; readable on light and dark paper
+            colour = f"color-mix(in srgb, var(--bad) {round(100 * (max(value, 0) / most))}%, var(--panel))"
             out.append(
                 f'<rect x="{_LEFT + index * wide:.1f}" y="{top:.1f}" width="{max(wide - 1, 0.5):.1f}" '
-                f'height="{max(high - 1, 0.5):.1f}" fill="{_colour(shade)}" stroke="var(--line)" stroke-width="0.4">'
+                f'height="{max(high - 1, 0.5):.1f}" fill="{colour}" stroke="var(--line)" stroke-width="0.4">'
                 f"<title>{escape(labels.get((row, column), ''))}</title></rect>"
             )
     every = max(1, round(34 / wide))
@@ -64,11 +65,6 @@ def heat_map(
         for index in range(0, len(columns), every)
     ]
     return "".join([*out, "</svg>"])
-
-
-def _colour(shade: float) -> str:
-    """From the paper to the colour of what is bad; readable on light and dark paper."""
-    return f"color-mix(in srgb, var(--bad) {round(100 * shade)}%, var(--panel))"
 
 
 _BLOCKS = " ░▒▓█"

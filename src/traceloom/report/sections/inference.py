@@ -121,7 +121,8 @@ def _summary(value: Row | None) -> str | None:
         count = sum(row["step_count"] for row in rows)
         mean = sum(row["mean_gpu_ns"] * row["step_count"] for row in rows) / count
         steps = f"{units.count(count)} {kind} {'step' if count == 1 else 'steps'}"
-        text = f"{steps}{_of_ranks(rows)} of {units.duration(round(mean))}"
+        ranks = f" of {len(rows)} ranks" if len(rows) > 1 else ""
+        text = f"{steps}{ranks} of {units.duration(round(mean))}"
         between = max((row["between_median_ns"] or 0 for row in rows), default=0)
         most = "at most " if len(rows) > 1 else ""
         words.append(text + (f" ({most}{units.duration(between)} between tokens)" if between else "") + " on the GPU")
@@ -133,10 +134,6 @@ def _summary(value: Row | None) -> str | None:
     if value["mapped_fraction"] is not None:
         words.append(f"{units.share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator")
     return "; ".join(words[:8])
-
-
-def _of_ranks(rows: list[Row]) -> str:
-    return f" of {len(rows)} ranks" if len(rows) > 1 else ""
 
 
 SECTION = Section(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 import polars as pl
 
@@ -79,6 +78,10 @@ def _memory(at: tuple[int | None, Row, Row], drawn: bool, absent: Absent) -> Row
     absent.value(out["peak_step"], f"{path}.peak_step")
     absent.say(f"{path}.tree[*].parent")
     steps = [{**{k: row[k] - epoch for k in ("start_ns", "end_ns")}, "step": row["step"]} for row in entry["steps"]]
+    curve = None
+    if drawn:
+        absent.value(memory["curve"]["stacks"], f"{path}.curve.stacks")
+        curve = {**memory["curve"], "time_ns": [time - epoch for time in memory["curve"]["time_ns"]]}
     return {
         "rank": absent.value(rank, f"{path}.rank"),
         **out,
@@ -87,13 +90,8 @@ def _memory(at: tuple[int | None, Row, Row], drawn: bool, absent: Absent) -> Row
         "categories": memory["categories"],
         "growth": [{name: row[name] for name in _GROWS} for row in memory["growth"]],
         "steps": steps,
-        "curve": absent.value(_curve(memory["curve"], epoch, absent) if drawn else None, f"{path}.curve"),
+        "curve": absent.value(curve, f"{path}.curve"),
     }
-
-
-def _curve(curve: Row, epoch: int, absent: Absent) -> Row:
-    absent.value(curve["stacks"], "memory_owners.memories[*].curve.stacks")
-    return {**curve, "time_ns": [time - epoch for time in curve["time_ns"]]}
 
 
 def _pruned(tree: list[Row]) -> list[Row]:
@@ -210,10 +208,6 @@ def _levels(what: str) -> Row:
     }
 
 
-def _head_shape() -> dict[str, Any]:
-    return {name: of_type(kind, nullable=name == "peak_step") for name, kind in _HEAD.items()}
-
-
 SECTION = Section(
     key="memory_owners",
     title="Memory by owner",
@@ -231,7 +225,7 @@ SECTION = Section(
                     "items": record(
                         {
                             "rank": {"type": ["integer", "null"]},
-                            **_head_shape(),
+                            **{name: of_type(kind, nullable=name == "peak_step") for name, kind in _HEAD.items()},
                             "tree": rows(TREE, nullable={"parent"}, what="who holds what at the peak; adds up to it"),
                             "modules": rows(_PART, what="the same by module"),
                             "categories": rows(_KIND, what="the same by what it is for"),

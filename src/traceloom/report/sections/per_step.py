@@ -31,28 +31,25 @@ def _build(study: Study[WorkPerStep], absent: Absent) -> Row:
     return out
 
 
-def _columns(value: str, what: str, several: bool) -> list[Col]:
-    return [
-        *([Col("rank", "Rank", "count")] if several else []),
-        Col(f"mean_{value}", "Per step", "time", f"{what}, mean over the whole steps"),
-        Col(f"min_{value}", "Least", "time", "in the step with the least of it", narrow=False),
-        Col(f"max_{value}", "Most", "time", "in the step with the most of it"),
-        Col("mean_call_count", "Calls", "number", "mean per step"),
-        Col("step_count", "Steps", "count", "whole steps in which it occurs", narrow=False),
-        Col("name", "Name", "name"),
-    ]
-
-
 def _tables(value: Row) -> Iterator[Table]:
     for name, column, what in (
         ("kernels", "total_ns", "summed duration of such GPU work launched in a step"),
         ("operators", "self_ns", "host time in the operator itself"),
     ):
         rows = value[name]
-        if rows:
-            several = len({row["rank"] for row in rows}) > 1
-            path = f"per_step.{name}"
-            yield Table(f"per-step-{name}", name.capitalize(), _columns(column, what, several), rows, path)
+        if not rows:
+            continue
+        several = len({row["rank"] for row in rows}) > 1
+        columns = [
+            *([Col("rank", "Rank", "count")] if several else []),
+            Col(f"mean_{column}", "Per step", "time", f"{what}, mean over the whole steps"),
+            Col(f"min_{column}", "Least", "time", "in the step with the least of it", narrow=False),
+            Col(f"max_{column}", "Most", "time", "in the step with the most of it"),
+            Col("mean_call_count", "Calls", "number", "mean per step"),
+            Col("step_count", "Steps", "count", "whole steps in which it occurs", narrow=False),
+            Col("name", "Name", "name"),
+        ]
+        yield Table(f"per-step-{name}", name.capitalize(), columns, rows, f"per_step.{name}")
 
 
 def _summary(value: Row) -> str | None:

@@ -96,7 +96,10 @@ def _tables(value: Row) -> Iterator[Table]:
                     "Over the whole steps of each rank.")  # fmt: skip
     if value["operators"]:
         columns = [*rank, *_operator_columns(value["timed_on"])]
-        rows = [{**row, "type": _type(row)} for row in value["operators"]]
+        rows = [
+            {**row, "type": f"{row['arithmetic']}{' (assumed)' if row['evidence'] == 'assumed' else ''}"}
+            for row in value["operators"]
+        ]
         yield Table("roofline-operators", "Operators", columns, rows, "roofline.operators")
     if value["unmodelled"]:
         yield Table("roofline-unmodelled", "Not modelled", [*rank, *_UNMODELLED], value["unmodelled"],
@@ -170,10 +173,6 @@ def _operator_columns(timed_on: str) -> list[Col]:
         Col("shapes", "Shapes", "name", narrow=False),
         Col("name", "Operator", "name"),
     ]
-
-
-def _type(row: Row) -> str:
-    return f"{row['arithmetic']} (assumed)" if row["evidence"] == "assumed" else str(row["arithmetic"])
 
 
 def _said(rows: list[Row]) -> str:

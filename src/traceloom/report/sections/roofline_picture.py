@@ -84,10 +84,12 @@ def _grid(plane: _Plane) -> str:
         x = plane.x(10.0**power)
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_power(power)}</text>')
+    prefixes = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
     for power in range(plane.y_low, plane.y_high + 1):
         y = plane.y(10.0**power)
         parts.append(f'<line class="mark" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        label = f"{_prefixed(power)}FLOP/s"
+        base = max(0, min(18, power // 3 * 3))
+        label = f"{_power(power - base)}\u00a0{prefixes[base]}FLOP/s"
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     middle = (_LEFT + right) / 2
     parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">FLOPs per byte</text>')
@@ -96,12 +98,6 @@ def _grid(plane: _Plane) -> str:
 
 def _power(power: int) -> str:
     return f"{10**power:,}".replace(",", "\u202f") if power >= 0 else f"{10.0**power:.{-power}f}"
-
-
-def _prefixed(power: int) -> str:
-    prefixes = {0: "", 3: "k ", 6: "M ", 9: "G ", 12: "T ", 15: "P ", 18: "E "}
-    base = max(0, min(18, power // 3 * 3))
-    return f"{_power(power - base)}\u00a0{prefixes[base].strip()}"
 
 
 def _roofs(plane: _Plane, roofs: Sequence[tuple[str, float, float | None]]) -> tuple[str, str]:

@@ -98,21 +98,18 @@ class Study(Generic[Measured]):
     results: Sequence[Measured]
 
     def concat(self, frame: Callable[[Measured], pl.DataFrame]) -> pl.DataFrame:
-        """One frame of all ranks, rank after rank, with the column `rank` (Int32, null where a file does not say)."""
-        return pl.concat(
-            [_of_rank(frame(result), trace.rank) for trace, result in zip(self.part.traces, self.results, strict=True)]
-        )
+        """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a file does not say)."""
+        frames = []
+        for trace, result in zip(self.part.traces, self.results, strict=True):
+            of_rank = frame(result)
+            ranks = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, of_rank.height)
+            frames.append(of_rank.clone().insert_column(0, ranks))
+        return pl.concat(frames)
 
 
 def on_rank(row: Row, rows: Iterable[Row]) -> str:
     """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
     return f" of rank {row['rank']}" if len({other["rank"] for other in rows}) > 1 else ""
-
-
-def _of_rank(frame: pl.DataFrame, rank: int | None) -> pl.DataFrame:
-    """The frame with the rank as its first column."""
-    ranks = pl.Series("rank", [rank], dtype=pl.Int32).new_from_index(0, frame.height)
-    return frame.clone().insert_column(0, ranks)
 
 
 def _nothing(_trace: Trace, _options: ReportOptions) -> None:

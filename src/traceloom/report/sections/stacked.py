@@ -51,12 +51,8 @@ def stacked(bars: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, st
                 f'width="{max(right - left, 0.3):.1f}" height="{_BAR}"><title>{_text(hover_text)}</title></rect>'
             )
             at += part.ns
-    return "".join([*out, "</svg>", _legend(used, colours), "</figure>"])
-
-
-def _legend(used: Sequence[str], colours: Mapping[str, str]) -> str:
-    items = "".join(f'<li><i class="swatch b-{colours.get(name, "other")}"></i>{_text(name)}</li>' for name in used)
-    return f'<ul class="legend">{items}</ul>'
+    legend = "".join(f'<li><i class="swatch b-{colours.get(name, "other")}"></i>{_text(name)}</li>' for name in used)
+    return "".join([*out, f'</svg><ul class="legend">{legend}</ul></figure>'])
 
 
 def _text(value: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html import escape
 from typing import Any
 
@@ -20,20 +19,18 @@ def render(document: Row) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
+    sections = []
+    for data_table in (*tables(document), _runs(document)):
+        columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
+        drawn = table(data_table.key, columns, data_table.rows, _UNKNOWN, data_table.title)
+        sections.append((f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn))
     return framed(
         title=f"{headline(document)} – {name}",
         name=name,
         headline=f"<h1>{text(headline(document))}</h1>{paragraphs}",
         footer=f"<p>Traceloom {text(document['traceloom'])}</p>",
-        **one_after_the_other(_sections(document)),
+        **one_after_the_other(sections),
     )
-
-
-def _sections(document: Row) -> Iterator[tuple[str, str, str, str]]:
-    for data_table in (*tables(document), _runs(document)):
-        columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
-        drawn = table(data_table.key, columns, data_table.rows, _UNKNOWN, data_table.title)
-        yield f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn
 
 
 def _runs(document: Row) -> Table:

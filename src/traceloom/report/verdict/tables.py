@@ -23,7 +23,15 @@ def tables(document: Row) -> Iterator[Table]:
         note = "" if document["comparable"] else "Where a decisive one differs, there is no verdict."
         yield Table("verdict-conditions", "Conditions that differ", columns, differ, note=note)
     if document["causes"]:
-        yield _causes(document)
+        columns = [
+            Col("what", "What"),
+            Col("difference_ns", "Difference", "time", "new less base, per recorded step"),
+            Col("base_ns", "Base", "time", "mean per recorded step"),
+            Col("new_ns", "New", "time", "mean per recorded step"),
+            Col("name", "Name", "name"),
+        ]
+        note = "The largest differences by name."
+        yield Table("verdict-causes", "Causes", columns, document["causes"], note=note)
     if document["comparison"]:
         yield from (table for table in comparison.tables(document["comparison"]) if table.key != "diff-conditions")
 
@@ -97,17 +105,6 @@ def _checks(document: Row) -> Table:
 
 def _many(runs: int, steps: int) -> str:
     return f"{runs} run{'s' * (runs != 1)} ({units.count(steps)})"
-
-
-def _causes(document: Row) -> Table:
-    columns = [
-        Col("what", "What"),
-        Col("difference_ns", "Difference", "time", "new less base, per recorded step"),
-        Col("base_ns", "Base", "time", "mean per recorded step"),
-        Col("new_ns", "New", "time", "mean per recorded step"),
-        Col("name", "Name", "name"),
-    ]
-    return Table("verdict-causes", "Causes", columns, document["causes"], note="The largest differences by name.")
 
 
 def value(amount: float | None, measure: str) -> str:
