@@ -273,15 +273,11 @@ class ChakraRewriter:
             _spelled(self._tensors.types(types[0]), types[1]),
         )
         for text in texts:
-            self._scan(text)
+            quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
+            self._account.strings.update(part.encode() for pair in quoted for part in pair)
         empty = [not part for part in (old.values, old.shapes, old.types)]
         made = ["" if nothing else text for text, nothing in zip(texts, empty, strict=True)]
         return IOInfo(values=made[0], shapes=made[1], types=made[2])
-
-    def _scan(self, text: str) -> None:
-        self._account.strings.update(
-            part.encode() for pair in re.findall(r"'([^']*)'|\"([^\"]*)\"", text) for part in pair
-        )
 
     def _saw(self, *texts: Any) -> None:
         self._account.strings.update(json.dumps(text).encode()[1:-1] for text in texts if isinstance(text, str))

@@ -114,12 +114,8 @@ class HostRewriter:
         """Which nodes are regions of the user, and what stands above them."""
         for frame in self.frames():
             for identity, name, parent, scope in frame.select("id", "name", "parent", "scope").iter_rows():
-                if scope == _USER_SCOPE and not self._stays(name):
+                if scope == _USER_SCOPE and name not in host_names() and not COMMUNICATION.match(name):
                     self._above[identity] = parent or 0
-
-    @staticmethod
-    def _stays(name: str) -> bool:
-        return name in host_names() or COMMUNICATION.match(name) is not None
 
     def _parent(self, parent: int | None) -> int | None:
         steps = 0

@@ -83,14 +83,11 @@ class Kernels:
         if rule in ("rocm-copy", "rocm-fill"):
             return _joined(MARKS[rule], "", letters)
         if rule is not None:
-            return _joined(MARKS[rule], self._kind(name), letters)
+            lower = name.lower()
+            kind = next((kind for kind, pattern in _KINDS if pattern.search(lower)), "")
+            return _joined(MARKS[rule], kind, letters)
         family = next((family for family, pattern in _FAMILIES if pattern.search(name)), "kernel")
         return _joined(family, "", letters)
-
-    @staticmethod
-    def _kind(name: str) -> str:
-        lower = name.lower()
-        return next((kind for kind, pattern in _KINDS if pattern.search(lower)), "")
 
     def copy(self, name: str) -> str:
         """A copy or fill: its direction and the kinds of memory."""

@@ -259,8 +259,10 @@ class Rewriter:
         ids = self._places.get(key)
         if ids is None:
             pid, tid = (decoded(raw) for raw in key[:2])
-            on_device = device if device is not None else self._on_device(pid, tid)
-            shown = [self._one(value, on_device=on_device) for value in (pid, tid)]
+            if device is None:
+                hosts = self._place.hosts
+                device = (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
+            shown = [self._one(value, on_device=device) for value in (pid, tid)]
             ids = self._places[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
         return ids
 
@@ -268,10 +270,6 @@ class Rewriter:
         """Process and thread of a lane, which the reader gives as texts."""
         shown = [self._one(_number(text), on_device=False) for text in (process, thread)]
         return b'"pid":' + shown[0] + b',"tid":' + shown[1]
-
-    def _on_device(self, pid: Any, tid: Any) -> bool:
-        hosts = self._place.hosts
-        return (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
 
     def _one(self, value: Any, *, on_device: bool) -> bytes:
         names = self._rules.names
@@ -306,8 +304,11 @@ class Rewriter:
 
     def _flow(self, entry: dict[str, msgspec.Raw], phase: bytes, start: int) -> bytes | None:
         spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
-        if spelled not in self._arrows:
-            self._arrows[spelled] = _arrow(*spelled)
+        if spelled not in self._arrows:  # category and name, as far as they are known; empty where neither is
+            texts = [(key, decoded(raw)) for key, raw in zip((b"cat", b"name"), spelled, strict=True)]
+            self._arrows[spelled] = b"".join(
+                b',"%b":"%b"' % (key, text.encode()) for key, text in texts if isinstance(text, str) and text in _FLOWS
+            )
         tail = self._arrows[spelled]
         identity = number(bytes(entry.get("id", _MISSING)))
         if not tail or identity is None or identity == b"null":
@@ -349,14 +350,6 @@ _SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memse
 
 def _number(text: str) -> Any:
     return int(text) if text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20 else text
-
-
-def _arrow(category: bytes, name: bytes) -> bytes:
-    """Category and name of an arrow, as far as they are known; empty where neither is."""
-    texts = [(key, decoded(raw)) for key, raw in ((b"cat", category), (b"name", name))]
-    return b"".join(
-        b',"%b":"%b"' % (key, text.encode()) for key, text in texts if isinstance(text, str) and text in _FLOWS
-    )
 
 
 def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:

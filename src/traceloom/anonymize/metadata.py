@@ -63,7 +63,10 @@ class Metadata:
                 continue
             made = self._entry(key, value)
             if made is None:
-                self._account.drop(key, _text(value), unknown=not _expected(key))
+                expected = key in (
+                    "traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS
+                )  # fmt: skip
+                self._account.drop(key, _text(value), unknown=not expected)
             else:
                 out[key] = made
         if self._policy.times == KEEP:
@@ -176,7 +179,3 @@ def rank_list(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in value):
         return value
     return None
-
-
-def _expected(key: str) -> bool:
-    return key in ("traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS)

@@ -75,11 +75,8 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """As it stands in the reports."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def read_policy(path: Path | None) -> Policy:

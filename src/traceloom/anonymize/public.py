@@ -43,7 +43,9 @@ def is_schema(text: str) -> bool:
     name = text.split("(", 1)[0]
     if name.split(".", 1)[0] not in sections()["ops"]:
         return False
-    return _all_known(text.split("(", 1)[1], name.partition(".")[2])
+    public_words = sections()["words"] | sections()["types"]
+    words = (word for part in (text.split("(", 1)[1], name.partition(".")[2]) for word in _WORD.findall(part))
+    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in words)
 
 
 def is_type(text: str) -> bool:
@@ -52,9 +54,3 @@ def is_type(text: str) -> bool:
     return _SIGNS.fullmatch(text) is not None and all(
         word in type_words or (word.isdigit() and len(word) <= 2) for word in _WORD.findall(text)
     )
-
-
-def _all_known(*texts: str) -> bool:
-    public_words = sections()["words"] | sections()["types"]
-    words = (word for text in texts for word in _WORD.findall(text))
-    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in words)

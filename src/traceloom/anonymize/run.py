@@ -149,7 +149,8 @@ class Run:
         if self._collapsed:
             facts = _collapsed(facts, trace)
         notices = {notice.slug for notice in trace.notices}
-        return _Seen(source, facts, _first_ns(trace), trace.meta.clock == "unix", measure(trace), notices)
+        first_ns = min(_times(trace), default=0)
+        return _Seen(source, facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
 
     def _origin_ns(self, *, unix: bool) -> int:
         """One origin for all files whose times can be compared."""
@@ -165,7 +166,10 @@ class Run:
         target = stage.path(source.name)
         if source.kind == sources.KINETO:
             seen = self._seen[source.path]
-            facts = replace(seen.place, origin_ns=self._shift_ns(seen))
+            # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
+            zeroed = self.rules.policy.times == ZERO
+            origin_ns = self._origin_ns(unix=seen.unix) if zeroed else seen.place.base_ns
+            facts = replace(seen.place, origin_ns=origin_ns)
             write_kineto(facts, self.rules, account, target, unix=seen.unix)
             self._compare(seen, target)
             seen.place = replace(seen.place, threads=())
@@ -181,10 +185,6 @@ class Run:
             {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
             | {"bytes": target.stat().st_size} | account.to_dict()
         )  # fmt: skip
-
-    def _shift_ns(self, seen: _Seen) -> int:
-        # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
-        return self._origin_ns(unix=seen.unix) if self.rules.policy.times == ZERO else seen.place.base_ns
 
     def _compare(self, seen: _Seen, target: Path) -> None:
         """Read the new file and compare what the analyses say."""
@@ -304,43 +304,33 @@ def anonymize(
         OutputError: Something cannot be written; then nothing is.
     """
     with files.inputs_kept(inputs):
-        return _anonymize(inputs, output, policy, key, mapping, force=force, say=say)
-
-
-def _anonymize(
-    inputs: list[Path], output: Path, policy: Policy, key: Key, mapping: Path | None, *, force: bool, say: Say
-) -> Outcome:
-    all_sources = sources.find(inputs)
-    for source in all_sources.files:
-        files.note_input(source.path)
-    single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(_ENDINGS)
-    if single:
-        all_sources.files[0].name = _same_packing(output.name, all_sources.files[0])
-    run = Run(all_sources, policy, key, say)
-    beside = output.with_name(f"{output.name}.anonymize.json")
-    staging = Staging(output, single=single, force=force)
-    for path in (beside, mapping):
-        if path is not None:
-            files.check_free(path, force=force)
-    with staging as stage:
-        run.write(stage)
-        report = run.report()
-        if mapping is not None:
-            _private(mapping, run.map(), force=force)
-        _private(beside, report, force=force)
-        stage.commit(all_sources.files[0].name if single else None)
-    return Outcome(output, report, beside, [str(error) for error in run.refused])
+        all_sources = sources.find(inputs)
+        for source in all_sources.files:
+            files.note_input(source.path)
+        single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(_ENDINGS)
+        if single:
+            # The name in the stage decides whether the file is compressed: that of the output does.
+            source = all_sources.files[0]
+            source.name = source.name.removesuffix(".gz") + (".gz" if output.name.lower().endswith(".gz") else "")
+        run = Run(all_sources, policy, key, say)
+        beside = output.with_name(f"{output.name}.anonymize.json")
+        staging = Staging(output, single=single, force=force)
+        for path in (beside, mapping):
+            if path is not None:
+                files.check_free(path, force=force)
+        with staging as stage:
+            run.write(stage)
+            report = run.report()
+            if mapping is not None:
+                _private(mapping, run.map(), force=force)
+            _private(beside, report, force=force)
+            stage.commit(all_sources.files[0].name if single else None)
+        return Outcome(output, report, beside, [str(error) for error in run.refused])
 
 
 def _private(path: Path, document: dict[str, Any], *, force: bool) -> None:
     text = encoded(json.dumps(document, indent=1, ensure_ascii=False)) + b"\n"
     files.write(path, lambda handle: handle.write(text), force=force, private=True)
-
-
-def _same_packing(name: str, source: Source) -> str:
-    """The name in the stage decides whether the file is compressed: that of the output does."""
-    plain = source.name.removesuffix(".gz")
-    return f"{plain}.gz" if name.lower().endswith(".gz") else plain
 
 
 def _collapsed(facts: Place, trace: Trace) -> Place:
@@ -356,12 +346,8 @@ def _collapsed(facts: Place, trace: Trace) -> Place:
     )
 
 
-def _first_ns(trace: Trace) -> int:
-    """The earliest time of anything in the trace."""
-    return min(_times(trace), default=0)
-
-
 def _times(trace: Trace) -> Iterator[int]:
+    """The earliest time of each kind of thing in the trace."""
     for frame, column in (
         (trace.events, "start_ns"),
         (trace.allocations, "time_ns"),

@@ -55,9 +55,8 @@ class Tensors:
         if self._policy.scalars != KEEP or not isinstance(item, (int, float)):
             self._account.drop("values")
             return None
-        return item if depth == 0 or self._shapes.kept else self._dimension(item)
-
-    def _dimension(self, item: float) -> Any:
+        if depth == 0 or self._shapes.kept:
+            return item
         return None if self._policy.shapes == DROP or not isinstance(item, int) else bucket(item)
 
     def _tensor(self, item: list[Any]) -> list[Any]:
@@ -128,16 +127,14 @@ class Tensors:
     @staticmethod
     def types(value: Any) -> Any:
         """A list of types, public ones."""
-        return [_type(item) for item in value] if isinstance(value, list) else []
+        if not isinstance(value, list):
+            return []
+        return [item if isinstance(item, str) and is_type(item) else "" for item in value]
 
     def splits(self, text: str) -> str:
         """Sizes of the parts of an uneven exchange."""
         made = self._shapes.splits(json.dumps(text).encode())
         return "[]" if made is None else str(json.loads(made))
-
-
-def _type(item: Any) -> str:
-    return item if isinstance(item, str) and is_type(item) else ""
 
 
 def _is_tensor(item: list[Any]) -> bool:

@@ -87,15 +87,11 @@ Measure = dict[str, pl.DataFrame]
 
 def measure(trace: Trace) -> Measure:
     """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are left out."""
-    return _analysed(trace) | _retimed(trace)
-
-
-def _retimed(trace: Trace) -> Measure:
-    """The linked graph of one rank."""
     from traceloom.link.rank import link_rank
     from traceloom.retime.calibrate import calibrate
 
-    return measure_graph(calibrate(link_rank(trace)))
+    analysed = {name: _numbers(make(trace)) for name, make in (_PARTS | _SIZES).items()}
+    return analysed | measure_graph(calibrate(link_rank(trace)))
 
 
 def measure_job(paths: list[Path]) -> Measure | str:
@@ -130,12 +126,6 @@ def measure_graph(graph: Graph) -> Measure:
         "critical path": _numbers(retiming.path),
         "re-timing": pl.DataFrame({name: [value] for name, value in answers.items()}),
         "re-timing without residuals": pl.DataFrame({"error_ns": [retiming.honest_error_ns]}),
-    }
-
-
-def _analysed(trace: Trace) -> Measure:
-    return {name: _numbers(make(trace)) for name, make in _PARTS.items()} | {
-        name: _numbers(make(trace)) for name, make in _SIZES.items()
     }
 
 

@@ -140,7 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(_of_system(error), debug=debug, cause=error)
         return OutputError.exit_code
     except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
-        _tell(_defect(error), debug=debug, cause=error)
+        defect = TraceloomError(
+            f"a defect of Traceloom: {type(error).__name__}: {error}",
+            slug="internal-error",
+            hint="please report it with the traceback that --debug shows",
+        )
+        _tell(defect, debug=debug, cause=error)
         return 1
     return code
 
@@ -212,14 +217,6 @@ def _of_system(error: OSError) -> TraceloomError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     message = f"standard output cannot be written: {reason}"
     return OutputError(message, slug="cannot-write", hint="make room there, or write a file with -o")
-
-
-def _defect(error: Exception) -> TraceloomError:
-    return TraceloomError(
-        f"a defect of Traceloom: {type(error).__name__}: {error}",
-        slug="internal-error",
-        hint="please report it with the traceback that --debug shows",
-    )
 
 
 def _tell(error: TraceloomError, *, debug: bool, cause: Exception | None = None) -> None:

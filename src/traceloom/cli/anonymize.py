@@ -14,7 +14,7 @@ from traceloom.errors import PartialError
 from traceloom.harmless import harmless
 
 if TYPE_CHECKING:
-    from traceloom.anonymize import Key, Outcome
+    from traceloom.anonymize import Outcome
 
 _SHOWN = 12
 _EXAMPLES = """\
@@ -64,10 +64,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Anonymise; exit code 4 where an input was refused and the rest was done."""
-    from traceloom.anonymize import anonymize, read_policy
+    from traceloom.anonymize import anonymize, random_key, read_key, read_policy
 
     policy = read_policy(args.policy).with_structure(args.structure)
-    key, fresh = _key(args.key)
+    key, fresh = (random_key(), False) if args.key is None else read_key(args.key)
     with Progress(shown=not args.quiet) as progress:
         outcome = anonymize(args.inputs, args.output, policy, key, args.map, force=args.force, say=progress.say)
     if args.json:
@@ -86,12 +86,6 @@ def run(args: argparse.Namespace) -> int:
         more = f" (and {len(outcome.refused) - 1} more)" if len(outcome.refused) > 1 else ""
         raise PartialError(f"refused: {outcome.refused[0]}{more}", slug="refused-input")
     return 0
-
-
-def _key(path: Path | None) -> tuple[Key, bool]:
-    from traceloom.anonymize import random_key, read_key
-
-    return (random_key(), False) if path is None else read_key(path)
 
 
 def _lines(outcome: Outcome) -> Iterator[str]:

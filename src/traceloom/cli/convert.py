@@ -141,7 +141,13 @@ def _check(args: argparse.Namespace, kind: str) -> None:
 
 def _converted(source: Source, target: Path, kind: str, args: argparse.Namespace) -> _Done:
     if args.target == "astra-sim":
-        return _for_astra_sim(source, target, args)
+        from traceloom.chakra.astra_sim import to_astra_sim
+
+        result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
+        written = result.write(target, force=args.force)
+        nodes = sum(file.nodes.height for file in result.files)
+        following = f"traceloom validate {target} --target astra-sim"
+        return _Done(target, written, following, nodes, [*source.notices, *result.notices])
     if kind == "graph":
         from traceloom.model import graph_store
 
@@ -180,16 +186,6 @@ def _perfetto(source: Source, target: Path, args: argparse.Namespace) -> _Done:
 
     files.write(target, produce, force=args.force)
     return _Done(target, [target], "open it at ui.perfetto.dev", graph.nodes.height, source.notices)
-
-
-def _for_astra_sim(source: Source, target: Path, args: argparse.Namespace) -> _Done:
-    from traceloom.chakra.astra_sim import to_astra_sim
-
-    result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
-    written = result.write(target, force=args.force)
-    nodes = sum(file.nodes.height for file in result.files)
-    step = f"traceloom validate {target} --target astra-sim"
-    return _Done(target, written, step, nodes, [*source.notices, *result.notices])
 
 
 def _tell(done: _Done, args: argparse.Namespace) -> None:

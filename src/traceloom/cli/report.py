@@ -19,7 +19,7 @@ from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 
 if TYPE_CHECKING:
-    from traceloom.model import Notice, Session
+    from traceloom.model import Session
     from traceloom.read import Loaded
     from traceloom.read import Progress as Reading
     from traceloom.report import ReportOptions
@@ -172,7 +172,9 @@ def _run(args: argparse.Namespace) -> int:
     if not args.quiet:
         for line in _closing(args, report, written):
             print(line, file=sys.stderr if args.json else sys.stdout)
-    _check_refused(loaded.refused)
+    if loaded.refused:  # the report is made of the rest; the exit code and a last word say that it is not all
+        more = f" (and {len(loaded.refused) - 1} more, see the notices)" if len(loaded.refused) > 1 else ""
+        raise PartialError(f"{loaded.refused[0].message}{more}", slug="refused-input")
     return 0
 
 
@@ -256,13 +258,6 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
         )
 
     return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MOST_FILES)
-
-
-def _check_refused(refused: Sequence[Notice]) -> None:
-    """The report is made of the rest; the exit code and a last word say that it is not all."""
-    if refused:
-        more = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
-        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
 
 
 def _report(sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions) -> Report:

@@ -80,18 +80,19 @@ def run(args: argparse.Namespace) -> int:
 
         sys.stdout.buffer.write(encode(document))
     elif args.output is None:
-        _print(document)
+        from traceloom.report.terminal import put
+        from traceloom.report.workload import terminal
+
+        render = terminal.render_node if "node" in document else terminal.render
+        put(partial(render, document), sys.stdout)
     if args.output is not None and not args.quiet:
         from traceloom.model import units
 
-        print(f"Wrote {args.output} ({units.size(size)}); open it in a browser.", file=_beside_json(args))
+        stream = sys.stderr if args.json else sys.stdout
+        print(f"Wrote {args.output} ({units.size(size)}); open it in a browser.", file=stream)
     elif not args.json and not args.quiet and row is None:
         print(f"\nNext: traceloom show {args.inputs[0]} -o drawing.html")
     return 0
-
-
-def _beside_json(args: argparse.Namespace) -> Any:
-    return sys.stderr if args.json else sys.stdout
 
 
 def _network(inputs: list[str], progress: Progress) -> Network:
@@ -138,22 +139,17 @@ def _row(network: Network, identity: int, rank: int | None) -> int:
 
 
 def _document(network: Network, row: int | None) -> dict[str, Any]:
+    from traceloom.report.workload.attributes import attributes_of
     from traceloom.report.workload.summary import neighbours, summarise
 
-    return (
-        summarise(network)
-        if row is None
-        else {**neighbours(network, row), "attributes": dict(_attributes(network, row))}
-    )
-
-
-def _attributes(network: Network, row: int) -> list[tuple[str, str]]:
-    """What else the file says of a Chakra node, looked up in it."""
-    from traceloom.report.workload.attributes import attributes_of
-
+    if row is None:
+        return summarise(network)
+    document = neighbours(network, row)
     node = network.nodes.row(row, named=True)
     path = network.details.get(node["rank"])
-    return attributes_of(path, node["id"]) if path is not None else []
+    # What else the file says of a Chakra node, looked up in it.
+    attributes = attributes_of(path, node["id"]) if path is not None else []
+    return {**document, "attributes": dict(attributes)}
 
 
 def _draw(args: argparse.Namespace, network: Network, row: int | None) -> int:
@@ -169,10 +165,3 @@ def _draw(args: argparse.Namespace, network: Network, row: int | None) -> int:
         handle.write(page)
 
     return files.write(args.output, fill, force=args.force)
-
-
-def _print(document: dict[str, Any]) -> None:
-    from traceloom.report.terminal import put
-    from traceloom.report.workload import terminal
-
-    put(partial(terminal.render_node if "node" in document else terminal.render, document), sys.stdout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,23 +80,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(verdict: Verdict, *, quiet: bool) -> Iterator[str]:
-    for alike in _by_rule(verdict.problems):
-        yield from _problem(alike)
+    # What breaks one rule, equally badly, in all files is said once.
+    alike: dict[tuple[str, str], list[Problem]] = {}
+    for problem in verdict.problems:
+        alike.setdefault((problem.rule, problem.severity), []).append(problem)
+    for problems in alike.values():
+        yield from _problem(problems)
         yield ""
     if quiet and not verdict.problems:
         return
     files, nodes = len(verdict.files), sum(count for _, _, count in verdict.files)
     yield f"{files} file{_s(files)}, {nodes:,} nodes, for {verdict.target}: {_summary(verdict)}"
     if not verdict.errors and verdict.files:
-        yield f"Next: traceloom show {_shown(Path(verdict.files[0][0]), len(verdict.files))}"
-
-
-def _by_rule(problems: Sequence[Problem]) -> list[list[Problem]]:
-    """What breaks one rule, equally badly, in all files: said once."""
-    groups: dict[tuple[str, str], list[Problem]] = {}
-    for problem in problems:
-        groups.setdefault((problem.rule, problem.severity), []).append(problem)
-    return list(groups.values())
+        first = Path(verdict.files[0][0])
+        yield f"Next: traceloom show {first.parent if files > 1 else first}"
 
 
 def _problem(alike: list[Problem]) -> Iterator[str]:
@@ -124,10 +121,6 @@ def _summary(verdict: Verdict) -> str:
     counts = [f"{errors:,} error{_s(errors)}"] if errors else []
     counts += [f"{warnings:,} warning{_s(warnings)}"] if warnings else []
     return f"{' and '.join(counts)} in {' and '.join(places)}"
-
-
-def _shown(path: Path, files: int) -> str:
-    return str(path.parent if files > 1 else path)
 
 
 def _s(count: int) -> str:

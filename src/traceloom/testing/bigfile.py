@@ -36,7 +36,8 @@ def write_big(path: str | Path, size: int, source: str | Path | None = None) -> 
         size: Bytes; at least one copy is written.
         source: The file whose events are repeated, gzip or not; `sample()` where None.
     """
-    text = _text(source)
+    text = sample().encode() if source is None else Path(source).read_bytes()
+    text = gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text
     begin = _EVENTS.search(text)
     assert begin is not None, "the source has no traceEvents"
     end = text.index(b"]", text.rindex(b'"ph"'))
@@ -54,13 +55,6 @@ def write_big(path: str | Path, size: int, source: str | Path | None = None) -> 
             file.write(b"".join(chain.from_iterable(zip(between, [*map(_digits, shifted.tolist()), b""], strict=True))))
         file.write(tail)
     return entries * copies
-
-
-def _text(source: str | Path | None) -> bytes:
-    if source is None:
-        return sample().encode()
-    raw = Path(source).read_bytes()
-    return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
 
 
 def _taken_apart(body: bytes) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.bool_]]:

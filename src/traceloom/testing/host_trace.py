@@ -96,7 +96,10 @@ class HostTraceBuilder:
             outputs: The same.
             attributes: (name, value) beyond the known ones; only nested schemas have them.
         """
-        root = self._thread(thread)
+        if thread not in self._threads:
+            self._last_id += 1
+            self._threads[thread] = _Node(self._last_id, self._root_name("thread"), 1, thread)
+        root = self._threads[thread]
         self._records = self._records + 1 if record_id is None else record_id
         self._last_id += 1
         self._nodes.append(
@@ -170,12 +173,6 @@ class HostTraceBuilder:
         word = "execution_trace" if self.nested else "execution_graph"
         return f"[pytorch|profiler|{word}|{kind}]"
 
-    def _thread(self, thread: int) -> _Node:
-        if thread not in self._threads:
-            self._last_id += 1
-            self._threads[thread] = _Node(self._last_id, self._root_name("thread"), 1, thread)
-        return self._threads[thread]
-
     def _flat(self, node: _Node) -> dict[str, Any]:
         out: dict[str, Any] = {"name": node.name, "id": node.id}
         if self.schema != "1.0.0":
@@ -213,12 +210,11 @@ class HostTraceBuilder:
             listed += [{"name": name, "type": "string", "value": ""} for name in ("kernel_backend", "kernel_file")]
         if self.schema.startswith("1.1.1"):
             listed.append({"name": "tensor_range", "type": "string", "value": ""})
-        listed += [{"name": name, "type": _kind(value), "value": value} for name, value in node.attributes]
+        listed += [
+            {"name": name, "type": "string" if isinstance(value, str) else "int64", "value": value}
+            for name, value in node.attributes
+        ]
         return out | {"attrs": listed}
-
-
-def _kind(value: Any) -> str:
-    return "string" if isinstance(value, str) else "int64"
 
 
 # -- pairs ----------------------------------------------------------------------------------------------------------

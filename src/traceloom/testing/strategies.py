@@ -29,16 +29,11 @@ def builders(draw: DrawFn, most_events: int = 12, generation: str | None = None)
     """
     chosen = generation or draw(st.sampled_from(GENERATIONS))
     builder = TraceBuilder(rank=draw(st.one_of(st.none(), st.integers(0, 3))), world_size=4, generation=chosen)
-    times = _times(whole=chosen in ("2021", "2022", "2023"))
+    whole = chosen in ("2021", "2022", "2023")
+    times = st.integers(0, 200).map(float) if whole else st.integers(0, 200_000).map(lambda ns: ns / 1000)
     for _ in range(draw(st.integers(0, most_events))):
         draw(st.sampled_from(_ADDERS))(draw, builder, times)
     return builder
-
-
-def _times(*, whole: bool) -> SearchStrategy[float]:
-    if whole:
-        return st.integers(0, 200).map(float)
-    return st.integers(0, 200_000).map(lambda ns: ns / 1000)
 
 
 def _op(draw: DrawFn, builder: TraceBuilder, times: SearchStrategy[float]) -> None:

@@ -41,18 +41,13 @@ def damage(source: Path, chance: random.Random) -> str:
         return f"{file.name}: {name}"
     content = file.read_bytes()
     packed = content[:2] == b"\x1f\x8b" and chance.random() < 0.8
-    description, content = _content(gzip.decompress(content) if packed else content, file, chance)
+    content = gzip.decompress(content) if packed else content
+    retyped = None
+    if chance.random() < 0.5 and file.suffix in {".json", ".gz", ".pickle"}:
+        retyped = _retyped(content, chance)
+    description, content = retyped or damaged(content, chance, chance.choice([1, 1, 2, 5]))
     file.write_bytes(gzip.compress(content, 1) if packed else content)
     return f"{file.name}: {description}"
-
-
-def _content(content: bytes, file: Path, chance: random.Random) -> tuple[str, bytes]:
-    kind = chance.random()
-    if kind < 0.5 and file.suffix in {".json", ".gz", ".pickle"}:
-        retyped = _retyped(content, chance)
-        if retyped is not None:
-            return retyped
-    return damaged(content, chance, chance.choice([1, 1, 2, 5]))
 
 
 def _retyped(content: bytes, chance: random.Random) -> tuple[str, bytes] | None:

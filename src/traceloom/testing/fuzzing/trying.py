@@ -144,15 +144,11 @@ def _whole(kind: str, seeds: Path) -> Path:
     return folder / marker.read_text(encoding="utf-8")
 
 
-def _good(seeds: Path) -> Path:
-    path = seeds / "good.json"
-    if not path.exists():
-        trace().write(path)
-    return path
-
-
 def _run(case: Case, source: Path, seeds: Path, home: Path) -> tuple[int, str]:
-    places = {"{in}": str(source), "{out}": str(home / "out"), "{good}": str(_good(seeds))}
+    good = seeds / "good.json"
+    if not good.exists():
+        trace().write(good)
+    places = {"{in}": str(source), "{out}": str(home / "out"), "{good}": str(good)}
     words = VERBS[case.format][case.verb]
     argv = [re.sub(r"\{\w+\}", lambda match: places[match[0]], word) for word in words]
     with captured() as (out, err):
@@ -185,7 +181,9 @@ def _peak() -> int:
 
 
 def _fault(code: int, output: str, seconds: float, description: str, before: int) -> str:
-    match = _FAULTS.search(_without_refusal(output))
+    # The traceback that `--debug` shows of a refusal is no fault.
+    searched = output if "a defect of Traceloom" in output else output.replace("Traceback (most recent", "")
+    match = _FAULTS.search(searched)
     peak = _peak()
     wrong = ""
     if code == 1 or match:
@@ -201,11 +199,6 @@ def _fault(code: int, output: str, seconds: float, description: str, before: int
 
 
 LOST_CODE = -100
-
-
-def _without_refusal(output: str) -> str:
-    """Without the traceback that `--debug` shows of a refusal."""
-    return output if "a defect of Traceloom" in output else output.replace("Traceback (most recent", "")
 
 
 def _lost(source: Path) -> tuple[int, str]:

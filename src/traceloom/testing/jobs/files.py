@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,17 +69,10 @@ def _about(span: Span, rank: int, world_size: int) -> dict[str, Any]:
         return {"attributes": [(name, described[key]) for key, name in _ATTRIBUTES.items()]}
     shapes, types = span.args.get("shapes", []), span.args.get("types", [])
     inputs = [
-        ([number, number, 0, _elements(shape), 2, "cuda:0"], shape, _TYPES[kind]) if kind in _TYPES else (0, [], "Int")
+        ([number, number, 0, math.prod(shape), 2, "cuda:0"], shape, _TYPES[kind]) if kind in _TYPES else (0, [], "Int")
         for number, (shape, kind) in enumerate(zip(shapes, types, strict=True))
     ]
     return {"inputs": inputs, "sequence": span.args.get("sequence", -1)}
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def write_run(run: Run, folder: Path, *, host: bool, ending: str, sync_records: bool) -> Path:

@@ -328,7 +328,9 @@ class Stage(Writer):
             self._experts(sequence, backward=True)
         else:
             self._product_back(n, 4 * part, h, sequence)
-            self._small_back("GeluBackward0", "aten::gelu_backward", "GeluBackwardCUDAKernelImpl", sequence)
+            gelu = kernel_names.pointwise("GeluBackwardCUDAKernelImpl")
+            names = ("GeluBackward0", "aten::gelu_backward")
+            self.op(Op(names, gelu, recipe.kernel_us * 0.15, [[n, h]] * 2, small=True), sequence, backward=True)
             self._product_back(n, h, 4 * part, sequence)
             self._sum_up()
         self._norm_back(sequence)
@@ -356,11 +358,6 @@ class Stage(Writer):
         us = self._us(inner * columns * self.recipe.tensor / self.recipe.hidden**2)
         for kind, shapes in (("nn", [[rows, columns], [columns, inner]]), ("nt", [[inner, rows], [rows, columns]])):
             self.op(Op(("MmBackward0", "aten::mm"), kernel_names.product(kind), us, shapes), sequence, backward=True)
-
-    def _small_back(self, node: str, name: str, functor: str, sequence: int) -> None:
-        shape = [[self.recipe.tokens, self.recipe.hidden]] * 2
-        kernel = kernel_names.pointwise(functor)
-        self.op(Op((node, name), kernel, self.recipe.kernel_us * 0.15, shape, small=True), sequence, backward=True)
 
     def _norm_back(self, sequence: int) -> None:
         shape = [[self.recipe.tokens, self.recipe.hidden]] * 2

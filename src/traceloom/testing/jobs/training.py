@@ -164,15 +164,12 @@ class _Writer:
     def _forward(self, layer: int) -> None:
         self._op("aten::addmm", "sm90_xmma_gemm_f32f32", 1.0, outer="aten::linear")
         if self.recipe.side_stream and layer % 2:
-            self._beside()
+            # On the side stream, after what the compute stream had been given, and before what it is given next.
+            self._event("fork", COMPUTE, SIDE)
+            self._op("aten::mm", "sm90_xmma_gemm_f32f32", 1.3, stream=SIDE)
+            self._op("aten::mul", "vectorized_elementwise_kernel", 0.8)
+            self._event("join", SIDE, COMPUTE)
         self._op("aten::relu", "vectorized_elementwise_kernel", 0.4)
-
-    def _beside(self) -> None:
-        """Work on the side stream, after what the compute stream had been given, and before what it is given next."""
-        self._event("fork", COMPUTE, SIDE)
-        self._op("aten::mm", "sm90_xmma_gemm_f32f32", 1.3, stream=SIDE)
-        self._op("aten::mul", "vectorized_elementwise_kernel", 0.8)
-        self._event("join", SIDE, COMPUTE)
 
     def _event(self, name: str, recorded: int, waits: int) -> None:
         delay = self.chance.draw(1.5)

@@ -183,11 +183,12 @@ def _collectives(spans: Sequence[Span], roles: dict[str, str]) -> list[dict[str,
             size = _BYTES[meeting.element_type]
             message = meeting.kind in ("send", "recv")
             source, target = meeting.members[:2] if message else (-1, -1)
+            peer = target if part.rank == source else source
             rows.append(
                 {
                     "instance": instance, "kind": meeting.kind, "group": meeting.group,
                     "role": roles.get(meeting.group, ""), "sequence": meeting.sequence, "rank": part.rank,
-                    "source": source, "target": target, "peer": _peer(part.rank, meeting.members) if message else None,
+                    "source": source, "target": target, "peer": peer if message else None,
                     "step": places[part.rank][part.correlation], "in_bytes": meeting.elements * size,
                     "out_bytes": (meeting.elements if meeting.out_elements is None else meeting.out_elements) * size,
                     "stream": part.stream, "correlation": part.correlation,
@@ -197,10 +198,6 @@ def _collectives(spans: Sequence[Span], roles: dict[str, str]) -> list[dict[str,
                 }
             )  # fmt: skip
     return rows
-
-
-def _peer(rank: int, members: tuple[int, ...]) -> int:
-    return members[1] if rank == members[0] else members[0]
 
 
 Spans = list[tuple[int, int]]

@@ -118,17 +118,15 @@ class Writer:
     def late(self, before: str) -> None:
         """What keeps the host from its work here, by the recipe."""
         for fault in self.recipe.faults:
-            if isinstance(fault, LateHost) and fault.rank == self.rank and fault.before == before:
-                if fault.steps and self.step not in fault.steps:
-                    continue
-                self._busy(fault)
-
-    def _busy(self, fault: LateHost) -> None:
-        # Python is seen where stacks are recorded, the data loader always.
-        begin, end = (self.annotation, self.close) if fault.by == "data" else (self.frame, self.close_frame)
-        begin(LATE_BY[fault.by])
-        self.out.append(do.Work(round(fault.us * 1000), fault.label))
-        end()
+            if not isinstance(fault, LateHost) or fault.rank != self.rank or fault.before != before:
+                continue
+            if fault.steps and self.step not in fault.steps:
+                continue
+            # Python is seen where stacks are recorded, the data loader always.
+            begin, end = (self.annotation, self.close) if fault.by == "data" else (self.frame, self.close_frame)
+            begin(LATE_BY[fault.by])
+            self.out.append(do.Work(round(fault.us * 1000), fault.label))
+            end()
 
     def extra_sync(self) -> None:
         """Wait for what was computed, where the recipe has that fault."""
@@ -149,13 +147,16 @@ class Writer:
             self._captured.append(do.GraphNode(op.kernel, duration, 0, slowed, label))
             return
         own = self.recipe.op_us
-        args = self._op_args(op, sequence, backward=backward)
+        shapes = [list(shape) for shape in op.shapes]
+        args: dict[str, Any] = {"shapes": shapes, "types": list(op.types) or [BF16] * len(shapes)}
+        if sequence is not None:
+            args |= {"sequence": sequence, "forward_thread": 1 if backward else 0}
         for number in range(self.recipe.modules if self.recipe.stacks else 0):
             self.frame(f"model.py({100 + number}): {op.names[-1].rsplit(':', 1)[-1]}")
         for name in op.names:
             self.out.append(do.Begin(name, args=args))
             self.think(own / 2 / len(op.names))
-        early = self._early(op, duration)
+        early = round(duration * _EARLY) if self.recipe.programmatic and not op.small else 0
         self.out.append(
             do.Submit(
                 op.kernel, "kernel", COMPUTE, duration, *self._of_launch(), slowed=slowed, label=label, early=early,
@@ -167,16 +168,6 @@ class Writer:
             self.out.append(do.End())
         for _ in range(self.recipe.modules if self.recipe.stacks else 0):
             self.close_frame()
-
-    def _early(self, op: Op, duration: int) -> int:
-        return round(duration * _EARLY) if self.recipe.programmatic and not op.small else 0
-
-    def _op_args(self, op: Op, sequence: int | None, *, backward: bool) -> dict[str, Any]:
-        shapes = [list(shape) for shape in op.shapes]
-        args: dict[str, Any] = {"shapes": shapes, "types": list(op.types) or [BF16] * len(shapes)}
-        if sequence is not None:
-            args |= {"sequence": sequence, "forward_thread": 1 if backward else 0}
-        return args
 
     def _duration(self, op: Op) -> tuple[int, int, str]:
         """Duration, the part that a fault is to blame for, and its label; of several faults the strongest."""
