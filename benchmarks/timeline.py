@@ -22,8 +22,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from traceloom.model import Meta, Session, Trace
 from traceloom.model.schema import SCHEMAS, empty
-from traceloom.report.html import render
-from traceloom.report.html.timeline import build
+from traceloom.report.views.html import render
+from traceloom.report.views.html.timeline import build
 
 THREADS, DEPTH, STREAMS = 8, 4, 8
 SPAN_NS = 2_000_000_000

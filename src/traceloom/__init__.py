@@ -27,7 +27,7 @@ lazy(
         "link": None,
         "retime": None,
         "whatif": ".simulate",
-        "show": ".report.notebook",
+        "show": ".report.views.notebook",
         "Graph": ".model",
         "Session": ".model",
         "Trace": ".model",
@@ -66,5 +66,5 @@ if TYPE_CHECKING:
     from traceloom.model import Trace as Trace
     from traceloom.read import load as load
     from traceloom.read import load_runs as load_runs
-    from traceloom.report.notebook import show as show
+    from traceloom.report.views.notebook import show as show
     from traceloom.simulate.whatif import whatif as whatif

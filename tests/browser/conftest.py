@@ -11,7 +11,7 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.report import document
-from traceloom.report.html import render
+from traceloom.report.views.html import render
 from traceloom.testing import TraceBuilder
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

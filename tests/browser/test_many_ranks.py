@@ -9,7 +9,7 @@ import pytest
 
 import traceloom
 from traceloom.report import document
-from traceloom.report.html import render
+from traceloom.report.views.html import render
 from traceloom.testing.jobs import LateHost, ParallelRecipe, SlowRank, parallel_job
 
 pytestmark = pytest.mark.browser

@@ -10,9 +10,9 @@ import pytest
 
 from traceloom.model import Session, Trace
 from traceloom.report import build as report
-from traceloom.report.html import render as report_page
 from traceloom.report.memory import build
 from traceloom.report.memory.page import render
+from traceloom.report.views.html import render as report_page
 from traceloom.testing import TraceBuilder
 
 pytestmark = pytest.mark.browser

@@ -378,7 +378,7 @@ def test_rows_and_steps_of_the_page_are_those_of_the_trace(
     """The script derives nesting and steps again; they must come out as the reader's."""
     from traceloom.read import load
     from traceloom.report import document
-    from traceloom.report.html import render
+    from traceloom.report.views.html import render
 
     session = load(str(shared_data / f"{file}.json.gz"))
     path = tmp_path / "page.html"

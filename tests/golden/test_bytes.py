@@ -20,7 +20,7 @@ import traceloom
 from traceloom.plain_text import encoded
 from traceloom.report import ReportOptions, build
 from traceloom.report.formats import FORMATS, Report
-from traceloom.report.terminal import render
+from traceloom.report.views.terminal import render
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 DIGESTS = Path(__file__).parent / "bytes.json"

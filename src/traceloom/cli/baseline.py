@@ -148,8 +148,8 @@ def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notic
 
 def _list(args: argparse.Namespace) -> int:
     from traceloom.errors import InputError
-    from traceloom.report import terminal
     from traceloom.report.verdict import baselines, store
+    from traceloom.report.views import terminal
 
     baseline_store = store.Store(args.store)
     rows: list[dict[str, Any]] = []

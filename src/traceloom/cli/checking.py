@@ -149,7 +149,7 @@ def markdown(document: Document, handle: BinaryIO) -> None:
 
 def json(document: Document, handle: BinaryIO) -> None:
     """The verdict, or any document, as JSON."""
-    from traceloom.report.jsonfile import encode
+    from traceloom.report.views.jsonfile import encode
 
     handle.write(encode(document))
 

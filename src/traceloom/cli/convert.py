@@ -173,7 +173,7 @@ def _converted(source: Source, target: Path, kind: str, args: argparse.Namespace
 def _perfetto(source: Source, target: Path, args: argparse.Namespace) -> _Done:
     from traceloom import files
     from traceloom.chakra.packed import packing
-    from traceloom.report.perfetto.graph import write_graph
+    from traceloom.report.exports.perfetto.graph import write_graph
 
     graph = source.graph()
 

@@ -157,7 +157,7 @@ def _summary(args: argparse.Namespace, linked: Linked, law: Any) -> Callable[[],
     document = graph_document.build(linked.graph, law)
     if args.json:
         return partial(sys.stdout.write, json.dumps(document, indent=2) + "\n")
-    from traceloom.report import terminal
+    from traceloom.report.views import terminal
 
     return partial(terminal.show_graph, document, sys.stdout)
 

@@ -134,7 +134,7 @@ def _html(document: dict[str, Any], handle: BinaryIO) -> None:
 
 
 def _json(document: dict[str, Any], handle: BinaryIO) -> None:
-    from traceloom.report.jsonfile import encode
+    from traceloom.report.views.jsonfile import encode
 
     handle.write(encode(document))
 
@@ -143,12 +143,12 @@ def _show(
     args: argparse.Namespace, document: dict[str, Any], options: MemoryOptions, written: list[tuple[Path, int]]
 ) -> None:
     if args.json:
-        from traceloom.report.jsonfile import encode
+        from traceloom.report.views.jsonfile import encode
 
         sys.stdout.buffer.write(encode(document))
     elif not written:
-        from traceloom.report import terminal
         from traceloom.report.memory.terminal import render
+        from traceloom.report.views import terminal
 
         terminal.put(partial(render, document, options), sys.stdout)
     following = f"traceloom memory {shlex.join(args.inputs)} -o memory.html"

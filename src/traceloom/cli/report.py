@@ -297,11 +297,11 @@ def _command(session: Session, runs_by_home: Counter[Path]) -> str:
 
 def _show(args: argparse.Namespace, report: Report) -> None:
     if args.json:
-        from traceloom.report.jsonfile import encode
+        from traceloom.report.views.jsonfile import encode
 
         sys.stdout.buffer.write(encode(report.document))
     elif not args.output:
-        from traceloom.report import terminal
+        from traceloom.report.views import terminal
 
         terminal.show(report.document, report.options, sys.stdout)
 

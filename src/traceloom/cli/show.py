@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
             progress.say(f"drawing {args.output}")
             size = _draw(args, network, row)
     if args.json:
-        from traceloom.report.jsonfile import encode
+        from traceloom.report.views.jsonfile import encode
 
         sys.stdout.buffer.write(encode(document))
     elif args.output is None:
-        from traceloom.report.terminal import put
+        from traceloom.report.views.terminal import put
         from traceloom.report.workload import terminal
 
         render = terminal.render_node if "node" in document else terminal.render

@@ -131,6 +131,6 @@ def _spelled(line: str) -> str:
     """The line in letters that the output knows."""
     if (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
         return line
-    from traceloom.report.terminal.look import ASCII
+    from traceloom.report.views.terminal.look import ASCII
 
     return line.translate(ASCII)

@@ -133,7 +133,7 @@ def _writer(path: Path, answer: _Asked) -> Callable[[BinaryIO], None]:
 
 
 def _json(document: dict[str, Any], handle: BinaryIO) -> None:
-    from traceloom.report.jsonfile import encode
+    from traceloom.report.views.jsonfile import encode
 
     handle.write(encode(document))
 
@@ -154,7 +154,7 @@ def _page(answer: _Asked, handle: BinaryIO) -> None:
 def _perfetto(answer: _Asked, handle: BinaryIO, *, packed: bool) -> None:
     from isal import igzip
 
-    from traceloom.report.perfetto.graph import write_graph
+    from traceloom.report.exports.perfetto.graph import write_graph
 
     if not packed:
         write_graph(answer.after(), handle)
@@ -165,11 +165,11 @@ def _perfetto(answer: _Asked, handle: BinaryIO, *, packed: bool) -> None:
 
 def _show(args: argparse.Namespace, document: dict[str, Any], written: list[tuple[Path, int]]) -> None:
     if args.json:
-        from traceloom.report.jsonfile import encode
+        from traceloom.report.views.jsonfile import encode
 
         sys.stdout.buffer.write(encode(document))
     elif not written:
-        from traceloom.report import terminal
+        from traceloom.report.views import terminal
         from traceloom.report.whatif import render
 
         terminal.put(partial(render, document), sys.stdout)

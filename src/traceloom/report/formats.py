@@ -33,25 +33,25 @@ class Format:
 
 
 def _html(report: Report, handle: BinaryIO) -> None:
-    from traceloom.report import html
+    from traceloom.report.views import html
 
     handle.write(encoded(html.render(report.document, report.session)))
 
 
 def _json(report: Report, handle: BinaryIO) -> None:
-    from traceloom.report.jsonfile import encode
+    from traceloom.report.views.jsonfile import encode
 
     handle.write(encode(report.document))
 
 
 def _markdown(report: Report, handle: BinaryIO) -> None:
-    from traceloom.report.markdown import render
+    from traceloom.report.views.markdown import render
 
     handle.write(encoded(render(report.document, report.options)))
 
 
 def _perfetto(report: Report, handle: BinaryIO) -> None:
-    from traceloom.report.perfetto import write
+    from traceloom.report.exports.perfetto import write
 
     write(report.session, int(report.document["epoch_ns"]), handle, report.document.get("critical_path"))
 
@@ -64,13 +64,13 @@ def _perfetto_gz(report: Report, handle: BinaryIO) -> None:
 
 
 def _speedscope(report: Report, handle: BinaryIO) -> None:
-    from traceloom.report.profiles.speedscope import write
+    from traceloom.report.exports.speedscope import write
 
     write(report.session, handle)
 
 
 def _pprof(report: Report, handle: BinaryIO) -> None:
-    from traceloom.report.profiles.pprof import write
+    from traceloom.report.exports.pprof import write
 
     write(report.session, handle)
 

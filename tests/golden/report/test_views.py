@@ -16,10 +16,10 @@ import jsonschema
 import pytest
 
 from traceloom.report import ReportOptions, build_runs
-from traceloom.report.markdown import render as markdown
 from traceloom.report.sections import every
-from traceloom.report.terminal import render as terminal
-from traceloom.report.terminal import show
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal import render as terminal
+from traceloom.report.views.terminal import show
 
 HERE = Path(__file__).parent
 SCHEMA = HERE.parents[2] / "docs" / "reference" / "report.schema.json"

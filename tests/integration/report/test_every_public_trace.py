@@ -13,7 +13,7 @@ import pytest
 
 from traceloom.cli import main
 from traceloom.report import ReportOptions
-from traceloom.report.terminal import render as terminal
+from traceloom.report.views.terminal import render as terminal
 
 DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 FOLDERS = ("kineto", "multirank", "diff", "critical_path", "damaged_metadata")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build, selected
-from traceloom.report.jsonfile import encode
-from traceloom.report.markdown import render as markdown
-from traceloom.report.perfetto import write
-from traceloom.report.terminal import render as terminal
+from traceloom.report.exports.perfetto import write
+from traceloom.report.views.jsonfile import encode
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal import render as terminal
 from traceloom.testing.strategies import builders
 
 Check = Callable[..., Any]

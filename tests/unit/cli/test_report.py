@@ -13,7 +13,8 @@ import pytest
 
 import traceloom
 from traceloom.cli import main
-from traceloom.report import ReportOptions, build, terminal
+from traceloom.report import ReportOptions, build
+from traceloom.report.views import terminal
 from traceloom.testing import TraceBuilder
 
 HOSTILE = "\x1b[31mevil[/red]\x07 [bold]<script>alert(1)</script> | `x`"

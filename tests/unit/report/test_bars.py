@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.report.terminal.bars import cells, plain, sparkline, stacked
-from traceloom.report.terminal.look import DEVICE
+from traceloom.report.views.terminal.bars import cells, plain, sparkline, stacked
+from traceloom.report.views.terminal.look import DEVICE
 
 
 def test_a_bar_shows_its_parts_in_their_patterns() -> None:

@@ -12,11 +12,11 @@ from jsonschema import Draft202012Validator
 from traceloom import analyze
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.html.page import render as page
-from traceloom.report.markdown import render as markdown
 from traceloom.report.sections import every
 from traceloom.report.sections.heat_map import blocks, heat_map
-from traceloom.report.terminal import render as terminal
+from traceloom.report.views.html.page import render as page
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 from traceloom.testing.jobs import ParallelRecipe, SlowRank, parallel_job
 

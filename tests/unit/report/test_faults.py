@@ -12,7 +12,7 @@ from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report import document as module
 from traceloom.report.sections import chosen, section
-from traceloom.report.terminal import render
+from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 
 

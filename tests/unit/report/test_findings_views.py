@@ -13,11 +13,11 @@ from jsonschema import Draft202012Validator
 
 from traceloom.model import Session
 from traceloom.report.document import build
-from traceloom.report.html.absence import Reasons
-from traceloom.report.html.findings import findings as page
-from traceloom.report.markdown import render as markdown
 from traceloom.report.options import ReportOptions
-from traceloom.report.terminal.findings import findings as terminal
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.findings import findings as page
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal.findings import findings as terminal
 from traceloom.testing import TraceBuilder
 
 SCHEMA = json.loads(

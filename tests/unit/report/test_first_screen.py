@@ -11,10 +11,10 @@ import pytest
 import traceloom
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
-from traceloom.report.html.absence import Reasons
-from traceloom.report.html.overview import breakdown, headline, key_numbers
-from traceloom.report.markdown import render as markdown
-from traceloom.report.terminal import render as terminal
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.overview import breakdown, headline, key_numbers
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal import render as terminal
 from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 

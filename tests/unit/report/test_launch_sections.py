@@ -11,10 +11,10 @@ import pytest
 from traceloom.cli import main
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.html.page import render as page
 from traceloom.report.sections import every
 from traceloom.report.sections.curves import curves
-from traceloom.report.terminal import render as terminal
+from traceloom.report.views.html.page import render as page
+from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 
 EVIL = "</script><b>kernel\x1b[31m"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.report.markdown import code, text
+from traceloom.report.views.markdown import code, text
 
 
 @pytest.mark.parametrize(

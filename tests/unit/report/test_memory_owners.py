@@ -12,11 +12,11 @@ import pytest
 
 from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions, build
-from traceloom.report.html import render as report_page
 from traceloom.report.memory import build as memory
 from traceloom.report.memory.chains import joined
 from traceloom.report.memory.page import render as memory_page
 from traceloom.report.memory.picture import changes
+from traceloom.report.views.html import render as report_page
 from traceloom.testing import TraceBuilder
 
 ROOT = Path(__file__).resolve().parents[3]

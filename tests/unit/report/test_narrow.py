@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.text import Text
 
-from traceloom.report.terminal import put
+from traceloom.report.views.terminal import put
 
 
 def _shown(columns: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.model import Session
-from traceloom.report.perfetto import microseconds, write
-from traceloom.report.perfetto.counters import busy
-from traceloom.report.perfetto.tracks import levels
+from traceloom.report.exports.perfetto import microseconds, write
+from traceloom.report.exports.perfetto.counters import busy
+from traceloom.report.exports.perfetto.tracks import levels
 from traceloom.testing import TraceBuilder
 
 

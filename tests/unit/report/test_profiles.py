@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from traceloom.cli import main
 from traceloom.model import Session
-from traceloom.report.profiles import pprof, speedscope
+from traceloom.report.exports import pprof, speedscope
 from traceloom.testing import TraceBuilder
 
 # profile.proto of github.com/google/pprof, as far as it is used: (name, number, type, repeated, message)

@@ -14,10 +14,10 @@ from traceloom import analyze
 from traceloom.errors import UsageError
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.html.page import render as page
-from traceloom.report.markdown import render as markdown
 from traceloom.report.sections import chosen, every
-from traceloom.report.terminal import render as terminal
+from traceloom.report.views.html.page import render as page
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 
 ROOT = Path(__file__).resolve().parents[3]

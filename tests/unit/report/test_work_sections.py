@@ -11,7 +11,7 @@ from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
 from traceloom.report.sections.stacked import Part, stacked
-from traceloom.report.terminal import render
+from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 
 KEYS = ("kinds", "kernel_shapes", "copies", "counters")

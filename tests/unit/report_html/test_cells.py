@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.report.html.cells import Column, cells, rounded, text, unit_of
+from traceloom.report.views.html.cells import Column, cells, rounded, text, unit_of
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.html import render as page
-from traceloom.report.html.timeline import build as timeline
-from traceloom.report.markdown import render as markdown
-from traceloom.report.perfetto import write
+from traceloom.report.exports.perfetto import write
 from traceloom.report.sections import critical_path
-from traceloom.report.terminal import render as terminal
+from traceloom.report.views.html import render as page
+from traceloom.report.views.html.timeline import build as timeline
+from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 from traceloom.testing.jobs import Recipe, training_job
 

@@ -8,9 +8,9 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.report import document
-from traceloom.report.html import render
-from traceloom.report.html.featured import choose
 from traceloom.report.options import ReportOptions
+from traceloom.report.views.html import render
+from traceloom.report.views.html.featured import choose
 from traceloom.testing.jobs import ParallelRecipe, StragglingStep, parallel_job
 
 CORE = ReportOptions(only=("core",))

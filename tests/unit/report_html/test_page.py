@@ -16,12 +16,12 @@ import pytest
 
 from traceloom.model import Notice, Session
 from traceloom.report import document
-from traceloom.report.html import render
-from traceloom.report.html.frame import SCRIPTS, STYLES
-from traceloom.report.html.modules import island
+from traceloom.report.views.html import render
+from traceloom.report.views.html.frame import SCRIPTS, STYLES
+from traceloom.report.views.html.modules import island
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"\u2028"
-ASSETS = files("traceloom.report.html").joinpath("assets")
+ASSETS = files("traceloom.report.views.html").joinpath("assets")
 
 
 class Elements(HTMLParser):

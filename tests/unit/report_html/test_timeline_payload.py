@@ -11,7 +11,7 @@ import pytest
 
 from traceloom.model import Session
 from traceloom.read import load
-from traceloom.report.html.timeline import build
+from traceloom.report.views.html.timeline import build
 
 Unpacked = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 

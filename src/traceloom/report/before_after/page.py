@@ -8,10 +8,10 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
-from traceloom.report.html.absence import with_code
-from traceloom.report.html.cells import Column, text
-from traceloom.report.html.frame import asset, framed, one_after_the_other
-from traceloom.report.html.table import table
+from traceloom.report.views.html.absence import with_code
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.frame import asset, framed, one_after_the_other
+from traceloom.report.views.html.table import table
 from traceloom.report.whatif import trust
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The timeline before and after as a payload of the report's own timeline (see `traceloom.report.html.timeline`).
+"""The timeline before and after as a payload of the report's own timeline (see `traceloom.report.views.html.timeline`).
 
 Each lane stands there twice, as it was and as it would be. Columns of its own: `twin` (the same piece on the other
 lane, as a position plus one; 0 where it is gone) and `changed` (1 where it holds something that the changes are about).
@@ -20,8 +20,8 @@ from traceloom.model.category import CATEGORIES
 from traceloom.model.graph import Graph
 from traceloom.report.before_after.chosen import Chosen, choose
 from traceloom.report.before_after.pieces import Pieces, pieces
-from traceloom.report.html.packing import Ints, lane_steps, pack, sparse, zigzag
 from traceloom.report.names import short
+from traceloom.report.views.html.packing import Ints, lane_steps, pack, sparse, zigzag
 from traceloom.retime.critical_path import Path, critical_path
 from traceloom.simulate import Scenario, WhatIf, changed_graph, changed_nodes
 

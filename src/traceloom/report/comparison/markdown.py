@@ -7,8 +7,8 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
-from traceloom.report.markdown import code, table, text
 from traceloom.report.sections.section import Col, Table
+from traceloom.report.views.markdown import code, table, text
 
 Row = dict[str, Any]
 _MOST_ROWS = 10

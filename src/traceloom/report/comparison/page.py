@@ -7,11 +7,11 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
-from traceloom.report.html.bars import bar, legend
-from traceloom.report.html.cells import Column, text
-from traceloom.report.html.frame import framed, one_after_the_other
-from traceloom.report.html.table import table
 from traceloom.report.sections.section import Col, Table
+from traceloom.report.views.html.bars import bar, legend
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.frame import framed, one_after_the_other
+from traceloom.report.views.html.table import table
 
 Row = dict[str, Any]
 

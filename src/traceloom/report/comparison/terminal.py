@@ -10,12 +10,12 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from traceloom.harmless import harmless
-from traceloom.report import terminal
 from traceloom.report.comparison.tables import tables
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.terminal.look import DIM
-from traceloom.report.terminal.sections import table_lines
+from traceloom.report.views import terminal
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
 

@@ -7,17 +7,17 @@ from typing import Any
 
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.model import units
-from traceloom.report.html import inputs
-from traceloom.report.html.absence import Reasons
-from traceloom.report.html.cells import Column, text
-from traceloom.report.html.frame import framed, one_after_the_other
-from traceloom.report.html.overview import allocator, rank_name
-from traceloom.report.html.table import table
 from traceloom.report.memory.chains import joined
 from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.page_more import activations, ran_out
 from traceloom.report.memory.page_more import allocator as state_of_allocator
 from traceloom.report.memory.picture import figure
+from traceloom.report.views.html import inputs
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.frame import framed, one_after_the_other
+from traceloom.report.views.html.overview import allocator, rank_name
+from traceloom.report.views.html.table import table
 
 Row = dict[str, Any]
 MOST_RANKS = 8  # that are shown one by one: those with the highest peaks

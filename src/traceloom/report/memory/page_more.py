@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from traceloom.model import units
-from traceloom.report.html.cells import Column, text
-from traceloom.report.html.overview import allocator as called
-from traceloom.report.html.table import table
 from traceloom.report.memory.chains import joined
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.overview import allocator as called
+from traceloom.report.views.html.table import table
 
 Row = dict[str, Any]
 _MOST = 8  # times that are shown one by one

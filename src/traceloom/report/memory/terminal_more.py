@@ -12,9 +12,9 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.names import short
-from traceloom.report.terminal.bars import plain
-from traceloom.report.terminal.columns import Column, lines
-from traceloom.report.terminal.time import heading, rank_label
+from traceloom.report.views.terminal.bars import plain
+from traceloom.report.views.terminal.columns import Column, lines
+from traceloom.report.views.terminal.time import heading, rank_label
 
 Row = dict[str, Any]
 _BAR = 12

@@ -192,7 +192,7 @@ def _way(value: Row) -> Table:
 
 def _picture(value: Row) -> str:
     """The time by class as one bar, and the way to the line in the timeline."""
-    from traceloom.report.html.bars import bar, legend  # the page draws sections: it is not there yet
+    from traceloom.report.views.html.bars import bar, legend  # the page draws sections: it is not there yet
 
     parts = [(row["class"], _COLOURS.get(row["class"], "other"), row["duration_ns"]) for row in value["classes"]]
     way = '<p class="quiet"><a href="#at=timeline&amp;path=1">Show it in the timeline</a></p>'

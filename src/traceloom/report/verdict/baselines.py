@@ -11,7 +11,7 @@ from rich.text import Text
 from traceloom.analyze.gate.summary import Baseline
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.section import Col, Table
-from traceloom.report.terminal.sections import table_lines
+from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
 

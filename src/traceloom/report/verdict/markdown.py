@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from traceloom.report.comparison.markdown import table_of
-from traceloom.report.markdown import code, text
 from traceloom.report.verdict.tables import headline, reasons, tables
+from traceloom.report.views.markdown import code, text
 
 Row = dict[str, Any]
 _MOST_ROWS = 10

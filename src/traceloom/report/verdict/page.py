@@ -5,11 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from traceloom.report.html.cells import Column, text
-from traceloom.report.html.frame import framed, one_after_the_other
-from traceloom.report.html.table import table
 from traceloom.report.sections.section import Col, Table
 from traceloom.report.verdict.tables import headline, reasons, tables
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.frame import framed, one_after_the_other
+from traceloom.report.views.html.table import table
 
 Row = dict[str, Any]
 _UNKNOWN = {"base_kernel": "the base does not launch it", "new_kernel": "the new run does not launch it"}

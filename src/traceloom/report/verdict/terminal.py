@@ -10,12 +10,12 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from traceloom.harmless import harmless
-from traceloom.report import terminal
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.terminal.look import DIM
-from traceloom.report.terminal.sections import table_lines
 from traceloom.report.verdict.tables import headline, reasons, tables
+from traceloom.report.views import terminal
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
 _WHOLE = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short

@@ -8,9 +8,9 @@ from typing import Any
 
 from traceloom import __version__
 from traceloom.model import units
-from traceloom.report.html.cells import text
-from traceloom.report.html.frame import asset, policy
 from traceloom.report.names import short
+from traceloom.report.views.html.cells import text
+from traceloom.report.views.html.frame import asset, policy
 from traceloom.report.workload.picture import Box, Link, Picture
 from traceloom.report.workload.places import HEIGHT, WIDTH, Places, arrange
 

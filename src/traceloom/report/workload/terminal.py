@@ -11,9 +11,9 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.terminal.columns import Column, lines
-from traceloom.report.terminal.look import DEVICE, DIM, SEVERITY
-from traceloom.report.terminal.time import heading
+from traceloom.report.views.terminal.columns import Column, lines
+from traceloom.report.views.terminal.look import DEVICE, DIM, SEVERITY
+from traceloom.report.views.terminal.time import heading
 
 Row = dict[str, Any]
 _MOST_RANKS = 8

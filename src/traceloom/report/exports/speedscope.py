@@ -1,0 +1,123 @@
+"""Export for https://www.speedscope.app: every host thread in time order, and GPU time by the stack that launched it.
+
+The schema is https://www.speedscope.app/file-format-schema.json: frames are shared, a thread is an `evented` profile
+(opened and closed frames, in order, nested), GPU time a `sampled` one (stacks with weights).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+import polars as pl
+
+from traceloom import __version__
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.call_tree import call_tree
+from traceloom.analyze.flame import Flame, flame, places, thread_names
+from traceloom.analyze.intervals import Ints
+from traceloom.model import Session, Trace
+from traceloom.report.exports.stacks import NO_LAUNCH, Frames, first_of, place
+
+SCHEMA = "https://www.speedscope.app/file-format-schema.json"
+_AT_ONCE = 1 << 18  # opened and closed frames that are spelled at once
+
+
+def write(session: Session, handle: BinaryIO) -> None:
+    """Write the threads of all ranks as one file; times count from the earliest event of the session."""
+    frames = Frames()
+    epoch, several = first_of(session), len(session.traces) > 1
+    head = {"$schema": SCHEMA, "name": session.name, "exporter": f"traceloom {__version__}", "activeProfileIndex": 0}
+    handle.write(json.dumps(head)[:-1].encode() + b', "profiles": [')
+    between = b"\n"
+    for trace in session.traces:
+        for part in _profiles(trace, epoch, place(trace.rank, several), frames):
+            handle.writelines((between if number == 0 else b"") + piece for number, piece in enumerate(part))
+            between = b",\n"
+    if between == b"\n":
+        nothing = {"type": "evented", "name": "nothing recorded", "unit": "nanoseconds"}
+        handle.write(json.dumps({**nothing, "startValue": 0, "endValue": 0, "events": []}).encode())
+    handle.write(b'], "shared": {"frames": [')
+    handle.write(b",".join(_frame(*key) for key in frames.keys))
+    handle.write(b"]}}\n")
+
+
+def _frame(name: str, file: str | None, line: int | None) -> bytes:
+    fields = {"name": name, "file": file, "line": line}
+    return json.dumps({key: value for key, value in fields.items() if value is not None}).encode()
+
+
+def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator[Iterator[bytes]]:
+    """One text in pieces for each profile of a rank: the main thread first."""
+    tree, folded = forest(trace), call_tree(trace)
+    table = places(folded.names)
+    number = np.array(frames.numbers(table[: len(folded.names)]), dtype=np.int64)
+    named = trace.lanes.select("lane", "kind", name=thread_names(trace)).filter(pl.col("kind") == "host").sort("lane")
+    for lane, name in named.select("lane", "name").iter_rows():
+        low, high = np.searchsorted(tree.lane, [lane, lane + 1]).tolist()
+        if high > low:
+            yield _thread(trace, (low, high), number[folded.name_of[low:high]], epoch, before + name)
+    flame_graph = flame(trace)
+    if flame_graph.gpu_work_ns:
+        yield iter([_gpu_time(flame_graph, frames, f"{before}GPU time by launching stack")])
+
+
+def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str) -> Iterator[bytes]:
+    """The events of one lane, opened and closed in order: what has ended is closed before the next one opens."""
+    tree = forest(trace)
+    low, high = span
+    indices = np.arange(high - low)
+    start, end = tree.start_ns[low:high] - epoch, tree.end_ns[low:high] - epoch
+    stop = np.minimum(tree.stop[low:high], high) - low
+    closing = np.lexsort((-indices, stop))  # the innermost first of those that end together
+    turn_open = indices + np.searchsorted(stop[closing], indices, side="right")
+    turn_close = np.arange(indices.size) + stop[closing]
+    total = 2 * indices.size
+    at, event_frame = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    opens = np.zeros(total, dtype=np.bool_)
+    at[turn_open], event_frame[turn_open], opens[turn_open] = start, frame, True
+    at[turn_close], event_frame[turn_close] = end[closing], frame[closing]
+    at = np.maximum.accumulate(at)
+    header = {"type": "evented", "name": name, "unit": "nanoseconds", "startValue": int(at[0]), "endValue": int(at[-1])}
+    yield json.dumps(header)[:-1].encode() + b', "events": ['
+    for first in range(0, total, _AT_ONCE):
+        piece = slice(first, first + _AT_ONCE)
+        text = pl.DataFrame({"open": opens[piece], "frame": event_frame[piece], "at": at[piece]}).select(
+            pl.concat_str(
+                pl.when("open").then(pl.lit('{"type":"O","frame":')).otherwise(pl.lit('{"type":"C","frame":')),
+                "frame",
+                pl.lit(',"at":'),
+                "at",
+                pl.lit("}"),
+            ).str.join(",")
+        )
+        yield (b"," if first else b"") + str(text.item()).encode()
+    yield b"]}"
+
+
+def _gpu_time(flame_graph: Flame, frames: Frames, name: str) -> bytes:
+    """GPU time by stack; a thread is the bottom frame of its stacks."""
+    table = flame_graph.frames
+    number = frames.numbers(table)
+    parent = table["parent"].to_list()
+    stacks: list[list[int]] = []
+    for row, above in enumerate(parent):
+        stacks.append([*([] if above is None else stacks[above]), number[row]])
+    weights = table["self_device_ns"].to_list()
+    chosen = [row for row, weight in enumerate(weights) if weight]
+    samples, values = [stacks[row] for row in chosen], [weights[row] for row in chosen]
+    if flame_graph.unattributed_device_ns:
+        samples.append([frames.number(NO_LAUNCH)])
+        values.append(flame_graph.unattributed_device_ns)
+    profile = {
+        "type": "sampled",
+        "name": name,
+        "unit": "nanoseconds",
+        "startValue": 0,
+        "endValue": sum(values),
+        "samples": samples,
+        "weights": values,
+    }
+    return json.dumps(profile).encode()

@@ -1,5 +1,0 @@
-"""The report as one self-contained HTML page."""
-
-from traceloom.report.html.page import render
-
-__all__ = ["render"]

@@ -1,1 +1,0 @@
-"""The call stacks of a run as files for other viewers: speedscope and pprof."""

@@ -1,0 +1,33 @@
+"""Why parts of the report are missing, in the report's own words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from traceloom.report.views.html.cells import text
+
+
+class Reasons:
+    """The document's `absent` list, asked by path."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._reasons: dict[str, str] = {e["path"]: e["reason"] for e in document.get("absent") or []}
+
+    def of(self, path: str, otherwise: str = "the report does not say") -> str:
+        """Why the value at `path` is unknown."""
+        return self._reasons.get(path, otherwise)
+
+    def columns(self, path: str) -> dict[str, str]:
+        """Why single columns of the rows at `path` are unknown, by key."""
+        start = f"{path}[*]."
+        return {key[len(start) :]: reason for key, reason in self._reasons.items() if key.startswith(start)}
+
+    def line(self, path: str, what: str) -> str:
+        """One quiet line in place of a part that is missing."""
+        return f'<p class="quiet absent"><span class="what">{what}: </span>{with_code(text(self.of(path)))}.</p>'
+
+
+def with_code(escaped: str) -> str:
+    """Escaped text with what stands between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped)

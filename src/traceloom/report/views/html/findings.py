@@ -1,0 +1,89 @@
+"""What to fix first, in the page: a card per finding; a click shows its evidence on the timeline."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.cells import text
+
+Row = dict[str, Any]
+
+
+def findings(document: Row, reasons: Reasons) -> str:
+    """The list of findings; one line that says why there are none."""
+    rows = document.get("findings") or []
+    if not rows:
+        return reasons.line("findings", "Findings")
+    context = document.get("findings_ground") or {}
+    hint = (
+        "" if context.get("holds", True) else f'<p class="quiet">Take the savings as hints: {text(context["law"])}</p>'
+    )
+    hint += f'<p class="quiet">Of savings: {text(context["limit"])}.</p>' if context.get("limit") else ""
+    positions = {rank.get("rank"): k for k, rank in enumerate(document["ranks"])}
+    cards = "".join(_card(row, positions) for row in rows)
+    if context:
+        hint += f'<p class="quiet">Savings {text(context["basis"])}, by re-timing; they do not overlap.</p>'
+    return f'{hint}<ol class="findings">{cards}</ol>{_abstained(context)}'
+
+
+def _card(row: Row, positions: dict[int | None, int]) -> str:
+    of_time = row["list"] == "time"
+    if of_time:
+        figure = ("≥ " if row["lower_bound"] else "") + units.share(row["saving_fraction"], 1)
+        saved = units.duration(row["saving_ns"])
+    else:
+        figure = "risk" if row["saving_bytes"] is None else units.size(row["saving_bytes"])
+        saved = "memory"
+    if of_time and row["saving_low_ns"] is not None:
+        saved += f" ({units.duration(row['saving_low_ns'])} to {units.duration(row['saving_high_ns'])})"
+    if of_time and not row["saving_ns"]:
+        figure, saved = "note", "saves nothing by itself"
+    width = min(row["saving_fraction"] or 0, 1) * 100
+    bar = (
+        '<svg class="saving" viewBox="0 0 100 4" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="{width:.2f}" height="4"/></svg>'
+    )
+    risk = f'<p class="risk">{text(row["risk"])}</p>' if row["risk"] else ""
+    others = "".join(
+        f"<li>{text(other['title'])} ({escape(units.duration(other['alone_ns']))})</li>"
+        for other in row["alternatives"]
+    )
+    alternatives = f'<p class="quiet">Or, for the same time:</p><ul class="quiet">{others}</ul>' if others else ""
+    alone = "" if row["alone_ns"] in (None, row["saving_ns"]) else f" · alone {units.duration(row['alone_ns'])}"
+    return (
+        f'<li class="finding {text(row["severity"])}">'
+        f'<p class="figure"><b>{escape(figure)}</b> <span class="quiet">{escape(saved)}</span></p>{bar}'
+        f'<p class="title">{text(row["title"])}</p><p>{text(row["advice"])}</p>{risk}{alternatives}'
+        f'<ul class="evidence">{"".join(_evidence(evidence, positions) for evidence in row["evidence"])}</ul>'
+        f'<p class="quiet">{text(row["slug"])} · confidence {row["confidence"]:.1f}{alone} · '
+        f"evaluated: {text(row['change'] or 'no change')}</p></li>"
+    )
+
+
+def _evidence(evidence: Row, positions: dict[int | None, int]) -> str:
+    long = evidence["duration_ns"] if evidence["duration_ns"] is not None else evidence["total_ns"]
+    size = "" if long is None else f" ({escape(units.duration(long))})"
+    count = f"{units.count(evidence['count'])} × " if evidence["count"] > 1 else ""
+    description = f"{escape(count)}{text(evidence['what'])}{size}"
+    if evidence["start_ns"] is None or evidence["duration_ns"] is None:
+        return f"<li>{description}</li>"
+    end = evidence["start_ns"] + max(evidence["duration_ns"], 1)
+    rank = positions.get(evidence["rank"], 0)
+    return (
+        f'<li><a href="#timeline" data-rank="{rank}" data-range="{evidence["start_ns"]}-{end}">{description}</a></li>'
+    )
+
+
+def _abstained(context: Row) -> str:
+    rows = context.get("abstentions") or []
+    if not rows:
+        return ""
+    items = "".join(
+        f"<li>{text(slug)}: {text(reason)}</li>" for slug, reason in {r["slug"]: r["reason"] for r in rows}.items()
+    )
+    return (
+        f'<details><summary>Rules that could not look ({len(rows)})</summary><ul class="quiet">{items}</ul></details>'
+    )

@@ -1,0 +1,85 @@
+"""Notices about the data, and the files that were read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.table import table
+
+Row = dict[str, Any]
+
+
+def notices(document: Row, reasons: Reasons) -> str:
+    """What the reader must know about the data itself, the worst first."""
+    rows = document.get("notices") or []
+    if not rows:
+        return '<p class="quiet">Nothing to note: every event was read, and nothing in the data looks wrong.</p>'
+    marked = [
+        {
+            **row,
+            "grade": f'<b class="grade {text(row["severity"])}">{text(row["severity"])}</b>',
+            "weakens": "; ".join(f"{effect['part']}: {effect['how']}" for effect in row.get("affects", [])),
+        }
+        for row in rows
+    ]
+    columns = [
+        Column("grade", "Severity", "html"),
+        Column("message", "Notice"),
+        Column("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
+        Column("count", "Events", "count"),
+        *((Column("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
+        Column("slug", "Name", "text", "look it up in docs/reference/messages.md"),
+    ]
+    return table("notice-table", columns, marked, reasons.columns("notices"), "Notices")
+
+
+def runs(document: Row, reasons: Reasons) -> str:
+    """The runs that the inputs hold, with the command that reports each alone."""
+    columns = [
+        Column("name", "Run", "name"),
+        Column("sentence", "Answer"),
+        Column("ranks", "Ranks", "count", "traces at hand"),
+        Column("world_size", "Of", "count", "ranks of the job"),
+        Column("window_ns", "Window", "time"),
+        Column("steps", "Steps", "count"),
+        Column("events", "Events", "count"),
+        Column("command", "Report it alone", "name"),
+    ]
+    return table("run-table", columns, document["runs"], reasons.columns("runs"), "Runs")
+
+
+def inputs(document: Row, reasons: Reasons) -> str:
+    """The files that were read, and what they say about their recording."""
+    rows = [
+        {
+            **row,
+            "versions": ", ".join(f"{key} {value}" for key, value in (row.get("versions") or {}).items()) or None,
+            "settings": _settings(row.get("settings")),
+        }
+        for row in document.get("inputs") or []
+    ]
+    columns = [
+        Column("path", "File", "name"),
+        Column("rank", "Rank", "count"),
+        Column("world_size", "Of", "count", "ranks of the job"),
+        Column("host", "Host"),
+        Column("events", "Events", "count"),
+        Column("settings", "Recorded"),
+        Column("versions", "Versions"),
+    ]
+    why_unknown = {
+        **reasons.columns("inputs"),
+        "versions": "the file names no versions",
+        "settings": "the file does not tell its settings",
+    }
+    return table("input-table", columns, rows, why_unknown, "Inputs")
+
+
+def _settings(values: Row | None) -> str | None:
+    """The settings that are on, in words; null where the file does not tell."""
+    if not values:
+        return None
+    on = [key.replace("_", " ") for key, value in values.items() if value]
+    return ", ".join(on) if on else "none of " + ", ".join(key.replace("_", " ") for key in values)

@@ -1,0 +1,98 @@
+"""Memory: peaks in a table and the curves over time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.cells import Column, text
+from traceloom.report.views.html.modules import island
+from traceloom.report.views.html.overview import allocator, rank_name
+from traceloom.report.views.html.table import table
+
+Row = dict[str, Any]
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 190, 64, 8, 12, 22
+_POINTS = 1_200  # of a drawn curve; extremes are kept
+
+
+def memory(document: Row, reasons: Reasons) -> str:
+    """Peaks and curves of every device of every rank."""
+    part = document.get("memory") or {}
+    devices = part.get("devices") or []
+    if not devices:
+        return reasons.line("memory.devices", "Memory")
+    ranks = document["ranks"]
+    names = {rank.get("rank"): rank_name(rank, k) for k, rank in enumerate(ranks)}
+    curves = []
+    for curve in part.get("curve") or []:
+        position = next((k for k, rank in enumerate(ranks) if rank.get("rank") == curve.get("rank")), 0)
+        if curve["time_ns"]:
+            only = "" if len(ranks) == 1 else f' data-of-rank="{position}"'
+            curves.append(f"<div{only}>{_curve(curve)}</div>")
+    rows = [{**row, "rank": names.get(row.get("rank"), "–"), "where": allocator(row)} for row in devices]
+    columns = [
+        *((Column("rank", "Rank"),) if len(ranks) > 1 else ()),
+        Column("where", "Device"),
+        Column("peak_bytes", "Peak", "bytes", "most allocated at once"),
+        Column("peak_time_ns", "At", "time", "after the start of the recording"),
+        Column("start_bytes", "At start", "bytes"),
+        Column("end_bytes", "At end", "bytes"),
+        Column("allocation_count", "Allocations", "count"),
+        Column("free_count", "Frees", "count"),
+    ]
+    return "".join(curves) + table("memory-table", columns, rows, reasons.columns("memory.devices"), "Memory by device")
+
+
+def thinned(values: list[int], most: int) -> list[int]:
+    """Positions of the first, last, lowest and highest of equal stretches: at most about `most` of them."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    width = -(-len(values) * 4 // most)
+    kept: set[int] = set()
+    for first in range(0, len(values), width):
+        stretch = range(first, min(first + width, len(values)))
+        kept |= {first, stretch[-1], min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def _curve(curve: Row) -> str:
+    at = thinned([value or 0 for value in curve["allocated_bytes"]], _POINTS)
+    times: list[int] = [curve["time_ns"][k] for k in at]
+    series = [("allocated", [curve["allocated_bytes"][k] for k in at])]
+    reserved = [curve["reserved_bytes"][k] for k in at]
+    if any(reserved):
+        series.append(("reserved", reserved))
+    sizes: list[int] = [v for _, values in series for v in values if v is not None]
+    highest = max([0, *sizes]) or 1
+    # Below zero where blocks from before the recording were freed and what was there at its start is unknown.
+    lowest = min([0, *sizes])
+    span = max(times[-1] - times[0], 1)
+
+    def x(time: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (time - times[0]) / span
+
+    def y(value: int | None) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (highest - (value or 0)) / (highest - lowest)
+
+    paths = ""
+    for name, values in reversed(series):  # staircases: a value holds until the next
+        corners = [f"M{x(times[0]):.1f} {y(values[0]):.1f}"]
+        corners += [f"H{x(time):.1f}V{y(value):.1f}" for time, value in zip(times[1:], values[1:], strict=True)]
+        paths += f'<path class="line-{name}" d="{"".join(corners)}"/>'
+    marks = "".join(
+        f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
+        f'<text x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{units.size(v)}</text>'
+        for v in ((lowest,) if lowest < -highest // 12 else ()) + (0, highest // 2, highest)
+    )
+    peak = max((v for v in series[0][1] if v is not None), default=None)
+    caption = f"{allocator(curve)}: peak {units.size(peak)} allocated"
+    data = {"times": times, "left": _LEFT, "right": _RIGHT, "series": [{"name": n, "values": v} for n, v in series]}
+    return (
+        f'<figure class="curve"><figcaption class="curve-says" role="status">{text(caption)}</figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" tabindex="0" role="img" aria-label="{text(caption)} over time">{marks}'
+        f'{paths}<text x="{_LEFT}" y="{_HEIGHT - 4}">{units.duration(times[0])}</text>'
+        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{units.duration(times[-1])}</text>'
+        f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
+        f'<script type="application/json">{island(data)}</script></figure>'
+    )

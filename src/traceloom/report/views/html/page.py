@@ -1,0 +1,142 @@
+"""The page: one file with everything in it."""
+
+from __future__ import annotations
+
+import time
+from html import escape
+from typing import Any
+
+from traceloom.model import Session, units
+from traceloom.report.views.html import (
+    capture,
+    featured,
+    findings,
+    inputs,
+    memory,
+    modules,
+    navigation,
+    overview,
+    ranks,
+    sections,
+    timeline,
+    work,
+)
+from traceloom.report.views.html.absence import Reasons
+from traceloom.report.views.html.cells import text
+from traceloom.report.views.html.frame import asset, framed, missing, standing
+from traceloom.report.views.html.navigation import Section
+
+Row = dict[str, Any]
+
+_ABOUT_FINDINGS = (
+    "What each fix saves by re-timing the linked graph, with the fixes above it applied; savings do not overlap."
+)
+
+
+def render(document: dict[str, Any], session: Session) -> str:
+    """The report as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.document.build` made of the session.
+        session: The session, for the timeline.
+    """
+    began = time.perf_counter()
+    reasons = Reasons(document)
+    few = None if document.get("runs") else featured.choose(document, session)
+    near = document if few is None else few.document(document)
+    view = _timeline(document, session if few is None else few.session(session))
+    note = "" if few is None else featured.told(few.sentence(document))
+    events = '<p class="quiet absent">Timeline: the trace has no events.</p>'
+    if view is not None:
+        events = note + asset("timeline.html") + _omitted(view)
+    groups = navigation.grouped(_sections(document, near, reasons, events), missing)
+    sentence = (document.get("answer") or {}).get("sentence") or "Report"
+    name = document.get("name") or session.name
+    return framed(
+        title=f"{sentence} – {name}",
+        name=name,
+        ranks=_rank_choice(near),
+        headline=overview.headline(document),
+        numbers=overview.key_numbers(document),
+        links=navigation.links(groups),
+        sections=navigation.body(groups, standing),
+        footer=_footer(document, time.perf_counter() - began),
+        data=view.payload if view else "",
+    )
+
+
+def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
+    if document.get("runs") or not any(trace.events.height for trace in session.traces):
+        return None
+    kernels = document.get("kernels") or []
+    communication = {row["name"] for row in kernels if row.get("category") == "communication"}
+    curves = (document.get("memory") or {}).get("curve") or []
+    epoch = int(document["epoch_ns"]) if document.get("epoch_ns") else session.epoch_ns
+    return timeline.build(session, communication, curves, path=document.get("critical_path"), epoch_ns=epoch)
+
+
+def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[Section]:
+    """All sections, in no order; `near` has the ranks that are shown one by one."""
+    data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
+    if document.get("runs"):
+        return [("runs", "Runs", "Report one of them alone to see more.", inputs.runs(document, reasons)),
+                ("data", "Data", "What was read, and what to know about it.", data)]  # fmt: skip
+    data += capture.capture(document, reasons)
+    several = len(document["ranks"]) > 1
+    return [
+        ("findings", "What to fix first", _ABOUT_FINDINGS, findings.findings(document, reasons)),
+        ("breakdown-section", "Breakdown", "Where the time of every rank went.", overview.breakdown(document, reasons)),
+        ("timeline", "Timeline", "Every event of every thread and stream.", events),
+        (
+            "steps",
+            "Steps",
+            "One row per step; the longest step fills the width.",
+            ranks.steps(near, reasons),
+        ),
+        ("idle", "Idle time", "Why the GPU had nothing to do, gap by gap.", ranks.idle(near, reasons)),
+        (
+            "kernels",
+            "Kernels",
+            "GPU work by name" + (", summed over ranks." if several else "."),
+            work.kernels(document, reasons),
+        ),
+        ("operators", "Operators", "Framework operators by host time.", work.operators(document, reasons)),
+        ("communication", "Communication", "Collectives by kind and group.", work.communication(document, reasons)),
+        ("modules", "Modules", "Which part of the model the time belongs to.", modules.modules(near, reasons)),
+        ("memory", "Memory", "What the allocator had given out.", memory.memory(document, reasons)),
+        ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(near, reasons)),
+        ("loading", "Data loading", "Waits for the next batch.", work.data_loading(document, reasons)),
+        *sections.sections(document, reasons, few=near is document),
+        ("data", "Data", "What was read, and what to know about it.", data),
+    ]
+
+
+def _omitted(view: timeline.Timeline) -> str:
+    """What the timeline leaves out, and how to see it."""
+    if not view.omitted:
+        return ""
+    kinds = ", ".join(f"{units.count(n)} {kind}" for kind, n in sorted(view.omitted.items(), key=lambda kv: -kv[1]))
+    return (
+        f'<p class="quiet">The timeline shows {units.count(view.shown)} events. The shortest ones are left out to keep '
+        f"the page small ({escape(kinds)}); every table and number counts them. "
+        "<code>traceloom report … -o x.perfetto.json.gz</code> writes all of them for Perfetto.</p>"
+    )
+
+
+def _rank_choice(document: Row) -> str:
+    entries = document["ranks"][: ranks.MOST_RANKS]
+    if len(entries) < 2:
+        return ""
+    options = "".join(f'<option value="{k}">{overview.rank_name(r, k)}</option>' for k, r in enumerate(entries))
+    return f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+
+
+def _footer(document: Row, seconds: float) -> str:
+    version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
+    others = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
+    recorded = text(", ".join(sorted(others))) or "no versions named in the files"
+    return (
+        f"<p>Traceloom {version} · {recorded} · times count from {epoch} ns (Unix time where the trace gives it) · "
+        f"page made in {seconds:.2f} s</p>"
+        "<p>The same numbers for programs: <code>traceloom report … -o report.json</code></p>"
+    )

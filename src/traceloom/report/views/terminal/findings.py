@@ -1,0 +1,109 @@
+"""What to fix first, on a terminal: a line for each finding, what it saves in front."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.harmless import harmless
+from traceloom.model import units
+from traceloom.report.views.terminal.bars import plain
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.time import heading
+
+Row = dict[str, Any]
+_MOST = 5
+_BAR = 10
+_STYLE = {"high": "#d55e00", "medium": "#e08a00", "low": "bright_black"}
+_SIDE = 24  # cells of figures and bar
+
+
+def findings(document: Row, width: int, *, full: bool) -> Iterator[Text]:
+    """The findings, the first five of them where not asked for in full; with advice, evidence and page in full."""
+    rows = document.get("findings") or []
+    context = document.get("findings_ground")
+    if context is None:
+        return
+    yield from heading("What to fix first", f"savings {context['basis']}, by re-timing; they do not overlap", width)
+    if not rows:
+        yield Text(" Nothing that is worth half a per cent of it.")
+    shown = rows if full else rows[:_MOST]
+    for row in shown:
+        yield from _one(row, width, full=full)
+    if len(rows) > len(shown):
+        yield Text(f" … and {len(rows) - len(shown)} more: --only findings", DIM)
+    if context["limit"]:
+        for part in textwrap.wrap(f"Of savings: {context['limit']}.", width - 2):
+            yield Text(" " + part, DIM)
+    if not context["holds"]:
+        for part in textwrap.wrap(f"Take the savings as hints: {context['law']}", width - 2):
+            yield Text(" " + part, "yellow")
+    if full:
+        yield from _abstained(context, width)
+
+
+def _one(row: Row, width: int, *, full: bool) -> Iterator[Text]:
+    if row["list"] == "time":
+        fraction = row["saving_fraction"]
+        figure = ("≥ " if row["lower_bound"] else "") + units.share(fraction, 1) if row["saving_ns"] else "note"
+    else:
+        figure, fraction = ("memory" if row["saving_bytes"] is None else units.size(row["saving_bytes"])), 0.0
+    style = _STYLE[row["severity"]]
+    bar = plain(min(fraction, 1.0), _BAR, style)
+    head = Text.assemble(" ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR - bar.cell_len + 1))
+    title = harmless(f"{row['title']}{_between(row)} [{row['slug']}]")
+    for number, part in enumerate(textwrap.wrap(title, max(width - _SIDE, 24), break_on_hyphens=False)):
+        yield Text.assemble(head if number == 0 else " " * head.cell_len, part)
+    if not full:
+        if row["alternatives"]:
+            slugs = ", ".join(dict.fromkeys(alternative["slug"] for alternative in row["alternatives"]))
+            for part in textwrap.wrap(
+                f"or, for the same time: {slugs}", max(width - _SIDE, 24), break_on_hyphens=False
+            ):
+                yield Text(" " * head.cell_len + part, DIM)
+        return
+    for words in (row["advice"], *_evidence(row), row["risk"] and f"Risk: {row['risk']}."):
+        for part in textwrap.wrap(harmless(words or ""), max(width - _SIDE - 2, 24), break_on_hyphens=False):
+            yield Text(" " * head.cell_len + part, DIM)
+
+
+def _between(row: Row) -> str:
+    """Between which values the saving lies, by the steps of the window."""
+    if not row["saving_ns"] or row["saving_low_ns"] is None:
+        return ""
+    low, high = (units.duration(row[key]) for key in ("saving_low_ns", "saving_high_ns"))
+    if not row["saving_low_ns"]:
+        return f": saves up to {high}"
+    return f": saves {low}" if low == high else f": saves {low} to {high}"
+
+
+def _evidence(row: Row) -> Iterator[str]:
+    shown = []
+    for entry in row["evidence"][:3]:
+        when = "" if entry["start_ns"] is None else f" at {units.duration(entry['start_ns'])}"
+        long = entry["duration_ns"] if entry["duration_ns"] is not None else entry["total_ns"]
+        shown.append(f"{entry['what']}{when}" + ("" if long is None else f" ({units.duration(long)})"))
+    if shown:
+        yield f"See {'; '.join(shown)}."
+    for entry in row["alternatives"]:
+        yield f"Or: {entry['title']} ({units.duration(entry['alone_ns'])}) [{entry['slug']}]"
+    alone = row["alone_ns"]
+    if alone is not None and alone != row["saving_ns"]:
+        yield f"Alone it would save {units.duration(alone)}. Confidence {row['confidence']:.1f}; {row['learn_more']}"
+    else:
+        yield f"Confidence {row['confidence']:.1f}; {row['learn_more']}"
+
+
+def _abstained(context: Row, width: int) -> Iterator[Text]:
+    if not context["abstentions"]:
+        return
+    yield from heading("Not looked at", "rules that cannot know", width)
+    by_reason: dict[str, list[str]] = {}
+    for abstention in context["abstentions"]:
+        by_reason.setdefault(abstention["reason"], []).append(abstention["slug"])
+    for reason, slugs in by_reason.items():
+        for part in textwrap.wrap(f"{', '.join(dict.fromkeys(slugs))}: {reason}", width - 2, break_on_hyphens=False):
+            yield Text(" " + part)

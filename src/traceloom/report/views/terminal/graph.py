@@ -1,0 +1,200 @@
+"""A graph on a terminal: whether it gives back the measured time, what was matched, how edges are known."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.harmless import harmless
+from traceloom.model import units
+from traceloom.report.names import short
+from traceloom.report.options import ReportOptions
+from traceloom.report.views.terminal import tables
+from traceloom.report.views.terminal.bars import cells, plain
+from traceloom.report.views.terminal.columns import Column, lines, with_bars
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.time import heading
+
+Row = dict[str, Any]
+
+# How an edge is known, from the surest on: a pattern and a colour each, as for every kind of time.
+EVIDENCE = (
+    ("measured", "█", "#3b82d6"),
+    ("correlated", "▓", "#009e73"),
+    ("inferred", "▒", "#e08a00"),
+    ("assumed", "·", "bright_black"),
+)
+_PATH_ROWS = 8
+_PARTS = {"delay": "usual {0} of {1}", "residual": "unexplained: {1}", "before": "before this rank began"}
+_STYLES = {"work": "#3b82d6", "delay": "#e08a00", "residual": "#d55e00"}
+_WORDS = {"host-ops": "host ops", "timed-ops": "timed ops", "gpu-work": "GPU work", "host-time": "host time"}
+_LEAST_BAR, _MOST_BAR = 8, 64
+
+
+def render(document: Row, width: int) -> Iterator[Text]:
+    """The lines of the summary, none wider than `width`."""
+    yield from _head(document, width)
+    yield from _path(document, width)
+    yield from _coverage(document, width)
+    yield from _edges(document, width)
+    yield from _clocks(document, width)
+    yield from _delays(document, width)
+    yield from tables.notices(document, ReportOptions(), width)
+
+
+def _head(document: Row, width: int) -> Iterator[Text]:
+    ranks = len(document["ranks"])
+    facts = " · ".join(
+        (
+            f"{ranks} rank{'s' if ranks != 1 else ''}",
+            f"{units.count(document['nodes']['count'])} nodes",
+            f"{units.count(document['edges']['count'])} edges",
+            units.duration(document["window_ns"]),
+            document["stage"],
+        )
+    )
+    name = short(document["name"], max(width - len(facts) - 3, 16))
+    yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
+    yield Text("")
+    law = document["law"]
+    sentence = "The graph was not re-timed." if law is None else str(law["sentence"])
+    for line in textwrap.wrap(sentence, width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
+
+
+def _path(document: Row, width: int) -> Iterator[Text]:
+    """What the critical path consists of; the parts add up to the window."""
+    law = document["law"]
+    if not law or not law["path"]:
+        return
+    window = law["window_ns"]
+    note = f"one re-timing pass takes {units.duration(law['pass_ns'])}"
+    yield from heading("Critical path", note, width)
+    shown = law["path"][:_PATH_ROWS]
+    rest = law["path"][_PATH_ROWS:]
+    rows = [
+        (_PARTS.get(row["what"], "{} of {}").format(row["what"], row["kind"]), *_amounts(row["time_ns"], window))
+        for row in shown
+    ]
+    if rest:
+        rows.append((f"{len(rest)} more", *_amounts(sum(row["time_ns"] for row in rest), window)))
+    times = [row["time_ns"] for row in shown] + ([sum(row["time_ns"] for row in rest)] if rest else [])
+    styles = [_STYLES.get(row["what"], DIM) for row in shown] + [DIM]
+
+    def bar(number: int, room: int) -> Text:
+        return plain(max(times[number], 0) / max(window, 1), room, styles[number])
+
+    columns = (Column("", right=False), Column("time"), Column("share"))
+    yield from with_bars(columns, rows, bar, width)
+
+
+def _amounts(time: int, window: int) -> tuple[str, str]:
+    return units.duration(time), units.share(time, window)
+
+
+def _coverage(document: Row, width: int) -> Iterator[Text]:
+    """One line per outcome: how much of its subject, and on which ranks."""
+    outcomes: dict[tuple[str, str], list[Row]] = {}
+    for row in document["coverage"]:
+        if not row["count"]:
+            continue
+        outcomes.setdefault((row["subject"], row["outcome"]), []).append(row)
+    if not outcomes:
+        return
+    yield from heading("Coverage", "what was matched, and what not", width)
+    whole: dict[str, int] = {}
+    for (subject, _), outcome_rows in outcomes.items():
+        whole[subject] = whole.get(subject, 0) + sum(row["count"] for row in outcome_rows)
+    order = sorted(outcomes, key=lambda key: (list(whole).index(key[0]), -sum(r["count"] for r in outcomes[key])))
+    rows: list[tuple[str, ...]] = []
+    labels: list[tuple[str, str]] = []
+    for subject, outcome in order:
+        outcome_rows = outcomes[subject, outcome]
+        count = sum(row["count"] for row in outcome_rows)
+        times = [row["time_ns"] for row in outcome_rows if row["time_ns"] is not None]
+        shown = _WORDS.get(subject, subject) if not labels or labels[-1][0] != subject else ""
+        rows.append(
+            (
+                harmless(shown),
+                units.count(count),
+                units.share(count, whole[subject]),
+                units.duration(sum(times)) if times else "",
+            )
+        )
+        labels.append((subject, outcome + _on(outcome_rows, len(document["ranks"]))))
+    columns = (Column("", right=False), Column("count"), Column("share"), Column("time"))
+    yield from lines(columns, rows, ("outcome", lambda number, room: short(labels[number][1], room)), width)
+
+
+def _on(outcome_rows: list[Row], ranks: int) -> str:
+    """The ranks that have it, where not all do."""
+    named = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
+    if ranks < 2 or not named or len(named) == ranks:
+        return ""
+    listed = ", ".join(map(str, named[:6])) + (", ..." if len(named) > 6 else "")
+    return f" (rank{'s' if len(named) > 1 else ''} {listed})"
+
+
+def _edges(document: Row, width: int) -> Iterator[Text]:
+    kinds: dict[str, dict[str, int]] = {}
+    for row in document["edges"]["kinds"]:
+        kinds.setdefault(row["kind"], {})[row["evidence"]] = row["count"]
+    if not kinds:
+        return
+    yield from heading("Edges", "what waits for what, and how that is known", width)
+    names = [name for name, _, _ in EVIDENCE]
+    rows = [
+        (kind, *(units.count(counts[name]) if name in counts else "" for name in names))
+        for kind, counts in kinds.items()
+    ]
+    headings = [Text.assemble((fill, color), " ", (name, "bold")) for name, fill, color in EVIDENCE]
+    columns = (Column("kind", right=False), *(Column(heading) for heading in headings))
+    most = max(sum(counts.values()) for counts in kinds.values())
+    shares = list(kinds.values())
+
+    def bar(number: int, room: int) -> Text:
+        parts = [shares[number].get(name, 0) for name in names]
+        length = max(1, round(room * sum(parts) / most))
+        drawn = Text()
+        for (_, fill, color), count in zip(EVIDENCE, cells(parts, length), strict=True):
+            drawn.append(fill * count, color)
+        return drawn
+
+    def fitting(number: int, left: int) -> Text:
+        return bar(number, min(left, _MOST_BAR)) if left >= _LEAST_BAR else Text()
+
+    yield from lines(columns, rows, ("", fitting), width)
+
+
+def _clocks(document: Row, width: int) -> Iterator[Text]:
+    fitted = [row for row in document["ranks"] if row["clock_residual_ns"] is not None]
+    if len(document["ranks"]) < 2 or not fitted:
+        return
+    yield from heading("Clocks", "fitted on the ends of collectives", width)
+    worst = max(row["clock_residual_ns"] for row in fitted)
+    moved = [row for row in fitted if row["clock_offset_ns"] or row["clock_drift"]]
+    sentence = f"ends agree within {units.duration(worst)}"
+    if moved:
+        most = max(moved, key=lambda row: abs(row["clock_offset_ns"]))
+        offset = units.duration(most["clock_offset_ns"])
+        sentence += f" after {len(moved)} ranks were moved, rank {most['rank']} most: {offset}"
+    else:
+        sentence += "; no clock had to be moved"
+    for line in textwrap.wrap(sentence, width - 2):
+        yield Text(" " + line)
+
+
+def _delays(document: Row, width: int) -> Iterator[Text]:
+    used = [row for row in document["delays"] if row["count"]]
+    most_frequent = sorted(used, key=lambda row: -row["count"])[:10]
+    if not most_frequent:
+        return
+    yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
+    rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in most_frequent]
+    columns = (Column("kind", right=False), Column("median"), Column("edges"))
+    yield from lines(
+        columns, rows, ("of", lambda number, room: short(most_frequent[number]["place"] or "", room)), width
+    )

@@ -1,0 +1,113 @@
+"""The lines of a report on a terminal: the answer, then where the time goes, then the tables, then what to do next."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any
+
+from rich.text import Text
+
+from traceloom.harmless import harmless
+from traceloom.model import units
+from traceloom.report.names import short
+from traceloom.report.options import ReportOptions
+from traceloom.report.sections import CORE, FINDINGS
+from traceloom.report.views.terminal import findings, sections, tables, time
+from traceloom.report.views.terminal.columns import Column, lines
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.recording import recording
+
+
+def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+    """The lines of the report, none wider than `width` but for commands, which stand whole."""
+    for line in _sections(document, options, width):
+        if line.cell_len > width:  # names in scripts whose letters take two cells
+            line.truncate(width, overflow="ellipsis")
+        yield line
+    for run in document["runs"]:  # the answer of each, and the command that reports it
+        yield Text("")
+        for part in textwrap.wrap(harmless(run["sentence"]), width - 2, break_on_hyphens=False):
+            yield Text(" " + part)
+        yield Text(" " + harmless(run["command"]), DIM)
+
+
+def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+    yield from _head(document, width)
+    if options.only is None or FINDINGS in options.only:
+        yield from findings.findings(document, width, full=options.only is not None)
+    if options.only is None or CORE in options.only:
+        yield from _core(document, options, width)
+    if not document["runs"]:
+        yield from sections.sections(document, options, width)
+    if options.only is None or CORE in options.only:
+        yield from recording(document, width)
+        yield from tables.notices(document, options, width)
+
+
+def _core(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+    yield from _runs(document, width)
+    yield from time.devices(document, width)
+    yield from time.steps(document, options.top, width)
+    yield from time.idle(document, width)
+    yield from time.host(document, width)
+    yield from tables.kernels(document, options, width)
+    yield from tables.operators(document, options, width)
+    yield from tables.modules(document, options, width)
+    yield from tables.communication(document, options, width)
+    yield from tables.memory(document, width)
+    yield from tables.data_loading(document, width)
+
+
+def _head(document: dict[str, Any], width: int) -> Iterator[Text]:
+    facts = " · ".join(_facts(document))
+    name = short(document["name"], max(width - len(facts) - 3, 16))
+    yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
+    yield Text("")
+    for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
+
+
+def _facts(document: dict[str, Any]) -> Iterator[str]:
+    ranks = document["ranks"]
+    if not ranks:
+        return
+    world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
+    many = len({rank["rank"] for rank in ranks})
+    if many > 1:
+        yield f"{many} ranks" + (f" of {world}" if world else "")
+    elif ranks[0]["rank"] is not None:
+        yield time.rank_label(ranks[0]["rank"]) + (f" of {world}" if world else "")
+    yield f"{units.count(sum(rank['event_count'] for rank in ranks))} events"
+    yield units.duration(
+        max(rank["start_ns"] + rank["window_ns"] for rank in ranks) - min(r["start_ns"] for r in ranks)
+    )
+
+
+def _apart(names: list[str]) -> list[str]:
+    """Paths without the folders that all of them share."""
+    paths = [PurePath(name) for name in names]
+    folders = zip(*(path.parts[:-1] for path in paths), strict=False)
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
+    return [str(PurePath(*path.parts[shared:])) for path in paths]
+
+
+def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
+    """One line per run."""
+    if not document["runs"]:
+        return
+    yield from time.heading("Runs", "", width)
+    rows: list[list[str | Text]] = [
+        [
+            str(run["ranks"]) + (f" of {run['world_size']}" if run["world_size"] else ""),
+            units.duration(run["window_ns"]),
+            str(run["steps"]),
+            units.count(run["events"]),
+        ]
+        for run in document["runs"]
+    ]
+    columns = [Column("ranks"), Column("time"), Column("steps"), Column("events")]
+    names = _apart([run["name"] for run in document["runs"]])
+    yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)
