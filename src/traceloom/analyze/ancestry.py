@@ -16,9 +16,7 @@ import polars as pl
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
-from traceloom.read.order import innermost, nearest
+from traceloom.model.arrays import column, innermost, lookup, nearest
 
 _FEW = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
 _SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory

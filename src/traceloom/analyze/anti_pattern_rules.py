@@ -18,7 +18,7 @@ from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.op_siblings import Host
 from traceloom.analyze.repeats import Stretches
 from traceloom.analyze.submissions import plain
-from traceloom.read.large import column
+from traceloom.model.arrays import column
 
 _LEAST_REPEATS = 10
 _ALIGNED = 8

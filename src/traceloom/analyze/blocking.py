@@ -7,8 +7,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.category import COPY, GPU_WORK, LAUNCHES
-from traceloom.read.large import column
 
 # Waiting for the device, copying synchronously, and what the driver does under its own lock (it may stall the device).
 BY_NAME = (

@@ -19,8 +19,8 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
-from traceloom.read.large import column
 
 KINDS = {
     "item": "a value is read from the GPU: .item(), bool(), float()",

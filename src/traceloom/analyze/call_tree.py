@@ -13,7 +13,7 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
+from traceloom.model.arrays import column
 
 KINDS = ("thread", "python", "module", "op", "annotation", "launch", "other")
 THREAD = 0

@@ -21,11 +21,10 @@ from traceloom.analyze.rule_table import check_pattern
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
+from traceloom.model.arrays import Texts, column, on_disk
 from traceloom.model.category import CATEGORIES as _ALL
 from traceloom.model.category import COPY, FILL, GPU_WORK, KERNEL
 from traceloom.model.letter_case import contain
-from traceloom.read.large import column, on_disk
-from traceloom.read.order import Texts
 
 Category = Literal["compute", "communication", "memory"]
 CATEGORIES: tuple[str, ...] = get_args(Category)

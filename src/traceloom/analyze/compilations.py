@@ -11,8 +11,7 @@ from traceloom.analyze.intervals import Ints
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import column, lookup
 
 _BACKWARD = r"^(entire_backward_compile|backward\._backward_impl)"
 

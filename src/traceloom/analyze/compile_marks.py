@@ -15,7 +15,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import lookup
 
 PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
 COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)

@@ -31,8 +31,8 @@ from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
-from traceloom.read.large import column
 
 TIME = pl.Schema({"lane": pl.UInt32(), "step": pl.Int32(), "part": pl.Enum(PARTS), "ns": pl.Int64()})
 DEVICE = pl.Schema({"part": pl.Enum(PARTS), "device_ns": pl.Int64(), "kernel_count": pl.Int64()})

@@ -12,10 +12,10 @@ from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
 from traceloom.model.schema import Event
 from traceloom.read.again import readable, whole
-from traceloom.read.large import column
 
 KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
 SERIES_SCHEMA = pl.Schema(

@@ -28,8 +28,8 @@ from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.model import Session, Trace, units
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import point_times
 from traceloom.model.result import Result
-from traceloom.retime.arrays import point_times
 from traceloom.retime.law import HONEST, Law, law
 from traceloom.retime.slack import slack_ns
 

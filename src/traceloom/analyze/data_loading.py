@@ -16,8 +16,8 @@ from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import lookup
 from traceloom.model.result import Result
-from traceloom.read.ondisk import lookup
 
 PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
 MAKERS = ("main_thread", "workers")

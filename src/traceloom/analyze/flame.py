@@ -15,8 +15,8 @@ from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.model import Session, Trace
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
-from traceloom.read.large import column
 
 FRAMES = pl.Schema(
     {

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.category import CATEGORIES, COPY, GPU_WORK
-from traceloom.read.large import column
 
 _WORK = [CATEGORIES.index(category) for category in GPU_WORK]
 

@@ -29,9 +29,8 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, contains, cut, split_at_steps
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import Engine, column, engine, lookup
 from traceloom.model.result import Result
-from traceloom.read.large import Engine, column, engine
-from traceloom.read.ondisk import lookup
 
 THREADS = pl.Schema(
     {

@@ -13,7 +13,7 @@ from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import lookup
 
 HOST_CAUSES = {
     "host_data_loading": "the host waited for or made the next batch",

@@ -20,9 +20,8 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.steps import Tiles, tiles
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
+from traceloom.model.arrays import column, lookup, on_disk
 from traceloom.model.result import Result
-from traceloom.read.large import column, on_disk
-from traceloom.read.ondisk import lookup
 
 LAUNCH_LATENCY = "launch_latency"
 DEPENDENCY = "dependency"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import lookup
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -10,8 +10,8 @@ import polars as pl
 from traceloom.analyze.classify import CATEGORIES, CategoryType, KindType, Rule, gpu_work
 from traceloom.analyze.intervals import union
 from traceloom.model import Trace
+from traceloom.model.arrays import engine
 from traceloom.model.result import Result
-from traceloom.read.large import engine
 
 KERNEL_SCHEMA = pl.Schema(
     {

@@ -9,7 +9,7 @@ from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
+from traceloom.model.arrays import column
 
 Bits = NDArray[np.uint64]
 _NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])

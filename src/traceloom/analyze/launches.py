@@ -18,8 +18,8 @@ from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
-from traceloom.read.large import column
 
 LONG_CALL_NS = 50_000
 """A launch call this long is listed: it usually takes 2 to 10 µs."""

@@ -18,9 +18,8 @@ from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column, lookup
 from traceloom.read.again import readable, whole
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
 
 _ANNOTATION = cat.CATEGORIES.index(cat.ANNOTATION)
 LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")

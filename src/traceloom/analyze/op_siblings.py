@@ -15,8 +15,7 @@ from traceloom.analyze.submissions import plain
 from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
-from traceloom.read.order import nullable
+from traceloom.model.arrays import column, nullable
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from traceloom.analyze.intervals import Ints
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
+from traceloom.model.arrays import engine
 from traceloom.model.result import Result
-from traceloom.read.large import engine
 
 OPERATORS = pl.Schema(
     {

@@ -19,8 +19,7 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import column, lookup
 
 PHASES = ("loading", "forward", "backward", "optimizer", "communication", "other")
 ACTIVITIES = ("op", "launch", "blocking_call", "python", "unobserved")

@@ -11,8 +11,8 @@ from traceloom.analyze.gaps import Gaps, gpu_rows
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.waits import CALL, RECORD
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.category import LAUNCHES
-from traceloom.read.large import column
 
 _NONE = -1
 _STREAM = ["device", "stream"]

@@ -13,8 +13,8 @@ from traceloom.analyze.verdict import Check, graded, many
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.units import count, duration, share
-from traceloom.read.large import column
 
 ABSURD_NS = 24 * 3600 * 10**9
 """A span this long is no measurement: profiles last seconds, and overflowed counters give days."""

@@ -13,8 +13,7 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import column, lookup
 
 # The frame that repeats the forward (use_reentrant=False), and the backward of the older way, whose node says it.
 FRAME = r"(^|/)torch/utils/checkpoint\.py\(\d+\): recompute_fn$"

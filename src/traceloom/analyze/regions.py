@@ -18,8 +18,7 @@ from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import column, lookup
 
 KINDS = ("module", "scope", "annotation")
 PARTS = ("forward", "backward", "recompute")

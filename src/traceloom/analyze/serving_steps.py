@@ -16,8 +16,8 @@ import polars as pl
 from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
+from traceloom.model.arrays import lookup
 from traceloom.model.category import ANNOTATION, GPU_ANNOTATION
-from traceloom.read.ondisk import lookup
 
 KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
 FACTS = (

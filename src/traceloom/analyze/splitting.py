@@ -10,7 +10,7 @@ import polars as pl
 from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.steps import tiles
 from traceloom.model import Trace
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import lookup
 
 NO_STEP = np.int64(-(2**31))
 

@@ -12,8 +12,8 @@ from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.category import CATEGORIES, KERNEL
-from traceloom.read.large import column
 
 UNKNOWN = -1
 _KERNEL = CATEGORIES.index(KERNEL)

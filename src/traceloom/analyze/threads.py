@@ -18,9 +18,8 @@ from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column, lookup
 from traceloom.model.result import Result
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
 
 ROLES = {
     "main": "runs the program",

@@ -14,7 +14,7 @@ from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import lookup
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05

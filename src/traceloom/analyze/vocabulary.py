@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.remembered import per_trace
 from traceloom.model import Trace
+from traceloom.model.arrays import is_large, lookup, numbered
 from traceloom.model.letter_case import contains
-from traceloom.read import ondisk
-from traceloom.read.large import is_large
-from traceloom.read.ondisk import lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +45,10 @@ def vocabulary(trace: Trace) -> Vocabulary:
     """The distinct names of the events."""
     names = trace.events["name"]
     if is_large(trace):
-        return _by_piece(names)
+        return Vocabulary(*numbered(names))
     physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
     used = example >= 0
     number = (np.cumsum(used) - 1).astype(np.uint32)
     return Vocabulary(names.gather(example[used]), number[physical])
-
-
-def _by_piece(names: pl.Series) -> Vocabulary:
-    """The same without a whole column in memory."""
-    distinct = pl.Series(names.name, [], dtype=pl.String)
-    for piece in ondisk.pieces(names.len()):
-        distinct = pl.concat([distinct, names[piece].unique()]).unique(maintain_order=True)
-    numbered = pl.Enum(distinct)
-    code = ondisk.empty(names.len(), np.uint32)
-    for piece in ondisk.pieces(names.len()):
-        code[piece] = names[piece].cast(numbered).to_physical().to_numpy()
-    return Vocabulary(distinct, code)

@@ -64,8 +64,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Read, link and write; returns the exit code."""
     _check_place(args)
+    from traceloom.read import Cache
     from traceloom.read.ahead import decoding
-    from traceloom.read.cache import Cache
 
     with decoding(args.inputs, None if args.no_cache else Cache()):
         return _run(args)

@@ -136,8 +136,8 @@ def _steps(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
+    from traceloom.read import Cache
     from traceloom.read.ahead import decoding
-    from traceloom.read.cache import Cache
 
     alone = args.inputs if len(args.inputs) == 1 else []  # several are read by a process each
     with decoding(alone, None if args.no_cache else Cache()):

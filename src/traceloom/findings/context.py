@@ -24,10 +24,10 @@ from traceloom.model import Graph, Session, Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
+from traceloom.model.graph_arrays import point_times
 from traceloom.read.step_log import all_steps
 from traceloom.read.thread_cpu import Samples, thread_samples
 from traceloom.retime import Plan
-from traceloom.retime.arrays import point_times
 from traceloom.retime.law import Law, law
 from traceloom.simulate import Scenario
 from traceloom.simulate.changes import Change

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule
+from traceloom.model.graph_arrays import point_times
 from traceloom.retime import Plan
-from traceloom.retime.arrays import point_times
 from traceloom.simulate import Scenario, evaluations, most_saved_ns, unrecorded_saving_ns
 
 Ints = NDArray[np.int64]

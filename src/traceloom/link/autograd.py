@@ -11,7 +11,7 @@ from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.order import nearest
+from traceloom.model.arrays import nearest
 
 Ints = NDArray[np.int64]
 

@@ -18,8 +18,8 @@ from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
+from traceloom.model.arrays import nearest
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
-from traceloom.read.order import nearest
 
 if TYPE_CHECKING:
     from traceloom.link.rank import Parts

@@ -11,9 +11,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model import Trace
+from traceloom.model.arrays import nullable
 from traceloom.model.category import COMMAND, GPU_WORK
 from traceloom.model.schema import empty
-from traceloom.read.order import nullable
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

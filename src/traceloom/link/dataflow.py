@@ -11,7 +11,7 @@ from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
-from traceloom.read.order import nearest
+from traceloom.model.arrays import nearest
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

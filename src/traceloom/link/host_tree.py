@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from traceloom.link.calls import HOST_BACKENDS, POLLS, named
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import innermost
 from traceloom.model.letter_case import contains
 from traceloom.read.nesting import nesting_depths
-from traceloom.read.order import innermost
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

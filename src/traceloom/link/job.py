@@ -13,10 +13,10 @@ from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
 from traceloom.link.collectives import Joined, join_parts
 from traceloom.link.meeting import meet
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import points
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
 from traceloom.model.points import acyclic
-from traceloom.retime.arrays import points
 
 Ints = NDArray[np.int64]
 

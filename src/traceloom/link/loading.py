@@ -12,7 +12,7 @@ from traceloom.link.matching import Matching
 from traceloom.model import Trace
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
-from traceloom.read.cache import Cache
+from traceloom.read import Cache
 from traceloom.read.host_trace import read_host_trace
 from traceloom.read.kineto import read_kineto
 from traceloom.read.ranks import Report, read_all

@@ -29,11 +29,11 @@ from traceloom.link.threads import HandOffs, hand_off_edges, hand_offs
 from traceloom.link.waits import command_waits, wait_edges
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
+from traceloom.model.arrays import nullable
 from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
 from traceloom.plain_text import clean
-from traceloom.read.order import nullable
 
 Ints = NDArray[np.int64]
 

@@ -14,8 +14,8 @@ from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session, Trace
 from traceloom.model.notice import Notice
+from traceloom.model.parked import ColumnFiles, many
 from traceloom.read.freeing import give_back
-from traceloom.read.parked import Lot, many
 from traceloom.retime import calibrate
 
 Say = Callable[[str], None]
@@ -91,7 +91,7 @@ def link_session(
     say = progress or _silent
     chosen, notices = _chosen(session, steps)
     several = many(chosen)
-    parts, storage = [], Lot()
+    parts, storage = [], ColumnFiles()
     for number, trace in enumerate(chosen, 1):
         who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
         say(f"linking {who}")
@@ -100,7 +100,7 @@ def link_session(
     say("joining ranks and calibrating")
     merged = join(parts, session.name)
     parts.clear()  # calibrating needs as much again
-    merged = Lot().graph(merged) if several else merged
+    merged = ColumnFiles().graph(merged) if several else merged
     give_back()
     graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
     give_back()

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from traceloom.read.loading import load_inputs as load_inputs
     from traceloom.read.loading import load_runs as load_runs
     from traceloom.read.ranks import Progress as Progress
+    from traceloom.storage.cache import Cache as Cache
 
 lazy(
     __name__,
     {
+        "Cache": "traceloom.storage.cache",
         "Loaded": ".loading",
         "Progress": ".ranks",
         "arguments": ".event_arguments",

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from traceloom.read.cache import Cache, Seen
 from traceloom.read.together import Helpers, helpers
+from traceloom.storage.cache import Cache, Seen
 
 _LEAST = 1 << 17  # bytes of a file: less is decoded at once
 _LEAD = 29_000_000  # bytes of text that are decoded until the libraries are loaded

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import Texts, chosen, distinct, lookup, nearest, nullable, plain, row_numbers
 from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS, CategoryType
 from traceloom.read import metadata as md
@@ -23,8 +24,7 @@ from traceloom.read.lanes import KIND_OF_CODE, ON_DEVICE, Places, find_lanes, la
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
 from traceloom.read.memory import allocation_frame, counter_frame, mark_frame, unknown_devices
 from traceloom.read.nesting import Nesting, nest
-from traceloom.read.ondisk import lookup
-from traceloom.read.order import Order, Texts, chosen, distinct, nearest, nullable, plain, row_numbers, time_order
+from traceloom.read.order import Order, time_order
 from traceloom.read.remarks import remarks
 from traceloom.read.steps import NO_STEP, event_steps, find_steps
 from traceloom.read.transfers import copy_frame, kernel_frame, sync_frame

@@ -10,10 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model.arrays import Texts, nullable
 from traceloom.model.deferred import Deferred
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
-from traceloom.read.order import Texts, nullable
 
 Array = NDArray[Any]
 

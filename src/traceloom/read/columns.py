@@ -16,10 +16,10 @@ from traceloom.model import category as cat
 from traceloom.read.damage import Damage
 from traceloom.read.document import Slice
 from traceloom.read.fields import NO_ARGUMENTS, NULL, RAW, all_arguments
-from traceloom.read.ondisk import SCRATCH, pieces
 from traceloom.read.resync import MALFORMED
-from traceloom.read.spill import Spill
 from traceloom.read.times import from_doubles, from_text
+from traceloom.storage.ondisk import SCRATCH, pieces
+from traceloom.storage.spill import Spill
 
 Array = NDArray[Any]
 _OPS, _FRAMES, _CALLS, _DEVICE = 1, 2, 4, 8

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 
 from msgspec import Struct
 
-from traceloom.read import spill
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.document import WHOLE, Document, Part
 from traceloom.read.source import open_input, text_pieces
+from traceloom.storage import spill
 
 _LARGE = 4 << 20
 Step = Callable[[int, int], None]

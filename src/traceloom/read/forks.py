@@ -29,7 +29,7 @@ from traceloom.read.columns import Columns, Known
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import decode
 from traceloom.read.document import Part
-from traceloom.read.ondisk import SCRATCH, Array
+from traceloom.storage.ondisk import SCRATCH, Array
 
 _MOST_COPIED = 2 << 30  # bytes of memory of a process: the tables of more take longer to copy than is gained
 _PATIENCE_S = 30  # beyond what the file has taken so far

@@ -11,10 +11,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model import category as cat
+from traceloom.model.arrays import lookup
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.read.nesting import stable_order
-from traceloom.read.ondisk import lookup
 
 Ints = NDArray[np.int64]
 Array = NDArray[Any]

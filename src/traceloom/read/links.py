@@ -9,11 +9,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import category as cat
+from traceloom.model.arrays import NO_ROW, Texts, chosen, column_of, lookup, nullable, plain, row_numbers
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
-from traceloom.read.large import column_of
-from traceloom.read.ondisk import OnDisk, lookup
-from traceloom.read.order import NO_ROW, Texts, chosen, nullable, plain, row_numbers
+from traceloom.storage.ondisk import OnDisk
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

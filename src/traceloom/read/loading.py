@@ -10,10 +10,10 @@ from itertools import pairwise
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
-from traceloom.read.cache import Cache
 from traceloom.read.inputs import Found, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
 from traceloom.read.runs import Peek, group, names, peeked
+from traceloom.storage.cache import Cache
 
 AnyPath = str | os.PathLike[str]
 # Kinds of files that lie beside traces in a directory and are no fault there.

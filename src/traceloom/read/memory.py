@@ -10,13 +10,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import category as cat
+from traceloom.model.arrays import NO_ROW, Texts, column_of, distinct, lookup, nearest, nullable, plain, row_numbers
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
 from traceloom.read.lanes import KIND_OF_CODE, KINDS, Places
-from traceloom.read.large import column_of
-from traceloom.read.ondisk import OnDisk, lookup
-from traceloom.read.order import NO_ROW, Texts, distinct, nearest, nullable, plain, row_numbers
 from traceloom.read.steps import NO_STEP, step_of
+from traceloom.storage.ondisk import OnDisk
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.read.ondisk import OnDisk
+from traceloom.storage.ondisk import OnDisk
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -22,13 +22,12 @@ from msgspec import Struct
 import traceloom
 from traceloom.errors import InputError, TraceloomError
 from traceloom.leaving import block, undone_on_leaving
-from traceloom.model import Notice, Trace
-from traceloom.read import store
-from traceloom.read.cache import Cache, Entry, Seen
+from traceloom.model import Notice, Trace, trace_store
+from traceloom.model.parked import ColumnFiles
 from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
 from traceloom.read.kineto import read_kineto
-from traceloom.read.parked import Lot
+from traceloom.storage.cache import Cache, Entry, Seen
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
@@ -104,17 +103,19 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
         cache: Looked into first and filled; None leaves it alone.
         report: Called with the progress of the reading.
     """
-    meter, column_files = _Meter(inputs, report), Lot()
+    meter, column_files = _Meter(inputs, report), ColumnFiles()
     out: list[Trace | InputError | None] = [None] * len(inputs)
     entries = [
         cache.entry(source.path, source.entry) if cache and str(source.path) != "-" else None for source in inputs
     ]
     missing = []
     for number, entry in enumerate(entries):
-        cached = entry.get() if entry else None
+        cached = entry.get(trace_store.saved) if entry else None
         if cached is None:
             missing.append(number)
         else:
+            # the same content may have been read under another name
+            cached = replace(cached, meta=replace(cached.meta, path=str(inputs[number].path)))
             out[number] = column_files.kept(cached)
             meter.finished(number)
     seen = [_seen(inputs[number]) for number in missing]
@@ -128,7 +129,7 @@ def read_all(inputs: list[Input], *, cache: Cache | None, report: Report | None 
         trace, entry = out[number], entries[number]
         if isinstance(trace, Trace):
             if entry:
-                entry.put(trace)
+                entry.put(partial(trace_store.save, trace))
             out[number] = _with_notices(trace, entry, changed=_seen(inputs[number]) != before)
     if cache and missing:
         cache.prune()
@@ -168,7 +169,7 @@ def _cores(missing: list[int]) -> int:
     return min(os.cpu_count() or 1, len(missing))
 
 
-def _here(source: Input, number: int, meter: _Meter, column_files: Lot) -> Trace | InputError:
+def _here(source: Input, number: int, meter: _Meter, column_files: ColumnFiles) -> Trace | InputError:
     try:
         trace = read_kineto(source.path, capture=source.entry, step=lambda read, _text: meter.moved(number, read))
     except InputError as error:
@@ -178,7 +179,11 @@ def _here(source: Input, number: int, meter: _Meter, column_files: Lot) -> Trace
 
 
 def _beside(
-    inputs: list[Input], missing: list[int], out: list[Trace | InputError | None], meter: _Meter, column_files: Lot
+    inputs: list[Input],
+    missing: list[int],
+    out: list[Trace | InputError | None],
+    meter: _Meter,
+    column_files: ColumnFiles,
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
@@ -252,7 +257,14 @@ class _Readers:
 
 
 def _in_process(
-    source: Input, number: int, folder: Path, *, readers: _Readers, meter: _Meter, column_files: Lot, processes: int
+    source: Input,
+    number: int,
+    folder: Path,
+    *,
+    readers: _Readers,
+    meter: _Meter,
+    column_files: ColumnFiles,
+    processes: int,
 ) -> Trace | InputError:
     folder.mkdir()
     job = {
@@ -285,7 +297,7 @@ def _in_process(
             where=str(source.path),
             hint="it may have run out of memory; read fewer ranks at a time" if killed else "please report it",
         )
-    trace = column_files.kept(store.saved(folder, kept=False))
+    trace = column_files.kept(trace_store.saved(folder, kept=False))
     shutil.rmtree(folder, ignore_errors=True)
     meter.finished(number)
     return trace

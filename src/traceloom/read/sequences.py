@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import nearest
 from traceloom.model.host_trace import HostTrace
 from traceloom.read.alignment import Hashes, hashes, mixed
-from traceloom.read.order import nearest
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

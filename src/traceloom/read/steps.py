@@ -9,9 +9,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model.arrays import lookup
 from traceloom.model.notice import Notice
 from traceloom.model.schema import SCHEMAS, empty
-from traceloom.read.ondisk import lookup
 from traceloom.read.requests import find_requests
 
 Ints = NDArray[np.int64]

@@ -12,12 +12,12 @@ import os
 import pickle
 from pathlib import Path
 
-from traceloom.read import spill
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import Decoded, Step, decode
 from traceloom.read.document import Part, keep
 from traceloom.read.forks import Fork, Found, cores
+from traceloom.storage import spill
 
 LEAST_TEXT = 1 << 23  # bytes of text that are worth a process
 _HANDING = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes

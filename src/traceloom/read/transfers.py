@@ -9,9 +9,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from traceloom.model.arrays import Texts, nullable, plain
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.columns import FILLING
-from traceloom.read.order import Texts, nullable, plain
 
 Array = NDArray[Any]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
-from traceloom.read import store
+from traceloom.model import trace_store
 from traceloom.read.kineto import read_kineto
 
 _EVERY_BYTES = 1 << 21  # how often to say how far it is
@@ -33,7 +33,7 @@ def main(job: dict[str, Any]) -> None:
     except InputError as error:
         _say({"refused": error.to_dict()})
         return
-    store.save(trace, Path(job["folder"]), kept=False)
+    trace_store.save(trace, Path(job["folder"]), kept=False)
     _say({"done": True})
 
 

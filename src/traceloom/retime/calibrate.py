@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime.arrays import array, point_times, points
+from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, same_classes, spread, usual_ns
 from traceloom.retime.medians import medians
 from traceloom.retime.running import RUNNING

@@ -9,9 +9,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
+from traceloom.model.arrays import lookup
 from traceloom.model.graph import Graph
-from traceloom.read.ondisk import lookup
-from traceloom.retime.arrays import array, point_times, points
+from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.running import running, usual_parts
 

@@ -7,9 +7,9 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.model.arrays import lookup
 from traceloom.model.graph import Graph
-from traceloom.read.ondisk import lookup
-from traceloom.retime.arrays import array, plain, point_times, points
+from traceloom.model.graph_arrays import array, plain, point_times, points
 from traceloom.retime.of_last import OfLast
 
 Ints = NDArray[np.int64]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from traceloom.model import units
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import plain, point_times
 from traceloom.model.result import Result
-from traceloom.retime.arrays import plain, point_times
 from traceloom.retime.critical_path import Path, critical_path, parts, unexplained
 from traceloom.retime.of_last import OfLast
 from traceloom.retime.plan import Plan

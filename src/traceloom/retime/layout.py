@@ -7,8 +7,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import array, plain, points
 from traceloom.model.points import cycle, layers
-from traceloom.retime.arrays import array, plain, points
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

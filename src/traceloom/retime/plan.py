@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.errors import UsageError
 from traceloom.model.graph import Graph
-from traceloom.retime.arrays import is_large, points, room
+from traceloom.model.graph_arrays import is_large, points, room
 from traceloom.retime.classes import class_delays
 from traceloom.retime.layout import Layout, Slice, Terms, layout
 from traceloom.retime.running import in_proportion

@@ -7,7 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
-from traceloom.retime.arrays import array, point_times, points
+from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.plan import Plan
 
 Ints = NDArray[np.int64]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.intervals import EMPTY, Spans, coverage, difference, merge, union
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime.arrays import array
+from traceloom.model.graph_arrays import array
 from traceloom.simulate.selection import among
 
 Ints = NDArray[np.int64]

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from traceloom.errors import UsageError
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import array
 from traceloom.retime import ABSENT, Plan
-from traceloom.retime.arrays import array
 from traceloom.retime.running import running
 from traceloom.simulate.beside import set_beside
 from traceloom.simulate.selection import TARGETS, Chosen, Selection, among

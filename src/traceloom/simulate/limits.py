@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.intervals import merge, union
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import array, plain, point_times, points
 from traceloom.retime import ABSENT
-from traceloom.retime.arrays import array, plain, point_times, points
 from traceloom.simulate.beside import covered_ns, exposed
 from traceloom.simulate.changes import Scenario
 

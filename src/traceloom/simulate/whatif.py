@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import plain, point_times
 from traceloom.model.result import Result
 from traceloom.retime import ABSENT, Plan
-from traceloom.retime.arrays import plain, point_times
 from traceloom.retime.critical_path import critical_path, parts
 from traceloom.retime.law import Law, law
 from traceloom.retime.running import in_proportion

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from traceloom.model import Session
-from traceloom.read import ondisk, read_kineto, spill
+from traceloom.read import read_kineto
 from traceloom.report import ReportOptions, build
+from traceloom.storage import ondisk, spill
 
 NAMES = (
     "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",

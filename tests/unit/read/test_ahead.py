@@ -21,7 +21,8 @@ BEGIN = """
 import os, signal, sys
 from pathlib import Path
 from traceloom.errors import InputError
-from traceloom.read import ahead, cache
+from traceloom.read import ahead
+from traceloom.storage import cache
 path = Path(sys.argv[1])
 def alone():
     try:
@@ -106,7 +107,7 @@ with ahead.decoding([path], None):
 
 def test_nothing_is_decoded_ahead_that_is_small_or_cached_or_too_late(trace: Path) -> None:
     code = """
-from traceloom.read.cache import Cache
+from traceloom.storage.cache import Cache
 if sys.argv[2:] == ["long ago"]:
     cache._TICK_NS = 0
 kept = Cache(path.parent / "cache")
@@ -115,7 +116,9 @@ for given in ([path.parent / "small"], [], [path]):
     with ahead.decoding(given, kept):
         print(bool(ahead._running))
 from traceloom.read import read_kineto
-kept.entry(path, None).put(read_kineto(path))
+from functools import partial
+from traceloom.model import trace_store
+kept.entry(path, None).put(partial(trace_store.save, read_kineto(path)))
 with ahead.decoding([path], None):
     print(bool(ahead._running))
 """

@@ -6,16 +6,17 @@ import json
 import os
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 import pytest
 from isal.isal_zlib import crc32
 
-from traceloom.model import Trace
-from traceloom.read import cache as caching
-from traceloom.read import load, ranks, store
-from traceloom.read.cache import Cache, Seen
+from traceloom.model import Trace, trace_store
+from traceloom.read import load, ranks
+from traceloom.storage import cache as caching
+from traceloom.storage.cache import Cache, Seen
 from traceloom.testing import TraceBuilder
 
 LONG_AGO = 1_600_000_000
@@ -267,7 +268,7 @@ def test_columns_on_which_polars_panics_are_a_damaged_entry(tmp_path: Path, monk
     def panics(*_: object) -> object:
         raise pl.exceptions.PanicException("index out of bounds")
 
-    monkeypatch.setattr(store, "_frames", panics)
+    monkeypatch.setattr(trace_store, "_frames", panics)
     assert "damaged-cache" in slugs(path)
 
 
@@ -288,21 +289,24 @@ def test_the_cache_stays_below_its_cap(tmp_path: Path, own_cache: Path) -> None:
     paths = [made("old", f"x{number}").write(tmp_path / f"{number}.json") for number in range(4)]
     traces = [load(path, cache=False).traces[0] for path in paths]
     roomy = Cache()
-    roomy.entry(paths[0], None).put(traces[0])
+    roomy.entry(paths[0], None).put(partial(trace_store.save, traces[0]))
     size = sum(file.stat().st_size for file in own_cache.rglob("*.arrow"))
     small = Cache(cap_bytes=int(size * 2.8))
     for trace, path in zip(traces, paths, strict=True):
-        small.entry(path, None).put(trace)
+        small.entry(path, None).put(partial(trace_store.save, trace))
         small.prune()
     assert len(entries(own_cache)) == 2
-    assert small.entry(paths[3], None).get() is not None
+    assert small.entry(paths[3], None).get(trace_store.saved) is not None
 
 
-def test_the_version_of_the_reader_covers_all_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / "read" / "formats" / "more.py"
+@pytest.mark.parametrize("part", ["read", "model", "storage"])
+def test_the_version_of_the_reader_covers_all_of_its_files(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / part / "formats" / "more.py"
     deep.parent.mkdir(parents=True)
     deep.write_text("a = 1\n")
-    monkeypatch.setattr(caching, "__file__", str(tmp_path / "read" / "cache.py"))
+    monkeypatch.setattr(caching, "__file__", str(tmp_path / "storage" / "cache.py"))
     before = caching.reader_version.__wrapped__()
     deep.write_text("a = 2\n")
     assert caching.reader_version.__wrapped__() != before

@@ -13,8 +13,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.read import ondisk, read_kineto, spill, store
-from traceloom.read.mapped import TextTable, numbers
+from traceloom.model import arrays, trace_store
+from traceloom.read import read_kineto
+from traceloom.storage import ondisk, spill
+from traceloom.storage.mapped import TextTable, numbers
 from traceloom.testing import TraceBuilder
 from traceloom.testing.bigfile import write_big
 
@@ -80,7 +82,7 @@ OPERATIONS = {
     "zeros": lambda a: np.zeros(1000, dtype=np.bool_, like=a),
     "arange": lambda a: np.arange(1000, like=a),
     "arange from": lambda a: np.arange(-1, 999, dtype=np.int32, like=a),
-    "lookup": lambda a: ondisk.lookup(np.arange(50) * 2, a),
+    "lookup": lambda a: arrays.lookup(np.arange(50) * 2, a),
 }
 
 
@@ -218,23 +220,23 @@ def test_a_real_trace_on_disk_is_the_trace_in_memory(name, shared_data, monkeypa
 @pytest.mark.parametrize("name", ["a100_ddp_nccl", "h100_qwen_0.5b", "mi300_vllm_piecewise_graphs"])
 def test_a_saved_trace_comes_back_on_disk(name, shared_data, tmp_path, monkeypatch):
     trace = read_kineto(shared_data / "kineto" / f"{name}.json.gz")
-    store.save(trace, tmp_path)
+    trace_store.save(trace, tmp_path)
     monkeypatch.setattr(spill, "SPILL_BYTES", 0)
-    monkeypatch.setattr(store, "PART", 7_000)
-    back = store.saved(tmp_path)
+    monkeypatch.setattr(trace_store, "PART", 7_000)
+    back = trace_store.saved(tmp_path)
     for frame, expected in trace.frames().items():
         assert back.frames()[frame].schema == expected.schema
         assert back.frames()[frame].equals(expected), frame
 
 
 def test_a_damaged_saved_trace_is_refused_on_disk_too(tmp_path, monkeypatch):
-    store.save(_builder().build(), tmp_path)
+    trace_store.save(_builder().build(), tmp_path)
     pl.DataFrame({"event": [1]}).write_ipc(tmp_path / "events.arrow")
     monkeypatch.setattr(spill, "SPILL_BYTES", 0)
     with pytest.raises(ValueError, match="events is not as it was written"):
-        store.saved(tmp_path)
+        trace_store.saved(tmp_path)
     with pytest.raises(ValueError, match="events is not as its head says"):
-        store.saved(tmp_path, kept=False)
+        trace_store.saved(tmp_path, kept=False)
 
 
 def _builder():
@@ -272,7 +274,8 @@ def test_a_reader_that_is_stopped_leaves_no_files(ending, tmp_path):
     write_big(path, 3_000_000)
     code = (
         "import os, signal, sys\n"
-        "from traceloom.read import kineto, ondisk, read_kineto, spill, store\n"
+        "from traceloom.read import kineto, read_kineto\n"
+        "from traceloom.storage import ondisk, spill\n"
         "spill.SPILL_BYTES = 0; ondisk.LEAST_BYTES = 1\n"
         "real = kineto.assemble\n"
         "def stopped(columns, file):\n"

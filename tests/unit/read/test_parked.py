@@ -9,8 +9,9 @@ import pytest
 
 import traceloom
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import Progress, load_inputs, ondisk, parked
+from traceloom.model import Trace, parked
+from traceloom.read import Progress, load_inputs
+from traceloom.storage import ondisk
 from traceloom.testing import TraceBuilder
 from traceloom.testing.jobs import ParallelRecipe, parallel_job
 
@@ -22,8 +23,8 @@ def trace() -> Trace:
 
 
 def test_a_parked_trace_is_the_same_trace(trace: Trace) -> None:
-    lot = parked.Lot()
-    other = lot.park(trace)
+    column_files = parked.ColumnFiles()
+    other = column_files.park(trace)
     other.check()
     assert other.meta == trace.meta
     for name, frame in trace.frames().items():
@@ -33,13 +34,13 @@ def test_a_parked_trace_is_the_same_trace(trace: Trace) -> None:
     assert trace.events.height >= 1024  # so that something was parked
 
 
-def test_columns_outlive_the_lot(trace: Trace) -> None:
+def test_columns_outlive_their_parking(trace: Trace) -> None:
     expected = trace.events["name"].to_list()
-    parked_events = parked.Lot().park(trace).events
+    parked_events = parked.ColumnFiles().park(trace).events
     names = parked_events["name"]
     del parked_events
     for _ in range(3):
-        parked.Lot().park(trace)
+        parked.ColumnFiles().park(trace)
     assert names.to_list() == expected
 
 
@@ -50,7 +51,7 @@ def test_missing_values_stay_missing() -> None:
         if number % 3 == 0:
             builder.launch("cudaLaunchKernel", number * 10.0 + 1, 1, correlation=number)
     trace = builder.build()
-    other = parked.Lot().park(trace)
+    other = parked.ColumnFiles().park(trace)
     assert 0 < other.events["correlation"].null_count() < other.events.height
     assert other.events.equals(trace.events)
     assert other.events.filter(pl.col("correlation") == 300)["name"].to_list() == ["cudaLaunchKernel"]
@@ -62,13 +63,13 @@ def test_only_what_goes_beyond_the_sessions_share_is_parked(tmp_path: Path, monk
     small = traceloom.load(folder, cache=False)
     monkeypatch.setattr(parked, "SESSION_BYTES", 2 * small.traces[0].meta.file_bytes + 100)
     seen: list[int | None] = []
-    park = parked.Lot.park
+    park = parked.ColumnFiles.park
 
-    def noted(lot: parked.Lot, one: Trace) -> Trace:
+    def noted(column_files: parked.ColumnFiles, one: Trace) -> Trace:
         seen.append(one.rank)
-        return park(lot, one)
+        return park(column_files, one)
 
-    monkeypatch.setattr(parked.Lot, "park", noted)
+    monkeypatch.setattr(parked.ColumnFiles, "park", noted)
     large = traceloom.load(folder, cache=False)
     assert seen == [2, 3]
     for one, other in zip(small.traces, large.traces, strict=True):
@@ -81,7 +82,7 @@ def test_a_full_disk_is_said(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ondisk, "new_block", full)
     with pytest.raises(InputError) as caught:
-        parked.Lot().park(trace)
+        parked.ColumnFiles().park(trace)
     assert caught.value.slug == "no-space"
 
 

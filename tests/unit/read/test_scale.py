@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 
-from traceloom.read import read_kineto, spill
+from traceloom.read import read_kineto
 from traceloom.read.nesting import nest
+from traceloom.storage import spill
 from traceloom.testing.bigfile import write_big
 
 

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from traceloom.errors import InputError
 from traceloom.model import Trace
-from traceloom.read import ahead, forks, read_kineto, spill, together
-from traceloom.read.cache import Seen
+from traceloom.read import ahead, forks, read_kineto, together
 from traceloom.read.decoding import decode
 from traceloom.read.document import Part
 from traceloom.read.forks import Found
 from traceloom.read.together import Helpers
+from traceloom.storage import spill
+from traceloom.storage.cache import Seen
 from traceloom.testing import TraceBuilder, damage
 from traceloom.testing.bigfile import write_big
 from traceloom.testing.strategies import builders

@@ -11,10 +11,11 @@ import pytest
 import traceloom
 from traceloom.analyze.critical_path import CriticalPath
 from traceloom.link import link_session
-from traceloom.model import Graph, Session, points
-from traceloom.read import ondisk, parked
-from traceloom.retime import Plan, arrays
+from traceloom.model import Graph, Session, parked, points
+from traceloom.model import graph_arrays as arrays
+from traceloom.retime import Plan
 from traceloom.simulate import Scenario, parse, whatif, whatif_many
+from traceloom.storage import ondisk
 from traceloom.testing.jobs import ParallelRecipe, parallel_job
 
 CHANGES = (

@@ -13,7 +13,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
+from traceloom.model.arrays import column
 
 MEASURES = ("compute_ns", "embedding_ns", "exchanged_bytes", "tokens", "memory_bytes")
 LOAD_SCHEMA = pl.Schema({"step": pl.Int32(), **{name: pl.Int64() for name in MEASURES}})

@@ -17,7 +17,7 @@ from traceloom.analyze.allocations.table import Stacks
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import in_memory
+from traceloom.model.arrays import in_memory
 from traceloom.read.snapshot import Snapshot, stack_texts
 
 

@@ -15,8 +15,7 @@ from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK, mea
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
-from traceloom.read.ondisk import lookup
+from traceloom.model.arrays import column, lookup
 
 NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"

@@ -16,8 +16,7 @@ from traceloom.analyze.intervals import Ints
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
-from traceloom.read.order import distinct
+from traceloom.model.arrays import column, distinct
 
 SLICE = 250_000
 SHORT = ("name", "bytes")

@@ -11,7 +11,7 @@ from traceloom.analyze.blocking import blocking_calls
 from traceloom.analyze.intervals import Bools, Ints, Spans, coverage, union
 from traceloom.analyze.waits import stream_waits
 from traceloom.model import Trace
-from traceloom.read.large import column
+from traceloom.model.arrays import column
 
 # Work that was ready starts this soon after what it waited for; later, something else held it back.
 PROMPT_NS = 30_000

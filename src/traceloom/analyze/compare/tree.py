@@ -23,7 +23,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.read.large import column
+from traceloom.model.arrays import column
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

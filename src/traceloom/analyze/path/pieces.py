@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.path.window import Window
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-from traceloom.retime.arrays import point_times
+from traceloom.model.graph_arrays import point_times
 from traceloom.retime.critical_path import trail
 
 Ints = NDArray[np.int64]

@@ -15,8 +15,8 @@ from traceloom.model import Session, Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.category import GPU_WORK
 from traceloom.model.graph import Graph
+from traceloom.model.graph_arrays import point_times
 from traceloom.plain_text import clean
-from traceloom.retime.arrays import point_times
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.read import ondisk
+from traceloom.storage import ondisk
 
 SPILL_BYTES = 500 * 10**6  # of text, from which on columns go to disk: in memory the report of more needs too much
 

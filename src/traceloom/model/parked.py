@@ -1,7 +1,7 @@
 """Sessions too large for memory: columns of their traces and graphs lie in files that are mapped, many in one file.
 
 The files have no name any more, so they vanish with the process, however that ends; the system takes the pages back
-whenever it needs room. See `ondisk` for single traces that are too large.
+whenever it needs room. See `traceloom.model.arrays` for single traces that are too large.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model import Graph, Trace
-from traceloom.read import large, mapped, ondisk
+from traceloom.model.arrays import is_large
+from traceloom.storage import mapped, ondisk
 
 SESSION_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
 _BLOCK = 64 << 20
@@ -32,8 +33,8 @@ def many(traces: Iterable[Trace]) -> bool:
     return sum(trace.meta.file_bytes for trace in traces) > SESSION_BYTES
 
 
-class Lot:
-    """Places for columns in mapped files; a file vanishes with the last column in it. Threads may share a lot."""
+class ColumnFiles:
+    """Places for columns in mapped files; a file vanishes with the last column in it. Threads may share them."""
 
     def __init__(self) -> None:
         self._block: mmap.mmap | None = None
@@ -49,7 +50,7 @@ class Lot:
         """
         with self._lock:
             self._text += trace.meta.file_bytes
-            if self._text <= SESSION_BYTES or large.is_large(trace):
+            if self._text <= SESSION_BYTES or is_large(trace):
                 return trace
             return self.park(trace)
 

@@ -1,4 +1,4 @@
-"""The cache of read traces: by content and reader version, bounded, safe among processes.
+"""The cache of what was read: by content and reader version, bounded, safe among processes.
 
 An entry is a folder named by the digest of the file's content, of the reader's own code and of this rank's part of
 capture.json. An index by path, size and times saves reading the content again. Entries are made beside and renamed; one
@@ -16,19 +16,18 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache as once
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from traceloom.files import open_regular
 from traceloom.leaving import undone_on_leaving
 
-if TYPE_CHECKING:
-    from traceloom.model import Trace
-
+T = TypeVar("T")
 CAP_BYTES = 10 * 10**9
+_READER = ("read", "model", "storage")  # packages of which the code decides what an entry holds
 _PIECE = 1 << 22
 # A file that is written twice within one tick of its file system's clock has the same times after both. Ticks are up to
 # two seconds long; younger files are known by their content alone.
@@ -162,18 +161,14 @@ class Entry:
         """Whether the file was read before."""
         return self._folder.is_dir()
 
-    def get(self) -> Trace | None:
-        """The trace, if the file was read before."""
-        from dataclasses import replace
-
+    def get(self, read: Callable[[Path], T]) -> T | None:
+        """What `read` makes of the entry's folder, if the file was read before."""
         import polars as pl
-
-        from traceloom.read import store
 
         if not os.path.lexists(self._folder):
             return None
         try:
-            trace = store.saved(self._folder)
+            content = read(self._folder)
         # Whatever is wrong with it, it can be made again; on damaged columns Polars panics, which is no `Exception`.
         except (Exception, pl.exceptions.PanicException):  # noqa: BLE001
             self.damaged = True
@@ -181,19 +176,16 @@ class Entry:
             return None
         with contextlib.suppress(OSError):
             os.utime(self._folder)
-        # The same content may lie under another name.
-        return replace(trace, meta=replace(trace.meta, path=str(self._path)))
+        return content
 
-    def put(self, trace: Trace) -> None:
-        """Keep the trace, if the file is still what it was; a cache that cannot be written is left alone."""
+    def put(self, write: Callable[[Path], object]) -> None:
+        """Keep what `write` puts into a folder, if the file is still what it was; write errors are ignored."""
         import polars as pl
-
-        from traceloom.read import store
 
         with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
             if self.unchanged():
                 with self._beside() as folder:
-                    store.save(trace, folder)
+                    write(folder)
 
     def unchanged(self) -> bool:
         """Whether the file is what it was when the entry was asked for.
@@ -233,7 +225,7 @@ def reader_version() -> str:
     """Changes with the reader's code, so that no entry of another version is ever used."""
     about = hashlib.blake2b(digest_size=20)
     package = Path(__file__).parents[1]
-    for file in sorted([*(package / "read").rglob("*.py"), *(package / "model").rglob("*.py")]):
+    for file in sorted(file for part in _READER for file in (package / part).rglob("*.py")):
         about.update(str(file.relative_to(package)).encode())
         about.update(file.read_bytes())
     return about.hexdigest()

@@ -1,6 +1,6 @@
 """The columns of a graph as arrays: in memory, or in files where the graph is that of many ranks.
 
-What is computed from arrays of `traceloom.read.ondisk` lies in files too, so that a pass over a large graph does not
+What is computed from arrays of `traceloom.storage.ondisk` lies in files too, so that a pass over a large graph does not
 take more memory the more ranks it has.
 """
 
@@ -13,7 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.model.graph import Graph
-from traceloom.read import ondisk
+from traceloom.storage import ondisk
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]

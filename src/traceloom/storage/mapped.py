@@ -1,4 +1,4 @@
-"""Polars columns whose data stay on disk: arrays of `traceloom.read.ondisk` handed over without a copy.
+"""Polars columns whose data stay on disk: arrays of `traceloom.storage.ondisk` handed over without a copy.
 
 Numbers go over as they are; a bitmap says which of them are null. Texts are views of 16 bytes per row (length, then the
 text itself or a prefix and its place in one common buffer), as the Arrow columnar format describes them under
@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.read.ondisk import OnDisk, empty, rows_of
+from traceloom.storage.ondisk import OnDisk, empty, rows_of
 
 Array = NDArray[Any]
 _INLINE = 12  # bytes of a text that fit its view

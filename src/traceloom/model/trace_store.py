@@ -16,7 +16,7 @@ from msgspec import Struct
 from traceloom.files import open_regular
 from traceloom.model import Meta, Notice, Trace
 from traceloom.model.schema import SCHEMAS
-from traceloom.read import mapped, spill
+from traceloom.storage import mapped, spill
 
 _HEAD = "trace.json"
 _FORMAT = 2

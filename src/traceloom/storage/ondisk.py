@@ -93,7 +93,7 @@ class Scratch:
 
 def folder() -> Path:
     """Where the files of large traces lie: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
-    from traceloom.read.cache import root
+    from traceloom.storage.cache import root
 
     return root() / "spill"
 
@@ -218,11 +218,6 @@ def stored(values: Array) -> Array:
     result = empty(len(values), values.dtype)
     result[:] = values
     return result
-
-
-def lookup(table: Array, codes: Array) -> Array:
-    """`table[codes]`, on disk where the codes are."""
-    return rows_of(table, codes) if isinstance(codes, OnDisk) else table[codes]
 
 
 def _start(value: Any, count: int) -> Any:
