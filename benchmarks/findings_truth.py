@@ -37,9 +37,12 @@ from traceloom.link.rank import link_rank
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import parse, scenario_of
 from traceloom.simulate.limits import least_ns
-from traceloom.testing.jobs import Change, Job, Run
-from traceloom.testing.jobs.at_random import to_change, with_a_late_rank
-from traceloom.testing.jobs.planted import clean_jobs, several_ranks, single_rank
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.jobs import Change, Job, Run
+from support.jobs.at_random import to_change, with_a_late_rank
+from support.jobs.planted import clean_jobs, several_ranks, single_rank
 
 HERE = Path(__file__).parent
 TRIES, ENOUGH = 4, 16  # runs, until one has so many steps that tell what the fault costs

@@ -8,10 +8,13 @@ Rank 17 is slow by 30 %, and in step 2 the host of rank 42 waits 6 ms for data.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
-from traceloom.testing.jobs import LateHost, ParallelRecipe, SlowRank, parallel_job
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.jobs import LateHost, ParallelRecipe, SlowRank, parallel_job
 
 _MEGABYTES_PER_LAYER = 0.054  # of JSON, of one layer in one microbatch, measured
 

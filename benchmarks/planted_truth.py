@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.retime import ABSENT, Plan, calibrate
-from traceloom.testing.jobs import Change, Clock, ParallelRecipe, Recipe, changed, parallel_job, training_job
-from traceloom.testing.jobs.training import DELAY, SYNC
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.jobs import Change, Clock, ParallelRecipe, Recipe, changed, parallel_job, training_job
+from support.jobs.training import DELAY, SYNC
 
 ALLOWED = 0.02
 

@@ -2,7 +2,7 @@
 
     python benchmarks/retime.py [--nodes 10000 100000 1000000] [--runs 5] [--scenarios 8]
 
-The graphs are those of made jobs (see `traceloom.testing.jobs`), their steps repeated one after the other until there
+The graphs are those of made jobs (see `tests/support/jobs`), their steps repeated one after the other until there
 are enough nodes: one job that synchronises once a step, one that does so after every second op (`.item()`), and one of
 four ranks with collectives. Printed is the best of `--runs`; for a pass also the time that its
 core worked, which other programs on the machine change less.
@@ -11,8 +11,10 @@ core worked, which other programs on the machine change less.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -23,7 +25,10 @@ from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.points import topological
 from traceloom.retime import Plan, calibrate, law
-from traceloom.testing.jobs import Recipe, training_job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.jobs import Recipe, training_job
 
 JOBS = {
     "one wait per step": Recipe(steps=3, layers=40, item=True),

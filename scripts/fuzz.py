@@ -21,7 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from traceloom.testing.fuzzing.trying import MOST_SECONDS, VERBS, Case, Outcome, attempt, cases
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from support.fuzzing.trying import MOST_SECONDS, VERBS, Case, Outcome, attempt, cases  # noqa: E402
 
 _BATCH = 200  # cases of one process; the highest memory of a process is that of all its cases
 _SHOWN = 60
@@ -77,18 +80,20 @@ def run(todo: list[Case], home: Path, jobs: int) -> list[Outcome]:
 def of_batch(todo: list[Case], seeds: Path) -> list[Outcome]:
     """Cases one after the other in one process; in another one after a case that ends it."""
     outcomes: list[Outcome] = []
+    environment = {**os.environ, "TRACELOOM_CACHE_DIR": str(seeds / "cache"), "POLARS_MAX_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     while len(outcomes) < len(todo):
         rest = todo[len(outcomes) :]
         lines = "".join(f"{case.format}\t{case.verb}\t{case.seed}\n" for case in rest)
         try:
             ran = subprocess.run(
-                [sys.executable, "-P", "-m", "traceloom.testing.fuzzing", str(seeds)],
+                [sys.executable, "-P", "-m", "support.fuzzing", str(seeds)],
                 input=lines,
                 capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=len(rest) * MOST_SECONDS,
-                env={**os.environ, "TRACELOOM_CACHE_DIR": str(seeds / "cache"), "POLARS_MAX_THREADS": "1"},
+                env=environment,
                 check=False,
             )
             answers, code, said = ran.stdout.splitlines(), ran.returncode, ran.stderr[-300:]

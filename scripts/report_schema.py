@@ -19,6 +19,18 @@ def with_sections(schema: dict[str, object]) -> dict[str, object]:
     return {**schema, "properties": {**kept, **added}}
 
 
+def compact(schema: dict[str, object]) -> str:
+    """The schema as JSON text with a line for each property and each definition."""
+    lines = []
+    for key, shape in schema.items():
+        text = json.dumps(shape)
+        if key in {"properties", "$defs"} and isinstance(shape, dict):
+            entries = [f"    {json.dumps(name)}: {json.dumps(inner)}" for name, inner in shape.items()]
+            text = "{\n" + ",\n".join(entries) + "\n  }"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 if __name__ == "__main__":
     schema = with_sections(json.loads(SCHEMA.read_text(encoding="utf-8")))
-    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+    SCHEMA.write_text(compact(schema), encoding="utf-8")

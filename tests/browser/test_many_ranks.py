@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import traceloom
+from support.jobs import LateHost, ParallelRecipe, SlowRank, parallel_job
 from traceloom.report import document
 from traceloom.report.views.html import render
-from traceloom.testing.jobs import LateHost, ParallelRecipe, SlowRank, parallel_job
 
 pytestmark = pytest.mark.browser
 

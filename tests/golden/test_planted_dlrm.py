@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import traceloom
-from traceloom.testing.planting import LateOp, SlowKernel, plant
+from support.planting import LateOp, SlowKernel, plant
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "multirank"
 FILES = {rank: DATA / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)}

@@ -11,6 +11,8 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.jobs import Change, LateHost, ParallelRecipe, SlowRank, parallel_job
+from support.jobs.planted import Planted, clean_jobs, several_ranks, single_rank
 from traceloom.findings import Context, Ranked, findings
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
@@ -18,8 +20,6 @@ from traceloom.model import Session
 from traceloom.retime import calibrate
 from traceloom.simulate import changes, parse, whatif
 from traceloom.simulate.selection import Chosen
-from traceloom.testing.jobs import Change, LateHost, ParallelRecipe, SlowRank, parallel_job
-from traceloom.testing.jobs.planted import Planted, clean_jobs, several_ranks, single_rank
 
 ALLOWED = 0.10  # of what the fault costs
 UNREAL = 0.02  # of a step: what a finding of a clean job may not exceed

@@ -13,12 +13,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.jobs import Change, Clock, Job, ParallelRecipe, Recipe, changed, parallel_job, training_job
+from support.jobs.training import DELAY, SYNC
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
 from traceloom.retime import ABSENT, Plan, calibrate, law
-from traceloom.testing.jobs import Change, Clock, Job, ParallelRecipe, Recipe, changed, parallel_job, training_job
-from traceloom.testing.jobs.training import DELAY, SYNC
 
 ALLOWED = 0.02  # of the window
 DEVICE = ("kernel", "copy", "fill")

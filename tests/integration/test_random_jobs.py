@@ -9,14 +9,8 @@ import polars as pl
 import pytest
 
 import traceloom
-from traceloom.findings import Context, findings
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
-from traceloom.simulate import parse, scenario_of
-from traceloom.testing.jobs import Job, Recipe, training_job
-from traceloom.testing.jobs.at_random import (
+from support.jobs import Job, Recipe, training_job
+from support.jobs.at_random import (
     Changed,
     Late,
     awaited_by_autograd,
@@ -25,7 +19,13 @@ from traceloom.testing.jobs.at_random import (
     to_change,
     with_a_late_rank,
 )
-from traceloom.testing.jobs.planted import at_each_step, reads
+from support.jobs.planted import at_each_step, reads
+from traceloom.findings import Context, findings
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.model import Graph
+from traceloom.retime import Plan, calibrate
+from traceloom.simulate import parse, scenario_of
 
 COUNTS = 0.02  # of the step: smaller savings are not judged
 TO_CHANGE = list(to_change(8, seed=5))

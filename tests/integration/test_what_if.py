@@ -8,6 +8,9 @@ from functools import cache
 import polars as pl
 import pytest
 
+from support.jobs import Change, Job, ParallelRecipe, Recipe, parallel_job, training_job
+from support.jobs.hosted import HostedRecipe, hosted_job
+from support.jobs.training import DELAY
 from traceloom.errors import UsageError
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
@@ -15,9 +18,6 @@ from traceloom.model import Graph
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import Scenario, parse, scenario_of, sweep, whatif, whatif_many
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.jobs import Change, Job, ParallelRecipe, Recipe, parallel_job, training_job
-from traceloom.testing.jobs.hosted import HostedRecipe, hosted_job
-from traceloom.testing.jobs.training import DELAY
 
 ALLOWED = 0.02  # of the new time
 RECIPES = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from support.jobs.at_random import Late, with_a_late_rank
 from traceloom.analyze import across_ranks
 from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.findings import findings
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.testing.jobs.at_random import Late, with_a_late_rank
 
 
 def check(late: Late) -> bool:

@@ -18,7 +18,7 @@ from traceloom.model.host_trace import HOST_OPS
 from traceloom.read.alignment import align, hashes, mixed, occurrences
 from traceloom.read.host_trace import read_host_trace
 from traceloom.testing import HostTraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS, Call, pair
+from traceloom.testing.host_trace import HOST_SCHEMAS, NestedOp, pair
 
 NAMES = st.one_of(
     st.sampled_from(["aten::mm", "aten::add", 'say "hi"', "a\\b", "}, {", '"id": 3', "日本"]), st.text(max_size=8)
@@ -112,15 +112,17 @@ def test_alignments_pair_equal_elements_in_order(one, other):
 
 # -- planted iterations -----------------------------------------------------------------------------------------------
 
-CALLS = st.deferred(lambda: st.builds(Call, st.sampled_from(list("abcdefgh")), st.lists(CALLS, max_size=2).map(tuple)))
+CALLS = st.deferred(
+    lambda: st.builds(NestedOp, st.sampled_from(list("abcdefgh")), st.lists(CALLS, max_size=2).map(tuple))
+)
 
 
-def _ops(call: Call) -> int:
+def _ops(call: NestedOp) -> int:
     return 1 + sum(_ops(one) for one in call.inside)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Call]:
+def steps(draw: st.DrawFn) -> list[NestedOp]:
     outer = draw(st.lists(st.tuples(CALLS, st.integers(1, 3)), min_size=1, max_size=8))
     return [replace(call, thread=thread) for call, thread in outer]
 

@@ -8,6 +8,7 @@ import polars as pl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.strategies import builders
 from traceloom.analyze import (
     anti_patterns,
     graph_launches,
@@ -19,7 +20,6 @@ from traceloom.analyze import (
 )
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
-from traceloom.testing.strategies import builders
 
 slow = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ANNOTATIONS = ("step[DECODE bs=2]", "step[EXTEND bs=1 toks=9]", "execute_context_1(5)_generation_2(2)", "my step")

@@ -9,11 +9,11 @@ import polars as pl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.job_strategies import training_recipes
+from support.jobs import Job, Recipe, training_job
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.retime import Plan, calibrate
-from traceloom.testing.job_strategies import training_recipes
-from traceloom.testing.jobs import Job, Recipe, training_job
 
 
 def order_holds(job: Job) -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import polars as pl
 from hypothesis import given, settings
 
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.retime import Plan, calibrate, law
-from traceloom.testing.job_strategies import parallel_recipes
-from traceloom.testing.jobs import (
+from support.job_strategies import parallel_recipes
+from support.jobs import (
     ParallelRecipe,
     Run,
     parallel_job,
 )
+from traceloom.link.job import join
+from traceloom.link.rank import link_rank
+from traceloom.retime import Plan, calibrate, law
 
 
 def parts_are_true(run: Run, rank: int, trace: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import polars as pl
 from hypothesis import HealthCheck, assume, given, settings
 
+from support.strategies import builders
 from traceloom.analyze import compare, critical_path
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
-from traceloom.testing.strategies import builders
 
 unhurried = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 

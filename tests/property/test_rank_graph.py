@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.strategies import builders
 from traceloom.link.rank import link_rank
 from traceloom.model.graph import Graph
 from traceloom.read import read_kineto
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.strategies import builders
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support import damage
+from support.strategies import builders
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import read_kineto
-from traceloom.testing import damage
-from traceloom.testing.strategies import builders
 
 RELAXED = settings(
     deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

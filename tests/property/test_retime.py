@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.strategies import builders
 from traceloom.errors import InvariantError
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
@@ -22,7 +23,6 @@ from traceloom.model.points import topological
 from traceloom.read import load
 from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
 from traceloom.retime.critical_path import binding_edges, critical_path, parts, trail
-from traceloom.testing.strategies import builders
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 TRACES = sorted(

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import traceloom
+from support.job_strategies import parallel_recipes, training_recipes
+from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.link.job import join
@@ -19,8 +21,6 @@ from traceloom.retime import Plan, calibrate
 from traceloom.simulate import Scenario, parse
 from traceloom.simulate.limits import busiest_lane_ns, most_saved_ns
 from traceloom.simulate.selection import TARGETS
-from traceloom.testing.job_strategies import parallel_recipes, training_recipes
-from traceloom.testing.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 PUBLIC = sorted((DATA / "kineto").glob("*.json.gz")) + sorted((DATA / "diff").glob("*.json.gz"))

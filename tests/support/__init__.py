@@ -1,1 +1,1 @@
-"""What several tests make their input with."""
+"""What tests, benchmarks and scripts make their input with, and the slow, simple code that they judge by."""

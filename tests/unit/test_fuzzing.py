@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.testing.fuzzing.seeds import FORMATS
-from traceloom.testing.fuzzing.trying import LOST, VERBS, Case, attempt, cases
+from support.fuzzing.seeds import FORMATS
+from support.fuzzing.trying import LOST, VERBS, Case, attempt, cases
 
 CASES = 60
 

@@ -10,9 +10,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.errors import UsageError
-from traceloom.testing.jobs import Change, Fault, LateHost, ParallelRecipe, Run, SlowRank, parallel_job
-from traceloom.testing.planting import Copies, LateOp, Planted, SlowKernel, plant
+from support.jobs import Change, Fault, LateHost, ParallelRecipe, Run, SlowRank, parallel_job
+from support.planting import Copies, LateOp, Planted, SlowKernel, plant
 
 LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 
@@ -106,13 +105,12 @@ def test_a_delay_that_others_wait_for_longer_is_swallowed(tmp_path: Path) -> Non
 )
 def test_what_is_not_there_cannot_be_late(tmp_path: Path, fault: Planted, message: str) -> None:
     recording = files(parallel_job(ParallelRecipe(data=2, steps=1)).run(), tmp_path / "plain")
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         plant(recording, [fault], tmp_path / "copies")
-    assert caught.value.slug == "cannot-plant"
 
 
 def test_ranks_with_other_collectives_are_refused(tmp_path: Path) -> None:
     recording = files(parallel_job(ParallelRecipe(data=2, steps=1)).run(), tmp_path / "plain")
     other = files(parallel_job(ParallelRecipe(data=2, steps=3)).run(), tmp_path / "other")
-    with pytest.raises(UsageError, match="different numbers of communication kernels"):
+    with pytest.raises(ValueError, match="different numbers of communication kernels"):
         plant({0: recording[0], 1: other[1]}, [], tmp_path / "copies")

@@ -1,4 +1,4 @@
-"""Public builders for tests: traces written by hand, damage, big files, random traces."""
+"""Builders of small traces, graphs and big files, for tests."""
 
 from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.host_trace import HostTraceBuilder

@@ -221,7 +221,7 @@ class HostTraceBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NestedOp:
     """An op with what it calls.
 
     Attributes:
@@ -231,12 +231,12 @@ class Call:
     """
 
     name: str
-    inside: tuple[Call, ...] = ()
+    inside: tuple[NestedOp, ...] = ()
     thread: int = 1
 
 
 def pair(
-    iterations: Sequence[Sequence[Call]],
+    iterations: Sequence[Sequence[NestedOp]],
     *,
     recorded: range = range(1),
     keys: str = "record function id",
@@ -271,12 +271,12 @@ class _Clock:
     record: int = 100
 
 
-def _length(calls: Sequence[Call]) -> int:
+def _length(calls: Sequence[NestedOp]) -> int:
     return sum(2 + _length(call.inside) for call in calls)
 
 
 def _write(  # noqa: PLR0917
-    call: Call,
+    call: NestedOp,
     parent: int | None,
     device: TraceBuilder,
     host: HostTraceBuilder | None,

@@ -20,7 +20,7 @@ def small_graph(ranks: int = 2) -> Graph:
     Args:
         ranks: 1 for a lone rank, whose collective awaits an assumed arrival; more meet in a rendezvous.
     """
-    rows = _Rows()
+    rows = _GraphRows()
     meetings: dict[str, list[int]] = {"reduce": [], "pair": []}
     for rank in range(ranks):
         rows.rank(rank, meetings)
@@ -34,7 +34,7 @@ def small_graph(ranks: int = 2) -> Graph:
     return rows.graph(ranks)
 
 
-class _Rows:
+class _GraphRows:
     """Rows of all frames; nodes are numbered as they come."""
 
     def __init__(self) -> None:

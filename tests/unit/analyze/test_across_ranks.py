@@ -8,12 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom import analyze
-from traceloom.analyze.across.across_ranks import AcrossRanks
-from traceloom.analyze.across.slow_steps import usual
-from traceloom.model import Session
-from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import (
+from support.jobs import (
     Clock,
     LateHost,
     ParallelRecipe,
@@ -26,6 +21,11 @@ from traceloom.testing.jobs import (
     parallel_job,
     training_job,
 )
+from traceloom import analyze
+from traceloom.analyze.across.across_ranks import AcrossRanks
+from traceloom.analyze.across.slow_steps import usual
+from traceloom.model import Session
+from traceloom.testing import TraceBuilder
 
 ARGS = TraceBuilder.collective_args
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.jobs import Change, Recipe, training_job
 from traceloom.analyze import compare
 from traceloom.analyze.compare.sequence import Items, pairs
 from traceloom.analyze.compare.tables import apportioned, mean
 from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import Change, Recipe, training_job
 
 US = 1_000
 

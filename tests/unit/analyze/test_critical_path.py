@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import traceloom
+from support.jobs import Clock, Recipe, Run, training_job
 from traceloom.analyze import critical_path
 from traceloom.analyze.path.pieces import Pieces, split
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.model import Session
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import Clock, Recipe, Run, training_job
 
 US = 1_000
 

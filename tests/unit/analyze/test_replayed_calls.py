@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.jobs import ParallelRecipe, parallel_job
 from traceloom.analyze.roofline import modelled, roofline
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import ParallelRecipe, parallel_job
 
 PEAK = {"bf16": 1e14, "memory": 1e12}
 BF = "c10::BFloat16"

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planting import Anonymise, write_json
 
+from support.strategies import builders
 from traceloom.anonymize import Key, Policy, anonymize
 from traceloom.anonymize import run as run_module
 from traceloom.chakra.graph import write_rank
@@ -25,7 +26,6 @@ from traceloom.link.rank import link_rank
 from traceloom.model import Trace
 from traceloom.read import load, read_kineto
 from traceloom.testing import TraceBuilder
-from traceloom.testing.strategies import builders
 
 BASE = 7889238 * 223 * 10**9
 

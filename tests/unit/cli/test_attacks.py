@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from support.fuzzing.trying import captured
 from traceloom.cli import main
 from traceloom.testing import TraceBuilder
-from traceloom.testing.fuzzing.trying import captured
 
 SECONDS = 10  # of processor time, on any machine; the attacks took 27 s to 105 s
 

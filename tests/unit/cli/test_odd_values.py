@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from support.fuzzing.seeds import FORMATS, trace
+from support.fuzzing.trying import LOST, VERBS, captured
 from traceloom.cli import main
 from traceloom.read import read_kineto
-from traceloom.testing.fuzzing.seeds import FORMATS, trace
-from traceloom.testing.fuzzing.trying import LOST, VERBS, captured
 from traceloom.testing.workload import collective, node, write_set
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from support.fuzzing.seeds import FORMATS, trace
+from support.fuzzing.trying import LOST, VERBS, captured
 from traceloom.cli import main
 from traceloom.plain_text import clean, clean_json, json_line
-from traceloom.testing.fuzzing.seeds import FORMATS, trace
-from traceloom.testing.fuzzing.trying import LOST, VERBS, captured
 
 HALF = "\ud83d"
 NO_TEXT = os.fsdecode(b"\xff")

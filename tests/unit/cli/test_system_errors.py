@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from support.fuzzing.seeds import FORMATS, trace
 from traceloom.cli import main
 from traceloom.errors import InputError
-from traceloom.testing.fuzzing.seeds import FORMATS, trace
 
 FULL = Path("/dev/full")
 ENDLESS = Path("/dev/zero")
@@ -117,7 +117,7 @@ def test_a_device_is_not_read(path, tmp_path, capsys, verb):
 @pytest.mark.skipif(not ENDLESS.exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize("kind", ["capture", "et", "directory", "host"])
 def test_a_device_beside_good_files_is_not_read(tmp_path, kind):
-    from traceloom.testing.fuzzing.trying import VERBS, captured
+    from support.fuzzing.trying import VERBS, captured
 
     folder = FORMATS[kind](tmp_path)
     for file in sorted(folder.rglob("*")):

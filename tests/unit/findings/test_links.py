@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import traceloom
+from support.jobs import ParallelRecipe, SlowLink, parallel_job
 from traceloom.findings import Context, Ranked, findings
 from traceloom.model.finding import Finding
-from traceloom.testing.jobs import ParallelRecipe, SlowLink, parallel_job
 
 RECIPE = ParallelRecipe(data=2, tensor=2, steps=3, layers=2, kernel_us=100)
 

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from support.jobs import Recipe, training_job
 from traceloom.findings import RULES, Context, rank
 from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule, Said
@@ -17,7 +18,6 @@ from traceloom.model.finding import Abstention
 from traceloom.simulate import parse, whatif
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
-from traceloom.testing.jobs import Recipe, training_job
 
 RECIPES = {
     "host": Recipe(kernel_us=6, op_us=14),

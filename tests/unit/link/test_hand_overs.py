@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import traceloom
+from support.jobs import Change
+from support.jobs.hosted import LOADING, HostedRecipe, hosted_job
 from traceloom.findings import findings
 from traceloom.link.session import link_session
 from traceloom.model import Session
 from traceloom.simulate import parse, whatif
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.jobs import Change
-from traceloom.testing.jobs.hosted import LOADING, HostedRecipe, hosted_job
 
 MS = 1_000_000
 

@@ -6,12 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.jobs import Change, Recipe, Run, training_job
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model.graph import Graph
 from traceloom.retime import Plan, calibrate
 from traceloom.simulate import parse, scenario_of
-from traceloom.testing.jobs import Change, Recipe, Run, training_job
 
 
 def alone(run: Run, rank: int) -> Graph:

@@ -8,11 +8,11 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.jobs import Change
+from support.jobs.hosted import LATE, HostedRecipe, hosted_job
 from traceloom.findings import findings
 from traceloom.link.rank import link_rank
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.jobs import Change
-from traceloom.testing.jobs.hosted import LATE, HostedRecipe, hosted_job
 
 MS = 1_000_000
 

@@ -20,17 +20,17 @@ from traceloom.model.host_trace import HostTrace
 from traceloom.read import read_kineto
 from traceloom.read.host_trace import read_host_trace
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS, Call, pair
+from traceloom.testing.host_trace import HOST_SCHEMAS, NestedOp, pair
 
 LAYER = (
-    Call("aten::linear", (Call("aten::t", (Call("aten::transpose"),)), Call("aten::addmm"))),
-    Call("aten::relu", (Call("aten::clamp_min"),)),
+    NestedOp("aten::linear", (NestedOp("aten::t", (NestedOp("aten::transpose"),)), NestedOp("aten::addmm"))),
+    NestedOp("aten::relu", (NestedOp("aten::clamp_min"),)),
 )
 STEP = [
-    Call("forward", LAYER * 3),
-    *[Call("AddmmBackward0", (Call("aten::mm"), Call("aten::t")), thread=2) for _ in range(3)],
-    Call("AccumulateGrad", (Call("aten::detach"),), thread=2),
-    Call("Optimizer.step#SGD.step", (Call("aten::add_"), Call("aten::add_"))),
+    NestedOp("forward", LAYER * 3),
+    *[NestedOp("AddmmBackward0", (NestedOp("aten::mm"), NestedOp("aten::t")), thread=2) for _ in range(3)],
+    NestedOp("AccumulateGrad", (NestedOp("aten::detach"),), thread=2),
+    NestedOp("Optimizer.step#SGD.step", (NestedOp("aten::add_"), NestedOp("aten::add_"))),
 ]
 OPS = 33
 
@@ -162,7 +162,7 @@ def test_several_iterations_that_fit_are_counted_and_the_first_is_taken(schema):
 
 def test_all_threads_are_of_the_same_iteration():
     # The backward thread's block fits in every iteration, the forward thread's only in the fourth.
-    odd = [Call("forward", (*LAYER, Call("aten::dropout"))), *STEP[1:]]
+    odd = [NestedOp("forward", (*LAYER, NestedOp("aten::dropout"))), *STEP[1:]]
     steps = [STEP, STEP, STEP, odd, STEP, STEP]
     device, host = (one.build() for one in pair(steps, recorded=range(3, 4), keys="none"))
     found = match(device, host)
@@ -172,8 +172,8 @@ def test_all_threads_are_of_the_same_iteration():
 
 
 def test_threads_with_equal_ops_are_told_apart_by_when_they_began():
-    loader = Call("load", (Call("aten::stack"),))
-    step = [replace(loader, thread=3), Call("forward", LAYER * 4), replace(loader, thread=2)]
+    loader = NestedOp("load", (NestedOp("aten::stack"),))
+    step = [replace(loader, thread=3), NestedOp("forward", LAYER * 4), replace(loader, thread=2)]
     device, host = (one.build() for one in pair([step] * 3, keys="none"))
     found = match(device, host)
     check(found, device, host)
@@ -230,7 +230,7 @@ def test_events_of_one_microsecond_are_ordered_by_their_ids():
 
 def test_another_model_is_refused_with_the_numbers():
     device = pair([STEP], keys="none")[0].build()
-    host = pair([[Call(f"aten::other{number}") for number in range(9)] + [Call("aten::t")]])[1].build()
+    host = pair([[NestedOp(f"aten::other{number}") for number in range(9)] + [NestedOp("aten::t")]])[1].build()
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "1 of 10 host ops (10.0 %)" in error.message
@@ -239,8 +239,8 @@ def test_another_model_is_refused_with_the_numbers():
 
 def test_the_same_names_in_another_order_are_refused():
     names = [f"aten::op{number}" for number in range(40)]
-    device = pair([[Call(name) for name in names]], keys="none")[0].build()
-    host = pair([[Call(name) for name in reversed(names)]], keys="none")[1].build()
+    device = pair([[NestedOp(name) for name in names]], keys="none")[0].build()
+    host = pair([[NestedOp(name) for name in reversed(names)]], keys="none")[1].build()
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "in the same order" in error.message

@@ -14,12 +14,12 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.link.inputs import Inputs, find_inputs
 from traceloom.link.loading import load_ranks
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace import Call, pair
+from traceloom.testing.host_trace import NestedOp, pair
 
 STEP = [
-    Call("forward", (Call("aten::mm"), Call("aten::relu"))),
-    Call("aten::add_"),
-    Call("backward", (Call("aten::mm"),)),
+    NestedOp("forward", (NestedOp("aten::mm"), NestedOp("aten::relu"))),
+    NestedOp("aten::add_"),
+    NestedOp("backward", (NestedOp("aten::mm"),)),
 ]
 
 

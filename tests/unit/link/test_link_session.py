@@ -11,13 +11,13 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.errors import InputError, UsageError
 from traceloom.link import link
 from traceloom.link.session import link_session
 from traceloom.model import Session, Trace
 from traceloom.retime import law
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 
 US = 1_000
 

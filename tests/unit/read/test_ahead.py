@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.testing import TraceBuilder, damage
+from support import damage
+from traceloom.testing import TraceBuilder
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and a second core"

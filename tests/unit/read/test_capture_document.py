@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from support.fuzzing.seeds import FORMATS
 from traceloom import load, load_runs
 from traceloom.cli import main
 from traceloom.errors import InputError
 from traceloom.read import capture_document
-from traceloom.testing.fuzzing.seeds import FORMATS
 
 
 def changed(tmp_path: Path, **values: Any) -> Path:

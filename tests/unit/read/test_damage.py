@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from support import damage
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import arguments, read_kineto
-from traceloom.testing import TraceBuilder, damage
+from traceloom.testing import TraceBuilder
 
 
 def builder(count: int = 50) -> TraceBuilder:

@@ -7,6 +7,7 @@ import json
 import polars as pl
 import pytest
 
+from support.strategies import GENERATIONS
 from traceloom.errors import InputError, UsageError
 from traceloom.model.schema import SCHEMAS
 from traceloom.read import arguments, read_kineto
@@ -14,7 +15,6 @@ from traceloom.read.collectives import element_size, kind_of
 from traceloom.read.times import from_doubles, from_text, needs_text
 from traceloom.read.transfers import copy_kind, memory_kinds
 from traceloom.testing import TraceBuilder
-from traceloom.testing.strategies import GENERATIONS
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

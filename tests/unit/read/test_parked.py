@@ -8,12 +8,12 @@ import polars as pl
 import pytest
 
 import traceloom
+from support.jobs import ParallelRecipe, parallel_job
 from traceloom.errors import InputError
 from traceloom.model import Trace, parked
 from traceloom.read import Progress, load_inputs
 from traceloom.storage import ondisk
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import ParallelRecipe, parallel_job
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import damage
+from support.strategies import builders
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import ahead, forks, read_kineto, together
@@ -23,9 +25,8 @@ from traceloom.read.forks import Found
 from traceloom.read.together import Helpers
 from traceloom.storage import spill
 from traceloom.storage.cache import Seen
-from traceloom.testing import TraceBuilder, damage
+from traceloom.testing import TraceBuilder
 from traceloom.testing.bigfile import write_big
-from traceloom.testing.strategies import builders
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="parts are decoded by forks on Linux alone")
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from support import damage
+from support.tolerant import damaged, is_node, whole_objects
 from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import read_kineto
 from traceloom.read.host_trace import read_host_trace
-from traceloom.testing import TraceBuilder, damage
+from traceloom.testing import TraceBuilder
 from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
-from traceloom.testing.tolerant import damaged, is_node, whole_objects
 
 HOST_DAMAGES = 300
 Key = tuple[str, int, int]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from support.jobs import ParallelRecipe, SlowRank, parallel_job
 from traceloom import analyze
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
@@ -18,7 +19,6 @@ from traceloom.report.views.html.page import render as page
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import ParallelRecipe, SlowRank, parallel_job
 
 KEYS = ("collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline")
 SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "reference" / "report.schema.json"

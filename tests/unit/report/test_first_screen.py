@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import traceloom
+from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.html.absence import Reasons
@@ -16,7 +17,6 @@ from traceloom.report.views.html.overview import breakdown, headline, key_number
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 
 DLRM = Path(__file__).parents[4] / "shared" / "data" / "multirank"
 

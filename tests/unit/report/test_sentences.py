@@ -8,11 +8,11 @@ from functools import cache
 import polars as pl
 import pytest
 
+from support.jobs import Recipe, training_job
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.jobs import Recipe, training_job
 
 RANKS = 8
 

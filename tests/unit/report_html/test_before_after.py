@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
 from traceloom.cli import main
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
@@ -25,7 +26,6 @@ from traceloom.retime.critical_path import critical_path
 from traceloom.retime.law import law
 from traceloom.simulate import WhatIf, parse, scenario_of, whatif
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
 
 Unpack = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"

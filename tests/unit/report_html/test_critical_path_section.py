@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.jobs import Recipe, training_job
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.exports.perfetto import write
@@ -18,7 +19,6 @@ from traceloom.report.views.html.timeline import build as timeline
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import Recipe, training_job
 
 EVIL = "</script><b>kernel\x1b[31m"
 ONLY = ReportOptions(only=("critical_path",))

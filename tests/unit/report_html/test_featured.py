@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from support.jobs import ParallelRecipe, StragglingStep, parallel_job
 from traceloom.model import Session
 from traceloom.report import document
 from traceloom.report.options import ReportOptions
 from traceloom.report.views.html import render
 from traceloom.report.views.html.featured import choose
-from traceloom.testing.jobs import ParallelRecipe, StragglingStep, parallel_job
 
 CORE = ReportOptions(only=("core",))
 

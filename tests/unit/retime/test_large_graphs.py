@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import traceloom
+from support.jobs import ParallelRecipe, parallel_job
 from traceloom.analyze.critical_path import CriticalPath
 from traceloom.link import link_session
 from traceloom.model import Graph, Session, parked, points
@@ -16,7 +17,6 @@ from traceloom.model import graph_arrays as arrays
 from traceloom.retime import Plan
 from traceloom.simulate import Scenario, parse, whatif, whatif_many
 from traceloom.storage import ondisk
-from traceloom.testing.jobs import ParallelRecipe, parallel_job
 
 CHANGES = (
     "kernels * 0.5",

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.jobs import Recipe, training_job
+from support.strategies import builders
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph
@@ -14,8 +16,6 @@ from traceloom.retime import Plan, calibrate
 from traceloom.retime.critical_path import critical_path, trail
 from traceloom.retime.slack import latest_times, slack_ns
 from traceloom.testing import TraceBuilder
-from traceloom.testing.jobs import Recipe, training_job
-from traceloom.testing.strategies import builders
 
 US = 1_000
 unhurried = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])

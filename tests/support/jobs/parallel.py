@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from traceloom.errors import UsageError
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.faults import Fault
-from traceloom.testing.jobs.layout import Layout
+from support.jobs import program as do
+from support.jobs.faults import Fault
+from support.jobs.layout import Layout
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -87,7 +86,7 @@ class ParallelRecipe:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise UsageError(f'expected a schedule ({", ".join(SCHEDULES)}), got "{self.schedule}"', slug="job-layout")
+            raise ValueError(f'expected a schedule ({", ".join(SCHEDULES)}), got "{self.schedule}"')
 
     @property
     def layout(self) -> Layout:

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from traceloom.testing.jobs import Fault, Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.faults import LateHost, SlowRank
-from traceloom.testing.jobs.planted import Instructions, edited
-from traceloom.testing.jobs.simulation import Change
-from traceloom.testing.jobs.training import DELAY, LAST_SYNC, SYNC
+from support.jobs import Fault, Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
+from support.jobs import program as do
+from support.jobs.faults import LateHost, SlowRank
+from support.jobs.planted import Instructions, edited
+from support.jobs.simulation import Change
+from support.jobs.training import DELAY, LAST_SYNC, SYNC
 
 _COMPUTE, _NETWORK = 7, 20
 _STEP = "ProfilerStep#"
@@ -109,7 +109,7 @@ def that_never_meet(recipe: Recipe, ranks: int) -> Job:
 
 def to_change(count: int, seed: int) -> Iterator[Changed]:
     """So many jobs to change."""
-    chance = random.Random(seed)  # noqa: S311  (no secret)
+    chance = random.Random(seed)
     pick = chance.choice
     for _ in range(count):
         ranks = pick([1, 2, 3, 4])
@@ -144,7 +144,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Change]]:
 
 def with_a_late_rank(count: int, seed: int, steps: int = 6) -> Iterator[Late]:
     """So many jobs with a late rank: by its loader, by Python, by slow kernels."""
-    chance = random.Random(seed)  # noqa: S311  (no secret)
+    chance = random.Random(seed)
     pick = chance.choice
     for _ in range(count):
         if chance.random() < 0.5:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from traceloom.testing.jobs import (
+from support.jobs import (
     Clock,
     Fault,
     LateHost,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.chance import Chance, Shared
+from support.jobs import program as do
+from support.jobs.chance import Chance, Shared
 
 COMPUTE = 7
 SIDE = 13
@@ -241,7 +241,7 @@ class _Writer:
             do.Synchronize(self.recipe.sync, self._call(0.5), back, COMPUTE, f"end {step}", label=SYNC)
         )  # fmt: skip
 
-    def _op(  # noqa: PLR0917  (a table reads best without names)
+    def _op(
         self, name: str, kernel: str, share: float, stream: int = COMPUTE, meeting: do.Meeting | None = None,
         outer: str = "",
     ) -> None:  # fmt: skip

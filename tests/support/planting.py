@@ -26,8 +26,6 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.errors import UsageError
-
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _BLOCKING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync", "cudaMemcpy")
@@ -99,13 +97,13 @@ def plant(files: Mapping[int, str | Path], faults: Sequence[Planted], folder: st
         folder: Where to write, under the names of the recording.
 
     Raises:
-        UsageError: `cannot-plant`: the ranks do not have the same collectives, or there is nothing of a name.
+        ValueError: The ranks do not have the same collectives, or there is nothing of a name.
     """
     ranks = {rank: _Recording(rank, Path(path)) for rank, path in sorted(files.items())}
     _number_collectives(ranks)
     for fault in faults:
         if fault.rank not in ranks:
-            raise _refused(f"there is no trace of rank {fault.rank}")
+            raise ValueError(f"there is no trace of rank {fault.rank}")
         ranks[fault.rank].plant(fault)
     transfers = _transfers(ranks)
     _replay(ranks, transfers)
@@ -190,14 +188,14 @@ class _Recording:
         if isinstance(fault, LateOp):
             times = [at for at, name in self.host if name == fault.op]
             if fault.nth >= len(times):
-                raise _refused(
+                raise ValueError(
                     f'rank {self.rank} has {len(times)} host events "{fault.op}", number {fault.nth} is none'
                 )
             self.late.append((times[fault.nth], fault.ns))
             return
         matches = [work for work in self.work if fault.name in work.name and work.collective < 0]
         if not matches or (fault.nth is not None and fault.nth >= len(matches)):
-            raise _refused(f'rank {self.rank} has {len(matches)} kernels "{fault.name}"')
+            raise ValueError(f'rank {self.rank} has {len(matches)} kernels "{fault.name}"')
         for work in matches if fault.nth is None else [matches[fault.nth]]:
             work.longer = fault.factor
 
@@ -269,10 +267,6 @@ def _correlation(event: dict[str, Any]) -> Any:
     return (event.get("args") or {}).get("correlation")
 
 
-def _refused(message: str) -> UsageError:
-    return UsageError(message, slug="cannot-plant", hint="give all ranks of one job, and names that are in its traces")
-
-
 def _number_collectives(ranks: Mapping[int, _Recording]) -> None:
     counts = {}
     for rank, recording in ranks.items():
@@ -282,7 +276,7 @@ def _number_collectives(ranks: Mapping[int, _Recording]) -> None:
         counts[rank] = len(kernels)
     if len(set(counts.values())) > 1:
         counted = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-        raise _refused(f"the ranks have different numbers of communication kernels ({counted})")
+        raise ValueError(f"the ranks have different numbers of communication kernels ({counted})")
 
 
 def _parts(ranks: Mapping[int, _Recording]) -> dict[int, list[tuple[int, _Work]]]:

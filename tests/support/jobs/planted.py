@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from traceloom.testing.jobs import Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.faults import (
+from support.jobs import Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
+from support.jobs import program as do
+from support.jobs.faults import (
     ExtraSync,
     Fault,
     LateHost,
@@ -21,7 +21,7 @@ from traceloom.testing.jobs.faults import (
     SlowRank,
     TokenImbalance,
 )
-from traceloom.testing.jobs.simulation import Change
+from support.jobs.simulation import Change
 
 Instructions = list[do.Instruction]
 STEPS = 4

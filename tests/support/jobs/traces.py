@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from support.jobs import program as do
+from support.jobs.layout import Group
+from support.jobs.simulation import CALLS, Span
 from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.layout import Group
-from traceloom.testing.jobs.simulation import CALLS, Span
 
 BEGAN_US = 1_000_000  # so that a clock that is late shows no negative times
 BASE_NS = 1_700_000_000 * 10**9

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from traceloom.testing.jobs import kernel_names
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.chance import Shared
-from traceloom.testing.jobs.faults import TokenImbalance
-from traceloom.testing.jobs.layout import DATA, EXPERT, PIPELINE, TENSOR
-from traceloom.testing.jobs.parallel import ParallelRecipe
-from traceloom.testing.jobs.writing import (
+from support.jobs import kernel_names
+from support.jobs import program as do
+from support.jobs.chance import Shared
+from support.jobs.faults import TokenImbalance
+from support.jobs.layout import DATA, EXPERT, PIPELINE, TENSOR
+from support.jobs.parallel import ParallelRecipe
+from support.jobs.writing import (
     COMPUTE,
     FLOAT,
     LONG,

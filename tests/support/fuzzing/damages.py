@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from traceloom.testing.tolerant import damaged
+from support.tolerant import damaged
 
 _LONG = "n" * 65_536
 _ODD: tuple[Any, ...] = (

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.fuzzing.damages import damage
+from support.fuzzing.seeds import FORMATS, trace
+from support.tolerant import is_event, is_node, whole_objects
 from traceloom.cli import main
 from traceloom.errors import InputError
-from traceloom.testing.fuzzing.damages import damage
-from traceloom.testing.fuzzing.seeds import FORMATS, trace
-from traceloom.testing.tolerant import is_event, is_node, whole_objects
 
 MOST_BYTES = 2 << 30
 MOST_SECONDS = 20

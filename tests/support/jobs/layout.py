@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traceloom.errors import UsageError
-
 TENSOR, DATA, PIPELINE, EXPERT = "tensor", "data", "pipeline", "expert"
 ROLES = (TENSOR, DATA, PIPELINE, EXPERT)
 # What such groups are called by whoever makes them.
@@ -55,9 +53,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.pipeline, self.expert) < 1 or self.data % self.expert:
-            raise UsageError(
-                f"expected sizes from 1 and experts that divide the data ranks, got {self}", slug="job-layout"
-            )
+            raise ValueError(f"expected sizes from 1 and experts that divide the data ranks, got {self}")
 
     @property
     def world_size(self) -> int:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from support.jobs import Recipe, training_job
 from traceloom.model import graph_store
 from traceloom.testing.builder import TraceBuilder
 from traceloom.testing.host_trace import HostTraceBuilder
-from traceloom.testing.jobs import Recipe, training_job
 from traceloom.testing.small_graph import small_graph
 from traceloom.testing.snapshots import SnapshotBuilder
 from traceloom.testing.workload import collective, node, receive, send, write_set

@@ -8,7 +8,7 @@ import resource
 import sys
 from pathlib import Path
 
-from traceloom.testing.fuzzing.trying import MOST_BYTES, MOST_SECONDS, Case, attempt
+from support.fuzzing.trying import MOST_BYTES, MOST_SECONDS, Case, attempt
 
 _SPARE = 3 << 30  # of address space beyond what may be used; libraries reserve much that they never touch
 

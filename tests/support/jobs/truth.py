@@ -9,8 +9,8 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.testing.jobs.layout import Group
-from traceloom.testing.jobs.simulation import Span
+from support.jobs.layout import Group
+from support.jobs.simulation import Span
 
 _TEXTS = ("kind", "group", "role")
 _COLLECTIVES = {

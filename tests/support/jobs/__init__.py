@@ -8,11 +8,11 @@ that re-timing the linked traces must answer.
 parallel jobs with declared faults, whose `truth` says who came last at each communication and why.
 
 Example:
-    >>> from traceloom.testing.jobs import Change, Recipe, training_job
+    >>> from support.jobs import Change, Recipe, training_job
     >>> job = training_job(Recipe(steps=2, layers=3))
     >>> job.run(Change(kernels=0.5)).window_ns < job.run().window_ns
     True
-    >>> from traceloom.testing.jobs import ParallelRecipe, SlowRank, parallel_job
+    >>> from support.jobs import ParallelRecipe, SlowRank, parallel_job
     >>> truth = parallel_job(ParallelRecipe(tensor=2, steps=1, faults=(SlowRank(1, 3.0),))).run().truth
     >>> set(truth.collectives.filter(kind="allreduce")["last_rank"])
     {1}
@@ -24,11 +24,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.host_trace import HostTraceBuilder
-from traceloom.testing.jobs import stage
-from traceloom.testing.jobs.asking import changed
-from traceloom.testing.jobs.faults import (
+from support.jobs import stage
+from support.jobs.asking import changed
+from support.jobs.faults import (
     ExtraSync,
     Fault,
     LateHost,
@@ -38,14 +36,16 @@ from traceloom.testing.jobs.faults import (
     StragglingStep,
     TokenImbalance,
 )
-from traceloom.testing.jobs.files import host_trace_of, write_run
-from traceloom.testing.jobs.layout import Group, Layout
-from traceloom.testing.jobs.parallel import ParallelRecipe
-from traceloom.testing.jobs.program import Clock, Rank
-from traceloom.testing.jobs.simulation import Change, Simulation, Span
-from traceloom.testing.jobs.traces import shown_ns, trace_of
-from traceloom.testing.jobs.training import Recipe, programs
-from traceloom.testing.jobs.truth import Truth
+from support.jobs.files import host_trace_of, write_run
+from support.jobs.layout import Group, Layout
+from support.jobs.parallel import ParallelRecipe
+from support.jobs.program import Clock, Rank
+from support.jobs.simulation import Change, Simulation, Span
+from support.jobs.traces import shown_ns, trace_of
+from support.jobs.training import Recipe, programs
+from support.jobs.truth import Truth
+from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.host_trace import HostTraceBuilder
 
 __all__ = [
     "Change",

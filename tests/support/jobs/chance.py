@@ -15,7 +15,7 @@ class Chance:
     """
 
     def __init__(self, seed: int, number: int, spread: float) -> None:
-        self._random = random.Random(seed * 100_003 + number)  # noqa: S311  (made-up durations)
+        self._random = random.Random(seed * 100_003 + number)
         self._spread = spread
 
     def draw(self, us: float, spread: float | None = None) -> int:

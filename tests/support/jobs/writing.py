@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.chance import Chance, Shared
-from traceloom.testing.jobs.faults import (
+from support.jobs import program as do
+from support.jobs.chance import Chance, Shared
+from support.jobs.faults import (
     LATE_BY,
     ExtraSync,
     LateHost,
@@ -17,8 +17,8 @@ from traceloom.testing.jobs.faults import (
     SlowRank,
     StragglingStep,
 )
-from traceloom.testing.jobs.layout import DATA, EXPERT, TENSOR, Group
-from traceloom.testing.jobs.parallel import ParallelRecipe
+from support.jobs.layout import DATA, EXPERT, TENSOR, Group
+from support.jobs.parallel import ParallelRecipe
 
 COMPUTE = 7
 STREAMS = {TENSOR: 20, DATA: 24, EXPERT: 28}
@@ -237,7 +237,7 @@ class Writer:
 
     # -- communication ----------------------------------------------------------------------------------------
 
-    def collective(  # noqa: PLR0917
+    def collective(
         self, kind: str, role: str, elements: int, share: float = 1.0, out_elements: int | None = None,
         splits: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()), unequal: tuple[str, float] = ("", 1.0),
     ) -> None:  # fmt: skip

@@ -8,9 +8,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from support.jobs.simulation import Change
+from support.jobs.training import DELAY, DELAY_NAME, SYNC
 from traceloom.model.graph import Graph
-from traceloom.testing.jobs.simulation import Change
-from traceloom.testing.jobs.training import DELAY, DELAY_NAME, SYNC
 
 Ints = NDArray[np.int64]
 

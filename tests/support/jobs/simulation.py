@@ -8,8 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from traceloom.errors import UsageError
-from traceloom.testing.jobs import program as do
+from support.jobs import program as do
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +158,13 @@ class Simulation:
         """Let the job run to its end.
 
         Raises:
-            UsageError: `job-stuck`: threads wait for what never comes.
+            ValueError: Threads wait for what never comes.
         """
         self.engine.run()
         if self._unfinished:
-            raise UsageError(
-                f"{self._unfinished} threads of the made job wait for what never comes",
-                slug="job-stuck",
-                hint="every `Await` needs a `Post`, and every collective all its members",
+            raise ValueError(
+                f"{self._unfinished} threads of the made job wait for what never comes: every `Await` needs a `Post`, "
+                "and every collective all its members"
             )
 
     def meeting(self, meeting: do.Meeting) -> _Gathering:

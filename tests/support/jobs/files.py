@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.jobs import program as do
+from support.jobs.simulation import Span
+from support.jobs.traces import communication, record_ids, shown_ns
 from traceloom.testing.host_trace import HostTraceBuilder
-from traceloom.testing.jobs import program as do
-from traceloom.testing.jobs.simulation import Span
-from traceloom.testing.jobs.traces import communication, record_ids, shown_ns
 
 if TYPE_CHECKING:
-    from traceloom.testing.jobs import Run
+    from support.jobs import Run
 
 _TYPES = {"c10::BFloat16": "Tensor(c10::BFloat16)", "float": "Tensor(float)", "long int": "Tensor(long)"}
 # How host traces spell the arguments of a communication.
