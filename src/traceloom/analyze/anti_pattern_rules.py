@@ -16,7 +16,7 @@ import polars as pl
 from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.op_siblings import Host
-from traceloom.analyze.repeats import Stretches
+from traceloom.analyze.repeats import StretchNumbers
 from traceloom.analyze.submissions import plain
 from traceloom.model.arrays import column
 
@@ -123,7 +123,7 @@ def loop_indexing(host: Host) -> Found:
     has_next = np.append(select[1:] < end[:-1], False)  # another select in the same family
     same = has_next.copy()
     at = np.flatnonzero(has_next)
-    hashed = Stretches(code)
+    hashed = StretchNumbers(code)
     fits = select[at] + 2 * length[at] <= end[at]
     at = at[fits]
     same[:] = False

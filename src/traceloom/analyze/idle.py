@@ -2,7 +2,7 @@
 
 A gap is time in a device's window in which no stream runs anything. The work that ends a gap tells why there was one:
 its launch came late (then the host's doings until the launch are the causes), the launch itself took its time, or the
-work was queued and waited. Exact definitions: docs/concepts/idle-time.md.
+work was queued and waited, for some other work where it was told to. Exact definitions: docs/concepts/idle-time.md.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import polars as pl
 from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
 from traceloom.analyze.host_wait import HOST_CAUSES, Stretches, split_by_activity
 from traceloom.analyze.intervals import Bools, Ints, overlaps
-from traceloom.analyze.producers import producers
 from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.steps import Tiles, tiles
-from traceloom.analyze.waits import stream_waits
+from traceloom.analyze.steps import tiles
+from traceloom.analyze.waits import CALL, RECORD, stream_waits
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup, on_disk
+from traceloom.model.category import LAUNCHES
 from traceloom.model.result import Result
 
 LAUNCH_LATENCY = "launch_latency"
@@ -51,6 +51,8 @@ _NONE = -1
 KERNEL_TO_KERNEL_NS = 30_000
 # Longest time from the return of a launch call to the start of its work on an idle device that still is latency.
 LAUNCH_LATENCY_NS = 100_000
+# Work may seem to end this long after what waited for it began.
+_CLOCK_NS = 2_000
 
 GAP_SCHEMA = pl.Schema(
     {
@@ -60,14 +62,10 @@ GAP_SCHEMA = pl.Schema(
         "duration_ns": pl.Int64(),
         "cause": CauseType,
         "evidence": EvidenceType,
-        "before": pl.UInt32(),
-        "after": pl.UInt32(),
-        "launch": pl.UInt32(),
+        **dict.fromkeys(("before", "after", "launch"), pl.UInt32()),
         "step": pl.Int32(),
         "host_activity": pl.String(),
-        "host_event": pl.UInt32(),
-        "producer": pl.UInt32(),
-        "wait": pl.UInt32(),
+        **dict.fromkeys(("host_event", "producer", "wait"), pl.UInt32()),
     }
 )
 
@@ -96,19 +94,58 @@ def idle(trace: Trace) -> Idle:
     """Split the idle time of every device by cause."""
     all_gaps = gaps(trace)
     called, taken = _calls(trace, all_gaps)
-    cut = tiles(trace)
-    waiting = _cut(cut, all_gaps.low, called)
+    steps = tiles(trace)
+
+    # What the host did until its launch call.
+    shared = overlaps(all_gaps.low, called, steps.spans)
+    cut = Stretches(shared.left, lookup(steps.row, shared.right), shared.start, shared.end)
+    lane = column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
+    sure = pl.when("sure").then(EVIDENCE.index("correlated")).otherwise(EVIDENCE.index("inferred")).cast(pl.Int64)
+    none = pl.lit(_NONE, dtype=pl.Int64)
     parts = [
-        _host_part(trace, all_gaps, waiting),
-        _part(
-            _cut(cut, called, taken),
-            np.full(all_gaps.low.size, _CODES[LAUNCH_LATENCY], like=all_gaps.low),
-            np.full(all_gaps.low.size, EVIDENCE.index("correlated"), like=all_gaps.low),
-        ),
-        _queued_part(trace, all_gaps, _cut(cut, taken, all_gaps.high)),
-    ]
+        split_by_activity(trace, cut, lane, all_gaps.device[cut.gap]).select(
+            "gap", "step_row", "start_ns", "duration_ns", "cause", sure.alias("evidence"), "activity",
+            producer=none, wait=none,
+        )
+    ]  # fmt: skip
+
+    # The launch; then the time in which the work was already submitted: work that waited gets its producer.
+    nothing = np.full(all_gaps.low.size, _NONE, like=all_gaps.low)
+    latency = np.full(all_gaps.low.size, _CODES[LAUNCH_LATENCY], like=all_gaps.low)
+    correlated = np.full(all_gaps.low.size, EVIDENCE.index("correlated"), like=all_gaps.low)
+    queued_cause, queued_evidence, waited = _queued(trace, all_gaps)
+    awaited, wait = _producers(trace, all_gaps, waited)
+    for start, end, cause, evidence, producer, wait_row in (
+        (called, taken, latency, correlated, nothing, nothing),
+        (taken, all_gaps.high, queued_cause, queued_evidence, awaited, wait),
+    ):
+        shared = overlaps(start, end, steps.spans)
+        gap = shared.left
+        parts.append(
+            pl.DataFrame(
+                {
+                    "gap": gap,
+                    "step_row": lookup(steps.row, shared.right),
+                    "start_ns": shared.start,
+                    "duration_ns": shared.end - shared.start,
+                    "cause": cause[gap],
+                    "evidence": evidence[gap],
+                    "activity": nothing[gap],
+                    "producer": producer[gap],
+                    "wait": wait_row[gap],
+                }
+            )
+        )
     rows = on_disk(trace, _rows(trace, all_gaps, parts))
-    return Idle(rows, _added(rows, ["device", "step", "cause"]), _added(rows, ["device", "cause"]))
+    causes, totals = (  # the largest cause first
+        rows.lazy()
+        .group_by(*keys, "cause")
+        .agg(pl.col("duration_ns").sum().alias("idle_ns"), pl.col("gap").n_unique().cast(pl.Int64).alias("gap_count"))
+        .sort(*keys, "idle_ns", "cause", descending=[*(False for _ in keys), True, False], nulls_last=True)
+        .collect()
+        for keys in (["device", "step"], ["device"])
+    )
+    return Idle(rows, causes, totals)
 
 
 def _calls(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints]:
@@ -130,22 +167,17 @@ def _calls(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints]:
     return called, np.where(prompt, high, returned)
 
 
-def _queued_part(trace: Trace, all_gaps: Gaps, cut: Stretches) -> pl.DataFrame:
-    """The time in which the work was already submitted; work that waited gets its producer."""
-    cause, evidence, waited = _queued(trace, all_gaps)
-    awaited = producers(trace, all_gaps, waited, KERNEL_TO_KERNEL_NS)
-    return _part(cut, cause, evidence).with_columns(
-        pl.Series("producer", awaited.work[cut.gap]), pl.Series("wait", awaited.wait[cut.gap])
-    )
-
-
 def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
     """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and whether it is a wait."""
     has_wait, recorded = stream_waits(trace, all_gaps.after)
     short = all_gaps.high - all_gaps.low <= KERNEL_TO_KERNEL_NS
+    work = gpu_rows(trace)
+    ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
+    earlier = np.searchsorted(ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
+    something_ended = np.searchsorted(ends, all_gaps.high, side="right") > earlier
     # A short gap after work of the same stream comes from stream order; a long one is a wait only if something ended
     # just before it did: all streams of this device were idle, so nothing on it could have been awaited.
-    waited = has_wait & np.where(short, ~all_gaps.same_stream, _something_ended(trace, all_gaps) | recorded)
+    waited = has_wait & np.where(short, ~all_gaps.same_stream, something_ended | recorded)
     choices = (
         (all_gaps.launch < 0, NOT_RECORDED, None),
         (~all_gaps.first, GRAPH_INTERNAL, "correlated"),
@@ -154,57 +186,63 @@ def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
         (np.ones_like(short), UNEXPLAINED, "assumed"),
     )
     chosen = np.select([choice[0] for choice in choices], range(len(choices)))
+    causes, evidence = [choice[1] for choice in choices], [choice[2] for choice in choices]
     return (
-        lookup(np.array([_CODES[choice[1]] for choice in choices]), chosen),
-        np.array([_NONE if choice[2] is None else EVIDENCE.index(choice[2]) for choice in choices])[chosen],
-        chosen == [choice[1] for choice in choices].index(DEPENDENCY),
+        lookup(np.array([_CODES[cause] for cause in causes]), chosen),
+        np.array([_NONE if name is None else EVIDENCE.index(name) for name in evidence])[chosen],
+        chosen == causes.index(DEPENDENCY),
     )
 
 
-def _something_ended(trace: Trace, all_gaps: Gaps) -> Bools:
-    """True where GPU work of another device ended shortly before the gap did."""
-    work = gpu_rows(trace)
-    ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
-    first = np.searchsorted(ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
-    return np.searchsorted(ends, all_gaps.high, side="right") > first
+def _producers(trace: Trace, gaps: Gaps, waited: Bools) -> tuple[Ints, Ints]:
+    """What the work after those gaps that are waits had waited for; rows of `events`, -1 for none; shape (gaps,).
 
+    A recorded wait names the stream and the record of the event: the last work that was launched on that stream before
+    the event was recorded is what was waited for; of several waits the one whose work ended last. Without a record it
+    is the work of another stream that ended last before the gap, else the work of another device that ended shortly
+    before the end of the gap.
 
-def _cut(cut: Tiles, start: Ints, end: Ints) -> Stretches:
-    """Cut one stretch per gap at the bounds of steps."""
-    shared = overlaps(start, end, cut.spans)
-    return Stretches(shared.left, lookup(cut.row, shared.right), shared.start, shared.end)
+    Returns:
+        The GPU work that had to end first, and the record of the wait, or the last call before the launch, on its
+        thread, that asked for one.
+    """
+    producer, wait = (np.full(waited.size, _NONE, dtype=np.int64) for _ in range(2))
+    at = np.flatnonzero(waited)
+    if not at.size:
+        return producer, wait
+    producer[at] = np.where(gaps.same_stream[at], _NONE, gaps.before[at])
+    row = gpu_rows(trace)
+    device = column(trace, "device", _NONE)[row]
+    if int(device.min(initial=0)) != int(device.max(initial=0)):
+        end = column(trace, "start_ns")[row] + np.maximum(column(trace, "duration_ns")[row], 0)
+        alone = at[gaps.same_stream[at]]
+        for gap_device in np.unique(gaps.device[alone]).tolist():
+            own, others = alone[gaps.device[alone] == gap_device], np.flatnonzero(device != gap_device)
+            others = others[np.argsort(end[others], kind="stable")]
+            last = np.searchsorted(end[others], gaps.high[own], side="right") - 1
+            own, last = own[last >= 0], others[last[last >= 0]]
+            near = end[last] > gaps.high[own] - KERNEL_TO_KERNEL_NS
+            producer[own[near]] = row[last[near]]
 
-
-def _part(cut: Stretches, cause: Ints, evidence: Ints) -> pl.DataFrame:
-    return pl.DataFrame(
-        {
-            "gap": cut.gap,
-            "step_row": cut.step_row,
-            "start_ns": cut.start,
-            "duration_ns": cut.end - cut.start,
-            "cause": cause[cut.gap],
-            "evidence": evidence[cut.gap],
-            "activity": np.full(cut.gap.size, _NONE, like=cut.gap),
-            "producer": np.full(cut.gap.size, _NONE, like=cut.gap),
-            "wait": np.full(cut.gap.size, _NONE, like=cut.gap),
-        }
+    launch = gaps.launch[at]
+    lane, start = column(trace, "lane")[launch], column(trace, "start_ns")[launch]
+    calls = trace.events.lazy().filter(
+        pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(CALL, literal=True)
     )
+    for (thread,), part in calls.select("lane", "event", "start_ns").collect().group_by("lane"):
+        own = np.flatnonzero((lane == thread) & (launch >= 0))
+        last = np.searchsorted(part["start_ns"].to_numpy(), start[own], side="left") - 1
+        wait[at[own[last >= 0]]] = part["event"].to_numpy()[last[last >= 0]]
 
-
-def _host_part(trace: Trace, all_gaps: Gaps, cut: Stretches) -> pl.DataFrame:
-    lane = column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
-    return split_by_activity(trace, cut, lane, all_gaps.device[cut.gap]).select(
-        "gap",
-        "step_row",
-        "start_ns",
-        "duration_ns",
-        "cause",
-        pl.when(pl.col("sure")).then(EVIDENCE.index("correlated")).otherwise(EVIDENCE.index("inferred")).cast(pl.Int64)
-        .alias("evidence"),
-        "activity",
-        pl.lit(_NONE, dtype=pl.Int64).alias("producer"),
-        pl.lit(_NONE, dtype=pl.Int64).alias("wait"),
-    )  # fmt: skip
+    records = _recorded_waits(trace)
+    if records.height:
+        index = np.searchsorted(records["after"].to_numpy(), gaps.after[at])
+        index = np.minimum(index, records.height - 1)
+        matched = records["after"].to_numpy()[index] == gaps.after[at]
+        wait[at[matched]] = records["wait"].to_numpy()[index[matched]]
+        matched &= records["producer_end"].to_numpy()[index] <= gaps.high[at] + _CLOCK_NS
+        producer[at[matched]] = records["producer"].to_numpy()[index[matched]]
+    return producer, wait
 
 
 def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFrame:
@@ -212,11 +250,11 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
     parts = pl.concat(frames).sort("gap", "start_ns", "cause")
     frames.clear()
     gap = parts["gap"].to_numpy()
-    device = pl.Series(all_gaps.device[gap])
+    activity = _or_null(parts["activity"].to_numpy())
     return pl.DataFrame(
         {
             "gap": gap,
-            "device": device.set(device < 0, None),
+            "device": _or_null(all_gaps.device[gap]),
             "start_ns": parts["start_ns"],
             "duration_ns": parts["duration_ns"],
             "cause": pl.Series(list(CAUSES), dtype=CauseType).gather(parts["cause"]),
@@ -226,9 +264,9 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
             "before": all_gaps.before[gap],
             "after": all_gaps.after[gap],
             "launch": _or_null(all_gaps.launch[gap]),
-            "step": _gather(trace.steps["step"], parts["step_row"].to_numpy()),
-            "host_activity": _gather(trace.events["name"], parts["activity"].to_numpy()),
-            "host_event": _or_null(parts["activity"].to_numpy()),
+            "step": trace.steps["step"].gather(_or_null(parts["step_row"].to_numpy()).cast(pl.UInt32)),
+            "host_activity": trace.events["name"].gather(activity.cast(pl.UInt32)),
+            "host_event": activity,
             "producer": _or_null(parts["producer"].to_numpy()),
             "wait": _or_null(parts["wait"].to_numpy()),
         }
@@ -239,21 +277,56 @@ def _or_null(rows: Ints) -> pl.Series:
     return pl.Series(rows).set(pl.Series(rows < 0), None)
 
 
-def _gather(values: pl.Series, rows: Ints) -> pl.Series:
-    """Values by row; null for -1."""
-    return values.gather(_or_null(rows).cast(pl.UInt32))
-
-
-def _added(rows: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
-    """Idle time by the keys, largest cause first."""
-    order = keys[:-1]
-    return (
-        rows.lazy()
-        .group_by(keys)
-        .agg(
-            pl.col("duration_ns").sum().alias("idle_ns"),
-            pl.col("gap").n_unique().cast(pl.Int64).alias("gap_count"),
+def _recorded_waits(trace: Trace) -> pl.DataFrame:
+    """Recorded waits: after (work that waited, ascending), wait (row of the record), producer, producer_end."""
+    waits = trace.syncs.filter(pl.col("kind") == RECORD)
+    if not waits.height:
+        return pl.DataFrame(schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64))
+    calls = (
+        trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+        .select("correlation", pl.col("start_ns").alias("call_ns"))
+        .unique("correlation", keep="first", maintain_order=True)
+    )
+    requests = (
+        waits.select("event", "stream", "awaited_stream", "record_correlation")
+        .join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
+        .join(calls, on="correlation", how="left")
+        .join(
+            calls.select(record_correlation="correlation", recorded_ns="call_ns"), on="record_correlation", how="left"
         )
-        .sort(*order, "idle_ns", "cause", descending=[*(False for _ in order), True, False], nulls_last=True)
-        .collect()
+        .with_columns(pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
+        .with_columns(pl.coalesce("recorded_ns", "wait_ns").alias("recorded_ns"))
+    )
+    work = trace.gpu_work().select("event", "device", "stream", "launch", "start_ns", "duration_ns")
+    work = work.with_columns(
+        trace.events["start_ns"].gather(work["launch"]).alias("asked_ns"),
+        (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("producer_end"),
+    ).filter(pl.col("asked_ns").is_not_null())
+    after = work.select("device", "stream", "asked_ns", pl.col("event").alias("after")).sort("asked_ns")
+    made = work.select("device", pl.col("stream").alias("awaited_stream"), "asked_ns",
+                       pl.col("event").alias("producer"), "producer_end").sort("asked_ns")  # fmt: skip
+    return (
+        requests.sort("wait_ns")
+        .join_asof(
+            after,
+            left_on="wait_ns",
+            right_on="asked_ns",
+            by=["device", "stream"],
+            strategy="forward",
+            check_sortedness=False,
+        )
+        .sort("recorded_ns")
+        .join_asof(
+            made,
+            left_on="recorded_ns",
+            right_on="asked_ns",
+            by=["device", "awaited_stream"],
+            strategy="backward",
+            check_sortedness=False,
+        )
+        .filter(pl.col("after").is_not_null(), pl.col("producer").is_not_null())
+        .sort("after", "producer_end")
+        .unique("after", keep="last", maintain_order=True)
+        .select("after", pl.col("event").alias("wait"), "producer", "producer_end")
+        .cast(pl.Int64)
     )

@@ -12,9 +12,9 @@ import polars as pl
 
 from traceloom.analyze.graph_capture import MAPPED, mapped_nodes, of_rank
 from traceloom.analyze.graph_launches import GRAPH_CALLS, graph_launches
-from traceloom.analyze.intervals import Ints, union
+from traceloom.analyze.intervals import union
 from traceloom.analyze.serving_steps import ANNOTATIONS, FACTS, KINDS, step_annotations, step_at
-from traceloom.analyze.submissions import Submissions, plain, submissions
+from traceloom.analyze.submissions import plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
@@ -31,12 +31,9 @@ STEPS = pl.Schema(
         "start_ns": pl.Int64(),
         "duration_ns": pl.Int64(),
         **dict.fromkeys(FACTS, pl.Int64()),
-        "gpu_ns": pl.Int64(),
-        "gpu_span_ns": pl.Int64(),
-        "work_count": pl.Int64(),
-        "graph_work_count": pl.Int64(),
-        "lag_ns": pl.Int64(),
-        "between_ns": pl.Int64(),
+        **dict.fromkeys(
+            ("gpu_ns", "gpu_span_ns", "work_count", "graph_work_count", "lag_ns", "between_ns"), pl.Int64()
+        ),
     }
 )
 MIX = pl.Schema(
@@ -48,8 +45,7 @@ MIX = pl.Schema(
         "total_gpu_ns": pl.Int64(),
         "gpu_fraction": pl.Float64(),
         "mean_requests": pl.Float64(),
-        "context_tokens": pl.Int64(),
-        "generation_tokens": pl.Int64(),
+        **dict.fromkeys(("context_tokens", "generation_tokens"), pl.Int64()),
         **{f"between_{how}_ns": pl.Int64() for how in ("median", "p95", "max")},
     }
 )
@@ -67,10 +63,8 @@ NODES = pl.Schema({"rank": pl.Int32(), **MAPPED})
 OPERATORS = pl.Schema(
     {
         "rank": pl.Int32(),
-        "op_name": pl.String(),
-        "module": pl.String(),
-        "kernel_count": pl.Int64(),
-        "gpu_ns": pl.Int64(),
+        **dict.fromkeys(("op_name", "module"), pl.String()),
+        **dict.fromkeys(("kernel_count", "gpu_ns"), pl.Int64()),
     }
 )
 
@@ -133,16 +127,19 @@ def inference(
         steps = _steps(trace)
         captured = of_rank(capture, trace)
         nodes = pl.DataFrame(schema=MAPPED) if captured is None else mapped_nodes(graph_launches(trace), captured)
-        declared_rates = {"tokens": tokens_per_step, "samples": samples_per_step}
-        frames = (steps, _mix(steps), _rates(trace, steps, declared_rates), nodes, _operators(nodes))
-        parts.append([frame.select(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), pl.all()) for frame in frames])
+        operators = (
+            nodes.group_by("op_name", "module")
+            .agg(pl.col("replay_count").sum().alias("kernel_count"), pl.col("total_ns").sum().alias("gpu_ns"))
+            .sort("gpu_ns", "op_name", "module", descending=[True, False, False], nulls_last=True)
+        )
+        rates = _rates(trace, steps, {"tokens": tokens_per_step, "samples": samples_per_step})
+        frames = ((steps, STEPS), (_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
+        rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+        parts.append([frame.with_columns(rank).select(list(schema)).cast(schema) for frame, schema in frames])
     steps, mix, rates, nodes, operators = (pl.concat(frames) for frames in zip(*parts, strict=True))
     whole = int(nodes["total_ns"].sum())
     done = int(nodes.filter(pl.col("op").is_not_null())["total_ns"].sum())
-    return Inference(
-        steps.cast(STEPS), mix.cast(MIX), rates.cast(RATES), nodes.cast(NODES), operators.cast(OPERATORS),
-        done / whole if whole else None,
-    )  # fmt: skip
+    return Inference(steps, mix, rates, nodes, operators, done / whole if whole else None)
 
 
 def _steps(trace: Trace) -> pl.DataFrame:
@@ -154,14 +151,14 @@ def _steps(trace: Trace) -> pl.DataFrame:
     assigned_ns = made.start if on_gpu else np.where(made.known, made.call_start, np.iinfo(np.int64).min)
     step = step_at(annotated, assigned_ns)
     in_step = np.flatnonzero(step >= 0)
+    graph_calls, code = vocabulary(trace).matching(GRAPH_CALLS), plain(vocabulary(trace).code)
+    in_graph = made.known[in_step] & graph_calls[code[np.maximum(made.launch[in_step], 0)]]
     work = pl.DataFrame(
-        {
-            "step": step[in_step],
-            "start": made.start[in_step],
-            "end": made.end[in_step],
-            "graph": _in_graph(trace, made)[in_step],
-        }
+        {"step": step[in_step], "start": made.start[in_step], "end": made.end[in_step], "graph": in_graph}
     )
+    busy = [0] * annotated.height  # time in which at least one piece of work of each step runs, on any stream
+    for (number,), part in work.group_by("step"):
+        busy[int(number)] = union(part["start"].to_numpy(), part["end"].to_numpy()).total
     added = work.group_by("step").agg(
         pl.col("start").min(),
         pl.col("end").max(),
@@ -174,7 +171,7 @@ def _steps(trace: Trace) -> pl.DataFrame:
         .sort("number")
         .with_columns(
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-            pl.Series("gpu_ns", _busy(work, annotated.height), dtype=pl.Int64),
+            pl.Series("gpu_ns", busy, dtype=pl.Int64),
             (pl.col("end") - pl.col("start")).alias("gpu_span_ns"),
             pl.col("work_count", "graph_work_count").fill_null(0),
             pl.coalesce("end", "end_ns").alias("done"),
@@ -187,26 +184,7 @@ def _steps(trace: Trace) -> pl.DataFrame:
     # steps whose work overlaps on several streams may end in another order than they began
     between = pl.when(generates).then((pl.col("done") - done.cum_max().forward_fill().shift(1)).clip(lower_bound=0))
     lag = pl.when(pl.col("end").is_not_null()).then((pl.col("end") - pl.col("end_ns")).clip(lower_bound=0))
-    return rows.with_columns(between.alias("between_ns"), lag.alias("lag_ns")).select(
-        name for name in STEPS if name != "rank"
-    )
-
-
-def _in_graph(trace: Trace, made: Submissions) -> Ints:
-    words = vocabulary(trace)
-    if not made.row.size:
-        return made.row
-    called = words.matching(GRAPH_CALLS)[plain(words.code)[np.maximum(made.launch, 0)]]
-    inside: Ints = (called & made.known).astype(np.int64)
-    return inside
-
-
-def _busy(work: pl.DataFrame, count: int) -> list[int]:
-    """Time in which at least one piece of work of each step runs, on any stream."""
-    busy = [0] * count
-    for (step,), part in work.group_by("step"):
-        busy[int(step)] = union(part["start"].to_numpy(), part["end"].to_numpy()).total
-    return busy
+    return rows.with_columns(between.alias("between_ns"), lag.alias("lag_ns"))
 
 
 def _mix(steps: pl.DataFrame) -> pl.DataFrame:
@@ -228,25 +206,16 @@ def _mix(steps: pl.DataFrame) -> pl.DataFrame:
             pl.col("gpu_ns").sum().alias("total_gpu_ns"),
             (pl.col("gpu_ns").sum() / whole).alias("gpu_fraction"),
             pl.col("requests").mean().alias("mean_requests"),
-            _sum("context_tokens"),
-            _sum("generation_tokens"),
+            *(
+                pl.when(pl.col(name).null_count() == 0).then(pl.col(name).sum()).alias(name)
+                for name in ("context_tokens", "generation_tokens")
+            ),
             between.median().floor().alias("between_median_ns"),
             between.quantile(0.95, "nearest").alias("between_p95_ns"),
             between.max().alias("between_max_ns"),
         )
         .sort("kind")
-        .select(list(_without_rank(MIX)))
-        .cast(_without_rank(MIX))
     )
-
-
-def _without_rank(schema: pl.Schema) -> pl.Schema:
-    return pl.Schema({name: kind for name, kind in schema.items() if name != "rank"})
-
-
-def _sum(name: str) -> pl.Expr:
-    """The sum; null where one is unknown."""
-    return pl.when(pl.col(name).null_count() == 0).then(pl.col(name).sum()).alias(name)
 
 
 def _rates(trace: Trace, steps: pl.DataFrame, declared: dict[str, int | None]) -> pl.DataFrame:
@@ -267,23 +236,9 @@ def _rates(trace: Trace, steps: pl.DataFrame, declared: dict[str, int | None]) -
     for quantity, each in declared.items():
         if each is not None and high > low:
             rows.append((quantity, each * count, high - low, "declared"))
-    frame = pl.DataFrame(rows, schema=["what", "count", "window_ns", "evidence"], orient="row") if rows else None
-    if frame is None:
-        return pl.DataFrame(schema=_without_rank(RATES))
+    schema = {"what": pl.String(), "count": pl.Int64(), "window_ns": pl.Int64(), "evidence": pl.String()}
     per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
-    shape = _without_rank(RATES)
-    return frame.with_columns(per_second).select(list(shape)).cast(shape)
-
-
-def _operators(nodes: pl.DataFrame) -> pl.DataFrame:
-    shape = _without_rank(OPERATORS)
-    return (
-        nodes.group_by("op_name", "module")
-        .agg(pl.col("replay_count").sum().alias("kernel_count"), pl.col("total_ns").sum().alias("gpu_ns"))
-        .sort("gpu_ns", "op_name", "module", descending=[True, False, False], nulls_last=True)
-        .select(list(shape))
-        .cast(shape)
-    )
+    return pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
 
 
 __all__ = ["ANNOTATIONS", "MIX", "NODES", "OPERATORS", "RATES", "STEPS", "Inference", "inference"]

@@ -31,14 +31,12 @@ BOUND_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),
         "bound": BoundType,
-        "count": pl.Int64(),
-        "sum_ns": pl.Int64(),
-        "exclusive_ns": pl.Int64(),
+        **dict.fromkeys(("count", "sum_ns", "exclusive_ns"), pl.Int64()),
         "fraction": pl.Float64(),
     }
 )
 KIND_SCHEMA = pl.Schema(
-    {"kind": KindOfWork, "bound": BoundType, "count": pl.Int64(), "sum_ns": pl.Int64(), "roofline_ns": pl.Int64()}
+    {"kind": KindOfWork, "bound": BoundType, **dict.fromkeys(("count", "sum_ns", "roofline_ns"), pl.Int64())}
 )
 
 

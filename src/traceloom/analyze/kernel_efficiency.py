@@ -18,17 +18,11 @@ from traceloom.model import Trace
 from traceloom.model.result import Result
 
 Floats = NDArray[np.float64]
-_FIGURES = {"sm_efficiency": pl.Float64(), "sm_fill": pl.Float64(), "occupancy": pl.Float64()}
-
 DEVICE_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),
-        "window_ns": pl.Int64(),
-        "kernel_count": pl.Int64(),
-        "kernel_ns": pl.Int64(),
-        "measured_ns": pl.Int64(),
-        "estimated_ns": pl.Int64(),
-        **_FIGURES,
+        **dict.fromkeys(("window_ns", "kernel_count", "kernel_ns", "measured_ns", "estimated_ns"), pl.Int64()),
+        **dict.fromkeys(("sm_efficiency", "sm_fill", "occupancy"), pl.Float64()),
     }
 )
 STEP_SCHEMA = pl.Schema(
@@ -39,11 +33,8 @@ KERNEL_SCHEMA = pl.Schema(
         "name": pl.String(),
         "kind": KindOfWork,
         "matrix_units": StateType,
-        "count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "blocks_per_sm": pl.Float64(),
-        "sm_fill": pl.Float64(),
-        "occupancy": pl.Float64(),
+        **dict.fromkeys(("count", "total_ns"), pl.Int64()),
+        **dict.fromkeys(("blocks_per_sm", "sm_fill", "occupancy"), pl.Float64()),
     }
 )
 MATRIX_SCHEMA = pl.Schema({"matrix_units": StateType, "count": pl.Int64(), "total_ns": pl.Int64()})
@@ -79,17 +70,39 @@ class KernelEfficiency(Result):
 def kernel_efficiency(trace: Trace) -> KernelEfficiency:
     """Measure how kernels fill the GPU."""
     work = gpu_work(trace)
-    windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     work = work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"), told=kinds(trace)["kind"])
     runs = work.filter(pl.col("kind") == "kernel")
     runs = runs.join(trace.kernels, on="event", how="left", maintain_order="left").with_columns(
         pl.when(~_FAILED).then(pl.col("occupancy_percent") / 100).alias("occupancy")
     )
     absent = "not-recorded" if runs.height and runs["blocks_per_sm"].null_count() == runs.height else None
-    table = _kernels(runs)
-    matrix = _matrix(table)
+    table = runs.group_by("name", kind="told").agg(
+        pl.len().alias("count"),
+        pl.col("ns").sum().alias("total_ns"),
+        _mean(pl.col("blocks_per_sm"), "blocks_per_sm"),
+        _mean(_FILL, "sm_fill"),
+        _mean(pl.col("occupancy"), "occupancy"),
+    )
+    table = (
+        table.with_columns(matrix_units(table).alias("matrix_units"))
+        .sort("total_ns", "name", "kind", descending=[True, False, False])
+        .select(list(KERNEL_SCHEMA))
+        .cast(KERNEL_SCHEMA)
+    )
+    matrix = (
+        pl.DataFrame({"matrix_units": STATES}, schema={"matrix_units": StateType})
+        .join(
+            table.group_by("matrix_units").agg(pl.col("count", "total_ns").sum()),
+            on="matrix_units",
+            how="left",
+            maintain_order="left",
+        )
+        .with_columns(pl.col("count", "total_ns").fill_null(0))
+        .cast(MATRIX_SCHEMA)
+    )
     sums = dict(matrix.select("matrix_units", "total_ns").iter_rows())
     decided_ns = sums["used"] + sums["unused"]
+    windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     devices, steps = _devices(trace, runs, windows)
     return KernelEfficiency(devices, steps, table, matrix, sums["used"] / decided_ns if decided_ns else None, absent)
 
@@ -104,32 +117,6 @@ _FILL = pl.col("blocks_per_sm").clip(0, 1)
 # A warp on every SM is 1 to 2 % of what an SM can hold: an estimate of 0 % then is one that failed (it does for kernels
 # that ask for more shared memory than a block has by default).
 _FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
-
-
-def _kernels(runs: pl.DataFrame) -> pl.DataFrame:
-    table = runs.group_by("name", kind="told").agg(
-        pl.len().alias("count"),
-        pl.col("ns").sum().alias("total_ns"),
-        _mean(pl.col("blocks_per_sm"), "blocks_per_sm"),
-        _mean(_FILL, "sm_fill"),
-        _mean(pl.col("occupancy"), "occupancy"),
-    )
-    return (
-        table.with_columns(matrix_units(table).alias("matrix_units"))
-        .sort("total_ns", "name", "kind", descending=[True, False, False])
-        .select(list(KERNEL_SCHEMA))
-        .cast(KERNEL_SCHEMA)
-    )
-
-
-def _matrix(table: pl.DataFrame) -> pl.DataFrame:
-    sums = table.group_by("matrix_units").agg(pl.col("count", "total_ns").sum())
-    return (
-        pl.DataFrame({"matrix_units": STATES}, schema={"matrix_units": StateType})
-        .join(sums, on="matrix_units", how="left", maintain_order="left")
-        .with_columns(pl.col("count", "total_ns").fill_null(0))
-        .cast(MATRIX_SCHEMA)
-    )
 
 
 def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -157,25 +144,21 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
     plan = tiles(trace)
     inside = plan.row >= 0
     low, high = plan.spans.start[inside], plan.spans.end[inside]
-    number = trace.steps["step"].to_numpy()[plan.row[inside]]
-    whole = trace.steps["complete"].to_numpy()[plan.row[inside]]
+    tile_steps = trace.steps.select("step", "complete")[plan.row[inside]].with_columns(length=pl.Series(high - low))
     efficiency: list[float | None] = []
     steps = []
-    measured = runs.filter(has_blocks)
     for row in devices.rows(named=True):
-        device_runs = measured.filter(pl.col("device").eq_missing(row["device"]))
+        device_runs = runs.filter(has_blocks, pl.col("device").eq_missing(row["device"]))
         if not device_runs.height:
             efficiency.append(None)
             continue
         filled = _filled(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
         efficiency.append(float(filled[-1] / row["window_ns"]) if row["window_ns"] else None)
-        per_step = filled[:-1] / np.maximum(high - low, 1)
+        per_step = (filled[:-1] / np.maximum(high - low, 1)).tolist()
         steps += [
-            (row["device"], *values)
-            for values, keep in zip(
-                zip(number.tolist(), (high - low).tolist(), per_step.tolist(), strict=True), whole, strict=True
-            )
-            if keep
+            (row["device"], step, length, filled_part)
+            for (step, whole, length), filled_part in zip(tile_steps.rows(), per_step, strict=True)
+            if whole
         ]
     return (
         devices.with_columns(pl.Series("sm_efficiency", efficiency, dtype=pl.Float64))

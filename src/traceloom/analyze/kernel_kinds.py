@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.exclusive import SHARES, Shares, shares
+from traceloom.analyze.exclusive import SHARES, shares
 from traceloom.analyze.intervals import Ints
 from traceloom.analyze.kind_rules import KINDS, KindOfWork, KindRule, Matcher, built_in_kind_rules
-from traceloom.analyze.launched_by import around
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
+from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
 from traceloom.model.schema import Event
+
+_NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
 
 KIND_SCHEMA = pl.Schema({"event": Event(), "kind": KindOfWork, "rule": pl.String()})
 PRIORITY: tuple[str, ...] = (
@@ -45,20 +49,14 @@ communicating and that before copying, as in `gpu_time`, so that hidden communic
 DEVICE_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),
-        "window_ns": pl.Int64(),
-        "busy_ns": pl.Int64(),
-        "idle_ns": pl.Int64(),
-        "sum_ns": pl.Int64(),
-        "count": pl.Int64(),
+        **dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64()),
     }
 )
 KINDS_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),
         "kind": KindOfWork,
-        "count": pl.Int64(),
-        "sum_ns": pl.Int64(),
-        "exclusive_ns": pl.Int64(),
+        **dict.fromkeys(("count", "sum_ns", "exclusive_ns"), pl.Int64()),
         "fraction": pl.Float64(),
     }
 )
@@ -111,12 +109,8 @@ def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
         .cast(RULES_SCHEMA)
     )
     by_kind = kind_shares.parts.select(list(KINDS_SCHEMA)).cast(KINDS_SCHEMA)
-    return KernelKinds(kind_shares.devices, by_kind, by_rule, kind_shares.steps, spread(trace, kind_shares, "kind"))
-
-
-def spread(trace: Trace, shares: Shares, key: str) -> pl.DataFrame:
-    """Mean, least and most over whole steps, per device and part."""
-    return per_step(shares.steps, ["device", key], list(SHARES), whole_steps(trace))
+    spread = per_step(kind_shares.steps, ["device", "kind"], list(SHARES), whole_steps(trace))
+    return KernelKinds(kind_shares.devices, by_kind, by_rule, kind_shares.steps, spread)
 
 
 def kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
@@ -139,7 +133,8 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     matcher = Matcher.of((*rules, *built_in_kind_rules()))
     words = vocabulary(trace)
     bits = matcher.context_bits(words.names)
-    own, under = around(trace, _rows(work["op"]), _rows(work["launch"]), bits)
+    op, launch = (work[name].cast(pl.Int64).fill_null(-1).to_numpy() for name in ("op", "launch"))
+    own, under = _around_launch(trace, op, launch, bits)
     used, name = np.unique(words.code[work["event"].to_numpy()], return_inverse=True)
     first = matcher.first(words.names.gather(used), name.astype(np.int64), own, under)
     by_user = first < len(rules)
@@ -156,5 +151,33 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).cast(KIND_SCHEMA)
 
 
-def _rows(values: pl.Series) -> Ints:
-    return values.cast(pl.Int64).fill_null(-1).to_numpy()
+def _around_launch(
+    trace: Trace, op: Ints, launch: Ints, bits_of_name: NDArray[np.uint64]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Bits of the operator that launched each piece of work, and of all operators and annotations around it.
+
+    Args:
+        trace: The trace.
+        op: Row of the operator of each piece; -1 for none.
+        launch: Row of its launch; -1 for none.
+        bits_of_name: Bits of each name of `vocabulary(trace)`.
+
+    Returns:
+        Two arrays of shape (work,): of the innermost operator, and of it and whatever stands above the launch. Python
+        frames have no bits: their names are paths.
+    """
+    names = vocabulary(trace).code
+    if not op.size or not names.size:
+        return np.zeros(op.size, dtype=np.uint64), np.zeros(op.size, dtype=np.uint64)
+    own = np.where(op >= 0, bits_of_name[names[np.maximum(op, 0)]], 0).astype(np.uint64)
+    origin, origin_index = np.unique(np.where(launch >= 0, launch, op), return_inverse=True)
+    category, parent = column(trace, "category"), column(trace, "parent", -1)
+    gathered = np.zeros(origin.size, dtype=np.uint64)
+    at = np.flatnonzero(origin >= 0)
+    current = origin[at]
+    while at.size:  # one turn per level of nesting
+        gathered[at] |= np.where(_NAMED[category[current]], bits_of_name[names[current]], np.uint64(0))
+        current = parent[current]
+        kept = current >= 0
+        at, current = at[kept], current[kept]
+    return own, gathered[origin_index] | own

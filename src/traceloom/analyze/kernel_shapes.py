@@ -16,21 +16,12 @@ from traceloom.model.result import Result
 KEYS = ("op", "shapes", "types", "kernel", "kind")
 SHAPES_SCHEMA = pl.Schema(
     {
-        "op": pl.String(),
-        "shapes": pl.String(),
-        "types": pl.String(),
-        "kernel": pl.String(),
+        **dict.fromkeys(("op", "shapes", "types", "kernel"), pl.String()),
         "kind": KindOfWork,
-        "count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "mean_ns": pl.Int64(),
-        "min_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
+        **dict.fromkeys(("count", "total_ns", "mean_ns", "min_ns", "max_ns"), pl.Int64()),
         "fraction": pl.Float64(),
         "mean_total_ns": pl.Float64(),
-        "min_total_ns": pl.Int64(),
-        "max_total_ns": pl.Int64(),
-        "step_count": pl.Int64(),
+        **dict.fromkeys(("min_total_ns", "max_total_ns", "step_count"), pl.Int64()),
     }
 )
 

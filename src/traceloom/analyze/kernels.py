@@ -19,11 +19,7 @@ KERNEL_SCHEMA = pl.Schema(
         "category": CategoryType,
         "rule": pl.String(),
         "kind": KindType,
-        "count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "mean_ns": pl.Int64(),
-        "min_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
+        **dict.fromkeys(("count", "total_ns", "mean_ns", "min_ns", "max_ns"), pl.Int64()),
         "fraction": pl.Float64(),
     }
 )
@@ -69,15 +65,11 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         .cast(KERNEL_SCHEMA)
         .collect(engine=engine(trace))
     )
-    return Kernels(by_name, _categories(work))
-
-
-def _categories(work: pl.DataFrame) -> pl.DataFrame:
     unions = dict.fromkeys(CATEGORIES, 0)
     for (category, _), part in work.select("category", "device", "start_ns", "end_ns").group_by("category", "device"):
         unions[str(category)] += union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
     sums = work.group_by("category").agg(pl.len().alias("count"), pl.col("duration_ns").sum().alias("total_ns"))
-    return (
+    by_category = (
         pl.DataFrame({"category": list(unions), "union_ns": list(unions.values())})
         .cast({"category": CategoryType})
         .join(sums, on="category", how="left", maintain_order="left")
@@ -85,3 +77,4 @@ def _categories(work: pl.DataFrame) -> pl.DataFrame:
         .select(list(CATEGORY_SCHEMA))
         .cast(CATEGORY_SCHEMA)
     )
+    return Kernels(by_name, by_category)

@@ -83,22 +83,21 @@ def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
 
 
 def _rules(rows: list[Any], where: str) -> tuple[KindRule, ...]:
-    return tuple(_rule(row, f"{where}, $[{index}]") for index, row in enumerate(rows))
-
-
-def _rule(row: Any, where: str) -> KindRule:
-    required, conditions = ("rule", "kind"), ("pattern", "op", "under")
-    if not isinstance(row, dict) or not (
-        all(isinstance(row.get(key), str) for key in required)
-        and all(isinstance(row.get(key, ""), str) for key in conditions)
-        and any(row.get(key) for key in conditions)
-    ):
-        raise InputError(
-            "expected an object with the texts `rule` and `kind` and at least one of `pattern`, `op` and `under`",
-            slug="kernel-rules-unreadable",
-            where=where,
-        )
-    return KindRule(row["rule"], row["kind"], *(row.get(key, "") for key in conditions))
+    conditions = ("pattern", "op", "under")
+    rules = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict) or not (
+            all(isinstance(row.get(key), str) for key in ("rule", "kind"))
+            and all(isinstance(row.get(key, ""), str) for key in conditions)
+            and any(row.get(key) for key in conditions)
+        ):
+            raise InputError(
+                "expected an object with the texts `rule` and `kind` and at least one of `pattern`, `op` and `under`",
+                slug="kernel-rules-unreadable",
+                where=f"{where}, $[{index}]",
+            )
+        rules.append(KindRule(row["rule"], row["kind"], *(row.get(key, "") for key in conditions)))
+    return tuple(rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +143,13 @@ class Matcher:
         open_ = np.ones(name.size, dtype=np.bool_)
         matches = holding(names, [rule.pattern for rule in self.rules])
         for index, rule in enumerate(self.rules):
-            fits = open_ & matches[index][name] & self._holds(rule.op, own) & self._holds(rule.under, under)
+            fits = open_ & matches[index][name]
+            for text, bits in ((rule.op, own), (rule.under, under)):
+                if text:
+                    fits &= (bits >> np.uint64(self.contexts.index(text))) & np.uint64(1) == 1
             first_rule[fits] = index
-            open_ = open_ & ~fits
+            open_ &= ~fits
         return first_rule
-
-    def _holds(self, text: str, bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        if not text:
-            return np.ones(bits.size, dtype=np.bool_)
-        holds: NDArray[np.bool_] = (bits >> np.uint64(self.contexts.index(text))) & np.uint64(1) == 1
-        return holds
 
 
 def holding(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:

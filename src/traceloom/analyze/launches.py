@@ -12,8 +12,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.queue_depth import QUEUES, Held, curve, held_up, of_devices, queues
-from traceloom.analyze.short_kernels import BINS, SHORT, histogram, short_by_name
+from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
 from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
@@ -31,11 +30,7 @@ _STATISTICS = {f"{name}_{how}_ns": pl.Int64() for name in _TIMES for how in ("me
 TOTALS = pl.Schema(
     {
         "device": pl.Int32(),
-        "work_count": pl.Int64(),
-        "launch_count": pl.Int64(),
-        "graph_work_count": pl.Int64(),
-        "unknown_count": pl.Int64(),
-        "early_count": pl.Int64(),
+        **dict.fromkeys(("work_count", "launch_count", "graph_work_count", "unknown_count", "early_count"), pl.Int64()),
         **_STATISTICS,
         "late_count": pl.Int64(),
     }
@@ -44,13 +39,9 @@ NAMES = pl.Schema({"name": pl.String(), "launch_count": pl.Int64(), **_STATISTIC
 CALLS = pl.Schema(
     {
         "name": pl.String(),
-        "call_count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "median_ns": pl.Int64(),
-        "p95_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
-        "long_count": pl.Int64(),
-        "long_ns": pl.Int64(),
+        **dict.fromkeys(
+            ("call_count", "total_ns", "median_ns", "p95_ns", "max_ns", "long_count", "long_ns"), pl.Int64()
+        ),
     }
 )
 OUTLIERS = pl.Schema(
@@ -67,17 +58,31 @@ OUTLIERS = pl.Schema(
         "launch_name": pl.String(),
     }
 )
+_PER_STEP = ("launch_count", "work_count", "call_ns", "short_count", "held_ns")
 STEPS = pl.Schema(
     {
         "device": pl.Int32(),
         **{
             f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
-            for value in ("launch_count", "work_count", "call_ns", "short_count", "held_ns")
+            for value in _PER_STEP
             for how in ("mean", "min", "max")
         },
         "step_count": pl.Int64(),
     }
 )
+
+_EDGES = 1_000 << np.arange(15)  # 1 µs, 2 µs, ... 16.4 ms
+BINS = pl.Schema(dict.fromkeys(("low_ns", "high_ns", "kernel_count", "total_ns", "short_count"), pl.Int64()))
+"""Kernels with low_ns <= duration < high_ns (null: no upper bound), their summed time, and how many of them are shorter
+than their launch call. The bounds double from 1 µs on; the counts add up to all kernels of the trace."""
+SHORT = pl.Schema(
+    {
+        "name": pl.String(),
+        **dict.fromkeys(("short_count", "kernel_count", "short_ns", "call_ns", "kernel_ns"), pl.Int64()),
+    }
+)
+"""Kernels by name: how many are shorter than their launch call, of how many that were launched one by one; time of the
+short ones, time of their calls, time of all. Graph launches are not in it: their call submits many kernels."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,8 @@ class Launches(Result):
         device_queues: The same of each device as a whole (its streams together; `stream` is null): a launch is pending
             until the first of its work starts on any stream.
         device_curve: The curve of each device as a whole.
-        bins: Histogram of kernel durations, see `short_kernels.BINS`.
-        short: Kernels shorter than their launch call, by name, see `short_kernels.SHORT`.
+        bins: Histogram of kernel durations, see `BINS`.
+        short: Kernels shorter than their launch call, by name, see `SHORT`.
         steps: Per device what a whole step launches, as mean, min and max over the steps.
     """
 
@@ -127,21 +132,56 @@ def launches(trace: Trace) -> Launches:
     made = submissions(trace)
     held = held_up(trace, made)
     whole = of_devices(made)
+    names = vocabulary(trace).names  # gathered by code: names of all events at once would fill the memory
     at = np.flatnonzero(made.first)
     times = _times(trace, made, at)
-    calls = _calls(trace, made)
+    work = pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
+    totals = (
+        work.group_by("device")
+        .agg(
+            pl.len().alias("work_count"),
+            pl.col("inner").sum().alias("graph_work_count"),
+            (~pl.col("known")).sum().alias("unknown_count"),
+        )
+        .join(
+            times.group_by("device", maintain_order=True).agg(*_OF_TIMES, pl.col("early").sum().alias("early_count")),
+            on="device",
+            how="left",
+        )
+        .with_columns(pl.col("launch_count", "late_count", "early_count").fill_null(0))
+        .sort("device")
+        .with_columns(_or_null("device"))
+    )
+
+    # Every call that submitted GPU work: its first work (position), its row and duration.
+    launch, first_index = np.unique(made.launch[at], return_index=True)
+    first_at = at[first_index]
+    length = made.call_end[first_at] - made.call_start[first_at]
+    code = plain(vocabulary(trace).code)[launch]
+    calls = pl.DataFrame({"at": first_at, "launch": launch, "code": code, "call_ns": length})
+    call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
+    by_call = calls.group_by("code").agg(
+        pl.len().alias("call_count"),
+        call.sum().alias("total_ns"),
+        call.median().floor().alias("median_ns"),
+        call.quantile(0.95, "nearest").alias("p95_ns"),
+        call.max().alias("max_ns"),
+        long.sum().alias("long_count"),
+        call.filter(long).sum().alias("long_ns"),
+    )
+    by_call = by_call.with_columns(names.gather(by_call["code"]).alias("name"))
     return Launches(
-        totals=_totals(made, times),
-        names=_by_name(trace, times, "code"),
-        operators=_by_name(trace, times, "op"),
-        calls=_by_call(trace, calls),
+        totals=totals.select(list(TOTALS)).cast(TOTALS),
+        names=_by_name(names, times, "code"),
+        operators=_by_name(names, times, "op"),
+        calls=by_call.sort("total_ns", "name", descending=[True, False]).select(list(CALLS)).cast(CALLS),
         outliers=_outliers(trace, made, times, calls, held),
         queues=queues(made, held),
         curve=curve(made),
         device_queues=queues(whole, held),
         device_curve=curve(whole),
-        bins=histogram(made),
-        short=short_by_name(trace, made),
+        bins=_histogram(made),
+        short=_short_by_name(trace, made),
         steps=_steps(trace, made, held),
     )
 
@@ -170,91 +210,36 @@ def _times(trace: Trace, made: Submissions, at: Ints) -> pl.DataFrame:
     )
 
 
-def _statistics(times: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
-    return times.group_by(keys, maintain_order=True).agg(
-        pl.len().cast(pl.Int64).alias("launch_count"),
-        *(
-            statistic
-            for name in _TIMES
-            for statistic in (
-                pl.col(name).median().floor().cast(pl.Int64).alias(f"{name}_median_ns"),
-                pl.col(name).quantile(0.95, "nearest").cast(pl.Int64).alias(f"{name}_p95_ns"),
-                pl.col(name).max().alias(f"{name}_max_ns"),
-            )
-        ),
-        (pl.col("latency") >= LONG_DELAY_NS).sum().cast(pl.Int64).alias("late_count"),
-    )
+_OF_TIMES = (
+    pl.len().cast(pl.Int64).alias("launch_count"),
+    *(
+        statistic
+        for name in _TIMES
+        for statistic in (
+            pl.col(name).median().floor().cast(pl.Int64).alias(f"{name}_median_ns"),
+            pl.col(name).quantile(0.95, "nearest").cast(pl.Int64).alias(f"{name}_p95_ns"),
+            pl.col(name).max().alias(f"{name}_max_ns"),
+        )
+    ),
+    (pl.col("latency") >= LONG_DELAY_NS).sum().cast(pl.Int64).alias("late_count"),
+)
 
 
-def _by_name(trace: Trace, times: pl.DataFrame, key: str) -> pl.DataFrame:
+def _by_name(names: pl.Series, times: pl.DataFrame, key: str) -> pl.DataFrame:
     """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
     coded = times.with_columns(pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code"))
-    sums = coded.group_by("code").agg(pl.col("delay").sum().alias("sum"))
-    statistics = _statistics(coded.select("code", *_TIMES), ["code"]).join(sums, on="code", nulls_equal=True)
-    return _named(trace, statistics).sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
-
-
-def _named(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
-    """With the names of its codes: names of all events at once would fill the memory."""
-    return frame.with_columns(vocabulary(trace).names.gather(frame["code"]).alias("name"))
-
-
-def _totals(made: Submissions, times: pl.DataFrame) -> pl.DataFrame:
-    whole = (
-        pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
-        .group_by("device")
-        .agg(
-            pl.len().alias("work_count"),
-            pl.col("inner").sum().alias("graph_work_count"),
-            (~pl.col("known")).sum().alias("unknown_count"),
-        )
-    )
-    early = times.group_by("device").agg(pl.col("early").sum().alias("early_count"))
-    return (
-        whole.join(_statistics(times.select("device", *_TIMES), ["device"]), on="device", how="left")
-        .join(early, on="device", how="left")
-        .with_columns(pl.col("launch_count", "late_count", "early_count").fill_null(0))
-        .sort("device")
-        .with_columns(_or_null("device"))
-        .select(list(TOTALS))
-        .cast(TOTALS)
-    )
+    table = coded.group_by("code", maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
+    table = table.with_columns(names.gather(table["code"]).alias("name"))
+    return table.sort("sum", "name", descending=[True, False]).select(list(NAMES)).cast(NAMES)
 
 
 def _or_null(name: str) -> pl.Expr:
     return pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name)
 
 
-def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
-    """Every call that submitted GPU work: its first work (position), its row, start and duration."""
-    first_work = np.flatnonzero(made.first)
-    row, first_index = np.unique(made.launch[first_work], return_index=True)
-    at = first_work[first_index]
-    return pl.DataFrame(
-        {
-            "at": at,
-            "launch": row,
-            "code": plain(vocabulary(trace).code)[row],
-            "call_ns": made.call_end[at] - made.call_start[at],
-        }
-    )
-
-
-def _by_call(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
-    statistics = calls.group_by("code").agg(
-        pl.len().alias("call_count"),
-        call.sum().alias("total_ns"),
-        call.median().floor().alias("median_ns"),
-        call.quantile(0.95, "nearest").alias("p95_ns"),
-        call.max().alias("max_ns"),
-        long.sum().alias("long_count"),
-        call.filter(long).sum().alias("long_ns"),
-    )
-    return _named(trace, statistics).sort("total_ns", "name", descending=[True, False]).select(list(CALLS)).cast(CALLS)
-
-
-def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.DataFrame, held: Held) -> pl.DataFrame:
+def _outliers(
+    trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.DataFrame, held: HeldCalls
+) -> pl.DataFrame:
     late = times.filter(pl.col("latency") >= LONG_DELAY_NS)
     long = calls.filter(pl.col("call_ns") >= LONG_CALL_NS, ~pl.col("at").is_in(held.at))
     at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
@@ -287,7 +272,7 @@ def _outliers(trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.Da
     )
 
 
-def _steps(trace: Trace, made: Submissions, held: Held) -> pl.DataFrame:
+def _steps(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
     """Whole steps: launches, work, time in launch calls, short kernels, time held up."""
     stepped = np.flatnonzero(made.step >= 0)
     held_ns = np.zeros(made.row.size, dtype=np.int64)
@@ -305,9 +290,55 @@ def _steps(trace: Trace, made: Submissions, held: Held) -> pl.DataFrame:
             "held_ns": held_ns[stepped],
         }
     )
-    values = ["launch_count", "work_count", "call_ns", "short_count", "held_ns"]
-    spread = per_step(frame, ["device"], values, whole_steps(trace))
+    spread = per_step(frame, ["device"], _PER_STEP, whole_steps(trace))
     return spread.sort("device").with_columns(_or_null("device")).select(list(STEPS)).cast(STEPS)
+
+
+def _histogram(made: Submissions) -> pl.DataFrame:
+    """Durations of kernels in bins that double: `BINS`."""
+    length = (made.end - made.start)[made.kernel]
+    call = (made.call_end - made.call_start)[made.kernel]
+    alone = (made.first & ~made.many)[made.kernel]
+    short = alone & (length < call)  # than a launch call of its own
+    bin_index = np.searchsorted(_EDGES, length, side="right")
+    order = np.argsort(bin_index, kind="stable")
+    at = np.searchsorted(bin_index[order], np.arange(_EDGES.size + 2))
+    total = np.concatenate([[0], np.cumsum(length[order])])
+    return pl.DataFrame(
+        {
+            "low_ns": [0, *_EDGES.tolist()],
+            "high_ns": [*_EDGES.tolist(), None],
+            "kernel_count": np.diff(at),
+            "total_ns": np.diff(total[at]),
+            "short_count": np.bincount(bin_index[short], minlength=_EDGES.size + 1),
+        }
+    ).cast(BINS)
+
+
+def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
+    """Kernels shorter than their launch, by name, the most time in calls first: `SHORT`."""
+    at = np.flatnonzero(made.kernel & made.first & ~made.many)
+    length, call = (made.end - made.start)[at], (made.call_end - made.call_start)[at]
+    short = pl.col("length") < pl.col("call")
+    words = vocabulary(trace)
+    by_code = (
+        pl.DataFrame({"code": plain(words.code)[made.row[at]], "length": length, "call": call})
+        .group_by("code")
+        .agg(
+            short.sum().alias("short_count"),
+            pl.len().alias("kernel_count"),
+            pl.col("length").filter(short).sum().alias("short_ns"),
+            pl.col("call").filter(short).sum().alias("call_ns"),
+            pl.col("length").sum().alias("kernel_ns"),
+        )
+        .filter(pl.col("short_count") > 0)
+    )
+    return (
+        by_code.with_columns(words.names.gather(by_code["code"]).alias("name"))
+        .sort("call_ns", "name", descending=[True, False])
+        .select(list(SHORT))
+        .cast(SHORT)
+    )
 
 
 __all__ = ["BINS", "CALLS", "NAMES", "OUTLIERS", "QUEUES", "SHORT", "STEPS", "TOTALS", "Launches", "launches"]

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -16,12 +15,9 @@ DEVICES = pl.Schema(
     {
         "device_type": pl.String(),
         "device": pl.Int32(),
-        "peak_bytes": pl.Int64(),
-        "peak_time_ns": pl.Int64(),
-        "start_bytes": pl.Int64(),
-        "end_bytes": pl.Int64(),
-        "allocation_count": pl.Int64(),
-        "free_count": pl.Int64(),
+        **dict.fromkeys(
+            ("peak_bytes", "peak_time_ns", "start_bytes", "end_bytes", "allocation_count", "free_count"), pl.Int64()
+        ),
         "evidence": pl.Enum(["allocator-totals", "census-and-sum", "running-sum"]),
     }
 )
@@ -29,9 +25,7 @@ CURVE = pl.Schema(
     {
         "device_type": pl.String(),
         "device": pl.Int32(),
-        "time_ns": pl.Int64(),
-        "allocated_bytes": pl.Int64(),
-        "reserved_bytes": pl.Int64(),
+        **dict.fromkeys(("time_ns", "allocated_bytes", "reserved_bytes"), pl.Int64()),
     }
 )
 SHARED = "cpu-shared"
@@ -80,7 +74,19 @@ def memory(trace: Trace) -> Memory:
         .otherwise(pl.lit("running-sum"))
         .alias("evidence"),
     )
-    return Memory(devices.select(list(DEVICES)).cast(DEVICES).sort(_KEY), _curve(events))
+    chosen = []
+    for part in events.select("row", "level", *_KEY).partition_by(_KEY, include_key=False):
+        row, level = part["row"].to_numpy(), part["level"].to_numpy()
+        if row.size > POINTS:  # first, last, lowest and highest of each of equal parts, which may be the same
+            bounds = -(-np.arange(POINTS // 4 + 1) * level.size // (POINTS // 4))
+            inside = [level[low:high] for low, high in pairwise(bounds)]
+            lowest = bounds[:-1] + [int(part.argmin()) for part in inside]
+            highest = bounds[:-1] + [int(part.argmax()) for part in inside]
+            row = row[np.concatenate([bounds[:-1], bounds[1:] - 1, lowest, highest])]
+        chosen.append(row)
+    kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row")
+    curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)
+    return Memory(devices.select(list(DEVICES)).cast(DEVICES).sort(_KEY), curve)
 
 
 def _followed(allocations: pl.DataFrame, live: int | None) -> pl.DataFrame:
@@ -127,22 +133,3 @@ def shared_memory(allocations: pl.DataFrame) -> pl.Series:
     shared = np.zeros(allocations.height, dtype=np.bool_)
     shared[rows["at"].to_numpy()] = rows["shared"].to_numpy()
     return pl.Series(shared)
-
-
-def _curve(events: pl.DataFrame) -> pl.DataFrame:
-    """At most POINTS events per device, with every extreme of the parts the rest falls into."""
-    chosen = [np.zeros(0, dtype=np.int64)]
-    for part in events.select("row", "level", *_KEY).partition_by(_KEY, include_key=False):
-        row, level = part["row"].to_numpy(), part["level"].to_numpy()
-        chosen.append(row if row.size <= POINTS else row[_extremes(level, POINTS // 4)])
-    kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row").rename({"level": "curve"})
-    return kept.select(*_KEY, "time_ns", pl.col("curve").alias("allocated_bytes"), "reserved_bytes").cast(CURVE)
-
-
-def _extremes(level: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """First, last, lowest and highest place of each of so many equal parts; a place may come several times."""
-    bounds = -(-np.arange(parts + 1) * level.size // parts)
-    inside = [level[low:high] for low, high in pairwise(bounds)]
-    lowest = bounds[:-1] + [int(part.argmin()) for part in inside]
-    highest = bounds[:-1] + [int(part.argmax()) for part in inside]
-    return np.concatenate([bounds[:-1], bounds[1:] - 1, lowest, highest])

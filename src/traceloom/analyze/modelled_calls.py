@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from traceloom.analyze.flops import MODELS, Call, Work
 from traceloom.analyze.flops.attention import BATCH
 from traceloom.analyze.flops.call import Launched, parsed
 from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -37,16 +37,13 @@ _TYPE_IN_NAME = (
 _TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
 _PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
 
+_INPUTS = ("name", "shapes", "types", "concrete", "strides", "list_type", "batch")
 UNMAPPED = pl.Schema({"event": pl.UInt32, "reason": pl.String})
 GROUPS = pl.Schema(
     {
         "group": pl.UInt32,
-        "name": pl.String,
-        "shapes": pl.String,
-        "types": pl.String,
-        "flops": pl.Int64,
-        "recomputed": pl.Int64,
-        "bytes": pl.Int64,
+        **dict.fromkeys(("name", "shapes", "types"), pl.String),
+        **dict.fromkeys(("flops", "recomputed", "bytes"), pl.Int64),
         "dtype": pl.String,
         "matrix": pl.Boolean,
         "reason": pl.String,
@@ -83,30 +80,20 @@ class ModelledCalls:
     recorded: pl.DataFrame
 
 
-_kept: dict[str, tuple[weakref.ref[Trace], int, ModelledCalls]] = {}
+@per_trace
+def _kept(_trace: Trace) -> dict[int, ModelledCalls]:
+    """Holds the last result by the number of registered models."""
+    return {}
 
 
 def modelled_calls(trace: Trace) -> ModelledCalls:
     """Model the operators of a trace; remembered for the last trace, until a model is registered."""
-    kept = _kept.get("last")
-    if kept is not None and kept[0]() is trace and kept[1] == MODELS.generation:
-        return kept[2]
-    calls = _modelled_calls(trace)
-    _kept["last"] = (weakref.ref(trace, _forget), MODELS.generation, calls)
-    return calls
-
-
-def _forget(gone: weakref.ref[Trace]) -> None:
-    if "last" in _kept and _kept["last"][0] is gone:
-        del _kept["last"]
-
-
-def modelled_below(trace: Trace, position: Ints, batch: str = "") -> ModelledCalls:
-    """The modelled calls of a recording around some of its host events (positions in the forest), with work or not.
-
-    `batch` is that of the calls around which no annotation tells it.
-    """
-    return _modelled_calls(trace, position, batch)
+    kept = _kept(trace)
+    if MODELS.generation not in kept:
+        calls = calls_around(trace)
+        kept.clear()
+        kept[MODELS.generation] = calls
+    return kept[MODELS.generation]
 
 
 def remodelled(calls: ModelledCalls, groups: Ints, batch: str) -> pl.DataFrame:
@@ -117,10 +104,29 @@ def remodelled(calls: ModelledCalls, groups: Ints, batch: str) -> pl.DataFrame:
 
 def batches(trace: Trace, events: pl.Series) -> pl.Series:
     """Of host events the innermost annotation around each that tells the batch of a serving engine, else ""."""
-    return _batches(trace, forest(trace), pl.DataFrame({"event": events}))
+    tree = forest(trace)
+    words = vocabulary(trace)
+    has_batch = words.matching(BATCH.pattern)
+    marks = np.zeros(tree.row.size, dtype=np.bool_)
+    if has_batch.any():
+        marks = lookup(has_batch, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
+    if not marks.any():
+        return pl.Series("batch", [""]).new_from_index(0, events.len())
+    above = tree.nearest(marks)[tree.position[events.to_numpy()]]
+    rows = np.where(above >= 0, tree.row[above], -1)
+    names = trace.events["name"].gather(np.maximum(rows, 0))
+    return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
 
 
-def _modelled_calls(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
+def calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
+    """The modelled calls of a recording, remembered nowhere.
+
+    Args:
+        trace: The recording.
+        positions: Only those around some of its host events (positions in the forest), with work or not; else all that
+            have GPU work.
+        batch: That of the calls around which no annotation tells it.
+    """
     tree = forest(trace)
     work = launched_work(trace)
     copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
@@ -131,8 +137,7 @@ def _modelled_calls(trace: Trace, positions: Ints | None = None, batch: str = ""
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
     every = positions is None and not work.origin.size
     relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
-    keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
-    calls = _recorded(trace, tree, relevant, batch).group_by(keys, maintain_order=True).agg("event")
+    calls = _recorded(trace, tree, relevant, batch).group_by(_INPUTS, maintain_order=True).agg("event")
     calls = calls.with_row_index("group")
     groups = _modelled(calls, _insides(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
@@ -156,43 +161,23 @@ def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.Dat
     calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
     strides = pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").fill_null("")
     calls = calls.with_columns(strides.alias("strides"), pl.col("concrete").fill_null(""))
-    calls = calls.with_columns(_list_types(trace, calls), _batches(trace, tree, calls))
-    return calls.with_columns(pl.col("batch").replace("", batch)) if batch else calls
-
-
-def _list_types(trace: Trace, calls: pl.DataFrame) -> pl.Series:
-    """Element type of the tensors in lists, from the name of the kernel that the call launched itself."""
-    none = pl.Series("list_type", [""]).new_from_index(0, calls.height)
+    calls = calls.with_columns(batches(trace, calls["event"]), pl.lit("").alias("list_type"))
+    # Element types of the tensors in lists: from the name of the kernel that the call launched itself.
     lists = calls.filter(pl.col("types").str.contains("TensorList", literal=True))
-    if not lists.height:
-        return none
-    kernels = (
-        trace.events.lazy()
-        .filter(pl.col("category") == cat.KERNEL, pl.col("op").is_in(lists["event"].implode()))
-        .group_by("op")
-        .agg(pl.col("name").first())
-        .collect()
-    )
-    size = pl.col("name").str.extract(_SIZE_IN_NAME) + "-byte"
-    typed = [pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for pattern, dtype in _TYPE_IN_NAME]
-    type_by_op = kernels.select(event="op", list_type=pl.coalesce(size, *typed).fill_null(""))
-    joined = calls.select("event").join(type_by_op, on="event", how="left", maintain_order="left")
-    return joined["list_type"].fill_null("")
-
-
-def _batches(trace: Trace, tree: Forest, calls: pl.DataFrame) -> pl.Series:
-    """The innermost annotation around each call that tells the batch of a serving engine."""
-    words = vocabulary(trace)
-    has_batch = words.matching(BATCH.pattern)
-    marks = np.zeros(tree.row.size, dtype=np.bool_)
-    if has_batch.any():
-        marks = lookup(has_batch, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
-    if not marks.any():
-        return pl.Series("batch", [""]).new_from_index(0, calls.height)
-    above = tree.nearest(marks)[tree.position[calls["event"].to_numpy()]]
-    rows = np.where(above >= 0, tree.row[above], -1)
-    names = trace.events["name"].gather(np.maximum(rows, 0))
-    return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
+    if lists.height:
+        kernels = (
+            trace.events.lazy()
+            .filter(pl.col("category") == cat.KERNEL, pl.col("op").is_in(lists["event"].implode()))
+            .group_by("op")
+            .agg(pl.col("name").first())
+            .collect()
+        )
+        size = pl.col("name").str.extract(_SIZE_IN_NAME) + "-byte"
+        typed = [pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for pattern, dtype in _TYPE_IN_NAME]
+        type_by_op = kernels.select(event="op", list_type=pl.coalesce(size, *typed))
+        joined = calls.select("event").join(type_by_op, on="event", how="left", maintain_order="left")
+        calls = calls.with_columns(joined["list_type"].fill_null(""))
+    return calls.with_columns(pl.col("batch").replace("", batch)) if batch else calls
 
 
 def _insides(
@@ -200,49 +185,42 @@ def _insides(
 ) -> dict[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]:
     """By group what is inside its first call: calls with recorded inputs, and kernels with their grids.
 
-    Only of operators whose model asks for it; calls with the same inputs do the same.
+    Only of operators whose model asks for it; calls with the same inputs do the same. Of captures, which run no
+    kernels, the launching calls tell the grids.
     """
     names = [name for name in calls["name"].unique().to_list() if MODELS.looks_inside(name)]
+    events = trace.events.lazy()
     insides = {}
     for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
         at = int(tree.position[event])
-        rows = pl.Series(np.sort(tree.row[at + 1 : tree.stop[at]])).cast(pl.UInt32).implode()
-        inputs = trace.tensors.filter(pl.col("event").is_in(rows))
+        below = pl.Series(np.sort(tree.row[at + 1 : tree.stop[at]])).cast(pl.UInt32).implode()
+        inputs = trace.tensors.filter(pl.col("event").is_in(below))
         names_below = trace.events["name"].gather(inputs["event"]).alias("name")
-        named = inputs.select(names_below, "shapes", "types", "concrete")
-        insides[group] = tuple(_call(*values) for values in named.rows()), _launched(trace, rows)
+        inside = tuple(_call(*values) for values in inputs.select(names_below, "shapes", "types", "concrete").rows())
+        kernels = events.filter(pl.col("category") == cat.KERNEL, pl.col("launch").is_in(below))
+        ran = kernels.select("event", "name").collect()
+        if not ran.height:
+            launches = events.filter(pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(below))
+            ran = launches.select("event", pl.lit(None, pl.String).alias("name")).collect()
+        launched = []
+        if ran.height and readable(trace):
+            ran = ran.sort("event")
+            arguments = whole(trace, ran["event"].to_numpy().astype(np.int64))
+            for recorded_name, args in zip(ran["name"].to_list(), arguments, strict=True):
+                name, grid = recorded_name or args.get("kernel"), args.get("grid")
+                is_grid = isinstance(grid, list) and all(isinstance(size, int) and size > 0 for size in grid)
+                if isinstance(name, str) and grid and is_grid:
+                    launched.append(Launched(name, tuple(grid)))
+        insides[group] = inside, tuple(launched)
     return insides
-
-
-def _launched(trace: Trace, below: pl.Series) -> tuple[Launched, ...]:
-    """Kernels that calls below an event launched, where their grids are recorded; of captures the launching calls."""
-    events = trace.events.lazy()
-    kernels = events.filter(pl.col("category") == cat.KERNEL, pl.col("launch").is_in(below)).select("event", "name")
-    ran = kernels.collect()
-    if not ran.height:
-        calls = events.filter(pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(below))
-        ran = calls.select("event", pl.lit(None, pl.String).alias("name")).collect()
-    if not ran.height or not readable(trace):
-        return ()
-    ran = ran.sort("event")
-    arguments = zip(ran["name"].to_list(), whole(trace, ran["event"].to_numpy().astype(np.int64)), strict=True)
-    launched = [(name or args.get("kernel"), _grid(args.get("grid"))) for name, args in arguments]
-    return tuple(Launched(name, grid) for name, grid in launched if isinstance(name, str) and grid)
-
-
-def _grid(value: object) -> tuple[int, ...]:
-    """The blocks in each dimension; empty for what is no grid."""
-    grid = value if isinstance(value, list) else []
-    return tuple(grid) if all(isinstance(blocks, int) and blocks > 0 for blocks in grid) else ()
 
 
 def _modelled(
     calls: pl.DataFrame, insides: Mapping[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]
 ) -> pl.DataFrame:
     """Each distinct call goes through its model once."""
-    keys = ["name", "shapes", "types", "concrete", "strides", "list_type", "batch"]
     rows: list[tuple[object, ...]] = []
-    for group, *values in calls.select("group", *keys).rows():
+    for group, *values in calls.select("group", *_INPUTS).rows():
         inside, kernels = insides.get(group, ((), ()))
         work = MODELS.work(replace(_call(*values), inside=inside, kernels=kernels))
         if isinstance(work, Work):

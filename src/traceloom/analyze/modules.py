@@ -111,12 +111,31 @@ def modules(trace: Trace) -> Modules:
     nothing = all_regions.evidence == "none"
     node, table = (all_regions.region, STEPS.to_frame()) if nothing else _paths(trace, tree, all_regions)
     of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE)
-    host = _host_time(trace, of_event, all_regions)
-    device, kernels = _device_time(trace, of_event, all_regions)
-    outside = _outside(host, device)
+    # every stretch in which something is recorded belongs to its innermost event
+    pieces, part_of = host_pieces(trace), all_regions.part.astype(_PART)
+    host = _Sums(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
+    # GPU work belongs to the host event that launched it
+    work = launched_work(trace)
+    work_step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
+    work_node, work_part = of_event[work.origin], np.append(part_of, _PART(FORWARD))[work.origin]
+    device = _Sums(work_node, work_part, work_step, work.duration_ns)
+    kernels = _Sums(work_node, work_part, work_step, work.kernel.astype(np.int64))
+    outside = {}
+    for name, sums in (("host_ns", host), ("device_ns", device)):
+        without = sums.node < 0
+        outside[f"outside_{name}"] = int(sums.value[without].sum())
+        outside[f"unjoined_{name}"] = int(sums.value[without & (sums.part == BACKWARD)].sum())
     if nothing:
         return Modules(TREE.to_frame(), STEPS.to_frame(), **outside, evidence="none", recompute_evidence="none")
-    numbers = _totals(table, {"host_ns": host, "device_ns": device, "kernel_count": kernels})
+
+    numbers: dict[str, Ints] = {}  # columns of the tree
+    for name, sums in (("host_ns", host), ("device_ns", device), ("kernel_count", kernels)):
+        own = sums.by(table.height, len(PARTS), sums.part)
+        with_below = _summed_up(table, own)
+        for part, prefix in enumerate(("", "backward_", "recompute_")):
+            numbers[f"{prefix}{name}"] = with_below[:, part]
+            if name != "kernel_count":
+                numbers[f"{prefix}self_{name}"] = own[:, part]
     calls = all_regions.kind >= 0
     for name, in_part in (("count", all_regions.part != RECOMPUTE), ("recompute_count", all_regions.part == RECOMPUTE)):
         numbers[name] = np.bincount(node[calls & in_part], minlength=table.height)
@@ -135,43 +154,6 @@ def modules(trace: Trace) -> Modules:
         evidence=all_regions.evidence,
         recompute_evidence=all_regions.recompute,
     )
-
-
-def _outside(host: _Sums, device: _Sums) -> dict[str, int]:
-    """What no region has, and the part of it in the backward pass."""
-    out = {}
-    for name, sums in (("host_ns", host), ("device_ns", device)):
-        without = sums.node < 0
-        out[f"outside_{name}"] = int(sums.value[without].sum())
-        out[f"unjoined_{name}"] = int(sums.value[without & (sums.part == BACKWARD)].sum())
-    return out
-
-
-def _host_time(trace: Trace, of_event: Ints, all_regions: Regions) -> _Sums:
-    """Every stretch in which something is recorded, by its innermost event's node, part and step."""
-    pieces = host_pieces(trace)
-    return _Sums(of_event[pieces.owner], all_regions.part.astype(_PART)[pieces.owner], pieces.step, pieces.ns)
-
-
-def _device_time(trace: Trace, of_event: Ints, all_regions: Regions) -> tuple[_Sums, _Sums]:
-    """GPU work by the node, part and step of the host event that launched it: durations, and numbers of pieces."""
-    work = launched_work(trace)
-    step = trace.gpu_work()["step"].cast(pl.Int64).fill_null(int(NO_STEP)).to_numpy()
-    node, part = of_event[work.origin], np.append(all_regions.part, FORWARD).astype(_PART)[work.origin]
-    return _Sums(node, part, step, work.duration_ns), _Sums(node, part, step, work.kernel.astype(np.int64))
-
-
-def _totals(table: pl.DataFrame, values: dict[str, _Sums]) -> dict[str, Ints]:
-    """Own sums of every node and part, and with those of the nodes below; columns of the tree."""
-    columns: dict[str, Ints] = {}
-    for name, sums in values.items():
-        own = sums.by(table.height, len(PARTS), sums.part)
-        whole = _summed_up(table, own)
-        for number, prefix in enumerate(("", "backward_", "recompute_")):
-            columns[f"{prefix}{name}"] = whole[:, number]
-            columns[f"{prefix}self_{name}"] = own[:, number]
-    del columns["self_kernel_count"], columns["backward_self_kernel_count"], columns["recompute_self_kernel_count"]
-    return columns
 
 
 def _summed_up(table: pl.DataFrame, own: Ints) -> Ints:
@@ -253,7 +235,12 @@ def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
     while stack:
         index, parent, path, above = stack.pop()
         row = rows[index]
-        name = _shown(row["name"], above)
+        # the name without the prefix of its kind, and without the dotted name of the scope around it
+        name = row["name"]
+        if name.startswith(SCOPE_PREFIX):
+            name = name.removeprefix(f"{above}." if name.startswith(f"{above}.") else SCOPE_PREFIX)
+        else:
+            name = name.removeprefix(MODULE if name.startswith(MODULE) else MODULE_PREFIX)
         path = f"{path}/{name}" if path else name
         number = len(ordered)
         number_of[row["node"]] = number
@@ -261,13 +248,3 @@ def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
         ordered.append({**row, **fields})
         stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
     return pl.DataFrame(ordered, schema_overrides=dict(TREE)).select(list(TREE)).cast(TREE), number_of
-
-
-def _shown(name: str, above: str) -> str:
-    """A region's name without the prefix of its kind, and without the dotted name of the scope around it."""
-    for prefix in (MODULE, MODULE_PREFIX):
-        if name.startswith(prefix):
-            return name[len(prefix) :]
-    if name.startswith(SCOPE_PREFIX):
-        return name[len(above) + 1 :] if name.startswith(f"{above}.") else name[len(SCOPE_PREFIX) :]
-    return name

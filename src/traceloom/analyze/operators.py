@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.intervals import Ints
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -20,13 +19,8 @@ OPERATORS = pl.Schema(
     {
         "name": pl.String,
         "shapes": pl.String,
-        "count": pl.Int64,
-        "self_ns": pl.Int64,
-        "total_ns": pl.Int64,
-        "mean_ns": pl.Int64,
-        "device_ns": pl.Int64,
-        "self_device_ns": pl.Int64,
-        "kernel_count": pl.Int64,
+        **dict.fromkeys(("count", "self_ns", "total_ns", "mean_ns"), pl.Int64),
+        **dict.fromkeys(("device_ns", "self_device_ns", "kernel_count"), pl.Int64),
         "fraction": pl.Float64,
     }
 )
@@ -69,7 +63,15 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     above = tree.nearest(is_op)
     work = launched_work(trace)
     direct_ns, direct_kernels, direct_count = work.by_owner(tree.nearest_or_self(is_op, above))
-    kind = _kinds(trace, tree, by_shape)
+    kind = vocabulary(trace).code[tree.row].astype(np.int64)  # for each host event the row of the table, by its name
+    shapes = pl.Series("shapes", [], dtype=pl.String)  # of the inputs of every event, as JSON text
+    if by_shape:
+        shapes = trace.events.select("event").join(
+            trace.tensors.select("event", "shapes"), on="event", how="left", maintain_order="left"
+        )["shapes"]
+        shape = shapes.cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
+        pair = kind * (int(shape.max(initial=0)) + 2) + shape + 1
+        kind = np.unique(pair, return_inverse=True)[1].astype(np.int64)
     top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
     self_ns = tree.self_ns(is_op, above)
     ops = pl.LazyFrame(
@@ -84,12 +86,19 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
             "is_op": is_op,
         }
     ).filter("is_op")
-    summed = _summed(ops, int(self_ns.sum())).collect(engine=engine(trace))
+    summed = ops.group_by("kind").agg(
+        pl.len().alias("count"),
+        pl.col("self_ns", "self_device_ns").sum(),
+        pl.col("span_ns").filter("top").sum().alias("total_ns"),
+        (pl.col("span_ns").sum() / pl.len()).round().cast(pl.Int64).alias("mean_ns"),
+        pl.col("device_ns", "kernel_count").filter("top").sum(),
+        (pl.col("self_ns").sum() / max(int(self_ns.sum()), 1)).alias("fraction"),
+    )
     used, first = np.unique(kind, return_index=True)
     example = tree.row[first]
-    shapes = _shapes(trace).gather(example) if by_shape else pl.Series([None] * used.size, dtype=pl.String)
-    names = pl.DataFrame({"kind": used, "name": trace.events["name"].gather(example), "shapes": shapes})
-    rows = summed.join(names, on="kind", how="left")
+    example_shapes = shapes.gather(example) if by_shape else shapes.extend_constant(None, used.size)
+    names = pl.DataFrame({"kind": used, "name": trace.events["name"].gather(example), "shapes": example_shapes})
+    rows = summed.collect(engine=engine(trace)).join(names, on="kind", how="left")
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())
     return Operators(
@@ -98,34 +107,3 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
         work.origin.size - int(direct_count.sum()),
         gpu_ns,
     )
-
-
-def _summed(ops: pl.LazyFrame, self_ns: int) -> pl.LazyFrame:
-    once = [pl.col(name).filter("top").sum() for name in ("device_ns", "kernel_count")]
-    whole = max(self_ns, 1)
-    return ops.group_by("kind").agg(
-        pl.len().alias("count"),
-        pl.col("self_ns", "self_device_ns").sum(),
-        pl.col("span_ns").filter("top").sum().alias("total_ns"),
-        (pl.col("span_ns").sum() / pl.len()).round().cast(pl.Int64).alias("mean_ns"),
-        *once,
-        (pl.col("self_ns").sum() / whole).alias("fraction"),
-    )
-
-
-def _kinds(trace: Trace, tree: Forest, by_shape: bool) -> Ints:
-    """For each host event a number that says which row of the table it belongs to."""
-    names = vocabulary(trace).code[tree.row].astype(np.int64)
-    if not by_shape:
-        return names
-    shapes = _shapes(trace).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
-    pair = names * (int(shapes.max(initial=0)) + 2) + shapes + 1
-    return np.unique(pair, return_inverse=True)[1].astype(np.int64)
-
-
-def _shapes(trace: Trace) -> pl.Series:
-    """Input shapes of every event, as JSON text; null where none are recorded."""
-    joined = trace.events.select("event").join(
-        trace.tensors.select("event", "shapes"), on="event", how="left", maintain_order="left"
-    )
-    return joined["shapes"]

@@ -32,7 +32,16 @@ def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
         if path.suffix == ".json":
             rules += read_kind_rules(path)
         elif path.suffix == ".py":
-            _run(path)
+            try:
+                runpy.run_path(str(path))
+            except (Exception, SystemExit) as error:
+                # Whatever a program of the user's raises is said of that program.
+                frames = traceback.extract_tb(error.__traceback__)
+                lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+                where = f"{path}, line {lines[-1]}" if lines else str(path)
+                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                message = f"the rules cannot be loaded: {reason}"
+                raise InputError(message, slug="rules-failed", where=where) from error
         else:
             raise UsageError(
                 f"`{path}` is no file of rules: its ending is neither .py nor .json",
@@ -40,14 +49,3 @@ def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
                 hint="write models of operators in Python, rules for kinds of kernels as JSON",
             )
     return tuple(rules)
-
-
-def _run(path: Path) -> None:
-    try:
-        runpy.run_path(str(path))
-    except (Exception, SystemExit) as error:
-        # Whatever a program of the user's raises is said of that program.
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        at = f", line {lines[-1]}" if lines else ""
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise InputError(f"the rules cannot be loaded: {reason}", slug="rules-failed", where=f"{path}{at}") from error

@@ -6,6 +6,7 @@ Definitions: docs/concepts/patterns.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -26,12 +27,7 @@ SEQUENCES = pl.Schema(
     {
         "sequence": pl.UInt32(),
         "kind": pl.Enum(["sequence", "elementwise"]),
-        "count": pl.Int64(),
-        "length": pl.Int64(),
-        "launch_count": pl.Int64(),
-        "kernel_ns": pl.Int64(),
-        "gap_ns": pl.Int64(),
-        "span_ns": pl.Int64(),
+        **dict.fromkeys(("count", "length", "launch_count", "kernel_ns", "gap_ns", "span_ns"), pl.Int64()),
         "fraction": pl.Float64(),
         "elementwise": pl.Boolean(),
         "example": pl.UInt32(),
@@ -44,10 +40,8 @@ OCCURRENCES = pl.Schema(
         "device": pl.Int32(),
         "stream": pl.Int64(),
         "step": pl.Int32(),
-        "first": pl.UInt32(),
-        "last": pl.UInt32(),
-        "start_ns": pl.Int64(),
-        "span_ns": pl.Int64(),
+        **dict.fromkeys(("first", "last"), pl.UInt32()),
+        **dict.fromkeys(("start_ns", "span_ns"), pl.Int64()),
     }
 )
 STEPS = pl.Schema(
@@ -111,56 +105,61 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     repeats = [*every, *fused]
     whole = int((made.end - made.start).sum())
     if not repeats:
-        return Patterns(
-            pl.DataFrame(schema=SEQUENCES),
-            pl.DataFrame(schema=OCCURRENCES),
-            pl.DataFrame(schema=STEPS),
-            made.row.size,
-            whole,
-        )
-    places = _places(made, repeats)
-    first = np.cumsum([0, *(start.size for start, _ in repeats)])[:-1]
+        return Patterns(SEQUENCES.to_frame(), OCCURRENCES.to_frame(), STEPS.to_frame(), made.row.size, whole)
+
+    # where the occurrences of all sequences begin and end
+    counts = [start.size for start, _ in repeats]
+    low = np.concatenate([start for start, _ in repeats])
+    high = low + np.repeat([size for _, size in repeats], counts)
+    sums = _sums(made, low, high)
+    first = np.cumsum([0, *counts])[:-1]
     sequences = pl.DataFrame(
         {
             "sequence": np.arange(len(repeats)),
             "kind": ["sequence"] * len(every) + ["elementwise"] * len(fused),
-            "count": [start.size for start, _ in repeats],
+            "count": counts,
             "length": [size for _, size in repeats],
-            **{name: np.add.reduceat(places[name], first) for name in _SUMS},
+            **{name: np.add.reduceat(values, first) for name, values in sums.items()},
             "elementwise": [bool(simple[start[0] : start[0] + size].all()) for start, size in repeats],
             "example": [int(made.row[start[0]]) for start, _ in repeats],
             "names": [words.names.gather(code[start[0] : start[0] + size]).to_list() for start, size in repeats],
         }
     ).with_columns((pl.col("kernel_ns") / max(whole, 1)).alias("fraction"))
-    occurrences = _occurrences(trace, made, places)
+    where = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
+    where = where.select(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in where.columns)
+    occurrences = pl.DataFrame(
+        {
+            "sequence": np.repeat(np.arange(len(repeats)), counts),
+            "device": where["device"],
+            "stream": where["stream"],
+            "step": trace.steps["step"].gather(where["step"].cast(pl.UInt32)),
+            "first": made.row[low],
+            "last": made.row[high - 1],
+            "start_ns": made.start[low],
+            "span_ns": sums["span_ns"],
+        }
+    ).cast(OCCURRENCES)
     in_steps = occurrences.filter(pl.col("step").is_not_null()).with_columns(pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
     steps = spread.select(list(STEPS)).cast(STEPS).sort("sequence")
     return Patterns(sequences.select(list(SEQUENCES)).cast(SEQUENCES), occurrences, steps, made.row.size, whole)
 
 
-_SUMS = ("launch_count", "kernel_ns", "gap_ns", "span_ns")
-
-
-def _places(made: Submissions, repeats: list[tuple[Ints, int]]) -> dict[str, Ints]:
-    """All occurrences of all sequences: where they begin and end, and what they add."""
-    counts = [start.size for start, _ in repeats]
-    low = np.concatenate([start for start, _ in repeats])
-    high = low + np.repeat([size for _, size in repeats], counts)
-    gap, length = _gaps(made), made.end - made.start
+def _sums(made: Submissions, low: Ints, high: Ints) -> dict[str, Ints]:
+    """What is added up of each occurrence [low, high): `Patterns.sequences`."""
+    gap = np.zeros(made.row.size, dtype=np.int64)  # before each piece, in which its stream did nothing
+    for begin, end in pairwise(made.bounds().tolist()):
+        reach = np.maximum.accumulate(made.end[begin:end])
+        gap[begin + 1 : end] = np.maximum(made.start[begin + 1 : end] - reach[:-1], 0)
     # a piece has a launch of its own, or is the first of its graph; unknown launches count as own
     own_launch = (made.first | ~made.known).astype(np.int64)
-    launched, busy, idle = (np.concatenate([[0], np.cumsum(values)]) for values in (own_launch, length, gap))
-    between = np.column_stack([low, high]).ravel()
-    reach = np.maximum.reduceat(np.append(made.end, 0), between)[::2]
+    launched, busy, idle = (np.append(0, np.cumsum(values)) for values in (own_launch, made.end - made.start, gap))
+    span = np.maximum.reduceat(np.append(made.end, 0), np.column_stack([low, high]).ravel())[::2] - made.start[low]
     return {
-        "sequence": np.repeat(np.arange(len(repeats)), counts),
-        "low": low,
-        "high": high,
         "launch_count": launched[high] - launched[low],
         "kernel_ns": busy[high] - busy[low],
         "gap_ns": idle[high] - idle[low + 1],  # the gap before the first is not inside
-        "span_ns": reach - made.start[low],
+        "span_ns": span,
     }
 
 
@@ -176,30 +175,3 @@ def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int
     weight = np.insert(np.where(border, 0, made.end - made.start), opens, 0)
     taken = chosen(text, maximal_repeats(text, shortest, longest), weight, least, most)
     return [(position[start], length) for start, length in taken]
-
-
-def _gaps(made: Submissions) -> Ints:
-    """Time before each piece in which its stream did nothing; 0 for the first of a stream."""
-    gap = np.zeros(made.row.size, dtype=np.int64)
-    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
-        reach = np.maximum.accumulate(made.end[low:high])
-        gap[low + 1 : high] = np.maximum(made.start[low + 1 : high] - reach[:-1], 0)
-    return gap
-
-
-def _occurrences(trace: Trace, made: Submissions, places: dict[str, Ints]) -> pl.DataFrame:
-    low = places["low"]
-    frame = pl.DataFrame({"device": made.device[low], "stream": made.stream[low], "step": made.step[low]})
-    frame = frame.with_columns(pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name) for name in frame.columns)
-    return pl.DataFrame(
-        {
-            "sequence": places["sequence"],
-            "device": frame["device"],
-            "stream": frame["stream"],
-            "step": trace.steps["step"].gather(frame["step"].cast(pl.UInt32)),
-            "first": made.row[low],
-            "last": made.row[places["high"] - 1],
-            "start_ns": made.start[low],
-            "span_ns": places["span_ns"],
-        }
-    ).cast(OCCURRENCES)

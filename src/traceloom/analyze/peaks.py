@@ -44,16 +44,14 @@ class Peak:
 
 
 @cache
-def _table() -> tuple[dict[str, tuple[Peak, int | None]], tuple[str, ...]]:
+def _table() -> dict[str, tuple[Peak, int | None]]:
+    """Peaks and number of multiprocessors by each name of a device, all as `_plain` gives it."""
     text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
-    by_alias: dict[str, tuple[Peak, int | None]] = {}
-    names = []
-    for entry in json.loads(text)["devices"]:
-        peak = Peak(entry["name"], entry["flops"], entry["memory"])
-        names.append(entry["name"])
-        for alias in (entry["name"], *entry["aliases"]):
-            by_alias[_plain(alias)] = (peak, entry["multiprocessors"])
-    return by_alias, tuple(names)
+    return {
+        _plain(name): (Peak(entry["name"], entry["flops"], entry["memory"]), entry["multiprocessors"])
+        for entry in json.loads(text)["devices"]
+        for name in (entry["name"], *entry["aliases"])
+    }
 
 
 def _plain(name: str) -> str:
@@ -63,7 +61,7 @@ def _plain(name: str) -> str:
 
 def known_devices() -> tuple[str, ...]:
     """The devices whose peaks come with Traceloom."""
-    return _table()[1]
+    return tuple(dict.fromkeys(peak.name for peak, _ in _table().values()))
 
 
 def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
@@ -74,7 +72,7 @@ def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
     """
     if not name:
         return "the trace does not name the device"
-    entry = _table()[0].get(_plain(name))
+    entry = _table().get(_plain(name))
     if entry is None:
         return f"the peaks of {name!r} are not known"
     peak, expected = entry
@@ -100,7 +98,15 @@ def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
             hint = f"use one of {', '.join(known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
             raise UsageError(f"there are no peaks for a device called {spec!r}", slug="no-such-device", hint=hint)
         return peak
-    numbers = _numbers(spec) if isinstance(spec, str) else {str(key): spec[key] for key in spec}
+    numbers: dict[str, Any] = {}
+    for part in spec.split(",") if isinstance(spec, str) else ():
+        key, _, value = part.partition("=")
+        try:
+            numbers[key.strip()] = float(value)
+        except ValueError:
+            raise _bad(f"`{part.strip()}` is no pair of a name and a number") from None
+    if not isinstance(spec, str):
+        numbers = {str(key): spec[key] for key in spec}
     for key, value in numbers.items():
         if key not in (*TYPES, "memory"):
             raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
@@ -108,17 +114,6 @@ def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
             raise _bad(f"`{key}` is not a number above 0")
     rates = {key: float(value) for key, value in numbers.items() if key != "memory"}
     return Peak("given", rates, float(numbers["memory"]) if "memory" in numbers else None)
-
-
-def _numbers(text: str) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        try:
-            numbers[key.strip()] = float(value)
-        except ValueError:
-            raise _bad(f"`{part.strip()}` is no pair of a name and a number") from None
-    return numbers
 
 
 def _bad(message: str) -> UsageError:

@@ -16,7 +16,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.blocking import blocking_calls
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.vocabulary import Vocabulary, vocabulary
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
@@ -109,7 +109,19 @@ def meaning(trace: Trace) -> Meaning:
     tree = forest(trace)
     words = vocabulary(trace)
     code = words.code[tree.row]
-    tables = _known_names(words)
+    text = pl.col("name").str
+    matching_words = pl.sum_horizontal(text.contains(pattern) for _, pattern in WORD_PHASES)
+    # what each table says of each distinct name: phase numbers (-1 for none) and booleans
+    by_name = words.names.to_frame("name").select(
+        span=_first_of(SPAN_PHASES),
+        python=_first_of(PYTHON_PHASES),
+        word=pl.when(matching_words == 1).then(_first_of(WORD_PHASES)).otherwise(_NONE),
+        ours=text.contains(OURS),
+        mark=text.contains(STEP_MARK),
+        blocking_runtime=text.contains(BLOCKING_RUNTIME),
+        blocking_python=text.contains(BLOCKING_PYTHON),
+    )
+    tables = {series.name: series.to_numpy() for series in by_name}
     category = column(trace, "category")[tree.row]
     is_op, is_python = category == _code(cat.OP), category == _code(cat.PYTHON)
     is_ours, mark = lookup(tables["ours"], code), lookup(tables["mark"], code)
@@ -118,25 +130,20 @@ def meaning(trace: Trace) -> Meaning:
     phase = np.where(is_python, lookup(tables["python"], code), np.where(named & (span < 0), word, span))
     backward_op = (column(trace, "forward_thread", 0)[tree.row] > 0) & is_op
     phase = np.where(backward_op & (phase < 0), BACKWARD, phase)
-    phase[mark | _around_steps(trace)[tree.row] | np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))] = _NONE
+    call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
+    # events that hold a whole step are around the loop, whatever their name says
+    starts = trace.steps["start_ns"].to_numpy()
+    after = np.searchsorted(starts, column(trace, "start_ns"), side="right")
+    before = np.searchsorted(starts, column(trace, "nested_end_ns"), side="left")
+    phase[mark | (before - after > 1)[tree.row] | call] = _NONE
     op = is_op & ~is_ours
     activity = np.full(code.size, _NONE, like=code)
     activity[is_python] = PYTHON
     activity[is_python & lookup(tables["blocking_python"], code)] = BLOCKING_CALL
     activity[op | (category == _code(cat.COLLECTIVE)) | (~is_python & (span == COMMUNICATION))] = OP
-    call = np.isin(category, (_code(cat.RUNTIME), _code(cat.DRIVER)))
     waits = lookup(tables["blocking_runtime"], code) | blocking_calls(trace)[tree.row]
     activity[call] = np.where(waits[call], BLOCKING_CALL, LAUNCH)
     return Meaning(phase.astype(_CODE), activity.astype(_CODE), mark, op)
-
-
-def _around_steps(trace: Trace) -> Bools:
-    """Events that hold a whole step: they are around the loop, whatever their name says. Shape (events,)."""
-    starts = trace.steps["start_ns"].to_numpy()
-    after = np.searchsorted(starts, column(trace, "start_ns"), side="right")
-    before = np.searchsorted(starts, column(trace, "nested_end_ns"), side="left")
-    around: Bools = before - after > 1
-    return around
 
 
 @per_trace
@@ -148,22 +155,6 @@ def activity(trace: Trace) -> Ints:
 
 def _code(category: str) -> int:
     return cat.CATEGORIES.index(category)
-
-
-def _known_names(words: Vocabulary) -> dict[str, np.ndarray]:
-    """What each table says of each distinct name: phase numbers (-1 for none) and booleans."""
-    text = pl.col("name").str
-    matching_words = pl.sum_horizontal(text.contains(pattern) for _, pattern in WORD_PHASES)
-    tables = words.names.to_frame("name").select(
-        span=_first_of(SPAN_PHASES),
-        python=_first_of(PYTHON_PHASES),
-        word=pl.when(matching_words == 1).then(_first_of(WORD_PHASES)).otherwise(_NONE),
-        ours=text.contains(OURS),
-        mark=text.contains(STEP_MARK),
-        blocking_runtime=text.contains(BLOCKING_RUNTIME),
-        blocking_python=text.contains(BLOCKING_PYTHON),
-    )
-    return {column.name: column.to_numpy() for column in tables}
 
 
 def _first_of(table: tuple[tuple[int, str], ...]) -> pl.Expr:

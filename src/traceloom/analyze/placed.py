@@ -20,7 +20,7 @@ BoundType = pl.Enum(["compute", "memory"])
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedCalls:
     """The modelled calls of a trace on the roofline of their device.
 
     Attributes:
@@ -43,7 +43,7 @@ class Placed:
     modelled: ModelledCalls
 
 
-def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None) -> Placed:
+def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None) -> PlacedCalls:
     """Place every modelled call on the roofline; without a given peak or capture remembered for the last trace.
 
     With the recording of the `capture` of its graphs also the calls that their replays make.
@@ -60,30 +60,29 @@ def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None)
 
 
 @per_trace
-def _kept(_trace: Trace) -> list[tuple[ModelledCalls, Placed]]:
+def _kept(_trace: Trace) -> list[tuple[ModelledCalls, PlacedCalls]]:
     """Holds the last result; registering a model changes the calls, and so the result."""
     return []
 
 
-def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> Placed:
+def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedCalls:
     work = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(
         "event", "name", "device", "step", ns=pl.col("duration_ns").clip(lower_bound=0)
     ).collect()  # fmt: skip
     work = work.with_columns(pl.Series("position", modelled.work_owner)).filter(pl.col("position") >= 0)
-    device_peaks = peaks(trace, peak)
-    calls = _calls(trace, modelled, work)
-    has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
-    return Placed(_on_roofline(calls, device_peaks, peak), work, device_peaks, has_peaks, modelled)
-
-
-def _calls(trace: Trace, modelled: ModelledCalls, work: pl.DataFrame) -> pl.DataFrame:
-    """One row per modelled call, with the evidence of its kernels' names."""
     if modelled.link.size:
-        evidence = _told(work, modelled)
+        # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
+        single = modelled.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series()
+        is_fp32 = np.append(single.fill_null(value=False).to_numpy(), np.False_)
+        is_fp32 = is_fp32[modelled.group[work["position"].to_numpy()]]
+        fp32_work = work.filter(pl.Series(is_fp32, dtype=pl.Boolean)).select("position", "name")
+        names = fp32_work["name"].unique()
+        fp32_work = fp32_work.join(pl.DataFrame({"name": names, "shown": float_evidence(names)}), on="name")
+        shown = fp32_work.group_by("position").agg(pl.col("shown").max())  # "tf32" > "fp32" > null
         calls = work.group_by("position", maintain_order=True).agg(
             pl.col("device").first(), pl.col("step").first(), gpu_ns=pl.col("ns").sum(), kernels=pl.len()
         )
-        calls = calls.join(evidence, on="position", how="left", maintain_order="left").with_columns(time_ns="gpu_ns")
+        calls = calls.join(shown, on="position", how="left", maintain_order="left").with_columns(time_ns="gpu_ns")
     else:
         own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
         tree = forest(trace)
@@ -94,35 +93,29 @@ def _calls(trace: Trace, modelled: ModelledCalls, work: pl.DataFrame) -> pl.Data
             calls = calls.with_columns(time_ns=pl.lit(None, pl.Int64))
         calls = calls.with_columns(
             device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
-            told=pl.lit(None, pl.String),
+            shown=pl.lit(None, pl.String),
         )  # fmt: skip
     group = pl.Series("group", modelled.group[calls["position"].to_numpy()]).cast(pl.UInt32)
-    return calls.with_columns(group).join(
+    calls = calls.with_columns(group).join(
         modelled.groups.drop("name", "shapes", "types", "reason"), on="group", how="left", maintain_order="left"
     )
-
-
-def _told(work: pl.DataFrame, modelled: ModelledCalls) -> pl.DataFrame:
-    """What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it."""
-    single = modelled.groups.select((pl.col("dtype") == "fp32") & pl.col("matrix")).to_series().fill_null(value=False)
-    is_fp32 = np.append(single.to_numpy(), np.False_)[modelled.group[work["position"].to_numpy()]]
-    fp32_work = work.filter(pl.Series(is_fp32, dtype=pl.Boolean)).select("position", "name")
-    names = fp32_work["name"].unique()
-    evidence = pl.DataFrame({"name": names, "told": float_evidence(names)})
-    return fp32_work.join(evidence, on="name").group_by("position").agg(pl.col("told").max())  # "tf32" > "fp32" > null
+    device_peaks = peaks(trace, peak)
+    has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
+    return PlacedCalls(_on_roofline(calls, device_peaks, peak), work, device_peaks, has_peaks, modelled)
 
 
 def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_peak: Peak | None) -> pl.DataFrame:
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
     calls = calls.with_columns(
-        arithmetic=pl.when(single & (pl.col("told") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
+        arithmetic=pl.when(single & (pl.col("shown") == "tf32")).then(pl.lit("tf32")).otherwise("dtype"),
         evidence=pl.when(~single)
         .then(pl.lit("recorded type"))
-        .when(pl.col("told").is_not_null())
+        .when(pl.col("shown").is_not_null())
         .then(pl.lit("kernel name"))
         .otherwise(pl.lit("assumed")),
     )
-    kinds = calls.select("device", "arithmetic", "matrix").unique()
+    keys = ["device", "arithmetic", "matrix"]
+    kinds = calls.select(keys).unique()
     rates: list[tuple[float | None, float | None]] = []
     for device, arithmetic, matrix in kinds.rows():
         peak = user_peak if device is None else devices.get(device)
@@ -131,7 +124,6 @@ def _on_roofline(calls: pl.DataFrame, devices: Mapping[int, Peak | str], user_pe
         pl.Series("rate", [rate for rate, _ in rates], dtype=pl.Float64),
         pl.Series("memory_rate", [memory for _, memory in rates], dtype=pl.Float64),
     )
-    keys = ["device", "arithmetic", "matrix"]
     calls = calls.join(table, on=keys, how="left", nulls_equal=True, maintain_order="left")
     compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
     calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)

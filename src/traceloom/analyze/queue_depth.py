@@ -24,20 +24,12 @@ _CLOCK_NS = 2_000
 QUEUES = pl.Schema(
     {
         "device": pl.Int32(),
-        "stream": pl.Int64(),
-        "launch_count": pl.Int64(),
-        "work_count": pl.Int64(),
-        "unknown_count": pl.Int64(),
+        **dict.fromkeys(("stream", "launch_count", "work_count", "unknown_count"), pl.Int64()),
         "max_launches": pl.Int64(),
         "mean_launches": pl.Float64(),
         "max_works": pl.Int64(),
         "mean_works": pl.Float64(),
-        "window_ns": pl.Int64(),
-        "empty_ns": pl.Int64(),
-        "deep_ns": pl.Int64(),
-        "held_count": pl.Int64(),
-        "held_ns": pl.Int64(),
-        "capacity": pl.Int64(),
+        **dict.fromkeys(("window_ns", "empty_ns", "deep_ns", "held_count", "held_ns", "capacity"), pl.Int64()),
     }
 )
 """Per stream: its launches, its work, work of unknown launches (not in the depths); the largest number of pending
@@ -49,8 +41,8 @@ CURVE = pl.Schema(
 )
 
 
-class Held(NamedTuple):
-    """Launches that a full queue held up; arrays of one length, by position.
+class HeldCalls(NamedTuple):
+    """Launch calls that a full queue held up; arrays of one length, by position.
 
     Attributes:
         at: Position in the submissions.
@@ -98,7 +90,11 @@ def _curve(made: Submissions) -> _Curve:
     Work that seems to start before its call (clocks differ) starts with it, so that no depth is negative.
     """
     recorded = np.flatnonzero(made.known)
-    first = _first_on_lane(made, recorded)
+    first = np.zeros(recorded.size, dtype=np.int64)  # 1 for the first work of its launch on its lane
+    if recorded.size:
+        pair = made.launch[recorded] * (int(made.lane.max()) + 1) + made.lane[recorded]
+        order = np.lexsort((made.start[recorded], pair))
+        first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
     begun = made.call_start[recorded]
     started = np.maximum(made.start[recorded], begun)
     lane = np.tile(made.lane[recorded], 2)
@@ -113,81 +109,61 @@ def _curve(made: Submissions) -> _Curve:
     return _Curve(lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last])
 
 
-def _first_on_lane(made: Submissions, recorded: Ints) -> Ints:
-    """1 for the first work of its launch on its lane, else 0."""
-    first = np.zeros(recorded.size, dtype=np.int64)
-    if recorded.size:
-        pair = made.launch[recorded] * (int(made.lane.max()) + 1) + made.lane[recorded]
-        order = np.lexsort((made.start[recorded], pair))
-        first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
-    return first
-
-
 def of_devices(made: Submissions) -> Submissions:
     """The same with all streams of a device as one lane: for the depths of whole devices, whose stream is null."""
     opens = np.diff(made.device, prepend=made.device[:1] - 1) != 0
     return replace(made, lane=np.cumsum(opens) - 1, stream=np.full(made.row.size, UNKNOWN, dtype=np.int64))
 
 
-def held_up(trace: Trace, made: Submissions) -> Held:
+def held_up(trace: Trace, made: Submissions) -> HeldCalls:
     """Launch calls that a full queue held up.
 
     Such a call finds at least 900 launches pending, is longer than calls of its name usually are (by 8 µs and 2.5
     times), and returns within 100 µs after the end of earlier work of its stream, which made room.
     """
-    at, ns, pending = ([np.zeros(0, dtype=np.int64)] for _ in range(3))
-    usual = None
-    for low, high in pairwise(made.bounds().tolist()):
-        if high - low < DEEP:
-            continue
-        usual = _usual(trace, made) if usual is None else usual
-        on_lane = _held_on_lane(made, usual, low, high)
-        for kept, part in zip((at, ns, pending), on_lane, strict=True):
-            kept.append(part)
-    return Held(np.concatenate(at), np.concatenate(ns), np.concatenate(pending))
+    lanes = [(low, high) for low, high in pairwise(made.bounds().tolist()) if high - low >= DEEP]
+    nothing = np.zeros(0, dtype=np.int64)
+    parts = [(nothing, nothing, nothing)]
+    usual = nothing
+    if lanes:  # for each work the median duration of the calls that have the name of its call; 0 without a call
+        usual = np.zeros(made.row.size, dtype=np.int64)
+        at = np.flatnonzero(made.first)
+        code = plain(vocabulary(trace).code)[made.launch[at]].astype(np.int64)
+        span = made.call_end[at] - made.call_start[at]
+        order = np.lexsort((span, code))
+        bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
+        for low, high in pairwise(bounds.tolist()):  # names
+            usual[at[order[low:high]]] = span[order[(low + high) // 2]]
+    for low, high in lanes:
+        by_call = low + np.argsort(made.call_start[low:high], kind="stable")  # in the order of launches
+        ends = np.maximum.accumulate(np.sort(made.end[low:high]))
+        number = np.flatnonzero(made.first[by_call] & ~made.many[by_call])
+        at = by_call[number]
+        returned = made.call_end[at]
+        span = returned - made.call_start[at]
+        done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
+        pending = number + 1 - done
+        freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
+        held = (pending >= DEEP) & (span >= np.maximum(usual[at] + _LONGER_NS, _TIMES * usual[at]))
+        held &= (returned - freed <= _AT_ONCE_NS) & (freed > made.call_start[at])
+        parts.append((at[held], (span - usual[at])[held], pending[held]))
+    return HeldCalls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def _held_on_lane(made: Submissions, usual: Ints, low: int, high: int) -> Held:
-    inside = np.arange(low, high)
-    by_call = inside[np.argsort(made.call_start[low:high], kind="stable")]  # in the order of launches
-    ends = np.maximum.accumulate(np.sort(made.end[low:high]))
-    number = np.flatnonzero(made.first[by_call] & ~made.many[by_call])
-    at = by_call[number]
-    returned = made.call_end[at]
-    span = returned - made.call_start[at]
-    done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
-    pending = number + 1 - done
-    freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
-    held = (pending >= DEEP) & (span >= np.maximum(usual[at] + _LONGER_NS, _TIMES * usual[at]))
-    held &= (returned - freed <= _AT_ONCE_NS) & (freed > made.call_start[at])
-    return Held(at[held], (span - usual[at])[held], pending[held])
-
-
-def _usual(trace: Trace, made: Submissions) -> Ints:
-    """For each work the median duration of the launch calls that have the name of its call; 0 without a call."""
-    usual = np.zeros(made.row.size, dtype=np.int64)
-    at = np.flatnonzero(made.first)
-    code = plain(vocabulary(trace).code)[made.launch[at]].astype(np.int64)
-    span = made.call_end[at] - made.call_start[at]
-    order = np.lexsort((span, code))
-    bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
-    for low, high in pairwise(bounds.tolist()):  # names
-        usual[at[order[low:high]]] = span[order[(low + high) // 2]]
-    return usual
-
-
-def queues(made: Submissions, held: Held) -> pl.DataFrame:
+def queues(made: Submissions, held: HeldCalls) -> pl.DataFrame:
     """The queues of all streams: `QUEUES`."""
     depths = _curve(made)
     bounds = made.bounds()
     changes = np.searchsorted(depths.lane, np.arange(bounds.size))
     rows = []
     for lane, (low, high) in enumerate(pairwise(bounds.tolist())):
-        of_lane = slice(changes[lane], changes[lane + 1])
-        held_pending = held.pending[(held.at >= low) & (held.at < high)]
-        counts, often = np.unique(held_pending, return_counts=True)
+        _, time, launches, works = (values[changes[lane] : changes[lane + 1]] for values in depths)
+        on_lane = (held.at >= low) & (held.at < high)
+        counts, often = np.unique(held.pending[on_lane], return_counts=True)
         start = min(int(made.start[low:high].min()), int(made.call_start[low:high].min()))
         end = int(made.end[low:high].max())
+        window = end - start
+        lasts = np.maximum(np.diff(time, append=end), 0)
         recorded = made.known[low:high]
         rows.append(
             {
@@ -196,29 +172,19 @@ def queues(made: Submissions, held: Held) -> pl.DataFrame:
                 "launch_count": int(np.unique(made.launch[low:high][recorded]).size),
                 "work_count": high - low,
                 "unknown_count": int((~recorded).sum()),
-                **_depths(depths.time[of_lane], depths.launches[of_lane], depths.works[of_lane], start, end),
-                "held_count": held_pending.size,
-                "held_ns": int(held.ns[(held.at >= low) & (held.at < high)].sum()),
-                "capacity": int(counts[::-1][often[::-1].argmax()]) if held_pending.size else None,
+                "max_launches": int(launches.max(initial=0)),
+                "mean_launches": float((launches * lasts).sum() / window) if window else 0.0,
+                "max_works": int(works.max(initial=0)),
+                "mean_works": float((works * lasts).sum() / window) if window else 0.0,
+                "window_ns": window,
+                "empty_ns": window - int(lasts[launches > 0].sum()),
+                "deep_ns": int(lasts[launches >= DEEP].sum()),
+                "held_count": int(on_lane.sum()),
+                "held_ns": int(held.ns[on_lane].sum()),
+                "capacity": int(counts[::-1][often[::-1].argmax()]) if counts.size else None,
             }
         )
     return pl.DataFrame(rows, schema=QUEUES)
-
-
-def _depths(time: Ints, launches: Ints, works: Ints, start: int, end: int) -> dict[str, int | float]:
-    lasts = np.diff(time, append=end)
-    lasts = np.maximum(lasts, 0)
-    window = end - start
-    pending = int(lasts[launches > 0].sum())
-    return {
-        "max_launches": int(launches.max(initial=0)),
-        "mean_launches": float((launches * lasts).sum() / window) if window else 0.0,
-        "max_works": int(works.max(initial=0)),
-        "mean_works": float((works * lasts).sum() / window) if window else 0.0,
-        "window_ns": window,
-        "empty_ns": window - pending,
-        "deep_ns": int(lasts[launches >= DEEP].sum()),
-    }
 
 
 def thinned(curve: pl.DataFrame, points: int) -> pl.DataFrame:

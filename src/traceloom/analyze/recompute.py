@@ -8,7 +8,7 @@ import numpy as np
 
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.intervals import Bools
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -84,13 +84,8 @@ def _inferred(trace: Trace, tree: Forest, engine: Bools) -> Bools:
         return np.zeros_like(repeated)
     joined = backward_of(trace)
     if joined is not None:
-        repeated &= ~_made_nodes(trace, tree, joined.forward)
+        # not those that carry the sequence number of an op on their lane whose backward is recorded
+        lanes = int(tree.lane.max(initial=0)) + 1
+        number = column(trace, "sequence", -1)[tree.row] * lanes + tree.lane
+        repeated &= ~np.isin(number, number[joined.forward])
     return tree.topmost(repeated)
-
-
-def _made_nodes(trace: Trace, tree: Forest, forward: Ints) -> Bools:
-    """Which ops carry the sequence number of an op on their lane whose backward is recorded."""
-    sequence = column(trace, "sequence", -1)[tree.row]
-    used = np.unique(sequence[forward] * (int(tree.lane.max(initial=0)) + 1) + tree.lane[forward])
-    made: Bools = np.isin(sequence * (int(tree.lane.max(initial=0)) + 1) + tree.lane, used)
-    return made

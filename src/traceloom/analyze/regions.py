@@ -56,27 +56,10 @@ class Regions:
 
 def regions(trace: Trace) -> Regions:
     """Give every host event its region and its part."""
-    tree = forest(trace)
-    evidence, kind = _kinds(trace, tree)
-    joined, again = backward_of(trace), recomputed(trace)
-    part = _parts(trace, tree, joined, again.root)
-    while True:
-        region, above = _resolved(trace, tree, kind, joined, again.root, part)
-        level = levels(above, kind >= 0)
-        if not (level > DEEPEST).any():
-            break
-        kind[level > DEEPEST] = -1
-    if joined is None:  # then nothing can be told apart inside regions
-        part = np.where(region >= 0, FORWARD, part)
-    return Regions(evidence, kind, region, above, part, joined is not None, again.evidence)
-
-
-def _kinds(trace: Trace, tree: Forest) -> tuple[str, Ints]:
-    """The evidence, and for each host event its kind of region (index of KINDS); -1 for none."""
-    words = vocabulary(trace)
+    tree, words = forest(trace), vocabulary(trace)
+    code = words.code[tree.row]
     category = column(trace, "category")[tree.row]
     python, op, annotation = (category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION))
-    code = words.code[tree.row]
     scope = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
     module = python & lookup(words.names.str.starts_with(MODULE).to_numpy(), code)
     left_out = lookup(words.matching(STEP_MARK) | words.matching(_COMPILER_NOTE), code)
@@ -88,7 +71,29 @@ def _kinds(trace: Trace, tree: Forest) -> tuple[str, Ints]:
     marked = (op | annotation) & lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
     kind[marked] = -1 if module.any() else KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
-    return evidence, kind
+
+    # The part of each event is that of the nearest event (itself or above) with its own part, else forward.
+    joined, again = backward_of(trace), recomputed(trace)
+    part = np.full(tree.row.size, FORWARD, like=tree.row)
+    if joined is not None:
+        part[joined.backward] = BACKWARD
+    part[lookup(words.matching(ENGINE), code)] = BACKWARD
+    part[again.root] = RECOMPUTE
+    if again.root.any():  # the older way of checkpointing runs a backward pass of its own inside
+        inner = np.flatnonzero(lookup(words.matching(_RUN_BACKWARD), code))
+        above = tree.nearest(part != FORWARD)[inner]
+        part[inner[(above >= 0) & (part[above] == RECOMPUTE)]] = BACKWARD
+    part = np.append(part, FORWARD)[tree.nearest_or_self(part != FORWARD)]
+
+    while True:
+        region, above = _resolved(trace, tree, kind, joined, again.root, part)
+        level = levels(above, kind >= 0)
+        if not (level > DEEPEST).any():
+            break
+        kind[level > DEEPEST] = -1
+    if joined is None:  # then nothing can be told apart inside regions
+        part = np.where(region >= 0, FORWARD, part)
+    return Regions(evidence, kind, region, above, part, joined is not None, again.evidence)
 
 
 def levels(above: Ints, wanted: Bools) -> Ints:
@@ -103,22 +108,6 @@ def levels(above: Ints, wanted: Bools) -> Ints:
         up = above[up]
         rows, up = rows[up >= 0], up[up >= 0]
     return level
-
-
-def _parts(trace: Trace, tree: Forest, joined: Backward | None, again: Bools) -> Ints:
-    """The part each event belongs to: that of the nearest event (itself or above) with its own part, else forward."""
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    own_part = np.full(tree.row.size, FORWARD, like=tree.row)
-    if joined is not None:
-        own_part[joined.backward] = BACKWARD
-    own_part[lookup(words.matching(ENGINE), code)] = BACKWARD
-    own_part[again] = RECOMPUTE
-    if again.any():  # the older way of checkpointing runs a backward pass of its own inside
-        inner = np.flatnonzero(lookup(words.matching(_RUN_BACKWARD), code))
-        above = tree.nearest(own_part != FORWARD)[inner]
-        own_part[inner[(above >= 0) & (own_part[above] == RECOMPUTE)]] = BACKWARD
-    return np.append(own_part, FORWARD)[tree.nearest_or_self(own_part != FORWARD)]
 
 
 def _resolved(  # noqa: PLR0917
@@ -152,22 +141,16 @@ def _resolved(  # noqa: PLR0917
         inner, original = inner[has_original], original[has_original]
         up[inner] = above[original]
         source[above[inner][::-1]] = above[original][::-1]  # the first region inside shows where the repetition belongs
-    settled = _settled(source, is_region)
+    # Follow `source` from every mark to a region; -1 where it ends without one.
+    settled = np.where(is_region, np.arange(size, like=source), source)
+    open_rows = np.flatnonzero((settled >= 0) & ~is_region[settled]) if size else settled
+    while open_rows.size:  # ends: each source began earlier than the mark that refers to it
+        settled[open_rows] = source[settled[open_rows]]
+        open_rows = open_rows[settled[open_rows] >= 0]
+        open_rows = open_rows[~is_region[settled[open_rows]]]
     region = np.append(settled, -1)[nearest]
     parent = np.where(is_region, np.append(settled, -1)[up], -1)
     return region, parent
-
-
-def _settled(source: Ints, is_region: Bools) -> Ints:
-    """Follow `source` from every mark to a region; -1 where it ends without one."""
-    position = np.arange(source.size, like=source)
-    at = np.where(is_region, position, source)
-    open_rows = np.flatnonzero((at >= 0) & ~is_region[at]) if at.size else at
-    while open_rows.size:  # ends: each source began earlier than the mark that refers to it
-        at[open_rows] = source[at[open_rows]]
-        open_rows = open_rows[at[open_rows] >= 0]
-        open_rows = open_rows[~is_region[at[open_rows]]]
-    return at
 
 
 def _original(trace: Trace, tree: Forest, kind: Ints, part: Ints, inner: Ints) -> Ints:

@@ -54,9 +54,24 @@ def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     plain = codes.astype(np.int64)
     border = np.flatnonzero(plain < 0)
     plain[border] = plain.max(initial=0) + 1 + np.arange(border.size)
-    levels = _ranks(plain)
+    # ranks of the stretches of length 1, 2, 4, ... from every position, until all differ
+    levels = [np.unique(plain, return_inverse=True)[1].astype(np.int64)]
+    reach = 1
+    while reach < size and int(levels[-1].max()) < size - 1:
+        rank, following = levels[-1], np.zeros(size, dtype=np.int64)
+        following[:-reach] = rank[reach:] + 1
+        levels.append(np.unique(rank * (size + 1) + following, return_inverse=True)[1].astype(np.int64))
+        reach *= 2
     order = np.argsort(levels[-1], kind="stable")
-    common = _common(levels, order)
+    # length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for the first
+    one, other = order[:-1].copy(), order[1:].copy()
+    for level in range(len(levels) - 1, -1, -1):
+        inside = (one < size) & (other < size)
+        same = np.zeros(one.size, dtype=np.bool_)
+        same[inside] = levels[level][one[inside]] == levels[level][other[inside]]
+        one[same] += 1 << level
+        other[same] += 1 << level
+    common = np.concatenate([[0], one - order[:-1]])
     low, high, length = _intervals(common, shortest, longest)
     before = np.where(order > 0, plain[order - 1], -1)
     changes = np.concatenate([[0], np.cumsum(before[1:] != before[:-1])])
@@ -64,35 +79,6 @@ def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     at_border = (order[low] == 0) | np.isin(before[low], plain[border])
     keep = left | at_border
     return Repeats(order, low[keep], (high - low + 1)[keep], length[keep])
-
-
-def _ranks(codes: Ints) -> list[Ints]:
-    """Ranks of the stretches of length 1, 2, 4, ... from every position, until all differ."""
-    size = codes.size
-    rank = np.unique(codes, return_inverse=True)[1].astype(np.int64)
-    levels = [rank]
-    reach = 1
-    while reach < size and int(rank.max()) < size - 1:
-        following = np.zeros(size, dtype=np.int64)
-        following[:-reach] = rank[reach:] + 1
-        rank = np.unique(rank * (size + 1) + following, return_inverse=True)[1].astype(np.int64)
-        levels.append(rank)
-        reach *= 2
-    return levels
-
-
-def _common(levels: list[Ints], order: Ints) -> Ints:
-    """Length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for the first."""
-    size = order.size
-    left, right = order[:-1].copy(), order[1:].copy()
-    for level in range(len(levels) - 1, -1, -1):
-        inside = (left < size) & (right < size)
-        same = np.zeros(left.size, dtype=np.bool_)
-        ranks = levels[level]
-        same[inside] = ranks[left[inside]] == ranks[right[inside]]
-        left[same] += 1 << level
-        right[same] += 1 << level
-    return np.concatenate([[0], left - order[:-1]])
 
 
 def _intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, Ints]:
@@ -163,7 +149,16 @@ def chosen(codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int) -
     guess = (sums[first + repeats.length] - sums[first]) * often * (1 - 1 / repeats.length)
     order = np.lexsort((repeats.length, -guess))
     order = order[repeats.count[order] >= least][:_CANDIDATES]
-    candidates = [_without_overlap(repeats.occurrences(index), int(repeats.length[index])) for index in order.tolist()]
+    candidates = []
+    for index in order.tolist():
+        start, length = repeats.occurrences(index), int(repeats.length[index])
+        kept = apart(start, length)
+        if kept.size < start.size:  # they overlap: of the whole length, or cut to their distance, what covers more
+            distance = int(np.diff(start).min())
+            short = apart(start, distance)
+            if distance > 1 and short.size * distance > kept.size * length:
+                kept, length = short, distance
+        candidates.append((kept, length))
     covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in candidates]
     seen: Bools = np.zeros(codes.size, dtype=np.bool_)
     taken: list[tuple[Ints, int]] = []
@@ -181,20 +176,10 @@ def chosen(codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int) -
     return taken
 
 
-def _without_overlap(start: Ints, length: int) -> tuple[Ints, int]:
-    """Occurrences that do not overlap: of the whole length, or cut to their distance, what covers more."""
-    kept = apart(start, length)
-    if kept.size == start.size:
-        return start, length
-    distance = int(np.diff(start).min())
-    short = apart(start, distance)
-    return (short, distance) if distance > 1 and short.size * distance > kept.size * length else (kept, length)
-
-
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
-class Stretches:
+class StretchNumbers:
     """Numbers for stretches of a row of numbers: equal stretches have equal ones, others almost surely not."""
 
     def __init__(self, codes: Ints) -> None:
@@ -221,8 +206,8 @@ def places_of(wanted: Ints, codes: Ints) -> Ints:
     last = codes.size - wanted.size
     if not wanted.size or last < 0:
         return np.zeros(0, dtype=np.int64)
-    number = Stretches(wanted).number(np.zeros(1, dtype=np.int64), wanted.size)
+    number = StretchNumbers(wanted).number(np.zeros(1, dtype=np.int64), wanted.size)
     start = np.arange(last + 1)
-    matches: Ints = start[Stretches(codes).number(start, wanted.size) == number]
+    matches: Ints = start[StretchNumbers(codes).number(start, wanted.size) == number]
     same = not matches.size or bool((codes[matches[0] : matches[0] + wanted.size] == wanted).all())
     return matches if same else matches[:0]

@@ -19,7 +19,7 @@ from traceloom.analyze.flops.attention import PAGED
 from traceloom.analyze.graph_capture import mapped_nodes
 from traceloom.analyze.graph_launches import graph_launches, replayed_work
 from traceloom.analyze.intervals import Ints
-from traceloom.analyze.modelled_calls import ModelledCalls, batches, modelled_below, modelled_calls, remodelled
+from traceloom.analyze.modelled_calls import ModelledCalls, batches, calls_around, modelled_calls, remodelled
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.read.again import readable, whole
@@ -42,7 +42,7 @@ def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     launches = work["launch"].unique().sort()
     batch_of = pl.DataFrame({"launch": launches, "batch": batches(trace, launches)})
     batch_names = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
-    below = modelled_below(capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else "")
+    below = calls_around(capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else "")
     position = nodes["position"].fill_null(-1).to_numpy()
     capture_call = np.append(below.owner, -1)[position]
     nodes = nodes.with_columns(

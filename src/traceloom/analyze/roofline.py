@@ -14,7 +14,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.modelled_calls import ModelledCalls
 from traceloom.analyze.peaks import Peak, peak_of
-from traceloom.analyze.placed import BoundType, Placed, placed
+from traceloom.analyze.placed import BoundType, PlacedCalls, placed
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
@@ -22,32 +22,21 @@ from traceloom.model.result import Result
 Given = Peak | str | Mapping[str, float] | None
 MODELLED = pl.Schema(
     {
-        "event": pl.UInt32(),
-        "op": pl.UInt32(),
-        "flops": pl.Int64(),
-        "bytes": pl.Int64(),
-        "roofline_ns": pl.Int64(),
+        **dict.fromkeys(("event", "op"), pl.UInt32()),
+        **dict.fromkeys(("flops", "bytes", "roofline_ns"), pl.Int64()),
         "bound": BoundType,
     }
 )
 OPERATORS = pl.Schema(
     {
-        "name": pl.String(),
-        "shapes": pl.String(),
-        "types": pl.String(),
-        "count": pl.Int64(),
-        "total_ns": pl.Int64(),
+        **dict.fromkeys(("name", "shapes", "types"), pl.String()),
+        **dict.fromkeys(("count", "total_ns"), pl.Int64()),
         "fraction": pl.Float64(),
-        "flops": pl.Int64(),
-        "bytes": pl.Int64(),
-        "intensity": pl.Float64(),
-        "flop_rate": pl.Float64(),
-        "byte_rate": pl.Float64(),
-        "arithmetic": pl.String(),
-        "evidence": pl.String(),
+        **dict.fromkeys(("flops", "bytes"), pl.Int64()),
+        **dict.fromkeys(("intensity", "flop_rate", "byte_rate"), pl.Float64()),
+        **dict.fromkeys(("arithmetic", "evidence"), pl.String()),
         "matrix": pl.Boolean(),
-        "peak_flop_rate": pl.Float64(),
-        "peak_byte_rate": pl.Float64(),
+        **dict.fromkeys(("peak_flop_rate", "peak_byte_rate"), pl.Float64()),
         "roofline_ns": pl.Int64(),
         "roofline_fraction": pl.Float64(),
         "bound": BoundType,
@@ -56,13 +45,7 @@ OPERATORS = pl.Schema(
 UNMODELLED = pl.Schema({"name": pl.String(), "reason": pl.String(), "count": pl.Int64(), "gpu_ns": pl.Int64()})
 DEVICES = pl.Schema({"device": pl.Int32(), "name": pl.String(), "peak": pl.String(), "reason": pl.String()})
 SPREAD = pl.Schema(
-    {
-        "quantity": pl.String(),
-        "mean": pl.Float64(),
-        "min": pl.Float64(),
-        "max": pl.Float64(),
-        "step_count": pl.Int64(),
-    }
+    {"quantity": pl.String(), **dict.fromkeys(("mean", "min", "max"), pl.Float64()), "step_count": pl.Int64()}
 )
 QUANTITIES = ("duration_ns", "flops", "bytes", "model_flops", "modelled_fraction", "roofline_fraction", "mfu", "hfu")
 """What `spread` tells: per step, over the whole steps."""
@@ -140,20 +123,31 @@ def joined(parts: Sequence[Roofline]) -> Roofline:
 def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Roofline:
     placement = placed(trace, peak, capture)
     steps, whole = utilisation(trace, placement)
+    # over the whole steps in which the quantity is known; no row where none is
+    spread = []
+    for quantity in QUANTITIES:
+        values = steps.filter("complete")[quantity].drop_nulls().cast(pl.Float64)
+        if values.len():
+            spread.append((quantity, values.mean(), values.min(), values.max(), values.len()))
+    names = dict(trace.devices.select("device", "name").rows())
+    devices = [
+        (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
+        for device, peak in placement.devices.items()
+    ]
     tables = {
         "operators": _operators(trace, placement),
         "steps": steps,
         "whole": whole,
-        "spread": _spread(steps.filter("complete")),
+        "spread": pl.DataFrame(spread, schema=SPREAD, orient="row"),
         "unmodelled": _unmodelled(trace, placement.modelled),
-        "devices": _devices(trace, placement),
+        "devices": pl.DataFrame(devices, schema=DEVICES, orient="row").sort("device"),
     }
     rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
     timed = "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
     return Roofline(**{name: frame.select(rank, pl.all()) for name, frame in tables.items()}, timed_on=timed)
 
 
-def _operators(trace: Trace, placement: Placed) -> pl.DataFrame:
+def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     keys = ["name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
     named = placement.calls.join(
         placement.modelled.groups.select("group", "name", "shapes", "types"), on="group", how="left"
@@ -185,25 +179,6 @@ def _operators(trace: Trace, placement: Placed) -> pl.DataFrame:
         .select(list(OPERATORS))
         .cast(OPERATORS)
     )
-
-
-def _spread(steps: pl.DataFrame) -> pl.DataFrame:
-    """Spread over the whole steps in which the quantity is known; no row where none is."""
-    rows = []
-    for quantity in QUANTITIES:
-        values = steps[quantity].drop_nulls().cast(pl.Float64)
-        if values.len():
-            rows.append((quantity, values.mean(), values.min(), values.max(), values.len()))
-    return pl.DataFrame(rows, schema=SPREAD, orient="row")
-
-
-def _devices(trace: Trace, placement: Placed) -> pl.DataFrame:
-    names = dict(trace.devices.select("device", "name").rows())
-    rows = [
-        (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
-        for device, peak in placement.devices.items()
-    ]
-    return pl.DataFrame(rows, schema=DEVICES, orient="row").sort("device")
 
 
 def _unmodelled(trace: Trace, calls: ModelledCalls) -> pl.DataFrame:
@@ -290,22 +265,16 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         how="left",
         maintain_order="left",
     )
-    share = [_shared(name) for name in ("flops", "bytes", "roofline_ns")]
-    shared = rows.with_columns(_DONE.alias("done")).select("event", "op", *share, "bound").cast(MODELLED)
+    # Which part of its call is done after each piece of work: by time, by count where no time is recorded.
+    timed = pl.col("gpu_ns") > 0
+    part = pl.when(timed).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(pl.col("nth") / pl.col("kernels"))
+    rows = rows.with_columns(done=part)
+    for name in ("flops", "bytes", "roofline_ns"):  # differences of the rounded running share, so that the sum is exact
+        whole = pl.col(name).round(0).cast(pl.Int64)
+        running = (pl.col(name) * pl.col("done")).round(0).cast(pl.Int64)
+        until = pl.when(pl.col("done") >= 1.0).then(whole).otherwise(running)
+        rows = rows.with_columns((until - pl.when("opens").then(0).otherwise(until.shift(1))).alias(name))
+    shared = rows.select(list(MODELLED)).cast(MODELLED)
     back = np.empty_like(turn)
     back[turn] = np.arange(turn.size)
     return shared[back]
-
-
-# Which part of its call is done after each piece of work: by time, by count where no time is recorded.
-_DONE = pl.when(pl.col("gpu_ns") > 0).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(
-    pl.col("nth") / pl.col("kernels")
-)  # fmt: skip
-
-
-def _shared(name: str) -> pl.Expr:
-    """Differences of the rounded running share, so that the sum is exact."""
-    until = pl.when(pl.col("done") >= 1.0).then(pl.col(name).round(0).cast(pl.Int64)).otherwise(
-        (pl.col(name) * pl.col("done")).round(0).cast(pl.Int64)
-    )  # fmt: skip
-    return (until - pl.when("opens").then(0).otherwise(until.shift(1))).alias(name)

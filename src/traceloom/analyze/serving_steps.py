@@ -7,7 +7,6 @@ The forms are those of vLLM (`execute_context_2(300)_generation_5(5)`, with and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,17 +51,18 @@ _ANY = (  # ASCII ranges: \w and \d of all scripts cost three times as much
     r"|^(prefill|decode|mixed)\[([0-9A-Za-z_]+=[0-9]+ ?)*\]$"
 )
 _SGLANG_KINDS = {
-    "EXTEND": "prefill",
-    "PREFILL": "prefill",
-    "SPLIT_PREFILL": "prefill",
+    **dict.fromkeys(("EXTEND", "PREFILL", "SPLIT_PREFILL"), "prefill"),
     "DECODE": "decode",
     "MIXED": "mixed",
-    "TARGET_VERIFY": "verify",
-    "VERIFY": "verify",
-    "DRAFT_EXTEND": "draft",
-    "DRAFT_EXTEND_V2": "draft",
-    "DRAFT": "draft",
+    **dict.fromkeys(("TARGET_VERIFY", "VERIFY"), "verify"),
+    **dict.fromkeys(("DRAFT_EXTEND", "DRAFT_EXTEND_V2", "DRAFT"), "draft"),
     "IDLE": "idle",
+}
+_SGLANG_SUMS = {
+    "c_sq": "context_tokens",
+    "c_sk": "context_kv_tokens",
+    "g_sq": "generation_tokens",
+    "g_sk": "generation_kv_tokens",
 }
 Facts = dict[str, Any]
 
@@ -86,68 +86,58 @@ def step_annotations(trace: Trace) -> pl.DataFrame:
     )
     on_host = events.filter(pl.col("category") == ANNOTATION)
     candidates = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
-    recognised = [at for at, name in enumerate(candidates["name"].to_list()) if _told(name) is not None]
-    candidates = candidates[recognised].sort("lane", "start_ns", maintain_order=True)
+    facts_of = {name: facts for name in candidates["name"].unique() if (facts := _facts(name)) is not None}
+    candidates = candidates.filter(pl.col("name").is_in(list(facts_of)))
     rows: list[Facts] = []
     lane = -1
-    for row in candidates.to_dicts():  # as many as there are steps
-        facts = _told(row["name"])
-        assert facts is not None
-        if rows and row["lane"] == lane and row["start_ns"] < rows[-1]["end_ns"]:
-            _merge(rows[-1], row, facts, whole=not on_host.height)
+    for row in candidates.sort("lane", "start_ns", maintain_order=True).to_dicts():  # as many as there are steps
+        facts = facts_of[row["name"]]
+        if not rows or row["lane"] != lane or row["start_ns"] >= rows[-1]["end_ns"]:
+            lane = row["lane"]
+            rows.append({**row, **facts, "on_gpu": not on_host.height})
             continue
-        lane = row["lane"]
-        rows.append({**row, **facts, "on_gpu": not on_host.height})
+        outer = rows[-1]
+        if not on_host.height:  # on the GPU a further annotation of the same step may last longer on another stream
+            outer["end_ns"] = max(outer["end_ns"], row["end_ns"])
+        if facts["framework"] == "sglang":
+            outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
+        outer |= {name: facts[name] for name in FACTS if outer[name] is None}
     frame = pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS)) if rows else pl.DataFrame(schema=ANNOTATIONS)
     return frame.select(list(ANNOTATIONS)).cast(ANNOTATIONS).sort("start_ns", maintain_order=True)
 
 
-def _merge(outer: Facts, row: Facts, facts: Facts, *, whole: bool) -> None:
-    """Add what a further annotation of the same step says; on the GPU it may last longer on another stream."""
-    if whole:
-        outer["end_ns"] = max(outer["end_ns"], row["end_ns"])
-    if facts["framework"] == "sglang":
-        outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
-    for name in FACTS:
-        if outer[name] is None:
-            outer[name] = facts[name]
-
-
-def _told(name: str) -> Facts | None:
+def _facts(name: str) -> Facts | None:
     """Framework, kind and facts in a name; None for other names."""
-    for pattern, read in _FORMS:
-        match = pattern.match(name)
-        if match:
-            return {**dict.fromkeys(FACTS), **read(match)}
-    return None
-
-
-def _vllm(match: re.Match[str]) -> Facts:
-    context, generation = int(match[2]), int(match[4])
-    context_tokens, context_kv = _sums(match[3])
-    tokens, kv = _sums(match[5])
-    return {
-        "framework": "vllm",
-        "kind": _kind(context, generation),
-        "requests": context + generation,
-        "context_requests": context,
-        "context_tokens": context_tokens,
-        "context_kv_tokens": context_kv,
-        "generation_requests": generation,
-        "generation_tokens": tokens,
-        "generation_kv_tokens": kv,
-    }
-
-
-def _vllm_old(match: re.Match[str]) -> Facts:
-    new, cached = int(match[1]), int(match[2])
-    return {
-        "framework": "vllm",
-        "kind": _kind(new, cached),
-        "requests": new + cached,
-        "context_requests": new,
-        "generation_requests": cached,
-    }
+    facts: Facts = dict.fromkeys(FACTS)
+    sglang = _SGLANG.match(name)
+    if batch := sglang or _ATOM.match(name):
+        fields = {key: int(value) for key, value in (part.split("=") for part in batch[2].split())}
+        kind = _SGLANG_KINDS.get(batch[1], "other") if sglang else batch[1]
+        size, tokens = fields.get("bs"), fields.get("toks")
+        if not sglang:
+            tokens = fields.get("tok", tokens)
+        facts |= {"framework": "sglang" if sglang else "atom", "kind": kind, "requests": size}
+        # A prefill computes its tokens, a decode one token of each request.
+        if kind == "prefill":
+            facts |= {"context_requests": size, "context_tokens": tokens}
+            facts |= {"generation_requests": 0, "generation_tokens": 0}
+        elif kind == "decode":
+            facts |= {"context_requests": 0, "context_tokens": 0, "generation_requests": size}
+            facts["generation_tokens"] = size if tokens is None else tokens
+        elif kind == "mixed" and sglang:
+            facts |= {"context_requests": fields.get("c"), "generation_requests": fields.get("g")}
+        return facts | {_SGLANG_SUMS[key]: value for key, value in fields.items() if sglang and key in _SGLANG_SUMS}
+    if match := _VLLM.match(name):
+        context, generation = int(match[2]), int(match[4])
+        facts["context_tokens"], facts["context_kv_tokens"] = _sums(match[3])
+        facts["generation_tokens"], facts["generation_kv_tokens"] = _sums(match[5])
+    elif match := _VLLM_OLD.match(name):
+        context, generation = int(match[1]), int(match[2])
+    else:
+        return None
+    kind = "mixed" if context and generation else "prefill" if context else "decode" if generation else "idle"
+    numbers = {"requests": context + generation, "context_requests": context, "generation_requests": generation}
+    return {**facts, **numbers, "framework": "vllm", "kind": kind}
 
 
 def _sums(text: str) -> tuple[int | None, int | None]:
@@ -156,63 +146,6 @@ def _sums(text: str) -> tuple[int | None, int | None]:
         return int(text), None
     match = _SUMS.match(text)
     return (int(match[1]), int(match[2])) if match else (None, None)
-
-
-def _kind(context: int, generation: int) -> str:
-    if context and generation:
-        return "mixed"
-    return "prefill" if context else "decode" if generation else "idle"
-
-
-def _sglang(match: re.Match[str]) -> Facts:
-    kind = _SGLANG_KINDS.get(match[1], "other")
-    fields = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
-    facts = {**_of_batch(kind, fields.get("bs"), fields.get("toks")), "framework": "sglang", "kind": kind}
-    if kind == "mixed":
-        facts |= {"context_requests": fields.get("c"), "generation_requests": fields.get("g")}
-    names = {
-        "c_sq": "context_tokens",
-        "c_sk": "context_kv_tokens",
-        "g_sq": "generation_tokens",
-        "g_sk": "generation_kv_tokens",
-    }
-    return facts | {names[key]: value for key, value in fields.items() if key in names}
-
-
-def _atom(match: re.Match[str]) -> Facts:
-    fields = {key: int(value) for key, value in (part.split("=") for part in match[2].split())}
-    tokens = fields.get("tok", fields.get("toks"))
-    return {**_of_batch(match[1], fields.get("bs"), tokens), "framework": "atom", "kind": match[1]}
-
-
-def _of_batch(kind: str, size: int | None, tokens: int | None) -> Facts:
-    """What a batch of one kind says: a prefill computes its tokens, a decode one token of each request."""
-    if kind == "prefill":
-        return {
-            "requests": size,
-            "context_requests": size,
-            "context_tokens": tokens,
-            "generation_requests": 0,
-            "generation_tokens": 0,
-        }
-    if kind == "decode":
-        made = size if tokens is None else tokens
-        return {
-            "requests": size,
-            "context_requests": 0,
-            "context_tokens": 0,
-            "generation_requests": size,
-            "generation_tokens": made,
-        }
-    return {"requests": size}
-
-
-_FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Facts]], ...] = (
-    (_VLLM, _vllm),
-    (_VLLM_OLD, _vllm_old),
-    (_SGLANG, _sglang),
-    (_ATOM, _atom),
-)
 
 
 def step_at(steps: pl.DataFrame, time_ns: Ints) -> Ints:

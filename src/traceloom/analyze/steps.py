@@ -17,11 +17,9 @@ SCHEMA = pl.Schema(
     {
         "step": pl.Int32,
         "name": pl.String,
-        "start_ns": pl.Int64,
-        "duration_ns": pl.Int64,
+        **dict.fromkeys(("start_ns", "duration_ns"), pl.Int64),
         "complete": pl.Boolean,
-        "lag_ns": pl.Int64,
-        "launch_count": pl.Int64,
+        **dict.fromkeys(("lag_ns", "launch_count"), pl.Int64),
     }
 )
 

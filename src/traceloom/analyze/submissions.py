@@ -83,7 +83,22 @@ def submissions(trace: Trace) -> Submissions:
     call = np.where(has_launch, launch, row)
     call_start = starts[call]
     call_end = call_start + np.where(has_launch, np.maximum(durations[call], 0), 0)
-    first, many = _place_in_launch(device, launch, start)
+    # which work is the first of its launch on its device, and which launch has several
+    first, many = np.zeros((2, row.size), dtype=np.bool_)
+    turn = np.lexsort((start, device, launch))
+    new = np.ones(row.size, dtype=np.bool_)
+    new[1:] = (launch[turn][1:] != launch[turn][:-1]) | (device[turn][1:] != device[turn][:-1])
+    first[turn] = new
+    group = np.cumsum(new) - 1
+    many[turn] = np.bincount(group)[group] > 1 if group.size else False
+    # step numbers are unique and ascending
+    numbers = trace.steps["step"].to_numpy()
+    step_row = np.full(row.size, UNKNOWN)
+    if numbers.size:
+        none = np.iinfo(np.int32).min
+        step = plain(column(trace, "step", none)[row])
+        at = np.minimum(np.searchsorted(numbers, step), numbers.size - 1)
+        step_row = np.where((step != none) & (numbers[at] == step), at, UNKNOWN)
     return Submissions(
         row=row,
         device=device,
@@ -95,30 +110,7 @@ def submissions(trace: Trace) -> Submissions:
         call_start=call_start,
         call_end=call_end,
         kernel=plain(column(trace, "category")[row]) == _KERNEL,
-        first=first,
-        many=many,
-        step=_step_row(trace, row),
+        first=first & has_launch,
+        many=many & has_launch,
+        step=step_row,
     )
-
-
-def _place_in_launch(device: Ints, launch: Ints, start: Ints) -> tuple[Bools, Bools]:
-    """Which work is the first of its launch on its device, and which launch has several."""
-    first = np.zeros(launch.size, dtype=np.bool_)
-    many = np.zeros(launch.size, dtype=np.bool_)
-    order = np.lexsort((start, device, launch))
-    new = np.ones(launch.size, dtype=np.bool_)
-    new[1:] = (launch[order][1:] != launch[order][:-1]) | (device[order][1:] != device[order][:-1])
-    first[order] = new
-    group = np.cumsum(new) - 1
-    many[order] = np.bincount(group)[group] > 1 if group.size else False
-    has_launch = launch >= 0
-    return first & has_launch, many & has_launch
-
-
-def _step_row(trace: Trace, row: Ints) -> Ints:
-    """Row of the step in `trace.steps`; step numbers are unique and ascending."""
-    numbers = trace.steps["step"].to_numpy()
-    none = np.iinfo(np.int32).min
-    step = plain(column(trace, "step", none)[row])
-    at = np.minimum(np.searchsorted(numbers, step), max(numbers.size - 1, 0))
-    return np.where((step != none) & (numbers[at] == step), at, UNKNOWN) if numbers.size else np.full(row.size, UNKNOWN)

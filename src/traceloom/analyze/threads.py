@@ -11,7 +11,7 @@ from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.call_tree import KINDS as NODE_KINDS
 from traceloom.analyze.call_tree import call_tree
 from traceloom.analyze.host import main_lane
-from traceloom.analyze.intervals import Ints, Spans, complement, union
+from traceloom.analyze.intervals import Ints, complement, union
 from traceloom.analyze.phases import ACTIVITIES, BACKWARD, BLOCKING_CALL, UNOBSERVED, activity, meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
@@ -36,15 +36,10 @@ ROLES = {
 THREADS = pl.Schema(
     {
         "lane": pl.UInt32(),
-        "process": pl.String(),
-        "thread": pl.String(),
-        "name": pl.String(),
+        **dict.fromkeys(("process", "thread", "name"), pl.String()),
         "role": pl.Enum(list(ROLES)),
         "says": pl.String(),
-        "event_count": pl.Int64(),
-        "window_ns": pl.Int64(),
-        "busy_ns": pl.Int64(),
-        "active_ns": pl.Int64(),
+        **dict.fromkeys(("event_count", "window_ns", "busy_ns", "active_ns"), pl.Int64()),
         **{f"{name}_ns": pl.Int64() for name in ACTIVITIES},
         "launch_count": pl.Int64(),
     }
@@ -96,6 +91,8 @@ def threads(trace: Trace) -> Threads:
     np.add.at(by_activity, (segments.lane, doing), ns)
     host_lanes = lanes["lane"].to_numpy()
     roles = _roles(trace)
+    launches = [cat.CATEGORIES.index(category) for category in cat.LAUNCHES]
+    calls = np.flatnonzero(np.isin(column(trace, "category"), launches))
     window = trace.end_ns - trace.start_ns
     busy = lanes["busy_ns"].fill_null(0).to_numpy()
     table = pl.DataFrame(
@@ -111,13 +108,25 @@ def threads(trace: Trace) -> Threads:
             "busy_ns": busy,
             "active_ns": window - by_activity[host_lanes, UNOBSERVED] - by_activity[host_lanes, BLOCKING_CALL],
             **{f"{name}_ns": by_activity[host_lanes, at] for at, name in enumerate(ACTIVITIES)},
-            "launch_count": _launches(trace, size)[host_lanes],
+            "launch_count": np.bincount(column(trace, "lane")[calls], minlength=size)[host_lanes],
         }
     ).cast(THREADS)
     is_main = (pl.col("role") == "main").fill_null(False)
+    # A thread is active whenever it does not rest: +1 where it begins to be, -1 where it ends.
     resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
-    active = _active(trace, host_lanes, segments.lane[resting], segments.start_ns[resting], segments.end_ns[resting])
-    start, count = _levels(active.start, active.end, trace.start_ns, trace.end_ns)
+    resting = resting[np.argsort(segments.lane[resting], kind="stable")]
+    low, high = (np.searchsorted(segments.lane[resting], host_lanes, side=side) for side in ("left", "right"))
+    times, change = [np.array([trace.start_ns, trace.end_ns])], [np.zeros(2, dtype=np.int64)]
+    for first, last in zip(low.tolist(), high.tolist(), strict=True):
+        rest = resting[first:last]
+        active = complement(union(segments.start_ns[rest], segments.end_ns[rest]), trace.start_ns, trace.end_ns)
+        times += active
+        change += [np.ones_like(active.start), -np.ones_like(active.end)]
+    start = np.concatenate(times)
+    order = np.argsort(start, kind="stable")
+    start, count = start[order], np.cumsum(np.concatenate(change)[order])
+    is_last = np.append(start[1:] != start[:-1], True)
+    start, count = start[is_last], count[is_last]  # the instants at which the number changes, and the end
     total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
     return Threads(
         table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
@@ -126,35 +135,6 @@ def threads(trace: Trace) -> Threads:
         int(count.max(initial=0)),
         total / window if window else None,
     )
-
-
-def _active(trace: Trace, lanes: Ints, lane: Ints, start: Ints, end: Ints) -> Spans:
-    """When threads are active, lane after lane (of different ones they may overlap): whenever they do not rest."""
-    order = np.argsort(lane, kind="stable")
-    low, high = (np.searchsorted(lane[order], lanes, side=side) for side in ("left", "right"))
-    active = []
-    for first, last in zip(low.tolist(), high.tolist(), strict=True):
-        rows = order[first:last]
-        active.append(complement(union(start[rows], end[rows]), trace.start_ns, trace.end_ns))
-    starts = [np.zeros(0, dtype=np.int64), *(spans.start for spans in active)]
-    ends = [np.zeros(0, dtype=np.int64), *(spans.end for spans in active)]
-    return Spans(np.concatenate(starts), np.concatenate(ends))
-
-
-def _launches(trace: Trace, size: int) -> Ints:
-    """Number of calls of the runtime or driver on each lane."""
-    calls = np.isin(column(trace, "category"), [cat.CATEGORIES.index(category) for category in cat.LAUNCHES])
-    return np.bincount(column(trace, "lane")[np.flatnonzero(calls)], minlength=size)
-
-
-def _levels(start: Ints, end: Ints, low: int, high: int) -> tuple[Ints, Ints]:
-    """Instants at which the number of open stretches changes, with the number from there on; the last is the end."""
-    times = np.concatenate([[low], start, end, [high]])
-    change = np.concatenate([[0], np.ones(start.size, dtype=np.int64), -np.ones(end.size, dtype=np.int64), [0]])
-    order = np.argsort(times, kind="stable")
-    times, counts = times[order], np.cumsum(change[order])
-    last = np.append(times[1:] != times[:-1], True)
-    return times[last], counts[last]
 
 
 def _concurrency(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
@@ -212,19 +192,15 @@ def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         lanes, first = np.unique(tree.lane[rows], return_index=True)
         for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
             roles.setdefault(lane, (role, str(words.names[int(code[row])])))
-    for lane, (role, _) in list(roles.items()):
-        if role == "python":
-            roles[lane] = (role, _target(trace, lane) or roles[lane][1])
+    for lane in [lane for lane, (role, _) in roles.items() if role == "python"]:
+        # what it was started to do: its outermost frame that is not the machinery of starting threads
+        folded = call_tree(trace)
+        frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
+        names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]
+        targets = names.filter(~names.str.contains(_STARTER))
+        if targets.len():
+            roles[lane] = ("python", str(targets[0]) or roles[lane][1])
     if main is not None:
         roles[main] = ("main", None)
     everything = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_list()
     return {lane: roles.get(lane, ("annotations", None)) for lane in everything}
-
-
-def _target(trace: Trace, lane: int) -> str | None:
-    """What a Python thread was started to do: its outermost frame that is not the machinery of starting threads."""
-    folded = call_tree(trace)
-    frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
-    names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]
-    others = np.flatnonzero(~names.str.contains(_STARTER).to_numpy())
-    return str(names[int(others[0])]) if others.size else None

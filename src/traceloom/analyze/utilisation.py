@@ -6,9 +6,8 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Bools
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.placed import Placed
+from traceloom.analyze.placed import PlacedCalls
 from traceloom.analyze.recompute import ENGINE, recomputed
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
 from traceloom.analyze.vocabulary import vocabulary
@@ -27,35 +26,51 @@ STEPS = pl.Schema(
         "step": pl.Int32(),
         "duration_ns": pl.Int64(),
         "complete": pl.Boolean(),
-        "gpu_ns": pl.Int64(),
-        "modelled_ns": pl.Int64(),
+        **dict.fromkeys(("gpu_ns", "modelled_ns"), pl.Int64()),
         "modelled_fraction": pl.Float64(),
-        "flops": pl.Int64(),
-        "bytes": pl.Int64(),
-        "hardware_flops": pl.Int64(),
-        "model_flops": pl.Int64(),
-        "roofline_ns": pl.Int64(),
-        "rest_ns": pl.Int64(),
-        "roofline_fraction": pl.Float64(),
-        "placed_fraction": pl.Float64(),
-        "mfu": pl.Float64(),
-        "hfu": pl.Float64(),
+        **dict.fromkeys(("flops", "bytes", "hardware_flops", "model_flops", "roofline_ns", "rest_ns"), pl.Int64()),
+        **dict.fromkeys(("roofline_fraction", "placed_fraction", "mfu", "hfu"), pl.Float64()),
         "reason": pl.String(),
     }
 )
 
 
-def utilisation(trace: Trace, placed: Placed) -> tuple[pl.DataFrame, pl.DataFrame]:
+def utilisation(trace: Trace, placed: PlacedCalls) -> tuple[pl.DataFrame, pl.DataFrame]:
     """(steps, whole): one row per step, and one row for the whole trace, from its first to its last GPU work.
 
     FLOPs belong to the step that launched them; times are those of the GPU work that runs in the step. Columns as
     `STEPS`; see `Roofline` for what they mean.
     """
-    calls = placed.calls.with_columns(again=pl.Series(_repeated(trace, placed), dtype=pl.Boolean))
+    words, again = vocabulary(trace), recomputed(trace)
+    # which modelled calls repeat forward work inside the backward pass (activation checkpointing)
+    repeated = np.zeros(placed.calls.height, dtype=np.bool_)
+    if again.evidence != "none":
+        tree, position = forest(trace), placed.modelled.above[placed.calls["position"].to_numpy()]
+        near = tree.nearest_or_self(again.root | lookup(words.matching(ENGINE), words.code[tree.row]))
+        repeated = np.append(again.root, np.False_)[near[position]]
+    calls = placed.calls.with_columns(again=pl.Series(repeated, dtype=pl.Boolean))
+    why = None  # nobody can tell which FLOPs repeat the forward pass
+    unnumbered = trace.events["sequence"].null_count() == trace.events.height
+    if words.matching(r"^CompiledFunctionBackward$").any():
+        why = "the backward pass is compiled, which may repeat forward work without a trace"
+    elif words.matching(ENGINE).any() and unnumbered and again.evidence == "none":
+        why = "sequence numbers are not recorded, so repeated forward work cannot be told"
+
     work = _all_work(trace, placed)
-    why = _recompute_unknown(trace)
+    # the work cut at the bounds of steps, with the step in which each piece runs; null outside all steps
+    long = work.filter(pl.col("ns") > 0)
+    pieces, step = split_at_steps(trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy())
+    in_steps = (
+        long[pieces.source]
+        .with_columns(
+            pl.Series("start_ns", pieces.start_ns),
+            pl.Series("end_ns", pieces.end_ns),
+            pl.Series("step", step, dtype=pl.Int64).replace(int(NO_STEP), None).cast(pl.Int32),
+        )
+        .with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
+    )
     bounds = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
-    steps = _told(bounds, _sums(calls, work, _in_steps(trace, work)), placed, why)
+    steps = _fractions(bounds, _sums(calls, work, in_steps), placed, why)
     window_ns = trace.end_ns - trace.start_ns
     if work.height:
         start, end = work.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
@@ -63,36 +78,11 @@ def utilisation(trace: Trace, placed: Placed) -> tuple[pl.DataFrame, pl.DataFram
     window = pl.DataFrame({"step": [None], "duration_ns": [window_ns], "complete": [True]}, schema=bounds.schema)
     no_step = pl.lit(None, pl.Int32).alias("step")
     all_work = work.with_columns(no_step)
-    whole = _told(window, _sums(calls.with_columns(no_step), all_work, all_work), placed, why)
+    whole = _fractions(window, _sums(calls.with_columns(no_step), all_work, all_work), placed, why)
     return steps, whole
 
 
-def _repeated(trace: Trace, placed: Placed) -> Bools:
-    """Which modelled calls repeat forward work inside the backward pass (activation checkpointing)."""
-    again, calls = recomputed(trace), placed.calls
-    if again.evidence == "none":
-        return np.zeros(calls.height, dtype=np.bool_)
-    tree, root, words = forest(trace), again.root, vocabulary(trace)
-    engine = lookup(words.matching(ENGINE), words.code[tree.row])
-    near = tree.nearest_or_self(root | engine)
-    repeated: Bools = np.append(root, np.False_)[near[placed.modelled.above[calls["position"].to_numpy()]]]
-    return repeated
-
-
-def _recompute_unknown(trace: Trace) -> str | None:
-    """Why nobody can tell which FLOPs repeat the forward pass; None where that is known."""
-    words = vocabulary(trace)
-    compiled = bool(words.matching(r"^CompiledFunctionBackward$").any())
-    backward = bool(words.matching(ENGINE).any())
-    numbered = trace.events["sequence"].null_count() < trace.events.height
-    if compiled:
-        return "the backward pass is compiled, which may repeat forward work without a trace"
-    if backward and not numbered and recomputed(trace).evidence == "none":
-        return "sequence numbers are not recorded, so repeated forward work cannot be told"
-    return None
-
-
-def _all_work(trace: Trace, placement: Placed) -> pl.DataFrame:
+def _all_work(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     """All GPU work: device, step of its launch, start_ns, end_ns, ns, modelled, placed, roofline density, matrix."""
     length = pl.col("duration_ns").clip(lower_bound=0)
     work = (
@@ -111,34 +101,6 @@ def _all_work(trace: Trace, placement: Placed) -> pl.DataFrame:
         .join(dense, on="position", how="left", maintain_order="left")
         .join(matrix, on="event", how="left", maintain_order="left")
         .with_columns(placed=pl.col("density").is_not_null())
-    )
-
-
-def _in_steps(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
-    """The work cut at the bounds of steps, with the step in which each piece runs; null outside all steps."""
-    long = work.filter(pl.col("ns") > 0)
-    pieces, steps = split_at_steps(trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy())
-    return (
-        long[pieces.source]
-        .with_columns(
-            pl.Series("start_ns", pieces.start_ns),
-            pl.Series("end_ns", pieces.end_ns),
-            pl.Series("step", steps, dtype=pl.Int64).replace(int(NO_STEP), None).cast(pl.Int32),
-        )
-        .with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
-    )
-
-
-def _union_ns(work: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Per step the time in which any of the work runs, per device, added over devices."""
-    by = ["step", "device"]
-    reached = pl.col("end_ns").cum_max().shift(1).over(by)
-    new = pl.col("end_ns") - pl.max_horizontal("start_ns", reached)
-    return (
-        work.sort("start_ns")
-        .with_columns(new=new.clip(lower_bound=0))
-        .group_by("step")
-        .agg(pl.col("new").sum().alias(name))
     )
 
 
@@ -167,12 +129,16 @@ def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl
         unmodelled_matrix_ns=pl.col("ns").filter(pl.col("matrix") & ~pl.col("modelled")).sum(),
     )
     timed = timed.join(launched_sums, on="step", how="full", coalesce=True, nulls_equal=True)
+    # the time in which any of the work runs, per device, added over devices
+    new = pl.col("end_ns") - pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over("step", "device"))
     for part, name in ((work, "busy_ns"), (work.filter("placed"), "placed_busy_ns")):
-        timed = timed.join(_union_ns(part, name), on="step", how="left", nulls_equal=True)
+        fresh = part.sort("start_ns").with_columns(new=new.clip(lower_bound=0))
+        union = fresh.group_by("step").agg(pl.col("new").sum().alias(name))
+        timed = timed.join(union, on="step", how="left", nulls_equal=True)
     return timed.join(done, on="step", how="full", coalesce=True, nulls_equal=True)
 
 
-def _told(bounds: pl.DataFrame, sums: pl.DataFrame, placement: Placed, why: str | None) -> pl.DataFrame:
+def _fractions(bounds: pl.DataFrame, sums: pl.DataFrame, placement: PlacedCalls, why: str | None) -> pl.DataFrame:
     """Fractions of the step, each null with a reason where it cannot be computed."""
     counts = [name for name in sums.columns if name.endswith(("_ns", "flops", "bytes"))]
     rows = bounds.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left").with_columns(

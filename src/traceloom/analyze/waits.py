@@ -24,58 +24,41 @@ def stream_waits(trace: Trace, work: Ints) -> tuple[Bools, bool]:
         One boolean per row of `work`, and whether the waits themselves are recorded. Else they are known from calls
         of the launching thread, which do not say on which stream.
     """
-    records = _records(trace)
-    if records.height:
-        return _between(_launches(trace, work), records, ["device", "stream"]), True
-    calls = (
-        trace.events.lazy()
-        .filter(pl.col("category").is_in(LAUNCHES))
-        .filter(pl.col("name").str.contains(CALL, literal=True))
-        .select("lane", pl.col("start_ns").alias("wait_ns"))
-        .collect()
-    )
-    if not calls.height:
-        return np.zeros(work.size, dtype=np.bool_), False
-    return _between(_launches(trace, work), calls, ["lane"]), False
-
-
-def _records(trace: Trace) -> pl.DataFrame:
-    """Recorded waits of streams: device, stream, and when the host asked for it (or, without its call, the record)."""
     waits = trace.syncs.filter(pl.col("kind") == RECORD).select("event", "stream")
+    launches = trace.events.lazy().filter(pl.col("category").is_in(LAUNCHES))
+    if waits.height:
+        # device, stream, and when the host asked for it (or, without its call, the record)
+        keys = ["device", "stream"]
+        calls = (
+            launches.filter(pl.col("correlation").is_not_null())
+            .select("correlation", pl.col("start_ns").alias("call_ns"))
+            .unique("correlation", keep="first", maintain_order=True)
+            .collect()
+        )
+        waits = (
+            waits.join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
+            .join(calls, on="correlation", how="left")
+            .select(*keys, pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
+        )
+    else:
+        keys = ["lane"]
+        asked = launches.filter(pl.col("name").str.contains(CALL, literal=True))
+        waits = asked.select("lane", pl.col("start_ns").alias("wait_ns")).collect()
+    recorded, waited = keys != ["lane"], np.zeros(work.size, dtype=np.bool_)
     if not waits.height:
-        return pl.DataFrame(schema={"device": pl.Int32, "stream": pl.Int64, "wait_ns": pl.Int64})
-    calls = (
-        trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
-        .select("correlation", pl.col("start_ns").alias("call_ns"))
-        .unique("correlation", keep="first", maintain_order=True)
-    )
-    return (
-        waits.join(trace.events.select("event", "device", "correlation", "start_ns"), on="event", how="left")
-        .join(calls, on="correlation", how="left")
-        .select("device", "stream", pl.coalesce("call_ns", "start_ns").alias("wait_ns"))
-    )
+        return waited, recorded
 
-
-def _launches(trace: Trace, work: Ints) -> pl.DataFrame:
-    """For each row of `work`: device, stream, lane and start of its launch call, and that of the work before it."""
+    # device, stream, lane and start of the launch call of each row of `work`, and that of the work before it
     ordered = trace.gpu_work().select("event", "device", "stream", "launch")
     ordered = ordered.with_columns(
         trace.events["lane"].gather(ordered["launch"]),
         trace.events["start_ns"].gather(ordered["launch"]).alias("call_ns"),
     ).with_columns(pl.col("call_ns").shift(1).over("device", "stream").alias("previous_ns"))
-    return ordered[np.searchsorted(ordered["event"].to_numpy(), work)]
-
-
-def _between(launches: pl.DataFrame, waits: pl.DataFrame, keys: list[str]) -> Bools:
-    """True where a wait with the same keys was asked for after the previous launch and before this one."""
-    waited = np.zeros(launches.height, dtype=np.bool_)
-    numbered = (
-        launches.select(*keys, "call_ns", "previous_ns").with_row_index("row").filter(pl.col("call_ns").is_not_null())
-    )
+    of_work = ordered[np.searchsorted(ordered["event"].to_numpy(), work)].select(*keys, "call_ns", "previous_ns")
     wait_times = {key: part["wait_ns"].sort().to_numpy() for key, part in waits.group_by(keys)}
-    for key, part in numbered.group_by(keys):
+    for key, part in of_work.with_row_index("row").filter(pl.col("call_ns").is_not_null()).group_by(keys):
         if (times := wait_times.get(key)) is not None:
             earliest = part["previous_ns"].fill_null(np.iinfo(np.int64).min).to_numpy()
             before = np.searchsorted(times, part["call_ns"].to_numpy(), side="left")
             waited[part["row"].to_numpy()] = before > np.searchsorted(times, earliest, side="right")
-    return waited
+    return waited, recorded

@@ -14,16 +14,20 @@ from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.model.result import Result
 
-_SPREAD = {"mean_{}": pl.Float64(), "min_{}": pl.Int64(), "max_{}": pl.Int64()}
-
-
-def _schema(*values: str) -> pl.Schema:
-    spread = {how.format(value): kind for value in values for how, kind in _SPREAD.items()}
-    return pl.Schema({"name": pl.String(), **spread, "step_count": pl.Int64()})
-
-
-KERNELS = _schema("total_ns", "call_count")
-OPERATORS = _schema("self_ns", "call_count")
+KERNELS, OPERATORS = (
+    pl.Schema(
+        {
+            "name": pl.String(),
+            **{
+                f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
+                for value in (time, "call_count")
+                for how in ("mean", "min", "max")
+            },
+            "step_count": pl.Int64(),
+        }
+    )
+    for time in ("total_ns", "self_ns")
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ def work_per_step(trace: Trace) -> WorkPerStep:
         .with_columns(pl.Series("self_ns", self_ns), pl.lit(1, pl.Int64).alias("call_count"))
         .drop_nulls("step")
     )
-    return WorkPerStep(steps.height, _spread(work, KERNELS, steps), _spread(op_rows, OPERATORS, steps))
-
-
-def _spread(rows: pl.DataFrame, schema: pl.Schema, steps: pl.DataFrame) -> pl.DataFrame:
-    values = [name.removeprefix("mean_") for name in schema if name.startswith("mean_")]
-    spread = per_step(rows, ["name"], values, steps)
-    first = f"mean_{values[0]}"
-    return spread.select(list(schema)).cast(schema).sort(first, "name", descending=[True, False])
+    kernels, operators = (
+        per_step(rows, ["name"], [time, "call_count"], steps)
+        .select(list(schema))
+        .cast(schema)
+        .sort(f"mean_{time}", "name", descending=[True, False])
+        for rows, time, schema in ((work, "total_ns", KERNELS), (op_rows, "self_ns", OPERATORS))
+    )
+    return WorkPerStep(steps.height, kernels, operators)
