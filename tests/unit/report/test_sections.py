@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from traceloom import analyze
 from traceloom.errors import UsageError
 from traceloom.model import Session
+from traceloom.model.columns import COLUMNS, UNITS, column
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import chosen, every
 from traceloom.report.views.html.page import render as page
@@ -44,14 +46,49 @@ def test_keys_are_unique_and_spelled_like_options() -> None:
     assert all(key.replace("_", "").isalnum() and key == key.lower() for key in keys)
 
 
-def test_the_published_schema_holds_the_sections() -> None:
+@pytest.fixture
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("report_schema", ROOT / "scripts" / "report_schema.py")
     assert spec is not None
     assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    published = json.loads(script.SCHEMA.read_text(encoding="utf-8"))
-    assert published == script.with_sections(published), "run python scripts/report_schema.py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_published_schemas_and_the_page_of_columns_are_up_to_date(script: ModuleType) -> None:
+    for path, text in script.files().items():
+        assert path.read_text(encoding="utf-8") == text, "run python scripts/report_schema.py"
+
+
+@pytest.mark.parametrize("name", ["report.schema.json", "memory.schema.json"])
+def test_every_property_of_the_published_schemas_is_described(script: ModuleType, name: str) -> None:
+    schema = json.loads((ROOT / "docs" / "reference" / name).read_text(encoding="utf-8"))
+    short = [
+        f"{path}.{key}"
+        for path, properties in script.objects(schema)
+        for key, shape in properties.items()
+        if len(shape.get("description", "").split()) < 2
+    ]
+    assert short == []
+
+
+def test_the_units_of_columns_are_those_of_their_values(script: ModuleType) -> None:
+    schema = script.with_sections(json.loads((ROOT / "docs" / "reference" / "report.schema.json").read_text("utf-8")))
+    for path, properties in script.objects(schema):
+        for key, shape in properties.items():
+            types = shape.get("type")
+            if script.is_value(shape) and types is not None and "array" not in types:
+                numeric = column(key, path).unit not in ("text", "name")
+                assert numeric == any(name in types for name in ("integer", "number")), f"{path}.{key}"
+
+
+def test_the_most_specific_declaration_of_a_column_counts() -> None:
+    assert column("bytes", "copies.kinds").meaning == "bytes of those whose size is recorded"
+    assert column("rank", "copies.kinds") == column("rank")
+    assert all(declared.unit in UNITS and declared.title and declared.meaning for declared in COLUMNS.values())
+    with pytest.raises(KeyError, match="no column `nothing`"):
+        column("nothing", "copies.kinds")
 
 
 def test_every_section_is_described(check_words: Callable[[str], bool]) -> None:

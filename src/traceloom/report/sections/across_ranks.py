@@ -243,7 +243,11 @@ SECTION = Section(
                 "collective_count": of_type(pl.Int64),
                 "collective_ns": of_type(pl.Int64),
                 "wait_ns": of_type(pl.Int64),
-                "notices": {"type": "array", "items": {"type": "object"}},
+                "notices": {
+                    "description": "what did not match, and what the result cannot see",
+                    "type": "array",
+                    "items": {"type": "object"},
+                },
                 "ranks": rows(RANK_SCHEMA, what="waits of and for each rank"),
                 "hosts": rows(HOST_SCHEMA, what="the same, added over the ranks of a host"),
                 "reasons": rows(REASON_SCHEMA, what="by rank and cause at the ends of the chains"),

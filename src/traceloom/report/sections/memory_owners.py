@@ -221,6 +221,7 @@ SECTION = Section(
         record(
             {
                 "memories": {
+                    "description": "one entry for each device of each rank",
                     "type": "array",
                     "items": record(
                         {
@@ -238,10 +239,12 @@ SECTION = Section(
                                         "categories": _levels("bytes at each of these instants"),
                                         "scopes": _levels("the same by scope and operator"),
                                         "stacks": or_null(
-                                            _levels("the same by Python stack, the innermost frame first")
+                                            _levels("the same by Python stack, the innermost frame first"),
+                                            what="the same by Python stack; null without stacks",
                                         ),
                                     }
-                                )
+                                ),
+                                what="the memory over time",
                             ),
                         }
                     ),

@@ -26,14 +26,12 @@ from typing import Any, Generic, TypeVar
 import polars as pl
 
 from traceloom.model import Session, Trace
+from traceloom.model.columns import UNITS
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 
 Row = dict[str, Any]
 Measured = TypeVar("Measured")
-
-KINDS = ("text", "name", "time", "bytes", "count", "share", "number", "flops", "flop_rate", "byte_rate")
-"""Kinds of a column: what its numbers are, so that every view writes them with a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,7 @@ class Col:
     Attributes:
         key: Key of the row.
         title: Heading.
-        kind: One of `KINDS`: text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; number;
-            flops; flop_rate in FLOP/s; byte_rate in B/s.
+        kind: One of `UNITS`, so that every view writes its numbers with a unit.
         hint: What is counted; shown on hover.
         narrow: Whether it also stands on a terminal of 80 columns.
     """
@@ -56,7 +53,7 @@ class Col:
     narrow: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in UNITS:
             raise ValueError(f"{self.kind!r} is no kind of column")
 
 

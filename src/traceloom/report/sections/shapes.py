@@ -28,9 +28,10 @@ def record(properties: Mapping[str, Row], *, what: str = "") -> Row:
     return {"description": what, **shape} if what else shape
 
 
-def or_null(shape: Row) -> Row:
+def or_null(shape: Row, *, what: str = "") -> Row:
     """The same, or null."""
-    return {"anyOf": [shape, {"type": "null"}]}
+    either: Row = {"anyOf": [shape, {"type": "null"}]}
+    return {"description": what, **either} if what else either
 
 
 def of_type(kind: Any, *, nullable: bool = False) -> Row:
