@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from traceloom.analyze import anti_patterns
-from traceloom.analyze.anti_pattern_rules import RULES
+from traceloom.analyze.anti_patterns import RULES
 from traceloom.read import load
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

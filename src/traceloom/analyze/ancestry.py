@@ -15,6 +15,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.splitting import split_at_steps
 from traceloom.model import Trace
 from traceloom.model.arrays import column, innermost, lookup, nearest
 
@@ -23,7 +24,7 @@ _SHORT: Any = np.int32  # of positions of events that are kept long or used by t
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class HostSegments:
     """Stretches of lanes, each with its innermost event; they tile every lane's window.
 
     Attributes:
@@ -37,6 +38,23 @@ class Segments:
     lane: Ints
     start_ns: Ints
     end_ns: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class HostPieces:
+    """Pieces of one innermost event and one step; together they are the recorded (busy) time of all host threads.
+
+    Attributes:
+        owner: Position (in the forest) of the innermost event.
+        lane: Lane of each piece.
+        ns: Lengths, > 0.
+        step: Number of the step; `splitting.NO_STEP` outside all steps.
+    """
+
+    owner: Ints
+    lane: Ints
+    ns: Ints
+    step: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +144,7 @@ class Forest:
         np.subtract.at(span, above[child], self.span_ns()[child])
         return span
 
-    def segments(self, lanes: Ints, start_ns: int, end_ns: int) -> Segments:
+    def segments(self, lanes: Ints, start_ns: int, end_ns: int) -> HostSegments:
         """Tile each of `lanes` from start to end with stretches of one innermost event.
 
         A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
@@ -152,7 +170,7 @@ class Forest:
         owner = np.concatenate(
             [np.full(lanes.size, -1, _SHORT), positions, self.parent], dtype=_SHORT, casting="same_kind"
         )
-        return Segments(owner[kept], lane, start, end)
+        return HostSegments(owner[kept], lane, start, end)
 
 
 @per_trace
@@ -172,21 +190,27 @@ def forest(trace: Trace) -> Forest:
     end = column(trace, "nested_end_ns")[row]
     above = column(trace, "parent", -1)[row]
     parent = np.where(above >= 0, position[above], -1)
-    return Forest(row, position, lane, start, end, parent, _stops(lane, start, end))
-
-
-@per_trace
-def host_segments(trace: Trace) -> Segments:
-    """The window of the trace on every host lane, tiled by innermost events."""
-    lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
-    return forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
-
-
-def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
-    """Position after each event's last descendant: the first later row of the lane that starts at or after its end."""
+    # a subtree stops at the first later row of the lane that starts at or after its end
     stop = np.arange(1, lane.size + 1, like=lane)
     bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
     for low, high in pairwise(bounds.tolist()):
         following = low + np.searchsorted(start[low:high], end[low:high], side="left")
         stop[low:high] = np.maximum(stop[low:high], following)
-    return stop
+    return Forest(row, position, lane, start, end, parent, stop)
+
+
+@per_trace
+def host_segments(trace: Trace) -> HostSegments:
+    """The window of the trace on every host lane, tiled by innermost events."""
+    lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
+    return forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
+
+
+@per_trace
+def host_pieces(trace: Trace) -> HostPieces:
+    """The recorded stretches of the host threads, cut at the bounds of steps."""
+    segments = host_segments(trace)
+    rows = np.flatnonzero(segments.owner >= 0)
+    pieces, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])
+    source = rows[pieces.source]
+    return HostPieces(segments.owner[source], segments.lane[source], pieces.end_ns - pieces.start_ns, step)

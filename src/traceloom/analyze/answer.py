@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
 from traceloom.analyze.device_account import device_account, has_step_time
-from traceloom.analyze.first_step import first_step
 from traceloom.analyze.host import HostTime, host
 from traceloom.analyze.host_wait import HOST_CAUSES
 from traceloom.analyze.idle import CAUSES, Idle, idle
@@ -23,11 +23,11 @@ from traceloom.read.step_log import all_steps
 
 PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fraction": pl.Float64})
 _EDGE = "before the first and after the last GPU work"
-_GPU_LABELS = {
-    "compute": "compute",
-    "communication": "communication not hidden by compute",
-    "memory": "copies and fills not hidden",
-}
+_GPU_PARTS = (  # kind, its label, its field of the account
+    ("compute", "compute", "compute_ns"),
+    ("communication", "communication not hidden by compute", "exposed_communication_ns"),
+    ("memory", "copies and fills not hidden", "exposed_memory_ns"),
+)
 _GPU_VERBS = {"compute": "computing", "communication": "only communicating", "memory": "only copying", "idle": "idle"}
 _REASONS = {
     **{cause: f"launches came late because {meaning}" for cause, meaning in HOST_CAUSES.items()},
@@ -62,6 +62,7 @@ _WORTH_SAYING = 0.005
 _IDLE_WORTH_A_REASON = 0.05
 _WAITING = 0.8  # of the time that a thread runs at most: it waits, too
 _ALIKE = 0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
+_FEWEST = 4  # steps that tell what a usual one takes
 _FIRST = 2.0  # usual steps that the first one takes longer by,
 _OF_RUN = 0.05  # and of the time of all steps: worth a sentence
 
@@ -108,85 +109,68 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
 
     Args:
         session: The run.
-        facts_of_traces: The facts of its traces, where they have been found before.
+        facts_of_traces: The facts of its traces, where they are at hand.
     """
     all_facts = [facts(trace) for trace in session.traces] if facts_of_traces is None else list(facts_of_traces)
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
-    parts = pl.concat([_gpu_parts(fact) for fact in on_gpu] or [_host_parts(fact) for fact in all_facts])
+    rows: list[tuple[str, str, int]] = []  # label, kind, ns
+    for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
+        account = device_account(fact.trace, fact.gpu, fact.idle)
+        rows += [(label, kind, account.devices[field].sum()) for kind, label, field in _GPU_PARTS]
+        rows += [(f"idle: {CAUSES[cause]}", "idle", ns) for cause, ns in account.idle.select("cause", "idle_ns").rows()]
+        rows.append((f"idle: {_EDGE}", "idle", account.devices["edge_idle_ns"].sum()))
+    for fact in () if on_gpu else all_facts:  # what the main thread did in the steps (without: in the whole window)
+        threads = fact.host.threads.filter("main").select("lane")
+        if of_requests(fact.trace):  # whichever thread serves it
+            served = fact.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
+            threads = served.select("lane", "step").drop_nulls()
+        did = fact.host.account.join(threads, on=threads.columns, how="semi")
+        if has_step_time(fact.trace):
+            did = did.filter(pl.col("step").is_not_null())
+        for phase, kind, ns in did.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).rows():
+            # only a thread that records nothing while another one communicates gets this pair: see `host`
+            waits = phase == "communication" and kind == "unobserved"
+            rows.append(("communication: waiting" if waits else f"{phase}: {_ACTIVITIES[kind]}", kind, ns))
+    parts = pl.DataFrame(rows, schema={name: PARTS[name] for name in ("label", "kind", "ns")}, orient="row")
     parts = parts.group_by("label", "kind").agg(pl.col("ns").sum()).filter(pl.col("ns") > 0)
     fraction = pl.col("ns") / pl.max_horizontal(pl.col("ns").sum(), 1)
     parts = parts.with_columns(fraction.alias("fraction")).sort(["ns", "label"], descending=[True, False]).cast(PARTS)
     whole = int(parts["ns"].sum())
     if not whole:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
-    where = _where(on_gpu or all_facts)
     summary = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, all_facts)
-    return Answer(
-        f"{where}: {summary}.{_first(all_facts)}",
-        parts,
-        _step_ns([fact.trace for fact in on_gpu or all_facts]),
-        whole,
-    )
+    sentence = f"{_where(on_gpu or all_facts)}: {summary}.{_first_step(all_facts)}"
+    return Answer(sentence, parts, _step_ns([fact.trace for fact in on_gpu or all_facts]), whole)
 
 
-def _first(all_facts: list[Facts]) -> str:
-    """What the first step of the run cost, where the answer does not cover it and it took unusually long."""
-    first = [step for fact in all_facts if (step := first_step(fact.trace)) is not None]
-    if not first:
+def _first_step(all_facts: list[Facts]) -> str:
+    """What the first step of the run cost, where the answer does not cover it and it took unusually long.
+
+    It compiles, loads code and allocates, and is in no usual window. A usual step is the median of the steps after it
+    that the recorder did not disturb.
+    """
+    costs = []
+    for fact in all_facts:
+        steps = all_steps(fact.trace.meta)
+        if steps is None or steps.duration_ns.size < _FEWEST:
+            continue
+        durations = zip(steps.duration_ns[1:].tolist(), steps.state[1:], strict=True)
+        plain = [duration_ns for duration_ns, state in durations if state in ("unrecorded", "recorded")]
+        if plain:
+            first, usual = int(steps.duration_ns[0]), int(np.median(plain))
+            costs.append((max(first - usual, 0), first, usual, steps, fact.trace.rank))
+    if not costs:
         return ""
-    worst = max(first, key=lambda step: step.over_ns)
-    if worst.recorded or worst.over_ns < _FIRST * worst.usual_ns or worst.over_ns < _OF_RUN * worst.run_ns:
+    over, first, usual, steps, rank = max(costs, key=lambda cost: cost[0])
+    run = int(steps.duration_ns.sum())
+    if steps.state[0] == "recorded" or over < _FIRST * usual or over < _OF_RUN * run:
         return ""
-    who = f" (rank {worst.rank})" if len(all_facts) > 1 and worst.rank is not None else ""
+    who = f" (rank {rank})" if len(all_facts) > 1 and rank is not None else ""
     return (
-        f" The first step of the run{who}, which is not among them, took {duration(worst.first_ns)}, as long as "
-        f"{count(round(worst.first_ns / max(worst.usual_ns, 1)))} usual ones: {share(worst.over_ns, worst.run_ns)} of "
+        f" The first step of the run{who}, which is not among them, took {duration(first)}, as long as "
+        f"{count(round(first / max(usual, 1)))} usual ones: {share(over, run)} of "
         "all steps of the run went into starting (compiling, loading code, allocating)."
     )
-
-
-def _gpu_parts(trace_facts: Facts) -> pl.DataFrame:
-    """What the devices did in the window of the account; idle time by cause."""
-    account = device_account(trace_facts.trace, trace_facts.gpu, trace_facts.idle)
-    rows = account.devices
-    sums = {
-        "compute": rows["compute_ns"].sum(),
-        "communication": rows["exposed_communication_ns"].sum(),
-        "memory": rows["exposed_memory_ns"].sum(),
-    }
-    busy: list[dict[str, object]] = [{"label": _GPU_LABELS[kind], "kind": kind, "ns": ns} for kind, ns in sums.items()]
-    idling = account.idle.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum()).sort("cause")
-    waits: list[dict[str, object]] = [
-        {"label": f"idle: {CAUSES[cause]}", "kind": "idle", "ns": ns} for cause, ns in idling.rows()
-    ]
-    return _parts([*busy, *waits, {"label": f"idle: {_EDGE}", "kind": "idle", "ns": rows["edge_idle_ns"].sum()}])
-
-
-def _host_parts(trace_facts: Facts) -> pl.DataFrame:
-    """What the main thread did in the steps (without steps: in the whole window), by phase and activity."""
-    account = trace_facts.host.account.join(
-        trace_facts.host.threads.filter("main").select("lane"), on="lane", how="semi"
-    )
-    if of_requests(trace_facts.trace):  # whichever thread serves it
-        served = trace_facts.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
-        threads = served.select("lane", "step").drop_nulls().unique()
-        account = trace_facts.host.account.join(threads, on=["lane", "step"], how="semi")
-    if has_step_time(trace_facts.trace):
-        account = account.filter(pl.col("step").is_not_null())
-    rows = (
-        account.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).sort("phase", "activity")
-    )
-    parts: list[dict[str, object]] = []
-    for phase, kind, ns in rows.rows():
-        # only a thread that records nothing while another one communicates gets this pair: see `host`
-        waits = phase == "communication" and kind == "unobserved"
-        label = "communication: waiting" if waits else f"{phase}: {_ACTIVITIES[kind]}"
-        parts.append({"label": label, "kind": kind, "ns": ns})
-    return _parts(parts)
-
-
-def _parts(rows: Iterable[dict[str, object]]) -> pl.DataFrame:
-    return pl.DataFrame(list(rows), schema={name: PARTS[name] for name in ("label", "kind", "ns")})
 
 
 def _where(all_facts: list[Facts]) -> str:
@@ -199,24 +183,28 @@ def _where(all_facts: list[Facts]) -> str:
     if step_ns is not None:
         stepped = [trace.steps for trace in traces if has_step_time(trace)]
         number = max(steps.height for steps in stepped)
-        word = "request" if any(of_requests(fact.trace) for fact in all_facts) else "step"
+        word = "request" if any(of_requests(trace) for trace in traces) else "step"
         span = f"{count(number)} {word}s of {duration(step_ns)}" if number > 1 else f"1 {word} of {duration(step_ns)}"
         by_rank = [ns for trace in traces if (ns := _step_ns([trace])) is not None]
         if max(by_rank) - min(by_rank) > _ALIKE * max(by_rank):
             span += f" ({duration(min(by_rank))} to {duration(max(by_rank))} by rank)"
         if word == "request":  # in the rest of the window there is none
             served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
-            window = max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts)
+            window = max(trace.end_ns - trace.start_ns for trace in traces)
             served = f"{share(served_ns, window)} of a window of {duration(window)}"
             span += f" ({served}; the program waits between them)"
     else:  # the longest window; with GPU work its part from the first to the last of it, which the shares are of
-        span = f"a window of {duration(max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts))}"
+        span = f"a window of {duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
         longest = max((int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0)
         if longest and not span.endswith(f" {duration(longest)}"):
             span = f"from first to last GPU work, {duration(longest)} of {span}"
-    who = _ranks(ranks) if ranks else f"{count(len(traces))} processes" if len(traces) > 1 else ""
-    text = f"{who}, {span}" if who else span
-    return text[0].upper() + text[1:]
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}, {span}"
+    if ranks:
+        without_hole = ranks == list(range(ranks[0], ranks[-1] + 1))
+        who = f"Ranks {ranks[0]}–{ranks[-1]}" if without_hole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+        return f"{who}, {span}"
+    return f"{count(len(traces))} processes, {span}" if len(traces) > 1 else span[0].upper() + span[1:]
 
 
 def _step_ns(traces: list[Trace]) -> int | None:
@@ -225,13 +213,6 @@ def _step_ns(traces: list[Trace]) -> int | None:
     whole = pl.col("complete") | ~pl.col("complete").any()
     middle = steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"].median()
     return None if middle is None else int(middle)  # type: ignore[arg-type]
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]}–{ranks[-1]}" if whole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
 
 
 def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
@@ -248,13 +229,28 @@ def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     reasons = {f"idle: {meaning}": _REASONS.get(cause, meaning) for cause, meaning in CAUSES.items()}
     reasons[f"idle: {_EDGE}"] = "there was no GPU work yet, or no more, at the edges of the steps"
     label, ns = idling.select("label", "ns").row(0)
-    reason = reasons[label]
-    return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reason}"
+    return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reasons[label]}"
 
 
 def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     """The main activity with its phase and largest operator, then communication and the DataLoader."""
-    text = _activity(parts, whole, all_facts)
+    sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
+    kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
+    label, largest = parts.filter(pl.col("kind") == kind).select("label", "ns").row(0)
+    phase = label.split(":")[0]
+    if kind == "unobserved" and phase in _AWAITED and 2 * largest > ns:
+        text = f"{share(largest, whole)} of the time the main thread waits for {_AWAITED[phase]}"
+    else:
+        text = f"{share(ns, whole)} of the time {_DOING[kind]}"
+        if phase != "other" and 2 * largest > ns:
+            text += f", mostly in the {phase} phase"
+    if kind == "op":  # by self time over all traces
+        rows = pl.concat([fact.operators.operators.select("name", "self_ns") for fact in all_facts])
+        rows = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
+        in_operators = int(rows["self_ns"].sum())
+        if in_operators:
+            largest_share = share(int(rows["self_ns"][0]), in_operators)
+            text += f"; the largest is {rows['name'][0]} ({largest_share} of that)"
     clauses = []
     talking = int(parts.filter(pl.col("label").str.starts_with("communication:"))["ns"].sum())
     if talking >= _WORTH_SAYING * whole and "communication" not in text:
@@ -283,26 +279,6 @@ def _ran(all_facts: list[Facts]) -> tuple[int, int] | None:
                     return None
                 ran, whole = ran + min(ran_ns, step_ns), whole + step_ns
     return (ran, whole) if whole else None
-
-
-def _activity(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
-    sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
-    kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
-    label, largest = parts.filter(pl.col("kind") == kind).select("label", "ns").row(0)
-    phase = label.split(":")[0]
-    if kind == "unobserved" and phase in _AWAITED and 2 * largest > ns:
-        return f"{share(largest, whole)} of the time the main thread waits for {_AWAITED[phase]}"
-    text = f"{share(ns, whole)} of the time {_DOING[kind]}"
-    if phase != "other" and 2 * largest > ns:
-        text += f", mostly in the {phase} phase"
-    if kind == "op":  # by self time over all traces
-        rows = pl.concat([fact.operators.operators.select("name", "self_ns") for fact in all_facts])
-        rows = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
-        in_operators = int(rows["self_ns"].sum())
-        if in_operators:
-            largest_share = share(int(rows["self_ns"][0]), in_operators)
-            text += f"; the largest is {rows['name'][0]} ({largest_share} of that)"
-    return text
 
 
 def _listed(items: list[str]) -> str:

@@ -1,20 +1,286 @@
-"""Known anti-patterns of PyTorch programs, found in files alone.
+"""PyTorch's eight known anti-patterns, looked for in what a file records.
 
-Definitions: docs/concepts/anti-patterns.md.
+They are those of `torch/profiler/_pattern_matcher.py`, which needs the live profiler; here every rule says what it
+matches with its evidence, or why it cannot tell. Definitions: docs/concepts/anti-patterns.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.anti_pattern_rules import RULES, Found
+from traceloom.analyze.gaps import gpu_rows
+from traceloom.analyze.intervals import Ints
 from traceloom.analyze.op_siblings import Host, host_of
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.repeats import StretchNumbers
+from traceloom.analyze.submissions import plain
 from traceloom.model import Trace
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
+
+_LEAST_REPEATS = 10
+_ALIGNED = 8
+_TF32_CAPABILITY = 8.0
+_MATMULS = r"^aten::(mm|bmm|addmm|baddbmm)$"
+_FP32_KERNEL = r"(?i)sgemm|simt_s|ffma|f32f32_f32f32_f32|gemvNSP_kernel<float|gemv2?[TN]_kernel<.*float, float, float"
+_TF32_KERNEL = r"(?i)tf32|tensorop"
+
+
+@dataclass(frozen=True)
+class RuleMatches:
+    """What a rule matches, or why it abstains.
+
+    Attributes:
+        position: Positions (in the forest) of the events that match.
+        evidence: `correlated` (the recording shows it) or `inferred`, one for all.
+        detail: A few words per match.
+        last: Last event that each match covers, positions; None where a match is one event.
+        reason: Why nothing can be said; None where it can.
+    """
+
+    position: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    evidence: str = "correlated"
+    detail: tuple[str, ...] = ()
+    last: Ints | None = None
+    reason: str | None = None
+
+
+def extra_copy(host: Host) -> RuleMatches:
+    """A tensor is filled on the CPU and moved to the GPU at once."""
+    to = host.ops(r"^aten::to$")
+    if not host.is_op.any():
+        return RuleMatches(reason="no operators were recorded")
+    copies = host.trace.copies
+    if not copies.height:
+        return RuleMatches(reason="no copies between CPU and GPU were recorded")
+    moved = np.zeros(host.code.size + 1, dtype=np.bool_)
+    by = host.trace.events["op"].gather(copies.filter(pl.col("kind") == "HtoD")["event"]).drop_nulls().to_numpy()
+    moved[host.tree.position[by]] = True
+    below = np.append(host.last_op, -1)
+    to_copy = below[to]
+    copied = below[to_copy]
+    names = [*(np.append(host.named(pattern), False) for pattern in (r"^aten::_to_copy$", r"^aten::copy_$"))]
+    fits = names[0][to_copy] & names[1][copied] & moved[copied] & (host.op_parent[to] < 0)
+    to, copied = to[fits], copied[fits]
+    # the outermost operator that ended before it on its thread; both come from the same Python code
+    top = np.flatnonzero(host.is_op & (host.op_parent < 0))
+    index = np.searchsorted(top, to) - 1
+    before = np.where(index >= 0, top[index], -1)
+    fits = (before >= 0) & (host.tree.lane[before] == host.tree.lane[to])
+    if host.has_stacks:
+        outer = np.append(host.tree.parent, -1)
+        fits &= outer[outer[to]] == outer[outer[before]]
+    # the filling operator at or below it along last children
+    fills = np.append(host.named(r"^aten::(fill_|zero_|normal_|uniform_)$") & host.is_op, False)
+    current, leaf = before, np.full(to.size, -1, dtype=np.int64)
+    while (current >= 0).any():  # one turn per level of nesting
+        leaf = np.where((leaf < 0) & fills[current], current, leaf)
+        current = np.where(leaf < 0, below[current], -1)
+    fits &= leaf >= 0
+    to, copied, leaf = to[fits], copied[fits], leaf[fits]
+    # target and source have one element type, or the types were not recorded
+    types: list[list[str]] = [json.loads(text) if text else [] for text in host.inputs(copied)["types"].to_list()]
+    same = np.array([len(names) < 2 or names[0] == names[1] for names in types], dtype=np.bool_)
+    to, leaf = to[same], leaf[same]
+    filled = host.words.names.gather(host.code[leaf]).to_list()
+    evidence = "correlated" if host.has_stacks else "inferred"
+    return RuleMatches(to, evidence, tuple(f"filled by {name}" for name in filled))
+
+
+def loop_indexing(host: Host) -> RuleMatches:
+    """The same few operators around `aten::select`, ten times and more in a row, beside each other."""
+    if not host.is_op.any():
+        return RuleMatches(reason="no operators were recorded")
+    if not host.ops(r"^aten::select$").size:
+        return RuleMatches()
+    # beside each other: below the same operator, or called by the same Python code (built-in functions are no code)
+    frames = ~(host.is_python & host.named(r"^<built-in "))
+    above = host.tree.nearest(frames)
+    ops = np.flatnonzero(host.is_op)
+    family = above[ops] + 1 + np.where(above[ops] < 0, -host.tree.lane[ops] - 1, 0)
+    order = np.argsort(family, kind="stable")
+    ops, family = ops[order], family[order]
+    code = host.code[ops]
+    select = np.flatnonzero(host.named(r"^aten::select$")[ops])
+    length = np.append(np.diff(select), 0)
+    end = np.searchsorted(family, family[select], side="right")
+    has_next = np.append(select[1:] < end[:-1], False)  # another select in the same family
+    same = has_next.copy()
+    at = np.flatnonzero(has_next)
+    hashed = StretchNumbers(code)
+    fits = select[at] + 2 * length[at] <= end[at]
+    at = at[fits]
+    same[:] = False
+    same[at] = hashed.number(select[at], length[at]) == hashed.number(select[at + 1], length[at])
+    # a run goes on as long as each part equals the next and has its length
+    goes_on = np.append(same[1:] & (length[1:] == length[:-1]) & same[:-1], False)
+    starts = np.flatnonzero(same & ~np.append(False, goes_on[:-1]))
+    stops = np.flatnonzero(same & ~goes_on)
+    repeats = stops - starts + 2
+    kept = repeats >= _LEAST_REPEATS
+    starts, stops, repeats = starts[kept], stops[kept], repeats[kept]
+    last = ops[select[stops] + 2 * length[stops] - 1]
+    names = host.words.names
+    detail = tuple(
+        f"{count} times {', '.join(names.gather(code[low : low + size]).to_list()[:4])}"
+        for count, low, size in zip(repeats.tolist(), select[starts].tolist(), length[starts].tolist(), strict=True)
+    )
+    return RuleMatches(ops[select[starts]], "correlated" if host.has_stacks else "inferred", detail, last)
+
+
+def fp32_matmul(host: Host) -> RuleMatches:
+    """A matrix product in plain FP32 on a GPU that has TF32."""
+    trace = host.trace
+    ops = host.ops(_MATMULS)
+    if not ops.size:
+        return RuleMatches()
+    if not (host.is_call & host.named(r"^cu")).any():
+        return RuleMatches(reason="TF32 is a mode of NVIDIA's; no CUDA call was recorded")
+    capability = trace.devices.filter("used")["compute_capability"].drop_nulls().to_list()
+    if not capability:
+        return RuleMatches(reason="the file does not tell the compute capability of the device")
+    if all(float(version) < _TF32_CAPABILITY for version in capability):
+        return RuleMatches(reason=f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)")
+    kernel = gpu_rows(trace)
+    op = plain(column(trace, "op", -1))[kernel]
+    if not (op >= 0).any():
+        return RuleMatches(reason="no kernel is joined to its operator, and the mode itself is not recorded")
+    code = plain(host.words.code)[kernel]
+    slow = host.words.matching(_FP32_KERNEL) & ~host.words.matching(_TF32_KERNEL)
+    at = np.flatnonzero((op >= 0) & slow[code])
+    position = plain(host.tree.position)[op[at]]
+    is_matmul = np.zeros(host.code.size + 1, dtype=np.bool_)
+    is_matmul[ops] = True
+    owner = np.where(is_matmul[position], position, host.op_parent[position]) if position.size else position
+    at, owner = at[is_matmul[owner]], owner[is_matmul[owner]]
+    owner, first = np.unique(owner, return_index=True)
+    names = host.words.names.gather(code[at[first]]).to_list()
+    return RuleMatches(owner, "correlated", tuple(f"runs {text[:80]}" for text in names))
+
+
+def single_tensor_optimizer(host: Host) -> RuleMatches:
+    """An optimizer goes through its parameters one by one."""
+    frames = np.flatnonzero(host.named(r"_single_tensor_[0-9A-Za-z_]+$"))
+    if host.has_stacks:
+        names = host.words.names.gather(host.code[frames]).to_list()
+        return RuleMatches(frames, "correlated", tuple(name.rsplit(": ", 1)[-1] for name in names))
+    steps = host.named(r"^Optimizer\.step#")
+    at = np.flatnonzero(host.tree.topmost(steps))
+    if not at.size:
+        return RuleMatches(reason="no optimizer step was recorded; stacks would show its code")
+    if not gpu_rows(host.trace).size:
+        return RuleMatches(reason="no GPU work was recorded, and it is on GPUs that going one by one costs")
+    many = host.inside(host.is_op & host.named(r"_foreach_|_fused_|multi_tensor"))
+    updates = host.inside(host.is_op & host.named(r"^aten::(addcdiv_|addcmul_|lerp_|add_|mul_)$"))
+    kept = (many[at] == 0) & (updates[at] >= 2)  # at least two parameters, or two updates of one
+    at = at[kept]
+    return RuleMatches(at, "inferred", tuple(f"{count} updates one by one" for count in updates[at].tolist()))
+
+
+def synchronous_loader(host: Host) -> RuleMatches:
+    """A DataLoader without workers: the training loop makes its own batches."""
+    spans = np.flatnonzero(host.tree.topmost(host.named(r"_SingleProcessDataLoaderIter")))
+    if spans.size:
+        return RuleMatches(spans, "correlated", ("_SingleProcessDataLoaderIter",) * spans.size)
+    if host.named(r"_MultiProcessingDataLoaderIter").any():
+        return RuleMatches()
+    if not host.has_stacks:
+        return RuleMatches(reason="no DataLoader was recorded, neither as annotation nor in stacks")
+    loader = r"(^|/)torch/utils/data/dataloader\.py\(\d+\): "
+    iter_calls, creations, worker_checks = (
+        host.named(loader + name) for name in (r"__iter__$", r"_get_iterator$", "check_worker_number_rationality$")
+    )
+    with_workers = host.inside(worker_checks)
+    at = np.flatnonzero(iter_calls & (host.inside(creations) > 0) & (with_workers == 0))
+    return RuleMatches(at, "correlated", ("made without workers",) * at.size)
+
+
+def gradient_zeroed(host: Host) -> RuleMatches:
+    """`zero_grad` writes zeros instead of dropping the gradients."""
+    calls = host.named(r"^Optimizer\.zero_grad#") | (host.named(r": zero_grad$") & host.is_python)
+    at = np.flatnonzero(host.tree.topmost(calls))
+    if not at.size:
+        return RuleMatches(reason="no zero_grad was recorded; stacks or the optimizer's annotation would show it")
+    above = np.append(host.named(r"^aten::zeros$"), False)[host.op_parent]
+    zeroed = host.is_op & ((host.named(r"^aten::zero_$") & ~above) | host.named(r"^aten::_foreach_zero_$"))
+    count = host.inside(zeroed)[at]
+    kept = count > 0
+    return RuleMatches(at[kept], "correlated", tuple(f"{number} fills with zero" for number in count[kept].tolist()))
+
+
+def bias_before_norm(host: Host) -> RuleMatches:
+    """A convolution adds a bias that the batch normalisation after it takes away again."""
+    convolution = host.ops(r"^aten::conv2d$")
+    if not convolution.size:
+        return RuleMatches()
+    if host.has_shapes:
+        texts = host.inputs(convolution).select("types", "shapes")
+        inputs = [[json.loads(text or "[]") for text in row] for row in texts.iter_rows()]
+        # the third input is the bias; where there is none its type and shape are empty
+        bias = np.array([all(len(each) > 2 and each[2] for each in row) for row in inputs], dtype=np.bool_)
+    elif not host.ops(r"^aten::cudnn_convolution$").size:
+        return RuleMatches(reason="no shapes were recorded, and only cuDNN's convolutions show their bias without them")
+    else:  # cuDNN adds the bias by an operator of its own
+        bias = host.inside(host.is_op & host.named(r"^aten::add_$"))[convolution] > 0
+    modules = host.named(r"^nn\.Module: Conv2d")
+    by_module = bool(modules.any())
+    if by_module:  # the next module that begins is one; frames of Python may stand between the two calls
+        around = host.climb(convolution, modules)
+        after = np.where(around >= 0, np.append(host.tree.stop, -1)[around], -1)
+        order = np.flatnonzero(host.named(r"^nn\.Module: "))
+        index = np.where(after >= 0, np.searchsorted(order, after), order.size)
+        norm = np.append(host.named(r"^nn\.Module: BatchNorm2d"), False)
+    else:  # the next operator is one
+        order = np.flatnonzero(host.is_op & (host.op_parent < 0))
+        index = np.searchsorted(order, convolution, side="right")
+        norm = np.append(host.named(r"^aten::batch_norm$"), False)
+    following = np.append(order, -1)[index]
+    same = np.append(host.tree.lane, -1)[following] == host.tree.lane[convolution]
+    kept = bias & norm[following] & same
+    evidence = "correlated" if host.has_shapes and by_module else "inferred"
+    return RuleMatches(convolution[kept], evidence, ("followed by a batch normalisation",) * int(kept.sum()))
+
+
+def unaligned_half(host: Host) -> RuleMatches:
+    """A matrix product in half precision whose dimensions are not multiples of 8."""
+    ops = host.ops(r"^aten::(mm|bmm|addmm)$")
+    if not ops.size:
+        return RuleMatches()
+    if not host.has_shapes:
+        return RuleMatches(reason="shapes and types of inputs were not recorded (record_shapes)")
+    inputs = host.inputs(ops).filter(pl.col("shapes").is_not_null() & pl.col("types").is_not_null())
+    kinds = inputs.select("shapes", "types").unique()
+    details = []  # the shapes where the first type is half precision and one of the last two dimensions is odd
+    for shapes, types in kinds.iter_rows():
+        half = json.loads(types)[:1] in (["c10::Half"], ["c10::BFloat16"])
+        sizes = [shape for shape in json.loads(shapes) if isinstance(shape, list)] if half else []
+        sizes = [shape for shape in sizes if all(isinstance(size, int) for size in shape)]
+        odd = any(size % _ALIGNED for shape in sizes for size in shape[-2:])
+        details.append(" x ".join(str(shape) for shape in sizes if shape) if odd else None)
+    with_detail = kinds.with_columns(pl.Series("detail", details, dtype=pl.String)).drop_nulls("detail")
+    matches = inputs.join(with_detail, on=["shapes", "types"], maintain_order="left")
+    return RuleMatches(matches["position"].to_numpy(), "correlated", tuple(matches["detail"].to_list()))
+
+
+RULES: dict[str, tuple[Callable[[Host], RuleMatches], str]] = {
+    "extra_cuda_copy": (extra_copy, "create the tensor on the GPU: torch.zeros(..., device='cuda')"),
+    "for_loop_indexing": (loop_indexing, "index with a tensor or a slice instead of in a loop"),
+    "fp32_matmul": (fp32_matmul, "allow TF32: torch.set_float32_matmul_precision('high')"),
+    "single_tensor_optimizer": (single_tensor_optimizer, "pass foreach=True or fused=True to the optimizer"),
+    "synchronous_data_loader": (synchronous_loader, "give the DataLoader workers: num_workers > 0"),
+    "gradient_not_set_to_none": (
+        gradient_zeroed,
+        "zero_grad(set_to_none=True), which recent versions do by themselves",
+    ),
+    "conv_bias_before_batch_norm": (bias_before_norm, "bias=False in convolutions that a batch normalisation follows"),
+    "unaligned_half_matmul": (unaligned_half, "pad the dimensions of half-precision matrices to multiples of 8"),
+}
+"""Name of each anti-pattern -> how it is found, and what to do about it."""
 
 Name = pl.Enum(list(RULES))
 PATTERNS = pl.Schema(
@@ -87,17 +353,17 @@ def anti_patterns(trace: Trace) -> AntiPatterns:
     return AntiPatterns(pl.DataFrame(rows, schema=PATTERNS), pl.concat(matches))
 
 
-def _matches(host: Host, name: str, finding: Found) -> pl.DataFrame:
-    first = finding.position.astype(np.int64)
+def _matches(host: Host, name: str, finding: RuleMatches) -> pl.DataFrame:
+    """The rows of `MATCHES` of one rule."""
+    first, tree, events = finding.position.astype(np.int64), host.tree, host.trace.events
     last = first if finding.last is None else finding.last
-    row, tree = host.tree.row[first], host.tree
-    events = host.trace.events
-    if finding.last is None:
-        gpu = host.gpu_ns[first]
-    else:  # the events from the first to the last
-        gpu = np.array(
-            [_between(host, *pair) for pair in zip(first.tolist(), last.tolist(), strict=True)], dtype=np.int64
-        )
+    row, gpu = tree.row[first], host.gpu_ns[first]
+    if finding.last is not None:  # of all siblings from the first to the last
+        for index, (begin, stop) in enumerate(zip(first.tolist(), tree.stop[last].tolist(), strict=True)):
+            at = int(tree.stop[begin])
+            while at < stop:
+                gpu[index] += host.gpu_ns[at]
+                at = int(tree.stop[at])
     return pl.DataFrame(
         {
             "pattern": pl.Series([name] * first.size, dtype=Name),
@@ -113,13 +379,3 @@ def _matches(host: Host, name: str, finding: Found) -> pl.DataFrame:
         },
         schema_overrides={"detail": pl.String, "evidence": MATCHES["evidence"]},
     ).cast(MATCHES)
-
-
-def _between(host: Host, first: int, last: int) -> int:
-    """GPU work launched in the siblings from one to another."""
-    total, at = 0, first
-    stop = int(host.tree.stop[last])
-    while at < stop:
-        total += int(host.gpu_ns[at])
-        at = int(host.tree.stop[at])
-    return total

@@ -68,25 +68,7 @@ def backward_of(trace: Trace) -> Backward | None:
 def _threads(trace: Trace, forward: pl.DataFrame, backward: pl.DataFrame) -> pl.DataFrame:
     """The lane of each (process, forward_thread): columns process, forward_thread, lane."""
     keys = ["process", "forward_thread"]
-    by_flow = _by_flow(trace, keys)
-    rest = backward.join(by_flow, on=keys, how="anti")
-    if not rest.height:
-        return by_flow
-    lanes = forward.select("process", "lane", "sequence").unique()
-    numbers = rest.select(*keys, "sequence").unique()
-    totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
-    held = numbers.join(lanes, on=["process", "sequence"], how="inner").group_by(*keys, "lane").agg(pl.len().alias("n"))
-    most = pl.col("n") == pl.col("n").max().over(keys)
-    matches = (
-        held.filter(most)
-        .join(totals, on=keys)
-        .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
-    )
-    return pl.concat([by_flow, matches.select(*keys, "lane")])
-
-
-def _by_flow(trace: Trace, keys: list[str]) -> pl.DataFrame:
-    """What the arrows say: each joins a forward op (its lane) to a backward op (its forward thread)."""
+    # each arrow joins a forward op (its lane) to a backward op (its forward thread)
     events = trace.events.select("event", "process", "lane", "forward_thread")
     arrows = (
         trace.flows.filter(pl.col("kind") == "forward-backward")
@@ -97,4 +79,17 @@ def _by_flow(trace: Trace, keys: list[str]) -> pl.DataFrame:
         .filter(pl.col("forward_thread") > 0)
     )
     counted = arrows.group_by(*keys, "lane").agg(pl.len().alias("n")).sort("n", "lane", descending=[True, False])
-    return counted.unique(keys, keep="first", maintain_order=True).select(*keys, "lane")
+    by_flow = counted.unique(keys, keep="first", maintain_order=True).select(*keys, "lane")
+    rest = backward.join(by_flow, on=keys, how="anti")
+    if not rest.height:
+        return by_flow
+    lanes = forward.select("process", "lane", "sequence").unique()
+    numbers = rest.select(*keys, "sequence").unique()
+    totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
+    held = numbers.join(lanes, on=["process", "sequence"], how="inner").group_by(*keys, "lane").agg(pl.len().alias("n"))
+    matches = (
+        held.filter(pl.col("n") == pl.col("n").max().over(keys))
+        .join(totals, on=keys)
+        .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
+    )
+    return pl.concat([by_flow, matches.select(*keys, "lane")])

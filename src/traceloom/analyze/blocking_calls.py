@@ -36,25 +36,15 @@ KINDS = {
     "python": "Python waits: a lock, a queue, a socket, sleep",
     "other": "another call that waits",
 }
+_TIMES = ("blocked_ns", "gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
 SITES = pl.Schema(
     {
         "kind": pl.Enum(list(KINDS)),
-        "call": pl.String(),
-        "op": pl.String(),
-        "frame": pl.String(),
-        "stack": pl.String(),
+        **dict.fromkeys(("call", "op", "frame", "stack"), pl.String()),
         "lane": pl.UInt32(),
-        "count": pl.Int64(),
-        "pageable_count": pl.Int64(),
-        "blocked_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
-        "gpu_busy_ns": pl.Int64(),
-        "gpu_idle_ns": pl.Int64(),
-        "idle_after_ns": pl.Int64(),
+        **dict.fromkeys(("count", "pageable_count", "blocked_ns", "max_ns", *_TIMES[1:]), pl.Int64()),
         "mean_blocked_ns": pl.Float64(),
-        "min_blocked_ns": pl.Int64(),
-        "max_blocked_ns": pl.Int64(),
-        "step_count": pl.Int64(),
+        **dict.fromkeys(("min_blocked_ns", "max_blocked_ns", "step_count"), pl.Int64()),
     }
 )
 CALLS = pl.Schema(
@@ -62,11 +52,7 @@ CALLS = pl.Schema(
         "event": pl.UInt32(),
         "site": pl.UInt32(),
         "step": pl.Int32(),
-        "start_ns": pl.Int64(),
-        "blocked_ns": pl.Int64(),
-        "gpu_busy_ns": pl.Int64(),
-        "gpu_idle_ns": pl.Int64(),
-        "idle_after_ns": pl.Int64(),
+        **dict.fromkeys(("start_ns", *_TIMES), pl.Int64()),
     }
 )
 _DEEPEST_STACK = 8
@@ -120,74 +106,86 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     autograd's threads (`run_backward`) is no such call.
     """
     tree = forest(trace)
+    work = trace.gpu_work()
+    start = work["start_ns"].to_numpy()
+    busy = union(start, start + work["duration_ns"].clip(lower_bound=0).to_numpy())  # on any device
     waits = meaning(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)
     waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
     rows = np.flatnonzero(tree.topmost(waits))
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
+    if rows.size:
+        named = _named(trace, folded, tree.row[rows], folded.node[rows])
+        users = ~named["frame"].str.contains(_RECORDER).fill_null(value=False)
+        rows, named = rows[users.to_numpy()], named.filter(users)
     if not rows.size:
-        return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if _busy(trace).start.size else None)
-    named = _named(trace, folded, tree.row[rows], folded.node[rows])
-    users = ~named["frame"].str.contains(_RECORDER).fill_null(value=False)
-    rows, named = rows[users.to_numpy()], named.filter(users)
-    if not rows.size:
-        return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if _busy(trace).start.size else None)
-    calls = _calls(trace, rows)
-    sites, site = _sites(trace, calls, named)
-    frame = calls.with_columns(site=pl.Series(site)).select(list(CALLS)).cast(CALLS)
-    idle = None if frame["idle_after_ns"].null_count() == frame.height else int(frame["idle_after_ns"].sum())
-    return BlockingCalls(sites, frame, int(frame["blocked_ns"].sum()), idle)
-
-
-def _busy(trace: Trace) -> Spans:
-    """When any GPU work ran, on any device."""
-    work = trace.gpu_work()
-    start = work["start_ns"].to_numpy()
-    return union(start, start + work["duration_ns"].clip(lower_bound=0).to_numpy())
-
-
-def _calls(trace: Trace, rows: Ints) -> pl.DataFrame:
-    """Times of each call, and what the GPU did; rows are positions in the forest, in time order."""
-    tree, busy = forest(trace), _busy(trace)
-    start, end, lane = tree.start_ns[rows], tree.end_ns[rows], tree.lane[rows]
-    frame = {
-        "event": tree.row[rows],
-        "lane": lane,
-        "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
-        "start_ns": start,
-        "blocked_ns": end - start,
-    }
-    if not busy.start.size:
-        nothing = pl.Series([None] * rows.size, dtype=pl.Int64)
-        return pl.DataFrame({**frame, **dict.fromkeys(("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns"), nothing)})
-    covered = coverage(busy, start, end)
-    after = np.searchsorted(busy.end, end, side="right")  # the first stretch of GPU work that ends later
-    next_work = np.append(busy.start, end.max(initial=0))[after]
-    last = after == busy.start.size
-    idle = np.maximum(np.minimum(next_work, _next_call(lane, start, end)) - end, 0)
-    idle_after = pl.Series(np.where(last, 0, idle))
-    return pl.DataFrame(
-        {**frame, "gpu_busy_ns": covered, "gpu_idle_ns": end - start - covered, "idle_after_ns": idle_after}
+        return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None)
+    calls = pl.concat([_calls(trace, busy, rows), named], how="horizontal")
+    keys = ["kind", "call", "op", "frame", "stack", "lane"]
+    summed = (
+        calls.group_by(keys, maintain_order=True)
+        .agg(
+            pl.len().alias("count"),
+            pl.col("pageable").sum().alias("pageable_count"),
+            pl.col("blocked_ns").max().alias("max_ns"),
+            *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()) for name in _TIMES),
+        )
+        .sort([pl.col("kind") == "python", pl.col("blocked_ns")], descending=[False, True], maintain_order=True)
+        .with_row_index("site")
     )
+    calls = calls.join(summed.select(*keys, "site"), on=keys, how="left", nulls_equal=True, maintain_order="left")
+    calls = calls.cast({"step": pl.Int32})
+    spread = per_step(calls, ["site"], ["blocked_ns"], whole_steps(trace))
+    sites = summed.join(spread, on="site", how="left", maintain_order="left").select(list(SITES)).cast(SITES)
+    calls = calls.select(list(CALLS)).cast(CALLS)
+    idle = None if calls["idle_after_ns"].null_count() == calls.height else int(calls["idle_after_ns"].sum())
+    return BlockingCalls(sites, calls, int(calls["blocked_ns"].sum()), idle)
 
 
-def _next_call(lane: Ints, start: Ints, end: Ints) -> Ints:
-    """Start of the next call of the same lane; the greatest time where there is none."""
+def _calls(trace: Trace, busy: Spans, rows: Ints) -> pl.DataFrame:
+    """Times of each call, and what the GPU did; rows are positions in the forest, in time order."""
+    tree = forest(trace)
+    start, end, lane = tree.start_ns[rows], tree.end_ns[rows], tree.lane[rows]
+    frame = pl.DataFrame(
+        {
+            "event": tree.row[rows],
+            "lane": lane,
+            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+            "start_ns": start,
+            "blocked_ns": end - start,
+        }
+    )
+    if not busy.start.size:
+        return frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in _TIMES[1:])
+    covered = coverage(busy, start, end)
     order = np.lexsort((start, lane))
-    following = np.full(lane.size, np.iinfo(np.int64).max)
     same = lane[order][1:] == lane[order][:-1]
-    following[order[:-1][same]] = start[order][1:][same]
-    later: Ints = np.maximum(following, end)
-    return later
+    next_call = np.full(lane.size, np.iinfo(np.int64).max)
+    next_call[order[:-1][same]] = start[order][1:][same]
+    after = np.searchsorted(busy.end, end, side="right")  # the first stretch of GPU work that ends later
+    next_work = np.append(busy.start, end.max())[after]
+    idle = np.maximum(np.minimum(next_work, next_call) - end, 0)
+    return frame.with_columns(
+        gpu_busy_ns=pl.Series(covered),
+        gpu_idle_ns=pl.Series(end - start - covered),
+        idle_after_ns=pl.Series(np.where(after == busy.start.size, 0, idle)),
+    )
 
 
 def _named(trace: Trace, folded: CallTree, row: Ints, node: Ints) -> pl.DataFrame:
     """Kind, call, op path, frame and stack of each call, worked out once per distinct path."""
     used, path_index = np.unique(node, return_inverse=True)
+    by_path = []
+    for path in folded.paths(used):  # from the thread down
+        names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
+        above = [(name, NODE_KINDS[int(folded.kind[at])]) for name, at in zip(names[:-1], path[1:-1], strict=True)]
+        ops = [name for name, kind in above if kind == "op"]
+        frames = [name for name, kind in above if kind == "python" and is_users(name)]
+        by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
+        stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
+        by_path.append((by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
     paths = pl.DataFrame(
-        [_path(folded, path) for path in folded.paths(used)],
-        schema={"by_op": pl.String, "call": pl.String, "op": pl.String, "frame": pl.String, "stack": pl.String},
-        orient="row",
+        by_path, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
     )[pl.Series(path_index, dtype=pl.UInt32)]
     copied = _copies(trace, row)
     kind_of = {
@@ -204,21 +202,6 @@ def _named(trace: Trace, folded: CallTree, row: Ints, node: Ints) -> pl.DataFram
         .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))
     )
     return paths.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
-
-
-def _path(folded: CallTree, path: list[int]) -> tuple[str | None, ...]:
-    """(kind by operators or None, call, op path, innermost user frame, user frames) of a path from its thread down."""
-    names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
-    kinds = [NODE_KINDS[int(folded.kind[at])] for at in path[1:]]
-    ops: list[str] = []
-    for name, kind in zip(reversed(names[:-1]), reversed(kinds[:-1]), strict=True):
-        if kind == "op":
-            ops.append(name)
-    ops.reverse()
-    frames = [n for n, k in zip(names[:-1], kinds[:-1], strict=True) if k == "python" and is_users(n)]
-    by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
-    stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
-    return by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack
 
 
 def is_users(frame: str) -> bool:
@@ -253,29 +236,3 @@ def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
             "pageable": own["pageable"].fill_null(False) | beside["pageable"].fill_null(False),
         }
     )
-
-
-def _sites(trace: Trace, calls: pl.DataFrame, named: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
-    """The places, the longest wait first, and the place of each call."""
-    keys = ["kind", "call", "op", "frame", "stack", "lane"]
-    whole = pl.concat([calls, named], how="horizontal")
-    gpu = [
-        pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
-        for name in ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
-    ]
-    summed = (
-        whole.group_by(keys, maintain_order=True)
-        .agg(
-            pl.len().alias("count"),
-            pl.col("pageable").sum().alias("pageable_count"),
-            pl.col("blocked_ns").sum(),
-            pl.col("blocked_ns").max().alias("max_ns"),
-            *gpu,
-        )
-        .sort([pl.col("kind") == "python", pl.col("blocked_ns")], descending=[False, True], maintain_order=True)
-        .with_row_index("site")
-    )
-    numbered = whole.join(summed.select(*keys, "site"), on=keys, how="left", nulls_equal=True, maintain_order="left")
-    spread = per_step(numbered.cast({"step": pl.Int32}), ["site"], ["blocked_ns"], whole_steps(trace))
-    table = summed.join(spread, on="site", how="left", maintain_order="left")
-    return table.select(list(SITES)).cast(SITES), numbered["site"].cast(pl.Int64).to_numpy()

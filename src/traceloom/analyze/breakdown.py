@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.classify import Rule, gpu_work
-from traceloom.analyze.intervals import Ints, coverage, merge, summed_coverage, union
+from traceloom.analyze.intervals import coverage, merge, summed_coverage, union
 from traceloom.analyze.steps import Tiles, tiles
 from traceloom.model import Trace
 from traceloom.model.result import Result
@@ -34,18 +34,10 @@ FIELDS = (
 )
 """The additive fields: those of the steps of a device and of the time outside add up to those of the device."""
 
-_ADDITIVE = {field: pl.Int64() for field in FIELDS}
+_ADDITIVE = dict.fromkeys(FIELDS, pl.Int64())
 DEVICE_SCHEMA = pl.Schema({"device": pl.Int32(), "name": pl.String(), "start_ns": pl.Int64(), **_ADDITIVE})
-STEP_SCHEMA = pl.Schema(
-    {
-        "device": pl.Int32(),
-        "name": pl.String(),
-        "step": pl.Int32(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        **_ADDITIVE,
-    }
-)
+_TIME = {"start_ns": pl.Int64(), "duration_ns": pl.Int64()}
+STEP_SCHEMA = pl.Schema({"device": pl.Int32(), "name": pl.String(), "step": pl.Int32(), **_TIME, **_ADDITIVE})
 
 
 @dataclass(frozen=True)
@@ -74,23 +66,31 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
         trace: One process's trace.
         rules: Kernel rules of the user's, before the built-in table.
     """
-    work = gpu_work(trace, rules)
+    work = gpu_work(trace, rules).select("device", "start_ns", "end_ns", "category", "kind")
     cut = tiles(trace)
     names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
-    devices, steps = [], []
-    columns = work.select("device", "start_ns", "end_ns", "category", "kind")
-    for part in columns.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
+    in_time = trace.steps.select("step", "start_ns").with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    outside = pl.DataFrame({"row": [-1], "step": [None], "start_ns": [None]}, schema=in_time.schema)
+    in_time = pl.concat([in_time.sort("start_ns"), outside])
+    devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]
+    for part in work.sort("device", maintain_order=True).partition_by("device", maintain_order=True):
         device = part["device"][0]
         pieces = _measure(part, cut)
-        whole = pieces.sum()
         label = [pl.lit(device, pl.Int32).alias("device"), pl.lit(names.get(device), pl.String).alias("name")]
-        devices.append(whole.with_columns(*label, pl.lit(part["start_ns"].min()).alias("start_ns")))
-        steps.append(_by_step(trace, cut, pieces).with_columns(label))
-    return GpuTime(_frame(devices, DEVICE_SCHEMA), _frame(steps, STEP_SCHEMA))
+        whole = pieces.select(pl.col(FIELDS).sum()).with_columns(
+            *label, pl.lit(part["start_ns"].min()).alias("start_ns")
+        )
+        devices.append(whole.select(list(DEVICE_SCHEMA)).cast(DEVICE_SCHEMA))
+        summed = pieces.group_by("row").agg(pl.col("duration_ns", *FIELDS).sum())
+        by_step = in_time.join(summed, on="row", how="left", maintain_order="left").with_columns(
+            *label, pl.col("duration_ns", *FIELDS).fill_null(0)
+        )
+        steps.append(by_step.select(list(STEP_SCHEMA)).cast(STEP_SCHEMA))
+    return GpuTime(pl.concat(devices), pl.concat(steps))
 
 
 def _measure(work: pl.DataFrame, cut: Tiles) -> pl.DataFrame:
-    """The additive fields of one device in each tile."""
+    """The additive fields of one device in each tile, with the tile's duration and row of `trace.steps`."""
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     category = work["category"].to_physical().to_numpy()
     compute, communication, memory = (union(start[category == c], end[category == c]) for c in range(3))
@@ -101,8 +101,11 @@ def _measure(work: pl.DataFrame, cut: Tiles) -> pl.DataFrame:
     window = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
     busy_ns, compute_ns, visible_ns = (coverage(spans, low, high) for spans in (busy, compute, visible))
     is_kernel = (work["kind"] == "kernel").to_numpy()
+    tile = np.searchsorted(low, start, side="right") - 1  # a start on the last bound belongs to the last tile
     return pl.DataFrame(
         {
+            "row": cut.row,
+            "duration_ns": high - low,
             "window_ns": window,
             "busy_ns": busy_ns,
             "idle_ns": window - busy_ns,
@@ -111,39 +114,10 @@ def _measure(work: pl.DataFrame, cut: Tiles) -> pl.DataFrame:
             "memory_ns": coverage(memory, low, high),
             "exposed_communication_ns": visible_ns - compute_ns,
             "exposed_memory_ns": busy_ns - visible_ns,
-            "gpu_work_count": _count(start, low),
-            "kernel_count": _count(start[is_kernel], low),
+            "gpu_work_count": np.bincount(tile, minlength=low.size),
+            "kernel_count": np.bincount(tile[is_kernel], minlength=low.size),
             "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
             "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
             "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
         }
     )
-
-
-def _count(start: Ints, low: Ints) -> Ints:
-    """Starts in each tile; a start on the last bound of the trace belongs to the last tile."""
-    return np.bincount(np.searchsorted(low, start, side="right") - 1, minlength=low.size).astype(np.int64)
-
-
-def _by_step(trace: Trace, cut: Tiles, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Tiles added up to steps, in order of time; the time outside comes last."""
-    low, high = cut.spans
-    summed = (
-        pieces.with_columns(row=pl.Series(cut.row), duration_ns=pl.Series(high - low))
-        .group_by("row")
-        .agg(pl.col("duration_ns", *FIELDS).sum())
-    )
-    steps = trace.steps.select("step", "start_ns").with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
-    outside = pl.DataFrame({"row": [-1], "step": [None], "start_ns": [None]}, schema=steps.schema)
-    return (
-        pl.concat([steps.sort("start_ns"), outside])
-        .join(summed, on="row", how="left", maintain_order="left")
-        .with_columns(pl.col("duration_ns", *FIELDS).fill_null(0))
-        .drop("row")
-    )
-
-
-def _frame(parts: list[pl.DataFrame], schema: pl.Schema) -> pl.DataFrame:
-    if not parts:
-        return pl.DataFrame(schema=schema)
-    return pl.concat(parts).select(list(schema)).cast(schema)

@@ -75,65 +75,6 @@ class CallTree:
         return paths
 
 
-@per_trace
-def call_tree(trace: Trace) -> CallTree:
-    """Fold the host events of a trace.
-
-    Goes down level by level, where a path is known by its parent's node and its own name; the work is that of sorting
-    the events once.
-    """
-    tree = forest(trace)
-    names, code = _names(trace)
-    name_of = code[vocabulary(trace).code[tree.row]]
-    depth = np.minimum(column(trace, "depth")[tree.row].astype(np.int64), DEEPEST)
-    lanes = int(tree.lane.max(initial=-1)) + 1
-    order = np.argsort(depth, kind="stable")
-    bounds = np.searchsorted(depth[order], np.arange(int(depth.max(initial=-1)) + 2))
-    node = np.full(tree.row.size, -1, dtype=np.int64, like=tree.row)
-    parents, labels, examples = [np.full(lanes, -1)], [np.full(lanes, -1)], [np.full(lanes, -1)]
-    starts, count = [0], lanes
-    above = np.where(tree.parent >= 0, tree.parent, 0)
-    for level, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        if level == DEEPEST:
-            break
-        events = order[low:high]
-        up = tree.lane[events] if level == 0 else node[above[events]]
-        key = up * max(len(names), 1) + name_of[events]
-        distinct, first, number = np.unique(key, return_index=True, return_inverse=True)
-        turn = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
-        position = np.empty_like(turn)
-        position[turn] = np.arange(turn.size)
-        node[events] = count + position[number]
-        parents.append(distinct[turn] // max(len(names), 1))
-        labels.append(distinct[turn] % max(len(names), 1))
-        examples.append(events[first[turn]])
-        starts.append(count)
-        count += distinct.size
-    if bounds.size > DEEPEST:
-        node = node[tree.nearest_or_self(depth < DEEPEST)]
-    example = np.concatenate(examples)
-    return CallTree(
-        node,
-        np.concatenate(parents),
-        np.concatenate(labels),
-        _kinds(trace, tree.row, example, name_of, names),
-        np.concatenate([np.arange(lanes), tree.lane[example[lanes:]]]),
-        (*starts, count),
-        names,
-        name_of,
-    )
-
-
-def _names(trace: Trace) -> tuple[pl.Series, Ints]:
-    """The distinct names without what differs from call to call, and for each name of the vocabulary its index."""
-    raw_names = vocabulary(trace).names.fill_null("")
-    plain = raw_names.str.replace_all(_ADDRESS, "").str.replace(_STEP, "${1}#")
-    names = plain.unique(maintain_order=True)
-    index = pl.DataFrame({"name": names}).with_row_index("number")
-    code = pl.DataFrame({"name": plain}).join(index, on="name", how="left", maintain_order="left")["number"]
-    return names, code.cast(pl.Int64).to_numpy()
-
-
 _KIND_OF = {
     cat.PYTHON: "python",
     cat.OP: "op",
@@ -144,16 +85,58 @@ _KIND_OF = {
 _KIND_OF_CODE = np.array([KINDS.index(_KIND_OF.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64)
 
 
-def _kinds(trace: Trace, row: Ints, example: Ints, name_of: Ints, names: pl.Series) -> Ints:
-    """The kind of each node, by the first event of it; -1 examples are threads."""
-    kind = np.full(example.size, THREAD, dtype=np.int64)
-    events = example >= 0
-    first_event = example[events]
-    kind[events] = _KIND_OF_CODE[column(trace, "category")[row[first_event]]]
-    module = (
-        names.str.starts_with(MODULE).to_numpy()[name_of[first_event]]
-        if first_event.size
-        else np.zeros(0, dtype=np.bool_)
+@per_trace
+def call_tree(trace: Trace) -> CallTree:
+    """Fold the host events of a trace.
+
+    Goes down level by level, where a path is known by its parent's node and its own name; the work is that of sorting
+    the events once.
+    """
+    tree, words = forest(trace), vocabulary(trace)
+    # names without what differs from call to call, and for each name of the vocabulary the index of its plain one
+    plain = words.names.fill_null("").str.replace_all(_ADDRESS, "").str.replace(_STEP, "${1}#").rename("name")
+    names = plain.unique(maintain_order=True)
+    index = pl.DataFrame(names).with_row_index("number")
+    code = pl.DataFrame(plain).join(index, on="name", how="left", maintain_order="left")["number"]
+    name_of = code.cast(pl.Int64).to_numpy()[words.code[tree.row]]
+    width = max(len(names), 1)
+    depth = np.minimum(column(trace, "depth")[tree.row].astype(np.int64), DEEPEST)
+    lanes = int(tree.lane.max(initial=-1)) + 1
+    order = np.argsort(depth, kind="stable")
+    bounds = np.searchsorted(depth[order], np.arange(int(depth.max(initial=-1)) + 2))
+    node = np.full(tree.row.size, -1, dtype=np.int64, like=tree.row)
+    parents, labels, examples = [np.full(lanes, -1)], [np.full(lanes, -1)], []
+    starts, count = [0], lanes
+    above = np.where(tree.parent >= 0, tree.parent, 0)
+    for level, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        if level == DEEPEST:
+            break
+        events = order[low:high]
+        up = tree.lane[events] if level == 0 else node[above[events]]
+        distinct, first, number = np.unique(up * width + name_of[events], return_index=True, return_inverse=True)
+        turn = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
+        position = np.empty_like(turn)
+        position[turn] = np.arange(turn.size)
+        node[events] = count + position[number]
+        parents.append(distinct[turn] // width)
+        labels.append(distinct[turn] % width)
+        examples.append(events[first[turn]])
+        starts.append(count)
+        count += distinct.size
+    if bounds.size > DEEPEST:
+        node = node[tree.nearest_or_self(depth < DEEPEST)]
+    # kind and lane of a node are those of its first event; threads have none
+    example = np.concatenate([np.zeros(0, dtype=np.int64), *examples])
+    kind = _KIND_OF_CODE[column(trace, "category")[tree.row[example]]]
+    if example.size:
+        kind[names.str.starts_with(MODULE).to_numpy()[name_of[example]]] = KINDS.index("module")
+    return CallTree(
+        node,
+        np.concatenate(parents),
+        np.concatenate(labels),
+        np.concatenate([np.full(lanes, THREAD), kind]),
+        np.concatenate([np.arange(lanes), tree.lane[example]]),
+        (*starts, count),
+        names,
+        name_of,
     )
-    kind[np.flatnonzero(events)[module]] = KINDS.index("module")
-    return kind

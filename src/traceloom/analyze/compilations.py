@@ -1,18 +1,38 @@
-"""Every compilation of torch.compile in the recorded window, and where its time went."""
+"""What `torch.compile` leaves in a trace: marks of events, and every compilation with where its time went.
+
+The marks say which events compile, look up, run compiled graphs, or wrap them. Names are those of torch 2.0 to 2.13,
+read from recorded runs; docs/concepts/compile.md shows them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.compile_marks import Marks
-from traceloom.analyze.intervals import Ints
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.phases import meaning
+from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model.arrays import column, lookup
 
+PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
+COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)
+
+REGION_NAME = r"^Torch-Compiled Region: (\d+)/(\d+)"
+_NAMES = {
+    "region": REGION_NAME,
+    "compile": r" \(dynamo_timed\)$"
+    r"|^(dynamo|entire_(frame|backward)_compile|backend_compile|inductor_compile|fx_codegen_and_compile)$"
+    r"|(^|/)torch/_dynamo/convert_frame\.py\(\d+\): (_compile|compile_inner)$",
+    "lookup": r"^TorchDynamo Cache Lookup",
+    "graph": r"^CompiledFunction(Backward)?$|^## Call CompiledFxGraph ",
+    "wrapper": r"^(Pregraph bytecode|AOTDispatcher Runtime Wrapper Prologue)$",
+}
 _BACKWARD = r"^(entire_backward_compile|backward\._backward_impl)"
 
 # Phases by the names the compiler gives them; code lies in Inductor, Inductor in the back end.
@@ -33,11 +53,63 @@ COMPILATIONS = pl.Schema(
         "direction": pl.Enum(["forward", "backward"]),
         "step": pl.Int32(),
         "lane": pl.UInt32(),
-        "start_ns": pl.Int64(),
-        "duration_ns": pl.Int64(),
-        **{name: pl.Int64() for name in STAGES},
+        **dict.fromkeys(("start_ns", "duration_ns", *STAGES), pl.Int64()),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Arrays of shape (host events,), in the forest's order.
+
+    Attributes:
+        region: Events that are compiled regions.
+        graph: Outermost events of compiled graphs, forward and backward; operators that stand for them, see `marks`.
+        compiling: Outermost events of compilations.
+        looking_up: Lookups in the cache of compiled code.
+        within: The innermost region around each event (or itself); -1 outside regions.
+        part: Index in PARTS.
+        any: Whether the trace shows anything of torch.compile.
+    """
+
+    region: Bools
+    graph: Bools
+    compiling: Bools
+    looking_up: Bools
+    within: Ints
+    part: Ints
+    any: bool
+
+
+@per_trace
+def marks(trace: Trace) -> Marks:
+    """Read the names of the host events.
+
+    Time belongs to the nearest mark above it, but all of a compilation is compilation. Operators directly in a region
+    run uncompiled, unless the region holds no graph at all: then its back end runs graphs operator by operator.
+    """
+    tree = forest(trace)
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    named = {name: lookup(words.matching(pattern), code) for name, pattern in _NAMES.items()}
+    compiling = tree.topmost(named["compile"])
+    inside = tree.nearest_or_self(compiling) >= 0
+    region, graph = named["region"] & ~inside, tree.topmost(named["graph"]) & ~inside
+    looking_up = named["lookup"] & ~inside
+    within = tree.nearest_or_self(region)
+    marked_part = np.full(code.size, -1, like=tree.row)
+    for number, mask in ((WRAPPER, region | (named["wrapper"] & ~inside)), (GRAPH, graph), (LOOKUP, looking_up)):
+        marked_part[mask] = number
+    nearest = tree.nearest_or_self(marked_part >= 0)
+    part = np.append(marked_part, OUTSIDE)[nearest]
+    is_op = meaning(trace).op & (marked_part < 0)
+    loose = (tree.nearest_or_self(is_op) > nearest) & (part == WRAPPER)
+    held = np.zeros(code.size + 1, dtype=np.bool_)
+    held[within[graph]] = True
+    part = np.where(loose, np.where(held[within], BREAK, GRAPH), part)
+    graph |= tree.topmost(is_op & loose & ~held[within] & ~inside)
+    part[inside] = COMPILE
+    return Marks(region, graph, compiling, looking_up, within, part, any(bool(mask.any()) for mask in named.values()))
 
 
 def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
@@ -49,61 +121,44 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
     apart), guards_ns, autograd_ns (the back end before Inductor: tracing forward and backward), inductor_ns (lowering
     and scheduling), code_ns (writing, compiling and loading code).
     """
-    tree = forest(trace)
+    tree, words = forest(trace), vocabulary(trace)
     rows = np.flatnonzero(marks.compiling)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
-    words = vocabulary(trace)
-    code = words.code[tree.row]
+    name_of = words.code[tree.row]
     phases = {}
     for name, pattern in _PHASES.items():  # the time of its outermost events below (or at) each compilation
-        outermost = tree.topmost(lookup(words.matching(pattern), code))
+        outermost = tree.topmost(lookup(words.matching(pattern), name_of))
         phases[name] = tree.subtree_sums(np.where(outermost, tree.span_ns(), 0))[rows]
-    stages = _stages(tree.span_ns()[rows], phases)
-    numbers = _numbers(trace, tree, rows)
-    direction = np.where(lookup(words.matching(_BACKWARD), code)[rows], "backward", "forward")
-    frame = pl.DataFrame(
-        {
-            "event": tree.row[rows],
-            "region": numbers["region"],
-            "number": numbers["number"],
-            "recompile": numbers["number"] > 0,
-            "direction": pl.Series(direction.tolist(), dtype=pl.String),
-            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
-            "lane": tree.lane[rows],
-            "start_ns": tree.start_ns[rows],
-            "duration_ns": tree.span_ns()[rows],
-            **stages,
-        }
-    )
-    return frame.select(list(COMPILATIONS)).cast(COMPILATIONS)
-
-
-def _stages(whole: Ints, phases: dict[str, Ints]) -> dict[str, Ints]:
-    """Disjoint stages from phases that lie in each other; a phase that is not told belongs to the one around it."""
-    code = phases["code"]
+    # phases lie in each other; one that is not recorded belongs to the one around it
+    whole, guards, code = tree.span_ns()[rows], phases["guards"], phases["code"]
     inductor = np.maximum(phases["inductor"], code)
     backend = np.maximum(phases["backend"], inductor)
-    guards = phases["guards"]
-    return {
-        "dynamo_ns": whole - backend - guards,
-        "guards_ns": guards,
-        "autograd_ns": backend - inductor,
-        "inductor_ns": inductor - code,
-        "code_ns": code,
-    }
-
-
-def _numbers(trace: Trace, tree: Forest, rows: Ints) -> pl.DataFrame:
-    """Columns region and number of each compilation, by the first note inside it that names its id."""
-    words = vocabulary(trace)
-    noted = words.names.str.contains(_ID).to_numpy()
-    notes = np.flatnonzero(lookup(noted, words.code[tree.row]))
+    # region and number by the first note inside the compilation that names its id
+    notes = np.flatnonzero(lookup(words.names.str.contains(_ID).to_numpy(), name_of))
     first = np.searchsorted(notes, rows)
     has = (first < notes.size) & (np.append(notes, tree.row.size)[first] < tree.stop[rows])
     note = np.append(notes, 0)[np.where(has, first, notes.size)]
-    note_names = words.names.gather(words.code[tree.row[note]]) if rows.size else pl.Series([], dtype=pl.String)
-    ids = pl.DataFrame({"said": note_names, "has": has}).select(
-        frame=pl.when("has").then(pl.col("said").str.extract(_ID, 1)),
-        number=pl.when("has").then(pl.col("said").str.extract(_ID, 2).cast(pl.Int64)),
+    note_names = words.names.gather(name_of[note]) if rows.size else pl.Series([], dtype=pl.String)
+    frame = pl.DataFrame(
+        {
+            "event": tree.row[rows],
+            "note": note_names,
+            "has_note": has,
+            "backward": lookup(words.matching(_BACKWARD), name_of)[rows],
+            "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
+            "lane": tree.lane[rows],
+            "start_ns": tree.start_ns[rows],
+            "duration_ns": whole,
+            "dynamo_ns": whole - backend - guards,
+            "guards_ns": guards,
+            "autograd_ns": backend - inductor,
+            "inductor_ns": inductor - code,
+            "code_ns": code,
+        }
+    ).with_columns(
+        frame=pl.when("has_note").then(pl.col("note").str.extract(_ID, 1)),
+        number=pl.when("has_note").then(pl.col("note").str.extract(_ID, 2).cast(pl.Int64)),
+        direction=pl.when("backward").then(pl.lit("backward")).otherwise(pl.lit("forward")),
     )
-    return ids.select(pl.format("{}/{}", "frame", "number").alias("region"), "number")
+    frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"), recompile=pl.col("number") > 0)
+    return frame.select(list(COMPILATIONS)).cast(COMPILATIONS)

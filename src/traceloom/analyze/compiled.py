@@ -7,21 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.compilations import COMPILATIONS, compilations
-from traceloom.analyze.compile_marks import (
+from traceloom.analyze.compilations import (
     BREAK,
+    COMPILATIONS,
     COMPILE,
     GRAPH,
     LOOKUP,
+    NOTHING,
     OUTSIDE,
     PARTS,
     REGION_NAME,
     Marks,
+    compilations,
     marks,
-    part_of,
 )
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Ints, coverage, union
@@ -42,50 +43,21 @@ REGIONS = pl.Schema(
         "frame": pl.Int64(),
         "number": pl.Int64(),
         "function": pl.String(),
-        "count": pl.Int64(),
-        "host_ns": pl.Int64(),
-        "graph_ns": pl.Int64(),
-        "wrapper_ns": pl.Int64(),
-        "break_ns": pl.Int64(),
-        "graph_break_count": pl.Int64(),
-        "device_ns": pl.Int64(),
-        "backward_host_ns": pl.Int64(),
-        "backward_device_ns": pl.Int64(),
+        **dict.fromkeys(("count", "host_ns", "graph_ns", "wrapper_ns", "break_ns", "graph_break_count"), pl.Int64()),
+        **dict.fromkeys(("device_ns", "backward_host_ns", "backward_device_ns"), pl.Int64()),
         "mean_host_ns": pl.Float64(),
-        "min_host_ns": pl.Int64(),
-        "max_host_ns": pl.Int64(),
-        "step_count": pl.Int64(),
+        **dict.fromkeys(("min_host_ns", "max_host_ns", "step_count"), pl.Int64()),
     }
 )
 BREAKS = pl.Schema(
     {
-        "region": pl.String(),
-        "resumed": pl.String(),
-        "place": pl.String(),
-        "count": pl.Int64(),
-        "between_ns": pl.Int64(),
-        "lookup_ns": pl.Int64(),
-        "uncompiled_device_ns": pl.Int64(),
+        **dict.fromkeys(("region", "resumed", "place"), pl.String()),
+        **dict.fromkeys(("count", "between_ns", "lookup_ns", "uncompiled_device_ns"), pl.Int64()),
     }
 )
-GRAPHS = pl.Schema(
-    {
-        "name": pl.String(),
-        "region": pl.String(),
-        "count": pl.Int64(),
-        "host_ns": pl.Int64(),
-        "device_ns": pl.Int64(),
-    }
-)
-UNCOMPILED = pl.Schema(
-    {
-        "part": pl.Enum(PARTS),
-        "name": pl.String(),
-        "count": pl.Int64(),
-        "host_ns": pl.Int64(),
-        "device_ns": pl.Int64(),
-    }
-)
+_SUMS = dict.fromkeys(("count", "host_ns", "device_ns"), pl.Int64())
+GRAPHS = pl.Schema({"name": pl.String(), "region": pl.String(), **_SUMS})
+UNCOMPILED = pl.Schema({"part": pl.Enum(PARTS), "name": pl.String(), **_SUMS})
 _PLACE = r"^(.*)\((\d+)\): (torch_dynamo_resume_in_.*)$"
 
 
@@ -142,20 +114,42 @@ def compiled(trace: Trace) -> Compiled:
     if not event_marks.any:
         empty = [schema.to_frame() for schema in (TIME, DEVICE, REGIONS, GRAPHS, BREAKS, COMPILATIONS, UNCOMPILED)]
         return Compiled(empty[0], empty[1], empty[2], empty[3], empty[4], empty[5], empty[6], 0, 0, 0, 0, seen=False)
-    tree = forest(trace)
+    tree, segments, work = forest(trace), host_segments(trace), launched_work(trace)
+    lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
+    main = main_lane(trace)
+    lanes = lanes if main is None else np.union1d(lanes, [main])
+    on_lanes = np.flatnonzero(np.isin(segments.lane, lanes))
+    pieces, step = split_at_steps(trace, segments.start_ns[on_lanes], segments.end_ns[on_lanes])
+    rows = on_lanes[pieces.source]
+    part = np.append(event_marks.part, NOTHING)[segments.owner[rows].astype(np.int64)]
+    time = pl.DataFrame(
+        {
+            "lane": segments.lane[rows],
+            "step": pl.Series(step).replace(int(NO_STEP), None),
+            "part": pl.Series(PARTS).gather(part),
+            "ns": pieces.end_ns - pieces.start_ns,
+        }
+    ).cast(TIME)
+    part = np.append(event_marks.part, OUTSIDE)[work.origin]
+    device = pl.DataFrame(
+        {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
+    ).cast(DEVICE)
+    # of each host event alone, without what lies below it
+    own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
+    own_device_ns, _, _ = work.by_owner(np.arange(tree.row.size))
     lookups = np.flatnonzero(event_marks.looking_up)
     after = tree.stop[lookups]
     same = np.append(tree.lane, -1)[after] == tree.lane[lookups]
     missed = same & np.append(event_marks.compiling, False)[after]
     table = compilations(trace, event_marks)
     return Compiled(
-        _time(trace, event_marks),
-        _device(trace, event_marks),
-        _regions(trace, tree, event_marks),
-        _graphs(trace, tree, event_marks),
-        _breaks(trace, tree, event_marks),
+        time.group_by("lane", "step", "part").agg(pl.col("ns").sum()).sort("lane", "step", "part"),
+        device.group_by("part").agg(pl.col("device_ns", "kernel_count").sum()).sort("part"),
+        _regions(trace, event_marks, own_ns, own_device_ns),
+        _graphs(trace, event_marks, own_ns, own_device_ns),
+        _breaks(trace, event_marks, own_device_ns),
         table,
-        _uncompiled(trace, tree, event_marks),
+        _uncompiled(trace, event_marks, own_ns, own_device_ns),
         lookup_count=int(lookups.size),
         lookup_ns=int(tree.span_ns()[lookups].sum()),
         miss_count=int(missed.sum()),
@@ -164,92 +158,77 @@ def compiled(trace: Trace) -> Compiled:
     )
 
 
-def _time(trace: Trace, event_marks: Marks) -> pl.DataFrame:
-    tree, segments = forest(trace), host_segments(trace)
-    lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
-    main = main_lane(trace)
-    lanes = lanes if main is None else np.union1d(lanes, [main])
-    on_lanes = np.flatnonzero(np.isin(segments.lane, lanes))
-    pieces, step = split_at_steps(trace, segments.start_ns[on_lanes], segments.end_ns[on_lanes])
-    rows = on_lanes[pieces.source]
-    part = part_of(event_marks, segments.owner[rows].astype(np.int64))
-    frame = pl.DataFrame(
-        {
-            "lane": segments.lane[rows],
-            "step": pl.Series(step).replace(int(NO_STEP), None),
-            "part": pl.Series(PARTS).gather(part),
-            "ns": pieces.end_ns - pieces.start_ns,
-        }
-    )
-    return frame.cast(TIME).group_by("lane", "step", "part").agg(pl.col("ns").sum()).sort("lane", "step", "part")
+def _names(trace: Trace, rows: Ints) -> pl.Series:
+    """Names of host events, by their positions in the forest; null for -1."""
+    words = vocabulary(trace)
+    return words.names.gather(pl.Series(words.code[forest(trace).row[rows]]).set(pl.Series(rows < 0), None))
 
 
-def _device(trace: Trace, event_marks: Marks) -> pl.DataFrame:
-    work = launched_work(trace)
-    part = np.append(event_marks.part, OUTSIDE)[work.origin]
-    frame = pl.DataFrame(
-        {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
-    )
-    return frame.cast(DEVICE).group_by("part").agg(pl.col("device_ns", "kernel_count").sum()).sort("part")
-
-
-def _own(trace: Trace, tree: Forest) -> tuple[Ints, Ints]:
-    """Time and GPU work of each host event alone, without what lies below it."""
-    everything = np.ones(tree.row.size, dtype=np.bool_)
-    device, _, _ = launched_work(trace).by_owner(np.arange(tree.row.size))
-    return tree.self_ns(everything, tree.parent), device
-
-
-def _function(trace: Trace, tree: Forest, rows: Ints) -> pl.Series:
+def _functions(trace: Trace, rows: Ints) -> pl.Series:
     """The Python frame right inside each region; null without one."""
+    tree = forest(trace)
     child = np.minimum(rows + 1, tree.row.size - 1)
     python = column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(cat.PYTHON)
-    inside = pl.Series((tree.parent[child] == rows) & python)
-    names = vocabulary(trace).names.gather(vocabulary(trace).code[tree.row[child]])
-    return pl.select(pl.when(inside).then(names)).to_series()
+    return _names(trace, np.where((tree.parent[child] == rows) & python, child, -1))
 
 
-def _regions(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+def _region_of(trace: Trace, rows: Ints) -> pl.Series:
+    """`frame/number` of compiled regions; null for -1."""
+    names = _names(trace, rows)
+    return names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
+
+
+def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+    tree = forest(trace)
     rows = np.flatnonzero(event_marks.region)
-    own, device = _own(trace, tree)
+
+    def by_region(region: Ints, values: Ints) -> Ints:
+        total = np.zeros(tree.row.size, dtype=np.int64)
+        np.add.at(total, region, values)
+        sums: Ints = total[rows]
+        return sums
+
     inside = np.flatnonzero(event_marks.within >= 0)
-    at = event_marks.within[inside]
-    times = {}
-    for name, parts in (("graph_ns", (GRAPH,)), ("break_ns", (BREAK,)), ("host_ns", ())):
-        counted = (
-            np.isin(event_marks.part[inside], parts) if parts else ~np.isin(event_marks.part[inside], (COMPILE, LOOKUP))
-        )
-        times[name] = np.zeros(tree.row.size, dtype=np.int64)
-        np.add.at(times[name], at[counted], own[inside][counted])
-    launched = np.zeros(tree.row.size, dtype=np.int64)
-    np.add.at(launched, at, device[inside])
+    at, part, own = event_marks.within[inside], event_marks.part[inside], own_ns[inside]
+    graph_ns = by_region(at, np.where(part == GRAPH, own, 0))
+    break_ns = by_region(at, np.where(part == BREAK, own, 0))
+    host_ns = by_region(at, np.where((part == COMPILE) | (part == LOOKUP), 0, own))
     above = tree.nearest(event_marks.region)[rows]
-    breaks = np.bincount(above[above >= 0], minlength=tree.row.size)
+    # the backward of each region's graphs, without compiling it; null where unknown
+    backward = dict.fromkeys(("backward_host_ns", "backward_device_ns"), pl.Series([None] * rows.size, dtype=pl.Int64))
+    joined = backward_of(trace)
+    if joined is not None:
+        graphs = event_marks.graph[joined.backward] & (event_marks.within[joined.forward] >= 0)
+        region = event_marks.within[joined.forward[graphs]]
+        running = np.where(event_marks.part != COMPILE, own_ns, 0)
+        for name, values in zip(backward, (running, own_device_ns), strict=True):
+            backward[name] = pl.Series(by_region(region, tree.subtree_sums(values)[joined.backward[graphs]]))
     frame = pl.DataFrame(
         {
-            "name": vocabulary(trace).names.gather(vocabulary(trace).code[tree.row[rows]]),
-            "function": _function(trace, tree, rows),
+            "name": _names(trace, rows),
+            "function": _functions(trace, rows),
             "step": pl.Series(column(trace, "step", int(NO_STEP))[tree.row[rows]]).replace(int(NO_STEP), None),
-            **{name: values[rows] for name, values in times.items()},
-            "wrapper_ns": (times["host_ns"] - times["graph_ns"] - times["break_ns"])[rows],
-            "graph_break_count": breaks[rows],
-            "device_ns": launched[rows],
-            **_backward(trace, tree, event_marks, rows, own, device),
+            "graph_ns": graph_ns,
+            "break_ns": break_ns,
+            "host_ns": host_ns,
+            "wrapper_ns": host_ns - graph_ns - break_ns,
+            "graph_break_count": np.bincount(above[above >= 0], minlength=tree.row.size)[rows],
+            "device_ns": by_region(at, own_device_ns[inside]),
+            **backward,
         }
     ).with_columns(
         frame=pl.col("name").str.extract(REGION_NAME, 1).cast(pl.Int64),
         number=pl.col("name").str.extract(REGION_NAME, 2).cast(pl.Int64),
     )
     frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"))
-    summed = ["graph_ns", "break_ns", "host_ns", "wrapper_ns", "graph_break_count", "device_ns"]
-    back = pl.col("backward_host_ns", "backward_device_ns")
+    back = pl.col(list(backward))
     spread = per_step(frame.cast({"step": pl.Int32}), ["region"], ["host_ns"], whole_steps(trace))
     return (
         frame.group_by("region", "frame", "number")
         .agg(
             pl.col("function").drop_nulls().first(),
             pl.len().alias("count"),
-            pl.col(summed).sum(),
+            pl.col("graph_ns", "break_ns", "host_ns", "wrapper_ns", "graph_break_count", "device_ns").sum(),
             pl.when(back.is_not_null().any()).then(back.sum()),
         )
         .join(spread, on="region", how="left")
@@ -259,38 +238,15 @@ def _regions(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
     )
 
 
-def _backward(  # noqa: PLR0917
-    trace: Trace, tree: Forest, event_marks: Marks, rows: Ints, own: Ints, device: Ints
-) -> dict[str, pl.Series]:
-    """Host time and GPU work of the backward of each region's graphs, without compiling it; null where unknown."""
-    joined = backward_of(trace)
-    nothing = pl.Series([None] * rows.size, dtype=pl.Int64)
-    if joined is None:
-        return {"backward_host_ns": nothing, "backward_device_ns": nothing}
-    graphs = event_marks.graph[joined.backward] & (event_marks.within[joined.forward] >= 0)
-    backward, region = joined.backward[graphs], event_marks.within[joined.forward[graphs]]
-    running = np.where(event_marks.part != COMPILE, own, 0)
-    out = {}
-    for name, values in (("backward_host_ns", running), ("backward_device_ns", device)):
-        total = np.zeros(tree.row.size, dtype=np.int64)
-        np.add.at(total, region, tree.subtree_sums(values)[backward])
-        out[name] = pl.Series(total[rows])
-    return out
-
-
-def _graphs(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+def _graphs(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+    tree = forest(trace)
     rows = np.flatnonzero(event_marks.graph)
-    own, device = _own(trace, tree)
-    running = tree.subtree_sums(np.where(event_marks.part != COMPILE, own, 0))
-    words = vocabulary(trace)
-    names = words.names.gather(words.code[tree.row])
-    number = names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
     frame = pl.DataFrame(
         {
-            "name": names.gather(rows),
-            "region": number.gather(pl.Series(event_marks.within[rows]).replace(-1, None)),
-            "host_ns": running[rows],
-            "device_ns": tree.subtree_sums(device)[rows],
+            "name": _names(trace, rows),
+            "region": _region_of(trace, event_marks.within[rows]),
+            "host_ns": tree.subtree_sums(np.where(event_marks.part != COMPILE, own_ns, 0))[rows],
+            "device_ns": tree.subtree_sums(own_device_ns)[rows],
         }
     )
     summed = frame.group_by("name", "region", maintain_order=True).agg(
@@ -299,36 +255,36 @@ def _graphs(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
     return summed.select(list(GRAPHS)).cast(GRAPHS).sort("host_ns", "name", descending=[True, False])
 
 
-def _breaks(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFrame:
+    tree = forest(trace)
     region = np.flatnonzero(event_marks.region)
     above = tree.nearest(event_marks.region)[region]
     child, parent = region[above >= 0], above[above >= 0]
     if not child.size:
         return BREAKS.to_frame()
-    positions = np.arange(tree.row.size)
-    last = np.maximum.accumulate(np.where(event_marks.graph, positions, -1))[child]
+    last = np.maximum.accumulate(np.where(event_marks.graph, np.arange(tree.row.size), -1))[child]
     own_graph = (last >= 0) & (event_marks.within[last] == parent)
     since = np.where(own_graph, tree.end_ns[last], tree.start_ns[parent])
     until = tree.start_ns[child]
-    spent = {}
-    for name, mask in (("compile", event_marks.compiling), ("lookup", event_marks.looking_up)):
+    # of the time between, what went into compiling and looking up on the lane of each child
+    spent = np.zeros((2, child.size), dtype=np.int64)
+    for values, mask in zip(spent, (event_marks.compiling, event_marks.looking_up), strict=True):
         rows = np.flatnonzero(mask)
-        spent[name] = _covered(tree, rows, child, since, until)
-    device = _own(trace, tree)[1]
-    loose = np.append(0, np.cumsum(np.where((event_marks.part == BREAK) & (event_marks.within >= 0), device, 0)))
+        for lane in np.unique(tree.lane[child]).tolist():
+            lane_rows, on_lane = rows[tree.lane[rows] == lane], tree.lane[child] == lane
+            busy = union(tree.start_ns[lane_rows], tree.end_ns[lane_rows])
+            values[on_lane] = coverage(busy, since[on_lane], until[on_lane])
+    loose = (event_marks.part == BREAK) & (event_marks.within >= 0)
+    loose_ns = np.append(0, np.cumsum(np.where(loose, own_device_ns, 0)))
     first = np.where(own_graph, np.append(tree.stop, 0)[last], parent)
-    words = vocabulary(trace)
-    names = words.names.gather(words.code[tree.row])
-    number = names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
-    function = _function(trace, tree, child)
     frame = pl.DataFrame(
         {
-            "region": number.gather(parent),
-            "resumed": number.gather(child),
-            "function": function,
-            "between_ns": until - since - spent["compile"],
-            "lookup_ns": spent["lookup"],
-            "uncompiled_device_ns": loose[child] - loose[np.minimum(first, child)],
+            "region": _region_of(trace, parent),
+            "resumed": _region_of(trace, child),
+            "function": _functions(trace, child),
+            "between_ns": until - since - spent[0],
+            "lookup_ns": spent[1],
+            "uncompiled_device_ns": loose_ns[child] - loose_ns[np.minimum(first, child)],
         }
     )
     location = pl.format("{}:{}", pl.col("function").str.extract(_PLACE, 1), pl.col("function").str.extract(_PLACE, 2))
@@ -346,29 +302,17 @@ def _breaks(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
     )
 
 
-def _covered(tree: Forest, rows: Ints, child: Ints, since: Ints, until: Ints) -> Ints:
-    """Time of the events `rows` in each stretch, on the lane of each child."""
-    out = np.zeros(child.size, dtype=np.int64)
-    for lane in np.unique(tree.lane[child]).tolist():
-        lane_rows, on_lane = rows[tree.lane[rows] == lane], tree.lane[child] == lane
-        busy = union(tree.start_ns[lane_rows], tree.end_ns[lane_rows])
-        out[on_lane] = coverage(busy, since[on_lane], until[on_lane])
-    return out
-
-
-def _uncompiled(trace: Trace, tree: Forest, event_marks: Marks) -> pl.DataFrame:
+def _uncompiled(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
     """Outermost operators outside compiled graphs; the time of compiled work inside them is left out."""
+    tree = forest(trace)
     loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
     rows = np.flatnonzero(tree.topmost(meaning(trace).op & loose))
-    own, device = _own(trace, tree)
-    inside = tree.subtree_sums(np.where(loose, own, 0)), tree.subtree_sums(np.where(loose, device, 0))
-    words = vocabulary(trace)
     frame = pl.DataFrame(
         {
             "part": pl.Series(PARTS).gather(event_marks.part[rows]),
-            "name": words.names.gather(words.code[tree.row[rows]]),
-            "host_ns": inside[0][rows],
-            "device_ns": inside[1][rows],
+            "name": _names(trace, rows),
+            "host_ns": tree.subtree_sums(np.where(loose, own_ns, 0))[rows],
+            "device_ns": tree.subtree_sums(np.where(loose, own_device_ns, 0))[rows],
         }
     )
     return (

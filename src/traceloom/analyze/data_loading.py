@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.host_pieces import host_pieces
+from traceloom.analyze.ancestry import Forest, forest, host_pieces
 from traceloom.analyze.intervals import Bools, Ints, Spans, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.remembered import per_trace

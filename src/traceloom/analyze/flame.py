@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import forest, host_pieces
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.call_tree import KINDS, THREAD, CallTree, call_tree
-from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.splitting import NO_STEP

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, Segments, forest, host_segments
+from traceloom.analyze.ancestry import Forest, HostSegments, forest, host_segments
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
@@ -144,14 +144,14 @@ def _observed(trace: Trace, tree: Forest, waiting: Stretches, lane: Ints, device
     return _Pieces(*(np.concatenate(arrays) for arrays in zip(*all_pieces, strict=True)))
 
 
-def _on_lane(segments: Segments, lane: int, part: Ints, spans: Spans) -> _Pieces:
+def _on_lane(segments: HostSegments, lane: int, part: Ints, spans: Spans) -> _Pieces:
     rows = np.flatnonzero(segments.lane == lane)
     shared = overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
     owner = segments.owner[rows[shared.left]]
     return _Pieces(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
 
 
-def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: Segments, main: int) -> _Pieces:
+def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: HostSegments, main: int) -> _Pieces:
     """Take the main thread's events where the launching thread has nothing open.
 
     That the main thread waits for autograd's threads does not count: those are the launching threads.

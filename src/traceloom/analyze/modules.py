@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.ancestry import Forest, forest, host_pieces
 from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.host_pieces import host_pieces
 from traceloom.analyze.intervals import Ints
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from traceloom.analyze import anti_patterns
-from traceloom.analyze.anti_pattern_rules import RULES
+from traceloom.analyze.anti_patterns import RULES
 from traceloom.testing import TraceBuilder
 
 HALF, FLOAT = "c10::Half", "float"

@@ -9,8 +9,7 @@ from functools import partial
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.compilations import COMPILATIONS, STAGES
-from traceloom.analyze.compile_marks import PARTS
+from traceloom.analyze.compilations import COMPILATIONS, PARTS, STAGES
 from traceloom.analyze.compiled import BREAKS, GRAPHS, REGIONS, UNCOMPILED
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
