@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.collective.bandwidth import Link, link_of, with_sizes
+from traceloom.analyze.collective.bandwidth import DeviceLink, link_of, with_sizes
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
@@ -106,7 +106,7 @@ def _target(context: Context, row: dict[str, Any], peers: pl.DataFrame, *, certa
     return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _FAR * should else None
 
 
-def _link(context: Context, ranks: list[int]) -> Link | None:
+def _link(context: Context, ranks: list[int]) -> DeviceLink | None:
     """The link between ranks that are known to be on one host; None where it is unknown or not switched."""
     members = [context.trace_of(rank) for rank in ranks]
     hosts = {trace.meta.host if trace is not None else None for trace in members}

@@ -11,7 +11,7 @@ from traceloom.analyze.across import blame
 from traceloom.analyze.across.chain import chains
 from traceloom.analyze.across.imbalance import Imbalance, imbalance
 from traceloom.analyze.across.lateness import lateness
-from traceloom.analyze.across.matched import Matched, match
+from traceloom.analyze.across.matched import match
 from traceloom.analyze.across.pipeline import Pipeline, pipeline
 from traceloom.analyze.across.rank_part import RankPart, rank_part
 from traceloom.analyze.across.slow_steps import SlowSteps, slow_steps
@@ -64,7 +64,7 @@ class AcrossRanks(Result):
         return int(self.parts["duration_ns"].sum())
 
     @property
-    def slowest(self) -> blame.Slow | None:
+    def slowest(self) -> blame.SlowRank | None:
         """The rank that most of the waiting goes back to; None where nobody waits for another."""
         return next(iter(blame.slow_ranks(self.collectives)), None)
 
@@ -93,6 +93,15 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
     late = lateness(parts, matched, piped.stages)
     collectives = blame.with_causes(matched, late)
     ranks = blame.by_rank(matched, collectives)
+    notices = list(matched.notices)
+    world = max((part.world_size for part in parts if part.world_size is not None), default=0)
+    if 2 <= len(parts) < world and any(part.calls.height for part in parts):
+        cut = matched.instances.filter(~pl.col("whole").fill_null(value=False)).height
+        text = (
+            f"{len(parts)} of {world} ranks are recorded: the last to arrive at a collective may be one that is not, "
+            f"and waits are at least what is shown; {cut} of {matched.instances.height} joined collectives miss ranks"
+        )
+        notices.append(Notice("ranks-missing", "warning", text, world - len(parts)))
     return AcrossRanks(
         collectives,
         matched.parts,
@@ -106,17 +115,5 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         slow_steps(parts),
         imbalance(parts),
         piped,
-        (*matched.notices, *_partial(parts, matched)),
+        tuple(notices),
     )
-
-
-def _partial(parts: Sequence[RankPart], matched: Matched) -> list[Notice]:
-    world = max((part.world_size for part in parts if part.world_size is not None), default=None)
-    if world is None or len(parts) < 2 or len(parts) >= world or not any(part.calls.height for part in parts):
-        return []
-    cut = matched.instances.filter(~pl.col("whole").fill_null(value=False)).height
-    text = (
-        f"{len(parts)} of {world} ranks are recorded: the last to arrive at a collective may be one that is not, and "
-        f"waits are at least what is shown; {cut} of {matched.instances.height} joined collectives miss ranks"
-    )
-    return [Notice("ranks-missing", "warning", text, world - len(parts))]

@@ -122,7 +122,7 @@ def heat(matched: Matched, collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A rank that waiting goes back to.
 
     Attributes:
@@ -140,7 +140,7 @@ class Slow:
     cause: str
 
 
-def slow_ranks(collectives: pl.DataFrame) -> list[Slow]:
+def slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
     """The ranks where the chains of these collectives end, the one with the most waiting first."""
     waits = collectives.filter(_BEYOND > 0, pl.col("root_rank").is_not_null())
     whole = int(waits.select(_BEYOND.sum()).item())
@@ -154,7 +154,7 @@ def slow_ranks(collectives: pl.DataFrame) -> list[Slow]:
         .agg(pl.col("ns", "count").sum(), pl.col("root_cause").first().cast(pl.String))
         .sort("ns", "root_rank", descending=[True, False])
     )
-    return [Slow(rank, ns, ns / whole, count, cause) for rank, ns, count, cause in ranks.rows()]
+    return [SlowRank(rank, ns, ns / whole, count, cause) for rank, ns, count, cause in ranks.rows()]
 
 
 def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
@@ -162,16 +162,10 @@ def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
 
     The part of a wait that is the order of a pipeline is told apart, with the rank that was awaited.
     """
-    columns = [pl.col("late_ns"), pl.col("schedule_ns")]
-    chained = collectives.select(
-        rank="root_rank", cause="root_cause", waited_ns=_BEYOND, late_ns=columns[0] - columns[1]
-    )
-    ordered = collectives.select(
-        "last_rank",
-        pl.lit(SCHEDULE, CauseType).alias("cause"),
-        columns[1].alias("waited_ns"),
-        columns[1].alias("late_ns"),
-    ).rename({"last_rank": "rank"})
+    beyond = pl.col("late_ns") - pl.col("schedule_ns")
+    chained = collectives.select(rank="root_rank", cause="root_cause", waited_ns=_BEYOND, late_ns=beyond)
+    schedule = pl.lit(SCHEDULE, CauseType)
+    ordered = collectives.select(rank="last_rank", cause=schedule, waited_ns="schedule_ns", late_ns="schedule_ns")
     return (
         pl.concat([chained, ordered])
         .filter(pl.col("waited_ns") > 0)

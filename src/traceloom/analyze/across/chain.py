@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.across.lateness import BEGAN, CAUSE_NAMES, CauseType, Lateness
+from traceloom.analyze.across.lateness import CAUSE_NAMES, CauseType, Lateness
 from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
@@ -28,7 +28,6 @@ LINK_SCHEMA = pl.Schema(
 )
 _LONGEST = 8
 _SMALL = 0.02  # of the lateness: smaller parts are told together
-_NAMES = 2  # in a detail
 
 
 def chains(
@@ -51,8 +50,21 @@ def chains(
     for start in worst:
         at, link = start, 0
         while True:
-            if at not in causes_of:
-                causes_of[at] = _link(ranks, matched, lateness, at)
+            if at not in causes_of:  # the largest cause first; they add up to its lateness
+                excess = lateness.excess_ns[at].tolist()
+                least = max(int(abs(int(lateness.late_ns[at])) * _SMALL), 1)
+                large = [
+                    number
+                    for number in np.argsort(-lateness.excess_ns[at], kind="stable").tolist()
+                    if abs(excess[number]) >= least
+                ]
+                causes_of[at] = [
+                    (CAUSE_NAMES[number], excess[number], _detail(ranks, matched, lateness, at, CAUSE_NAMES[number]))
+                    for number in large
+                ]
+                rest = sum(excess) - sum(excess[number] for number in large)
+                if rest:
+                    causes_of[at].append((None, rest, "smaller parts together"))
             onward = int(lateness.follow[at])
             goes_on = onward >= 0 and met[onward] < met[at] and link + 1 < _LONGEST
             follows = numbers[onward] if goes_on else None
@@ -65,29 +77,25 @@ def chains(
     return pl.DataFrame(rows, schema=LINK_SCHEMA, orient="row")
 
 
-def _link(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at: int) -> list[tuple[object, ...]]:
-    """(cause, ns, detail) of one last arriver, the largest first; they add up to its lateness."""
-    excess = lateness.excess_ns[at]
-    least = max(int(abs(int(lateness.late_ns[at])) * _SMALL), 1)
-    causes = [
-        (CAUSE_NAMES[number], int(excess[number]), _detail(ranks, matched, lateness, at, CAUSE_NAMES[number]))
-        for number in np.argsort(-excess, kind="stable").tolist()
-        if abs(int(excess[number])) >= least
-    ]
-    rest = int(excess.sum()) - sum(ns for _, ns, _ in causes)
-    return [*causes, *([(None, rest, "smaller parts together")] if rest else [])]
-
-
 def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at: int, cause: str) -> str | None:
-    """What the rank spent more time on than the others within a class, by name."""
-    if cause == BEGAN or cause not in CLASSES:
+    """What the last arriver spent more time on than the others within a class: its collectives, or the largest."""
+    if cause not in CLASSES:
         return None
+    parts = matched.parts
     row = int(lateness.last_part[at])
-    if cause == COMMUNICATION:
-        return _earlier(matched, lateness, row)
-    instance = matched.parts["instance"][row]
-    low = int(matched.parts["instance"].search_sorted(instance, side="left"))
-    high = int(matched.parts["instance"].search_sorted(instance, side="right"))
+    if cause == COMMUNICATION:  # the collectives that it was in since counting began
+        own_rows = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
+        position = lateness.start_of_part[own_rows]
+        inside = own_rows[(position >= lateness.base_of_part[row]) & (position < lateness.start_of_part[row])]
+        if not inside.size:
+            return None
+        waits = parts["wait_ns"].gather(inside)
+        longest = inside[int(waits.arg_max() or 0)]
+        last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])["last_rank"][0]
+        many = "1 collective" if inside.size == 1 else f"{inside.size} collectives"
+        return f"{many}, waiting {duration(int(waits.sum()))}; longest for rank {last}"
+    low = int(parts["instance"].search_sorted(parts["instance"][row], side="left"))
+    high = int(parts["instance"].search_sorted(parts["instance"][row], side="right"))
     others = low + np.flatnonzero(lateness.others[low:high])
     own_ns = _names(ranks, matched, lateness, row, cause)
     spread: dict[str, float] = {}
@@ -95,24 +103,9 @@ def _detail(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, at:
         for name, ns in _names(ranks, matched, lateness, other, cause).items():
             spread[name] = spread.get(name, 0.0) + ns / others.size
     more = {name: ns - spread.get(name, 0.0) for name, ns in own_ns.items()}
-    largest = sorted(more.items(), key=lambda pair: (-pair[1], pair[0]))[:_NAMES]
+    largest = sorted(more.items(), key=lambda pair: (-pair[1], pair[0]))[:2]
     clauses = [f"{name} +{duration(round(ns))}" for name, ns in largest if ns > 0]
     return "; ".join(clauses) or None
-
-
-def _earlier(matched: Matched, lateness: Lateness, row: int) -> str | None:
-    """Which collectives a rank was in since counting began."""
-    parts = matched.parts
-    own_rows = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
-    position = lateness.start_of_part[own_rows]
-    inside = own_rows[(position >= lateness.base_of_part[row]) & (position < lateness.start_of_part[row])]
-    if not inside.size:
-        return None
-    waits = parts["wait_ns"].gather(inside)
-    longest = inside[int(waits.arg_max() or 0)]
-    last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])["last_rank"][0]
-    many = "1 collective" if inside.size == 1 else f"{inside.size} collectives"
-    return f"{many}, waiting {duration(int(waits.sum()))}; longest for rank {last}"
 
 
 def _names(ranks: Sequence[RankPart], matched: Matched, lateness: Lateness, row: int, cause: str) -> dict[str, int]:

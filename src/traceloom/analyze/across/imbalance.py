@@ -52,51 +52,32 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         part.load.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all())
         for part, rank in zip(parts, numbered(parts), strict=True)
     )
-    hosts = pl.DataFrame(
-        {"rank": numbered(parts), "host": [part.host for part in parts]},
-        schema={"rank": pl.Int32(), "host": pl.String()},
-    )
+    schema = {"rank": pl.Int32(), "host": pl.String()}
+    hosts = pl.DataFrame({"rank": numbered(parts), "host": [part.host for part in parts]}, schema=schema)
     means = loads.group_by("rank").agg(pl.col(name).mean() for name in MEASURES)
     ranks = hosts.unique("rank", keep="first", maintain_order=True).join(means, on="rank", how="left")
-    rows = [row for name in MEASURES if (row := _measure(loads, name)) is not None]
+    rows = []
+    for name in MEASURES:
+        measured = loads.select("rank", "step", pl.col(name).cast(pl.Float64).alias("value")).drop_nulls("value")
+        many = measured["rank"].n_unique()
+        common = measured.filter(pl.col("rank").n_unique().over("step") == many)
+        common = common if common.height else measured
+        by_rank = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
+        mean = by_rank["value"].mean()
+        if many < 2 or not isinstance(mean, float) or not mean:
+            continue
+        steps = (
+            common.sort("value", "rank", descending=[True, False])
+            .group_by("step", maintain_order=True)
+            .agg(pl.col("value").first().alias("most"), pl.col("value").mean().alias("even"), pl.col("rank").first())
+            .filter(pl.col("even") > 0)
+            .with_columns((pl.col("most") / pl.col("even")).alias("ratio"))
+            .sort("ratio", "step", descending=[True, False])
+        )
+        row = (name, common["step"].n_unique(), many, mean, by_rank["value"][0], by_rank["rank"][0])
+        row += (by_rank["value"][-1], by_rank["rank"][-1], by_rank["value"][0] / mean)
+        rows.append((*row, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
     return Imbalance(
-        pl.DataFrame(rows, schema=BALANCE_SCHEMA),
+        pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"),
         ranks.select(list(LOAD_SCHEMA)).cast(dict(LOAD_SCHEMA)).sort("rank"),  # type: ignore[arg-type]
     )
-
-
-def _measure(loads: pl.DataFrame, name: str) -> dict[str, object] | None:
-    measured = loads.filter(pl.col(name).is_not_null()).select(
-        "rank", "step", pl.col(name).cast(pl.Float64).alias("value")
-    )
-    many = measured["rank"].n_unique()
-    if many < 2:
-        return None
-    common = measured.filter(pl.col("rank").n_unique().over("step") == many)
-    common = common if common.height else measured
-    by_rank = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
-    mean = float(str(by_rank["value"].mean()))
-    if not mean:
-        return None
-    steps = (
-        common.sort("value", "rank", descending=[True, False])
-        .group_by("step", maintain_order=True)
-        .agg(pl.col("value").first().alias("most"), pl.col("value").mean().alias("even"), pl.col("rank").first())
-        .filter(pl.col("even") > 0)
-        .with_columns((pl.col("most") / pl.col("even")).alias("ratio"))
-        .sort("ratio", "step", descending=[True, False])
-    )
-    return {
-        "measure": name,
-        "step_count": common["step"].n_unique(),
-        "rank_count": many,
-        "mean": mean,
-        "max": by_rank["value"][0],
-        "max_rank": by_rank["rank"][0],
-        "min": by_rank["value"][-1],
-        "min_rank": by_rank["rank"][-1],
-        "max_over_mean": by_rank["value"][0] / mean,
-        "worst_step": steps["step"][0],
-        "worst_max_over_mean": steps["ratio"][0],
-        "worst_rank": steps["rank"][0],
-    }

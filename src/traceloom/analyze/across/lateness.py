@@ -9,7 +9,6 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.across.counterparts import pair_excess
 from traceloom.analyze.across.ledger import CLASSES, COMMUNICATION, COMPUTE, MEMORY
 from traceloom.analyze.across.matched import Matched
 from traceloom.analyze.across.rank_part import RankPart
@@ -47,7 +46,6 @@ NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER, 
 _ANCHORS = (*ENDS_TOGETHER, "send_recv")
 _COMMUNICATION = CLASSES.index(COMMUNICATION)
 _SCHEDULE, _PEER = CAUSE_NAMES.index(SCHEDULE), CAUSE_NAMES.index(PEER)
-_DEEPEST = 32
 _STANDS = 0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
 
 
@@ -59,9 +57,6 @@ class Lateness:
         late_ns: How much later the last arriver came than the middle half of the others, on average.
         excess_ns: Parts of it by `CAUSE_NAMES`: what the last arriver spent on each since the anchor, less what the
             others did. They add up to `late_ns`.
-        anchor: The collective before, at whose end all these ranks stood together; -1 where there is none: then it
-            is counted from the start of the step, else of the recording. Who computes on beside a collective does not
-            stand: what it was late by there, it is late by afterwards.
         follow: The earlier collective of other ranks that the last arriver waited in, where that is the main cause;
             else -1.
         cause: Number of the main cause.
@@ -74,7 +69,6 @@ class Lateness:
 
     late_ns: Ints
     excess_ns: Ints
-    anchor: Ints
     follow: Ints
     cause: Ints
     excess_cause: Ints
@@ -85,7 +79,7 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Arrivals:
     """The rows of `parts` as arrays of shape (parts,)."""
 
     inst: Ints
@@ -108,10 +102,16 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     """
     many = matched.instances.height
     rows = _rows(ranks, matched.parts)
-    anchor = _anchors(matched, rows.inst, _stood(ranks, rows, many))
-    base = _bases(ranks, rows, _same_rank(rows, anchor, len(ranks)))
+    base = _bases(ranks, rows, _anchors(ranks, matched, rows))
     last = np.flatnonzero(rows.last)
-    others = _others(rows, base)
+    # the last arriver is compared with the middle half, by arrival, of those that were not last
+    size = np.bincount(rows.inst)
+    first = np.concatenate([[0], np.cumsum(size)[:-1]])[: size.size]
+    order = np.lexsort((rows.begun, rows.last, rows.inst))  # in each collective by arrival, the last at the end
+    at = np.empty(order.size, dtype=np.int64)
+    at[order] = np.arange(order.size) - first[rows.inst[order]]
+    rest = size[rows.inst] - 1
+    others: Bools = (at >= rest // 4) & (at < rest - rest // 4) & (base >= 0)
     spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)  # by each row of parts since counting began
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
@@ -119,7 +119,7 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     compared = (base[last] >= 0) & (np.bincount(rows.inst[others], minlength=many) > 0)
     late, excess = _excess(rows, spent, others, many)
     late[~compared], excess[~compared] = 0, 0
-    pairs, more, usual = pair_excess(matched, stages, spent, base, last)
+    pairs, more, usual = _pair_excess(matched, stages, spent, base, last)
     excess[pairs, : len(CLASSES)], excess[pairs, -1] = more, 0
     excess[pairs, _SCHEDULE] = np.clip(usual, 0, late[pairs])
     excess[pairs, _PEER] = late[pairs] - more.sum(axis=1) - excess[pairs, _SCHEDULE]
@@ -128,10 +128,10 @@ def lateness(ranks: Sequence[RankPart], matched: Matched, stages: pl.DataFrame) 
     cause = np.where(compared, np.argmax(excess, axis=1), len(CAUSE_NAMES) - 1)
     excess_cause = np.where(compared, np.argmax(beyond, axis=1), len(CAUSE_NAMES) - 1)
     follow = _followed(rows, base, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE])
-    return Lateness(late, excess, anchor, follow, cause, excess_cause, last, others, base, rows.start_place)
+    return Lateness(late, excess, follow, cause, excess_cause, last, others, base, rows.start_place)
 
 
-def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
+def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Arrivals:
     part = parts["part"].to_numpy()
     start_place, end_place = (np.zeros(parts.height, dtype=np.int64) for _ in range(2))
     duration = parts["duration_ns"].to_numpy()
@@ -143,7 +143,7 @@ def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
         starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
         start_place[rows] = rank.ledger.at(starts)
         end_place[rows] = rank.ledger.at(starts + duration[rows])
-    return _Rows(
+    return _Arrivals(
         inst=parts["instance"].rank("dense").to_numpy().astype(np.int64) - 1,
         part=part,
         begun=parts["start_ns"].to_numpy(),
@@ -155,8 +155,14 @@ def _rows(ranks: Sequence[RankPart], parts: pl.DataFrame) -> _Rows:
     )
 
 
-def _stood(ranks: Sequence[RankPart], rows: _Rows, many: int) -> Bools:
-    """Whether the ranks of each collective stood idle while they waited in it, shape (collectives,)."""
+def _anchors(ranks: Sequence[RankPart], matched: Matched, rows: _Arrivals) -> Ints:
+    """Of each collective its anchor: the latest one before at whose end all its ranks stood together; -1 without.
+
+    It held all recorded ranks of the collective, they stood idle while they waited in it, and it was over when the last
+    one came. Who computes on beside a collective does not stand: what it was late by there, it is late by afterwards.
+    """
+    parts, instances = matched.parts, matched.instances
+    many = instances.height
     exposed = np.zeros(rows.part.size, dtype=np.int64)
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
@@ -165,17 +171,11 @@ def _stood(ranks: Sequence[RankPart], rows: _Rows, many: int) -> Bools:
     waited, idle_ns = np.zeros((2, many), dtype=np.int64)
     np.add.at(waited, rows.inst, rows.wait)
     np.add.at(idle_ns, rows.inst, np.minimum(exposed, rows.wait))
-    return idle_ns >= _STANDS * waited
-
-
-def _anchors(matched: Matched, inst: Ints, idled: Bools) -> Ints:
-    """For each the latest collective that held all its recorded ranks, idled them, and was over when the last came."""
-    parts, instances = matched.parts, matched.instances
-    many = idled.size
-    masks: list[int] = [0] * many
-    for number, row in zip(inst.tolist(), parts["part"].to_list(), strict=True):
-        masks[number] |= 1 << row
-    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy() & idled
+    stood = idle_ns >= _STANDS * waited
+    masks: list[int] = [0] * many  # of the ranks of each collective
+    for number, part in zip(rows.inst.tolist(), parts["part"].to_list(), strict=True):
+        masks[number] |= 1 << part
+    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy() & stood
     met = instances["met_ns"].to_numpy()
     ends = parts.group_by("instance", maintain_order=True).agg((pl.col("start_ns") + pl.col("duration_ns")).max())
     end = ends["start_ns"].to_numpy()
@@ -185,62 +185,43 @@ def _anchors(matched: Matched, inst: Ints, idled: Bools) -> Ints:
     anchor = np.full(many, -1, dtype=np.int64)
     for mask in different:
         wide = np.array([bool(other & mask == mask) for other in different])
-        rows = np.flatnonzero(usable & wide[codes])
-        if not rows.size:
+        candidates = np.flatnonzero(usable & wide[codes])
+        if not candidates.size:
             continue
-        rows = rows[np.argsort(end[rows], kind="stable")]
+        candidates = candidates[np.argsort(end[candidates], kind="stable")]
         targets = np.flatnonzero(codes == code[mask])
-        before = np.searchsorted(end[rows], met[targets], side="right") - 1
-        previous = rows[np.maximum(before, 0)]
+        before = np.searchsorted(end[candidates], met[targets], side="right") - 1
+        previous = candidates[np.maximum(before, 0)]
         anchor[targets] = np.where((before >= 0) & (previous != targets), previous, -1)
     return anchor
 
 
-def _same_rank(rows: _Rows, anchor: Ints, ranks: int) -> Ints:
-    """For each row of parts the row of the same rank in the anchor; -1 without one."""
-    key = rows.inst * ranks + rows.part
+def _bases(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> Ints:
+    """Where counting begins: end of the anchor, else start of the step (if all have it), else of the recording."""
+    key = rows.inst * len(ranks) + rows.part
     order = np.argsort(key, kind="stable")
     if not order.size:
         return order
-    anchor_key = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * ranks + rows.part, -1)
+    # for each row of parts the row of the same rank in the anchor
+    anchor_key = np.where(anchor[rows.inst] >= 0, anchor[rows.inst] * len(ranks) + rows.part, -1)
     candidate = order[np.minimum(np.searchsorted(key[order], anchor_key), order.size - 1)]
-    return np.where((anchor_key >= 0) & (key[candidate] == anchor_key), candidate, -1)
-
-
-def _bases(ranks: Sequence[RankPart], rows: _Rows, anchor_part: Ints) -> Ints:
-    """Where counting begins: end of the anchor, else start of the step (if all have it), else of the recording."""
-    base = (
-        np.where(anchor_part >= 0, rows.end_place[np.maximum(anchor_part, 0)], -1) if anchor_part.size else anchor_part
-    )
+    free = (anchor_key < 0) | (key[candidate] != anchor_key)
+    base = np.where(free, -1, rows.end_place[candidate])
     in_step = np.full(base.size, -1, dtype=np.int64)
     for number, rank in enumerate(ranks):
-        own_rows = np.flatnonzero((rows.part == number) & (anchor_part < 0))
+        own_rows = np.flatnonzero((rows.part == number) & free)
         starts = dict(zip(rank.steps["step"].to_list(), rank.steps["start_ns"].to_list(), strict=True))
         if own_rows.size and starts:
             times = np.array([starts.get(step, -1) for step in rows.step[own_rows].tolist()], dtype=np.int64)
             places = rank.ledger.at(np.maximum(times, rank.ledger.time_ns[0]))
             in_step[own_rows] = np.where((times >= 0) & (places <= rows.start_place[own_rows]), places, -1)
-    free = anchor_part < 0
-    all_know = np.ones(int(rows.inst.max(initial=-1)) + 1, dtype=np.bool_)
+    all_know = np.ones(int(rows.inst.max()) + 1, dtype=np.bool_)
     np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
     base[free] = np.where(all_know[rows.inst[free]], in_step[free], 0)
     return np.where(base <= rows.start_place, base, -1)
 
 
-def _others(rows: _Rows, base: Ints) -> Bools:
-    """The middle half, by arrival, of those that were not last."""
-    size = np.bincount(rows.inst)
-    first = np.concatenate([[0], np.cumsum(size)[:-1]])[: size.size]
-    order = np.lexsort((rows.begun, rows.last, rows.inst))  # in each collective by arrival, the last at the end
-    at = np.empty(order.size, dtype=np.int64)
-    at[order] = np.arange(order.size) - first[rows.inst[order]]
-    rest = size[rows.inst] - 1
-    low = rest // 4
-    middle: Bools = (at >= low) & (at < rest - low) & (base >= 0)
-    return middle
-
-
-def _excess(rows: _Rows, spent: Ints, others: Bools, many: int) -> tuple[Ints, Ints]:
+def _excess(rows: _Arrivals, spent: Ints, others: Bools, many: int) -> tuple[Ints, Ints]:
     """Lateness against the mean of the others, and its parts; what the classes do not hold lies before the base."""
     inst, last = rows.inst[others], np.flatnonzero(rows.last)
     count = np.maximum(np.bincount(inst, minlength=many), 1)
@@ -262,7 +243,61 @@ def _excess(rows: _Rows, spent: Ints, others: Bools, many: int) -> tuple[Ints, I
     return late, excess
 
 
-def _followed(rows: _Rows, base: Ints, cause: Ints, wait: Ints) -> Ints:
+def _pair_excess(
+    matched: Matched, stages: pl.DataFrame, spent: Ints, base: Ints, last: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """What the last arrivers of pairs spent more than the same stage of the other pipelines in the same step.
+
+    In a pipeline one stage computes while the next waits for it: comparing the two says nothing. The counterpart of a
+    pair is the pair of another pipeline between the same stages, as many pairs into the same step.
+
+    Args:
+        matched: The collectives.
+        stages: rank, pipeline, stage (of `pipeline`).
+        spent: What each row of `parts` spent since counting began; shape (parts, classes).
+        base: Where counting began for each row; -1 where that is not known.
+        last: The row of the last arriver of each instance.
+
+    Returns:
+        The numbers of the instances that have a counterpart, their excess by class against the median, and how late
+        the last arrivers of the counterparts came (median).
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    none = nothing, np.zeros((0, spent.shape[1]), dtype=np.int64), nothing
+    pairs = matched.instances.with_row_index("number").filter(
+        (pl.col("kind") == "send_recv") & (pl.col("recorded") == 2)
+    )
+    if not pairs.height or not stages.height:
+        return none
+    parts = matched.parts.with_row_index("row").select(pl.col("row").cast(pl.Int64), "instance", "rank", "sends")
+    staged = parts.join(
+        pairs.select("number", "instance", "step", "met_ns"), on="instance", how="inner", maintain_order="left"
+    ).join(stages.select("rank", "pipeline", "stage"), on="rank", how="inner", maintain_order="left")
+    ends = staged.select("number", "sends", "stage")
+    for word, sends in (("from", True), ("to", False)):
+        side = ends.filter(pl.col("sends") == sends).select("number", pl.col("stage").alias(word))
+        staged = staged.join(side, on="number", how="inner", maintain_order="left")
+    nth = pl.int_range(pl.len()).over("step", "rank", "sends", "from", "to").alias("nth")
+    rows = staged.sort("met_ns", "number").with_columns(nth)
+    rows = rows.filter(pl.Series(base[rows["row"].to_numpy()] >= 0))
+    last_rows = rows.filter(pl.col("row").is_in(pl.Series(last).implode()))
+    both = last_rows.join(rows, on=["step", "sends", "from", "to", "nth"], how="inner", suffix="_other").filter(
+        pl.col("number") != pl.col("number_other")
+    )
+    if not both.height:
+        return none
+    columns = [f"c{number}" for number in range(spent.shape[1])]
+    counterparts = pl.DataFrame(spent[both["row_other"].to_numpy()], schema=columns).with_columns(
+        both["number"], both["row"], late=matched.parts["late_ns"].gather(both["row_other"])
+    )
+    middle = counterparts.group_by("number", "row", maintain_order=True).agg(
+        pl.col(*columns, "late").median().round().cast(pl.Int64)
+    )
+    excess = spent[middle["row"].to_numpy()] - middle.select(columns).to_numpy()
+    return middle["number"].to_numpy().astype(np.int64), excess, middle["late"].to_numpy()
+
+
+def _followed(rows: _Arrivals, base: Ints, cause: Ints, wait: Ints) -> Ints:
     """Where communication made a rank late: the collective in which it then waited longest, beyond what is usual."""
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
@@ -291,7 +326,7 @@ def roots(late: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
     earlier = (late.follow >= 0) & (met_ns[np.maximum(late.follow, 0)] < met_ns)
     forward = np.where(earlier, late.follow, -1)
     root = identity
-    for _ in range(_DEEPEST):
+    for _ in range(32):  # the deepest chain that is followed
         onward = forward[root]
         if (onward < 0).all():
             break

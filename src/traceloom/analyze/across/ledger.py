@@ -59,20 +59,48 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
         calls: Its communication, of `collectives(...).calls`.
     """
     work = gpu_work(trace)
-    device = _device(work, calls)
-    own_calls = (
-        calls.filter(pl.col("device") == device) if device is not None else calls.filter(pl.col("where") == "host")
-    )
+    # the device that communicates most, else the one that works most; one whose work takes no time is none
+    timed = work.filter(pl.col("end_ns") > pl.col("start_ns"))
+    of = calls.filter(pl.col("device").is_in(timed["device"].unique().implode())).select("device", ns="duration_ns")
+    if not of.height:
+        of = timed.drop_nulls("device").select("device", ns=pl.col("end_ns") - pl.col("start_ns"))
+    most = of.group_by("device").agg(pl.col("ns").sum()).sort("ns", "device", descending=[True, False])
+    device = int(most["device"][0]) if most.height else None
+    own_calls = calls.filter(pl.col("where") == "host" if device is None else pl.col("device") == device)
     starts = own_calls["start_ns"].to_numpy()
     ends = starts + own_calls["duration_ns"].to_numpy()
     edges = np.array([trace.start_ns, trace.end_ns], dtype=np.int64)
     steps = [trace.steps[name].to_numpy() for name in ("start_ns", "end_ns")]
     moments = np.unique(np.concatenate([starts, ends, edges, *steps]))
-    if device is None:
-        sums, details = _of_host(trace, moments, union(starts, ends))
+    sums = np.zeros((moments.size, len(CLASSES)), dtype=np.int64)
+    details = []
+    if device is None:  # the main thread's time
+        waits = _main_thread(trace, moments[:-1], moments[1:])
     else:
-        sums, details = _of_device(trace, work.filter(pl.col("device") == device), moments, device)
-    named = (details if calls.height else details.clear()).filter(pl.col("name").is_not_null())
+        of_device = work.filter(pl.col("device") == device)
+        sums[:, :3], busy, ran = _busy(of_device, moments)
+        details.append(ran)
+        gaps = idle(trace).gaps.filter(pl.col("device") == device)
+        idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
+        # before the first and after the last GPU work: what the main thread did, cut at the moments
+        first, last = int(busy.start[0]), int(busy.end[-1])
+        before, after = moments[:-1] < first, moments[1:] > last
+        start = np.concatenate([moments[:-1][before], np.maximum(moments[:-1][after], last)])
+        end = np.concatenate([np.minimum(moments[1:][before], first), moments[1:][after]])
+        waits = pl.concat([idling, _main_thread(trace, start[end > start], end[end > start])])
+    stretch = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
+    if device is None:  # where it waits while another thread communicates, that is communication
+        talks = coverage(union(starts, ends), moments[:-1], moments[1:]) > 0
+        waiting = waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
+        meant = pl.Series(talks[np.minimum(stretch, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
+        waits = waits.with_columns(pl.when(meant).then(pl.lit(COMMUNICATION)).otherwise("cause").alias("cause"))
+    cause = waits["cause"].replace_strict(_NUMBER, return_dtype=pl.Int64).to_numpy()
+    waited = np.zeros_like(sums)  # a wait counts from the end of its stretch on
+    np.add.at(waited, (np.minimum(stretch + 1, moments.size - 1), cause), waits["duration_ns"].to_numpy())
+    sums += np.cumsum(waited, axis=0)
+    in_stretch = pl.Series("stretch", stretch, dtype=pl.Int64)
+    details.append(waits.select(in_stretch, pl.col("cause").alias("class"), "name", ns="duration_ns"))
+    named = pl.concat(details).filter(pl.col("name").is_not_null() & bool(calls.height))
     summed = named.group_by("stretch", "class", "name").agg(pl.col("ns").sum())
     largest = (
         summed.sort("stretch", "class", "ns", "name", descending=[False, False, True, False])
@@ -84,18 +112,8 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
     return Ledger(moments, sums, largest, device)
 
 
-def _device(work: pl.DataFrame, calls: pl.DataFrame) -> int | None:
-    """The device that communicates most, else the one that works most; one whose work takes no time is none."""
-    work = work.filter(pl.col("end_ns") > pl.col("start_ns"))
-    talking = calls.filter(pl.col("device").is_in(work["device"].unique().implode()))
-    of = talking.select("device", ns="duration_ns")
-    if not talking.height:
-        of = work.filter(pl.col("device").is_not_null()).select("device", ns=pl.col("end_ns") - pl.col("start_ns"))
-    sums = of.group_by("device").agg(pl.col("ns").sum()).sort("ns", "device", descending=[True, False])
-    return int(sums["device"][0]) if sums.height else None
-
-
-def _of_device(trace: Trace, work: pl.DataFrame, moments: Ints, device: int) -> tuple[Ints, pl.DataFrame]:
+def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, Spans, pl.DataFrame]:
+    """What a device does: the sums of its three busy classes at each moment, its busy time, and its work as details."""
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     category = work["category"].to_physical().to_numpy()
     compute, talk, memory = (union(start[category == code], end[category == code]) for code in range(3))
@@ -103,40 +121,13 @@ def _of_device(trace: Trace, work: pl.DataFrame, moments: Ints, device: int) -> 
     busy = merge(visible, memory)
     low = np.full(moments.size, moments[0])
     computed, seen, worked = (coverage(spans, low, moments) for spans in (compute, visible, busy))
-    sums = np.zeros((moments.size, len(CLASSES)), dtype=np.int64)
-    sums[:, 0], sums[:, 1], sums[:, 2] = computed, seen - computed, worked - seen
-    gaps = idle(trace).gaps.filter(pl.col("device") == device)
-    idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
-    waits = pl.concat([idling, _edges(trace, busy, moments)])
-    stretch = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
-    _add(sums, stretch, waits)
     ran = work.select(
         pl.Series("stretch", np.searchsorted(moments, start, side="right") - 1, dtype=pl.Int64),
         pl.Series("class", np.array(CLASSES[:3])[category]),
         "name",
         ns=pl.col("end_ns") - pl.col("start_ns"),
     )
-    return sums, pl.concat([ran, _did(waits, stretch)])
-
-
-def _add(sums: Ints, stretch: Ints, waits: pl.DataFrame) -> None:
-    """Add waits, which lie in the stretches numbered `stretch`, to the running sums from the next moment on."""
-    each = np.zeros_like(sums)
-    cause = waits["cause"].replace_strict(_NUMBER, return_dtype=pl.Int64).to_numpy()
-    np.add.at(each, (np.minimum(stretch + 1, sums.shape[0] - 1), cause), waits["duration_ns"].to_numpy())
-    sums += np.cumsum(each, axis=0)
-
-
-def _edges(trace: Trace, busy: Spans, moments: Ints) -> pl.DataFrame:
-    """What the main thread did before the first and after the last GPU work, cut at the moments."""
-    first, last = int(busy.start[0]), int(busy.end[-1])
-    low, high = moments[:-1], moments[1:]
-    before = np.flatnonzero(low < first)
-    after = np.flatnonzero(high > last)
-    start = np.concatenate([low[before], np.maximum(low[after], last)])
-    end = np.concatenate([np.minimum(high[before], first), high[after]])
-    keep = end > start
-    return _main_thread(trace, start[keep], end[keep])
+    return np.stack([computed, seen - computed, worked - seen], axis=1), busy, ran
 
 
 def _main_thread(trace: Trace, start: Ints, end: Ints) -> pl.DataFrame:
@@ -157,24 +148,4 @@ def _main_thread(trace: Trace, start: Ints, end: Ints) -> pl.DataFrame:
         pl.col("duration_ns").cast(pl.Int64),
         pl.Series("cause", _HOST_NAMES).gather(parts["cause"].to_numpy()).alias("cause"),
         names.set(pl.Series(activity < 0), None).cast(pl.String).alias("name"),
-    )
-
-
-def _of_host(trace: Trace, moments: Ints, talk: Spans) -> tuple[Ints, pl.DataFrame]:
-    """The main thread's time; where it waits while another thread communicates, that is communication."""
-    sums = np.zeros((moments.size, len(CLASSES)), dtype=np.int64)
-    waits = _main_thread(trace, moments[:-1], moments[1:])
-    stretch = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
-    talks = coverage(talk, moments[:-1], moments[1:]) > 0
-    waiting = waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
-    meant = pl.Series(talks[np.minimum(stretch, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
-    waits = waits.with_columns(pl.when(meant).then(pl.lit(COMMUNICATION)).otherwise("cause").alias("cause"))
-    _add(sums, stretch, waits)
-    return sums, _did(waits, stretch)
-
-
-def _did(waits: pl.DataFrame, stretch: Ints) -> pl.DataFrame:
-    """Waits as details of the stretches they lie in."""
-    return waits.select(
-        pl.Series("stretch", stretch, dtype=pl.Int64), pl.col("cause").alias("class"), "name", ns="duration_ns"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import polars as pl
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -21,7 +23,7 @@ LOAD_SCHEMA = pl.Schema({"step": pl.Int32(), **{name: pl.Int64() for name in MEA
 # Kernels of embedding tables: PyTorch's, FBGEMM's table-batched ones, and TorchRec's by their op.
 EMBEDDING = r"(?i)embedding|split_?emb|_tbe_|\btbe\b"
 NO_TABLE = r"(?i)rotary|rope|position"
-EXCHANGES = ("all_to_all",)
+_IS_TABLE = pl.col("name").str.contains(EMBEDDING) & ~pl.col("name").str.contains(NO_TABLE)
 
 
 def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
@@ -36,16 +38,23 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     """
     stepped = trace.steps.height > 0
     steps = trace.steps.select("step") if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
-    exchanged = calls.filter(pl.col("kind").is_in(EXCHANGES)).select("step", exchanged_bytes="in_bytes")
+    exchanged = calls.filter(pl.col("kind") == "all_to_all").select("step", exchanged_bytes="in_bytes")
     on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
     memory = on_device.select("step", memory_bytes="allocated_bytes")
-    parts = [_compute(trace), exchanged, _tokens(trace), memory]
+    work = gpu_work(trace).filter(pl.col("category") == "compute")
+    by_name = work.select("name").unique().with_columns(_IS_TABLE.alias("embeds"))
+    kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
+        trace.events["step"].gather(work["event"]), pl.Series("below", _below_tables(trace, work["op"]))
+    )
+    kernels = kernels.join(by_name, on="name", how="left", maintain_order="left")
+    of_table = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)
+    compute = kernels.select("step", "compute_ns", of_table.alias("embedding_ns"))
     out = steps
-    for part in parts:
+    for part in (compute, exchanged, _tokens(trace), memory):
         rows = part if stepped else part.with_columns(pl.lit(None, pl.Int32).alias("step"))
         values = [name for name in rows.columns if name != "step"]
         # a sum that lacks a value is not known
-        whole = [pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name) for name in values]
+        whole = [sum_or_null(name) for name in values]
         sums = rows.group_by("step").agg([pl.col("memory_bytes").max()] if part is memory else whole)
         out = out.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left")
     embeds = bool((out["embedding_ns"] > 0).any())
@@ -55,25 +64,10 @@ def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _compute(trace: Trace) -> pl.DataFrame:
-    work = gpu_work(trace).filter(pl.col("category") == "compute")
-    names = work.select("name").unique().with_columns(_of_tables("name").alias("embeds"))
-    kernels = work.select("name", compute_ns=pl.col("end_ns") - pl.col("start_ns")).with_columns(
-        trace.events["step"].gather(work["event"]), pl.Series("below", _below_tables(trace, work["op"]))
-    )
-    kernels = kernels.join(names, on="name", how="left", maintain_order="left")
-    embeds = pl.when(pl.col("embeds") | pl.col("below")).then("compute_ns").otherwise(0)
-    return kernels.select("step", "compute_ns", embeds.alias("embedding_ns"))
-
-
-def _of_tables(name: str) -> pl.Expr:
-    return pl.col(name).str.contains(EMBEDDING) & ~pl.col(name).str.contains(NO_TABLE)
-
-
 def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
     """Whether the op that launched each piece of work lies inside an op of embedding tables (index_select does)."""
     tree, words = forest(trace), vocabulary(trace)
-    is_table = words.names.to_frame("name").select(_of_tables("name")).to_series().to_numpy()
+    is_table = words.names.to_frame("name").select(_IS_TABLE).to_series().to_numpy()
     none = np.zeros(op.len(), dtype=np.bool_)
     if not tree.row.size or not is_table.any():
         return none
@@ -90,30 +84,20 @@ def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:
 
 
 def _tokens(trace: Trace) -> pl.DataFrame:
-    none = pl.DataFrame(schema={"step": pl.Int32(), "tokens": pl.Int64()})
+    """step, tokens: how many indices each lookup in the largest table of `aten::embedding` takes."""
     looks_up = (pl.col("category") == "op") & (pl.col("name") == "aten::embedding")
     ops = trace.events.filter(looks_up).select("event", "step")
     shaped = ops.join(trace.tensors.select("event", "shapes"), on="event", how="inner", maintain_order="left")
-    if not shaped.height:
-        return none
-    table = {text: _looked_up(text) for text in shaped["shapes"].unique().to_list()}
-    rows = [(step, *table[text]) for step, text in shaped.select("step", "shapes").iter_rows()]
-    schema = {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}
-    lookups = pl.DataFrame(rows, schema=schema, orient="row").drop_nulls("tokens")
-    return lookups.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens") if lookups.height else none
-
-
-def _looked_up(shapes: str | None) -> tuple[int | None, int | None]:
-    """Rows of the table, and how many indices are looked up in it."""
-    try:
-        dims = json.loads(shapes or "[]")
-    except ValueError:
-        return None, None
-    if not isinstance(dims, list) or len(dims) < 2 or not all(isinstance(dim, list) for dim in dims[:2]):
-        return None, None
-    if not dims[0] or not dims[1] or not all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1])):
-        return None, None
-    number = 1
-    for n in dims[1]:
-        number = min(number * n, 2**62)
-    return dims[0][0], number
+    table: dict[str | None, tuple[int, int]] = {}  # shapes: rows of the table, indices
+    for text in shaped["shapes"].unique().to_list():
+        try:
+            dims = json.loads(text or "[]")
+        except ValueError:
+            continue
+        if not isinstance(dims, list) or len(dims) < 2 or not all(isinstance(dim, list) for dim in dims[:2]):
+            continue
+        if dims[0] and dims[1] and all(isinstance(n, int) and 0 <= n < 2**40 for n in (*dims[0], *dims[1])):
+            table[text] = dims[0][0], min(math.prod(dims[1]), 2**62)
+    rows = [(step, *table[text]) for step, text in shaped.select("step", "shapes").iter_rows() if text in table]
+    lookups = pl.DataFrame(rows, {"step": pl.Int32(), "rows": pl.Int64(), "tokens": pl.Int64()}, orient="row")
+    return lookups.filter(pl.col("rows") == pl.col("rows").max()).select("step", "tokens")

@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.across.rank_part import RankPart
+from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
 from traceloom.link.collectives import join_parts
 from traceloom.link.meeting import FROM_ROOT, TO_ROOT
@@ -86,8 +87,7 @@ class Matched:
             the size of the group is not known). `alone_ns`: how much later the last came than the last but one.
             `transfer_ns`: median over the ranks. `transfer_gb_per_s`: bus bandwidth of the transfer alone.
         clocks: One row per host: what was added to its times, and the residual of the fit.
-        place: Per rank part: its place in `parts`' rank column (ranks that the files do not say get free numbers).
-        ranks: The rank of each part.
+        ranks: The rank of each part (ranks that the files do not say get free numbers).
         hosts: The host of each part.
         notices: What did not match.
         unmatched: Calls that found no partner on another recorded rank: rank, kind, group, count.
@@ -114,7 +114,18 @@ def match(parts: Sequence[RankPart]) -> Matched:
     """Join the collectives of ranks, correct their clocks by them, and split each into waiting and transfer."""
     ranks = numbered(parts)
     hosts = tuple(part.host or f"rank {rank}" for part, rank in zip(parts, ranks, strict=True))
-    calls = _calls(parts, ranks)
+    frames = []
+    for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
+        where = "device" if part.ledger.device is not None else "host"  # of a rank with kernels only the kernels
+        own_calls = part.calls.filter(pl.col("where") == where, pl.col("kind").ne_missing("layout"))
+        part_and_rank = pl.lit(number, pl.Int64).alias("part"), pl.lit(rank, pl.Int32).alias("rank")
+        end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+        frames.append(own_calls.select(*part_and_rank, *_COLUMNS, end))
+    calls = pl.concat(frames).with_columns(
+        pl.col("kind").replace({"recv": "receive"}),
+        pl.col("members").alias("ranks"),
+        pl.lit(None, pl.Int64).alias("tag"),
+    )
     joined = join_parts(calls)
     assigned = calls.with_columns(
         pl.Series("instance", joined.instance), pl.Series("evidence", joined.evidence, dtype=pl.String)
@@ -126,8 +137,14 @@ def match(parts: Sequence[RankPart]) -> Matched:
     )
     fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
     clock_of = tuple(fitted[host] for host in hosts)
-    timed = _on_job_clock(together, clock_of)
-    rows = _split(timed)
+    part_of = together["part"].to_numpy()
+    moved = []  # to the job's clock
+    for name in ("start_ns", "end_ns", "launch_ns"):
+        times = together[name].fill_null(0).to_numpy().copy()
+        for number, clock in enumerate(clock_of):
+            times[part_of == number] = clock.corrected(times[part_of == number])
+        moved.append(pl.when(pl.col(name).is_not_null()).then(pl.Series(name, times)).alias(name))
+    rows = _split(together.with_columns(moved))
     unmatched = (
         assigned.filter((pl.col("instance") < 0) & ((pl.col("group_size") != 1) | pl.col("group_size").is_null()))
         .group_by("rank", "kind", "group", maintain_order=True)
@@ -156,54 +173,14 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _calls(parts: Sequence[RankPart], ranks: Sequence[int]) -> pl.DataFrame:
-    """The calls of all ranks in the columns that joining needs; of a rank with kernels only the kernels."""
-    frames = []
-    for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
-        where = "device" if part.ledger.device is not None else "host"
-        own_calls = part.calls.filter(
-            pl.col("where") == where, ~pl.col("kind").is_in(["layout"]).fill_null(value=False)
-        )
-        frames.append(
-            own_calls.select(
-                pl.lit(number, pl.Int64).alias("part"),
-                pl.lit(rank, pl.Int32).alias("rank"),
-                *_COLUMNS,
-                (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
-            )
-        )
-    return pl.concat(frames).with_columns(
-        pl.col("kind").replace({"recv": "receive"}),
-        pl.col("members").alias("ranks"),
-        pl.lit(None, pl.Int64).alias("tag"),
-    )
-
-
-def _on_job_clock(calls: pl.DataFrame, clocks: Sequence[Clock]) -> pl.DataFrame:
-    """The times of every part on the job's clock; durations stay as recorded."""
-    if all(clock == Clock(0, 0.0, clock.since_ns, clock.residual_ns, clock.meetings) for clock in clocks):
-        return calls
-    part = calls["part"].to_numpy()
-    moved = {name: calls[name].fill_null(0).to_numpy().copy() for name in ("start_ns", "end_ns", "launch_ns")}
-    for number, clock in enumerate(clocks):
-        of_part = part == number
-        for values in moved.values():
-            values[of_part] = clock.corrected(values[of_part])
-    launch = pl.when(pl.col("launch_ns").is_not_null()).then(pl.Series("launch_ns", moved["launch_ns"]))
-    return calls.with_columns(
-        pl.Series("start_ns", moved["start_ns"]), pl.Series("end_ns", moved["end_ns"]), launch.alias("launch_ns")
-    )
-
-
 def _split(calls: pl.DataFrame) -> pl.DataFrame:
     """Waiting and transfer of every part; rows by instance and arrival."""
     kind, own = pl.col("kind").fill_null(""), pl.col("peer") == pl.col("rank")
     root, rootless = own.fill_null(value=False), pl.col("peer").is_null()
     gives = ~kind.is_in(FROM_ROOT) | root | rootless
     takes = (~kind.is_in(TO_ROOT) | root | rootless) & ~(kind.is_in(FROM_ROOT) & root)
-    rows = calls.with_columns(gives.alias("gives"), takes.alias("takes")).sort(
-        "instance", "gives", "start_ns", "rank"
-    )  # fmt: skip
+    rows = calls.with_columns(gives.alias("gives"), takes.alias("takes"))
+    rows = rows.sort("instance", "gives", "start_ns", "rank")
     by = "instance"
     rows = rows.with_columns(
         pl.col("start_ns").filter("gives").max().over(by).alias("met_ns"),
@@ -247,8 +224,8 @@ def _instances(rows: pl.DataFrame) -> pl.DataFrame:
         pl.col("rank").last().alias("last_rank"),
         (start.last() - start.slice(0, pl.len() - 1).max()).clip(0).alias("alone_ns"),
         pl.col("wait_ns").sum(),
-        _sum("launch_skew_ns"),
-        _sum("arrival_wait_ns"),
+        sum_or_null("launch_skew_ns"),
+        sum_or_null("arrival_wait_ns"),
         pl.col("transfer_ns").median().cast(pl.Int64),
         pl.col("bus_factor").first(),
     )
@@ -258,7 +235,3 @@ def _instances(rows: pl.DataFrame) -> pl.DataFrame:
         .select(list(INSTANCE_SCHEMA))
         .cast(dict(INSTANCE_SCHEMA))  # type: ignore[arg-type]
     )
-
-
-def _sum(column: str) -> pl.Expr:
-    return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum()).alias(column)

@@ -78,8 +78,36 @@ def pipeline(parts: Sequence[RankPart], matched: Matched) -> Pipeline:
         schema={"rank": pl.Int32(), "pipeline": pl.Int32(), "stage": pl.Int32()},
         orient="row",
     )
-    steps = _bubbles(rows.join(stage_rows, on="rank", how="inner", maintain_order="left"))
-    return Pipeline(_stages(steps), steps)
+    rows = rows.join(stage_rows, on="rank", how="inner", maintain_order="left")
+    begin, end = pl.col("first_ns").min().over("pipeline", "step"), pl.col("last_ns").max().over("pipeline", "step")
+    bubbles = rows.with_columns(
+        (end - begin).alias("window_ns"),
+        (pl.col("first_ns") - begin).alias("warm_up_ns"),
+        (end - pl.col("last_ns")).alias("drain_ns"),
+        (pl.col("last_ns") - pl.col("first_ns") - pl.col("compute_ns") - pl.col("other_ns")).alias("steady_ns"),
+    ).with_columns(
+        (pl.col("warm_up_ns") + pl.col("steady_ns") + pl.col("drain_ns")).alias("bubble_ns"),
+        (
+            pl.min_horizontal("pair_before_ns", "warm_up_ns")
+            + pl.min_horizontal("pair_inside_ns", "steady_ns")
+            + pl.min_horizontal("pair_after_ns", "drain_ns")
+        ).alias("in_pairs_ns"),
+    )
+    steps = bubbles.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
+    steps = steps.sort("step", "pipeline", "stage", "rank", nulls_last=True)
+    sums = steps.group_by("rank", "pipeline", "stage").agg(
+        pl.len().alias("step_count"),
+        pl.col("window_ns").mean().alias("mean_window_ns"),
+        pl.col("compute_ns").mean().alias("mean_compute_ns"),
+        pl.col("bubble_ns").mean().alias("mean_bubble_ns"),
+        pl.col("bubble_ns").min().alias("min_bubble_ns"),
+        pl.col("bubble_ns").max().alias("max_bubble_ns"),
+        (pl.col("bubble_ns").sum() / pl.max_horizontal(pl.col("window_ns").sum(), 1)).alias("bubble_fraction"),
+    )
+    count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
+    count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
+    stages = sums.with_columns(count).select(list(STAGE_SCHEMA)).cast(dict(STAGE_SCHEMA))  # type: ignore[arg-type]
+    return Pipeline(stages.sort("pipeline", "stage", "rank"), steps)
 
 
 def _places(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
@@ -108,38 +136,3 @@ def _places(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
                 positions[rank] = (number, stage)
                 todo += [(other, stage + 1) for other in after.get(rank, [])]
     return positions
-
-
-def _bubbles(rows: pl.DataFrame) -> pl.DataFrame:
-    by = ["pipeline", "step"]
-    begin, end = pl.col("first_ns").min().over(by), pl.col("last_ns").max().over(by)
-    bubbles = rows.with_columns(
-        (end - begin).alias("window_ns"),
-        (pl.col("first_ns") - begin).alias("warm_up_ns"),
-        (end - pl.col("last_ns")).alias("drain_ns"),
-        (pl.col("last_ns") - pl.col("first_ns") - pl.col("compute_ns") - pl.col("other_ns")).alias("steady_ns"),
-    ).with_columns(
-        (pl.col("warm_up_ns") + pl.col("steady_ns") + pl.col("drain_ns")).alias("bubble_ns"),
-        (
-            pl.min_horizontal("pair_before_ns", "warm_up_ns")
-            + pl.min_horizontal("pair_inside_ns", "steady_ns")
-            + pl.min_horizontal("pair_after_ns", "drain_ns")
-        ).alias("in_pairs_ns"),
-    )
-    ordered = bubbles.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
-    return ordered.sort("step", "pipeline", "stage", "rank", nulls_last=True)
-
-
-def _stages(steps: pl.DataFrame) -> pl.DataFrame:
-    sums = steps.group_by("rank", "pipeline", "stage").agg(
-        pl.len().alias("step_count"),
-        pl.col("window_ns").mean().alias("mean_window_ns"),
-        pl.col("compute_ns").mean().alias("mean_compute_ns"),
-        pl.col("bubble_ns").mean().alias("mean_bubble_ns"),
-        pl.col("bubble_ns").min().alias("min_bubble_ns"),
-        pl.col("bubble_ns").max().alias("max_bubble_ns"),
-        (pl.col("bubble_ns").sum() / pl.max_horizontal(pl.col("window_ns").sum(), 1)).alias("bubble_fraction"),
-    )
-    count = (pl.col("stage").max().over("pipeline") + 1).alias("stage_count")
-    ordered = sums.with_columns(count).select(list(STAGE_SCHEMA)).cast(dict(STAGE_SCHEMA))  # type: ignore[arg-type]
-    return ordered.sort("pipeline", "stage", "rank")

@@ -10,11 +10,32 @@ import polars as pl
 
 from traceloom.analyze.across.ledger import CLASSES, ClassType, Ledger, ledger
 from traceloom.analyze.across.load import load_per_step
-from traceloom.analyze.across.stage import stage_times
-from traceloom.analyze.collective.bandwidth import Link, link_of
+from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.collective.bandwidth import DeviceLink, link_of
 from traceloom.analyze.collective.collectives import collectives
 from traceloom.analyze.collective.groups import declared_groups
+from traceloom.analyze.intervals import coverage, difference, union
 from traceloom.model import Trace
+
+_PAIRS = ("send", "recv", "send_recv")
+STAGE_TIMES_SCHEMA = pl.Schema(
+    {
+        "step": pl.Int32(),
+        "first_ns": pl.Int64(),
+        "last_ns": pl.Int64(),
+        "compute_ns": pl.Int64(),
+        "pair_before_ns": pl.Int64(),
+        "pair_inside_ns": pl.Int64(),
+        "pair_after_ns": pl.Int64(),
+        "other_ns": pl.Int64(),
+        "receives_from": pl.Int32(),
+        "sends_to": pl.Int32(),
+        "first_receive_ns": pl.Int64(),
+        "first_send_ns": pl.Int64(),
+        "send_count": pl.Int64(),
+        "receive_count": pl.Int64(),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -42,29 +63,20 @@ class RankPart:
     steps: pl.DataFrame
     ledger: Ledger
     load: pl.DataFrame
-    link: Link | None
+    link: DeviceLink | None
     stages: pl.DataFrame
 
 
 def rank_part(trace: Trace) -> RankPart:
     """Take from a trace what a comparison of ranks needs; remembered as long as the trace lives, since it is small."""
-    kept = _KEPT.get(id(trace))
+    number = id(trace)
+    kept = _KEPT.get(number)
     if kept is not None and kept[0]() is trace:
         return kept[1]
-    part = _rank_part(trace)
-    number = id(trace)
-    _KEPT[number] = (weakref.ref(trace, lambda _gone: _KEPT.pop(number, None)), part)
-    return part
-
-
-_KEPT: dict[int, tuple[weakref.ref[Trace], RankPart]] = {}
-
-
-def _rank_part(trace: Trace) -> RankPart:
     calls = collectives(trace).calls
     used = set(calls["device"].drop_nulls())
     names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
-    return RankPart(
+    part = RankPart(
         trace.rank,
         trace.meta.host,
         trace.meta.world_size,
@@ -76,6 +88,11 @@ def _rank_part(trace: Trace) -> RankPart:
         link_of(names[0]) if names else None,
         stage_times(trace, calls),
     )
+    _KEPT[number] = (weakref.ref(trace, lambda _gone: _KEPT.pop(number, None)), part)
+    return part
+
+
+_KEPT: dict[int, tuple[weakref.ref[Trace], RankPart]] = {}
 
 
 def breakdown_per_step(part: RankPart) -> pl.DataFrame:
@@ -92,3 +109,53 @@ def breakdown_per_step(part: RankPart) -> pl.DataFrame:
         },
         schema_overrides={"step": pl.Int32()},
     )
+
+
+def stage_times(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
+    """When a rank computed in each step in which it sends or receives (step null for a trace without steps).
+
+    Returns:
+        step, first_ns and last_ns (first start and last end of compute launched in the step), compute_ns (union),
+        pair_before_ns, pair_inside_ns, pair_after_ns (time in sends and receives that compute does not hide, before,
+        between and after those), other_ns (other communication between them that compute does not hide),
+        receives_from and sends_to (peer of the first receive and of the first send; null without one or where unknown),
+        first_receive_ns and first_send_ns (their starts), send_count, receive_count.
+    """
+    is_pair = pl.col("kind").is_in(_PAIRS)
+    of_pairs = calls.filter(is_pair)
+    if not of_pairs.height:
+        return pl.DataFrame(schema=STAGE_TIMES_SCHEMA)
+    stepped = trace.steps.height > 0
+    work = gpu_work(trace).filter(pl.col("category") == "compute")
+    all_compute = work.select("start_ns", "end_ns").with_columns(trace.events["step"].gather(work["event"]))
+    all_talk = calls.with_columns((pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
+    rows: list[dict[str, int | None]] = []
+    for step in of_pairs["step"].unique().sort().to_list() if stepped else [None]:
+        in_step = pl.col("step").eq_missing(step) if stepped else pl.lit(value=True)
+        compute, talk = all_compute.filter(in_step), all_talk.filter(in_step)
+        busy = union(compute["start_ns"].to_numpy(), compute["end_ns"].to_numpy())
+        if not busy.start.size:
+            continue
+        pairs, others = talk.filter(is_pair), talk.filter(~is_pair | pl.col("kind").is_null())
+        first, last = int(busy.start[0]), int(busy.end[-1])
+        alone = difference(union(pairs["start_ns"].to_numpy(), pairs["end_ns"].to_numpy()), busy)
+        rest = difference(difference(union(others["start_ns"].to_numpy(), others["end_ns"].to_numpy()), busy), alone)
+        low, high = min(first, *pairs["start_ns"].to_list()), max(last, *pairs["end_ns"].to_list())
+        before, inside, after = coverage(alone, np.array([low, first, last]), np.array([first, last, high])).tolist()
+        times = {
+            "step": step,
+            "first_ns": first,
+            "last_ns": last,
+            "compute_ns": busy.total,
+            "pair_before_ns": before,
+            "pair_inside_ns": inside,
+            "pair_after_ns": after,
+            "other_ns": int(coverage(rest, np.array([first]), np.array([last]))[0]),
+        }
+        for kind, word, peer in (("recv", "receive", "receives_from"), ("send", "send", "sends_to")):
+            of_kind = pairs.filter(pl.col("kind") == kind).sort("start_ns")
+            times[peer] = of_kind["peer"][0] if of_kind.height else None
+            times[f"first_{word}_ns"] = of_kind["start_ns"][0] if of_kind.height else None
+            times[f"{word}_count"] = of_kind.height
+        rows.append(times)
+    return pl.DataFrame(rows, schema=STAGE_TIMES_SCHEMA)

@@ -18,7 +18,6 @@ from traceloom.model.result import Result
 DEVIATIONS = 3.5
 LEAST_SHARE = 0.02
 LEAST_STEPS = 4
-_MAD_TO_DEVIATION = 1.4826
 
 STEP_SCHEMA = pl.Schema(
     {
@@ -64,13 +63,12 @@ class SlowSteps(Result):
 def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     """Find slow steps of a run of any number of ranks."""
     ranks = numbered(parts)
-    frames = [
+    every = pl.concat(
         part.steps.filter("complete").select(
             "step", pl.lit(rank, pl.Int32).alias("rank"), (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
         )
         for part, rank in zip(parts, ranks, strict=True)
-    ]
-    every = pl.concat(frames)
+    )
     steps = (
         every.sort("duration_ns", descending=True)
         .group_by("step", maintain_order=True)
@@ -87,7 +85,22 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
         (pl.col("duration_ns") - pl.lit(median, pl.Int64)).alias("over_ns"),
     )
     rated = rated.select(list(STEP_SCHEMA)).cast(dict(STEP_SCHEMA))  # type: ignore[arg-type]
-    return SlowSteps(rated, _differences(parts, ranks, rated))
+    differences = [pl.DataFrame(schema=DIFFERENCE_SCHEMA)]
+    good = rated.filter(~pl.col("slow"))["step"].implode()
+    for part, rank in zip(parts, ranks, strict=True):
+        slow = rated.filter("slow", pl.col("rank") == rank)["step"]
+        if not slow.len():
+            continue
+        spent = breakdown_per_step(part)
+        normal = spent.filter(pl.col("step").is_in(good)).group_by("class").agg(pl.col("ns").median().alias("usual_ns"))
+        slow_spent = spent.filter(pl.col("step").is_in(slow.implode())).join(normal, on="class", how="left")
+        rows = slow_spent.with_columns(
+            pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
+        ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
+        rows = rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0)).select(list(DIFFERENCE_SCHEMA))
+        differences.append(rows.cast(dict(DIFFERENCE_SCHEMA)))  # type: ignore[arg-type]
+    largest_first = pl.concat(differences).sort("step", "more_ns", "class", descending=[False, True, False])
+    return SlowSteps(rated, largest_first)
 
 
 def usual(lengths: np.ndarray) -> tuple[int | None, int | None]:
@@ -97,25 +110,5 @@ def usual(lengths: np.ndarray) -> tuple[int | None, int | None]:
     median = float(np.median(lengths))
     if lengths.size < LEAST_STEPS:
         return int(median), None
-    deviation = _MAD_TO_DEVIATION * float(np.median(np.abs(lengths - median)))
+    deviation = 1.4826 * float(np.median(np.abs(lengths - median)))
     return int(median), int(median + max(DEVIATIONS * deviation, LEAST_SHARE * median))
-
-
-def _differences(parts: Sequence[RankPart], ranks: Sequence[int], steps: pl.DataFrame) -> pl.DataFrame:
-    out = []
-    good = steps.filter(~pl.col("slow"))["step"].implode()
-    for part, rank in zip(parts, ranks, strict=True):
-        slow = steps.filter("slow", pl.col("rank") == rank)["step"]
-        if not slow.len():
-            continue
-        spent = breakdown_per_step(part)
-        normal = spent.filter(pl.col("step").is_in(good)).group_by("class").agg(pl.col("ns").median().alias("usual_ns"))
-        slow_spent = spent.filter(pl.col("step").is_in(slow.implode())).join(normal, on="class", how="left")
-        rows = slow_spent.with_columns(
-            pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
-        ).with_columns((pl.col("ns") - pl.col("usual_ns")).alias("more_ns"))
-        out.append(rows.filter((pl.col("ns") != 0) | (pl.col("usual_ns") != 0)).select(list(DIFFERENCE_SCHEMA)))
-    if not out:
-        return pl.DataFrame(schema=DIFFERENCE_SCHEMA)
-    rows = pl.concat(out).cast(dict(DIFFERENCE_SCHEMA))  # type: ignore[arg-type]
-    return rows.sort("step", "more_ns", "class", descending=[False, True, False])

@@ -44,7 +44,7 @@ _FACTORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeviceLink:
     """What joins the devices of one host.
 
     Attributes:
@@ -56,26 +56,21 @@ class Link:
     peak_gb_per_s: float
 
 
-@lru_cache(maxsize=1)
-def _links() -> list[dict[str, Any]]:
-    text = files("traceloom.analyze.collective").joinpath("links.json").read_text(encoding="utf-8")
-    rows: list[dict[str, Any]] = json.loads(text)
-    return rows
-
-
 @lru_cache(maxsize=64)
-def link_of(device: str | None) -> Link | None:
+def link_of(device: str | None) -> DeviceLink | None:
     """The link of a device by the name that the driver gives it; None where it is not known.
 
     Example:
         >>> link_of("NVIDIA H100 80GB HBM3")
-        Link(name='NVLink 4', peak_gb_per_s=450.0)
+        DeviceLink(name='NVLink 4', peak_gb_per_s=450.0)
     """
     if not device:
         return None
     names = pl.Series([device])
-    row = next((row for row in _links() if names.str.contains(f"(?i){row['pattern']}")[0]), None)
-    return None if row is None else Link(row["link"], row["both_directions_gb_per_s"] / 2)
+    text = files("traceloom.analyze.collective").joinpath("links.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = json.loads(text)
+    row = next((row for row in rows if names.str.contains(f"(?i){row['pattern']}")[0]), None)
+    return None if row is None else DeviceLink(row["link"], row["both_directions_gb_per_s"] / 2)
 
 
 def with_sizes(calls: pl.DataFrame) -> pl.DataFrame:
@@ -89,16 +84,6 @@ def _by_kind(table: dict[str, Any]) -> pl.Expr:
     return pl.coalesce(pl.when(pl.col("kind") == kind).then(value) for kind, value in table.items())
 
 
-def with_bandwidth(calls: pl.DataFrame) -> pl.DataFrame:
-    """Add `algorithm_gb_per_s` and `bus_gb_per_s` of the whole duration, waiting included; null where unknown."""
-    duration = pl.col("end_ns") - pl.col("start_ns")
-    # bytes per ns are 10^9 bytes per second
-    rate = pl.when(duration > 0).then(pl.col("size_bytes") / duration)
-    return calls.with_columns(
-        rate.alias("algorithm_gb_per_s"), (rate * pl.col("bus_factor")).alias("bus_gb_per_s")
-    )  # fmt: skip
-
-
 def with_peaks(calls: pl.DataFrame, trace: Trace, peak_gb_per_s: float | None = None) -> pl.DataFrame:
     """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the host.
 
@@ -109,13 +94,22 @@ def with_peaks(calls: pl.DataFrame, trace: Trace, peak_gb_per_s: float | None = 
     """
     if peak_gb_per_s is not None:
         return against_peak(calls, peak_gb_per_s)
-    used = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
-    links = {device: link for device, link in used.items() if link is not None}
-    inside = inside_host(trace.meta.world_size, trace.devices.height)
+    links = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
+    names = {device: link.name for device, link in links.items() if link}
+    peaks = {device: link.peak_gb_per_s for device, link in links.items() if link}
+    world_size, visible = trace.meta.world_size, trace.devices.height
+    # A group stays inside one host if the whole job does, or if all members are in one block of as many ranks as the
+    # host has visible devices (launchers number ranks host by host).
+    inside = pl.lit(value=False)
+    if world_size is not None and 1 < world_size <= visible:
+        inside = pl.lit(value=True)
+    elif visible > 1:
+        members = pl.col("members").list
+        inside = ((members.min() // visible) == (members.max() // visible)).fill_null(value=False)
     return _with_fraction(
         calls,
-        pl.when(inside).then(_named(links, "name", pl.String)),
-        pl.when(inside).then(_named(links, "peak_gb_per_s", pl.Float64)),
+        pl.when(inside).then(_looked_up("device", names, pl.String())),
+        pl.when(inside).then(_looked_up("device", peaks, pl.Float64())),
     )
 
 
@@ -125,7 +119,7 @@ def against_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
     return _with_fraction(calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s))))
 
 
-def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[int, Link]) -> pl.DataFrame:
+def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[int, DeviceLink]) -> pl.DataFrame:
     """Correct what single traces could only assume, by the hosts of several ranks.
 
     Args:
@@ -150,10 +144,7 @@ def against_hosts(calls: pl.DataFrame, hosts: Mapping[int, str], links: Mapping[
     joined = calls.with_columns(member_list.alias("whom")).join(inside, on="whom", how="left", maintain_order="left")
     yes = (pl.col("inside") & (pl.col("where") == "device")).fill_null(value=False)
     no = (~pl.col("inside")).fill_null(value=False)
-    values = (
-        (pl.col("rank").replace_strict(table_of, default=None, return_dtype=kind) if table_of else pl.lit(None, kind))
-        for table_of, kind in ((names, pl.String()), (peaks, pl.Float64()))
-    )
+    values = _looked_up("rank", names, pl.String()), _looked_up("rank", peaks, pl.Float64())
     link, peak = (
         pl.when(yes).then(pl.coalesce(value, column)).when(no).then(None).otherwise(column)
         for value, column in zip(values, ("link", "link_peak_gb_per_s"), strict=True)
@@ -166,21 +157,8 @@ def _with_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.Data
     return with_link.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
 
 
-def _named(links: dict[Any, Link], field: str, kind: type[pl.DataType]) -> pl.Expr:
-    values = {device: getattr(link, field) for device, link in links.items()}
+def _looked_up(column: str, values: Mapping[Any, object], kind: pl.DataType) -> pl.Expr:
+    """The value of each key in a column; null where there is none."""
     if not values:
         return pl.lit(None, kind)
-    return pl.col("device").replace_strict(values, default=None, return_dtype=kind)
-
-
-def inside_host(world_size: int | None, visible: int) -> pl.Expr:
-    """Whether a group stays inside one host: the whole job does, or all members stand in one block of as many ranks
-    as the host has visible devices (launchers number ranks host by host). False where that cannot be told.
-    """
-    if world_size is not None and 1 < world_size <= visible:
-        return pl.lit(value=True)
-    if visible < 2:
-        return pl.lit(value=False)
-    members = pl.col("members")
-    one_block = (members.list.min() // visible) == (members.list.max() // visible)
-    return one_block.fill_null(value=False)
+    return pl.col(column).replace_strict(values, default=None, return_dtype=kind)

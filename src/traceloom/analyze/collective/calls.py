@@ -11,7 +11,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.kernel_names import backend_of
 from traceloom.analyze.collective_names import described, host_calls, kind_of_kernel
-from traceloom.analyze.intervals import Ints, union
+from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import BACKWARD, FORWARD, LOADING, OPTIMIZER, PHASES, around_passes, meaning
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import contains
@@ -20,19 +20,9 @@ from traceloom.model import Trace
 WhereType = pl.Enum(["device", "host"])
 PhaseType = pl.Enum(PHASES)
 FIELDS = (
-    "kind",
-    "group",
-    "group_size",
-    "members",
-    "sequence",
-    "element_type",
-    "in_bytes",
-    "out_bytes",
-    "peer",
-    "in_splits",
-    "out_splits",
-    "bytes",
-)
+    "kind", "group", "group_size", "members", "sequence", "element_type",
+    "in_bytes", "out_bytes", "peer", "in_splits", "out_splits", "bytes",
+)  # fmt: skip
 """What the file can say of a collective."""
 
 _OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
@@ -48,82 +38,62 @@ def communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFram
         `FIELDS`.
     """
     rules = tuple(rules)
-    return _calls(trace, rules) if rules else _calls_by_table(trace)
+    return _calls(trace, rules) if rules else _without_rules(trace)
 
 
-@per_trace
-def _calls_by_table(trace: Trace) -> pl.DataFrame:
-    return _calls(trace, ())
+def sum_or_null(column: str) -> pl.Expr:
+    """The sum of a column; null where a value is not recorded."""
+    return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum())
 
 
-def _calls(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
+def _calls(trace: Trace, rules: tuple[Rule, ...] = ()) -> pl.DataFrame:
     kernels = gpu_work(trace, rules).filter(pl.col("category") == "communication")
     descriptions = described(trace)
     on_host = host_calls(trace, descriptions)
     of_amd = trace.devices["name"].fill_null("").str.contains(r"(?i)\bMI\d|AMD|Radeon")
     amd = any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or bool(of_amd.any())
-    kernels = _told(trace, kernels, descriptions, on_host).with_columns(backend_of("rule", amd=amd).alias("backend"))
+    # the annotation (`nccl:all_to_all`) around each launch, within a few levels
+    above = kernels["launch"]
+    around = pl.Series([None] * above.len(), dtype=above.dtype)
+    for _ in range(_LEVELS if on_host.height else 0):
+        above = trace.events["parent"].gather(above)
+        called = above.is_in(on_host["event"].implode())
+        around = around.fill_null(pl.select(pl.when(called).then(above)).to_series())
+    # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
+    sources = []
+    for events, descriptions_of in ((kernels["event"], descriptions), (kernels["op"], descriptions), (around, on_host)):
+        joined = events.to_frame("event").join(descriptions_of, on="event", how="left", maintain_order="left")
+        # sizes only where the event comes once, or they would count several times
+        once = pl.col("event").is_unique() & pl.col("event").is_not_null()
+        sources.append(joined.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES))
+    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
+    by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
+    fields = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in FIELDS}
+    kernels = kernels.with_columns(
+        *(series.alias(name) for name, series in fields.items() if name != "kind"),
+        backend_of("rule", amd=amd).alias("backend"),
+        kind=fields["kind"].fill_null(by_kernel),
+    )
     # a region around other parts of the step takes as long as without these
-    others_ns = pl.Series(_others_ns(trace, on_host["event"]), dtype=pl.Int64)
+    others_ns = np.zeros(on_host.height, dtype=np.int64)
+    if on_host.height and around_passes(trace).any():
+        tree = forest(trace)
+        part = tree.topmost(np.isin(meaning(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+        at = tree.position[on_host["event"].to_numpy()]
+        inside_ns = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
+        others_ns = np.where(around_passes(trace)[at] & ~part[at], inside_ns[at], 0)
     hosted = on_host.with_columns(
         trace.events["name"].gather(on_host["event"]).alias("name"),
         pl.lit(None, pl.UInt32).alias("launch"),
         pl.lit(None, pl.UInt32).alias("op"),
         pl.lit(None, pl.Int32).alias("device"),
         pl.lit(None, pl.Int64).alias("stream"),
-        end_ns=pl.col("end_ns") - others_ns,
+        end_ns=pl.col("end_ns") - pl.Series(others_ns, dtype=pl.Int64),
     ).with_columns(pl.col("name").str.extract(r"^(\w+):").str.to_lowercase().alias("backend"))
     return pl.concat([_placed(trace, kernels, "device"), _placed(trace, hosted, "host")])
 
 
-def _told(trace: Trace, kernels: pl.DataFrame, descriptions: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """What is known of each kernel: from its own arguments, else from those of the op that launched it, else from the
-    annotation around the launch (sizes only where those launched no other such kernel); the kind else from its name.
-    """
-    sources = [
-        _joined(kernels["event"], descriptions),
-        _joined(kernels["op"], descriptions),
-        _joined(_around(kernels["launch"], trace, calls), calls),
-    ]
-    names = kernels.select("name").unique().with_columns(kind_of_kernel("name").alias("by_kernel"))
-    by_kernel = kernels.select("name").join(names, on="name", how="left", maintain_order="left")["by_kernel"]
-    fields = {name: pl.select(pl.coalesce([s[name] for s in sources])).to_series() for name in FIELDS}
-    return kernels.with_columns(
-        *(series.alias(name) for name, series in fields.items() if name != "kind"),
-        kind=fields["kind"].fill_null(by_kernel),
-    )
-
-
-def _joined(events: pl.Series, descriptions: pl.DataFrame) -> pl.DataFrame:
-    """The description of each event; sizes only where the event comes once, or they would count several times."""
-    rows = pl.DataFrame({"event": events})
-    once = pl.col("event").is_unique() & pl.col("event").is_not_null()
-    joined = rows.join(descriptions, on="event", how="left", maintain_order="left")
-    return joined.with_columns(pl.when(once).then(name).alias(name) for name in _OWN_BYTES)
-
-
-def _around(launch: pl.Series, trace: Trace, calls: pl.DataFrame) -> pl.Series:
-    """The annotation (`nccl:all_to_all`) around each launch, within a few levels; null where there is none."""
-    above = launch
-    annotation = pl.Series([None] * launch.len(), dtype=launch.dtype)
-    parents = trace.events["parent"]
-    for _ in range(_LEVELS if calls.height else 0):
-        above = parents.gather(above)
-        annotation = annotation.fill_null(
-            pl.select(pl.when(above.is_in(calls["event"].implode())).then(above)).to_series()
-        )
-    return annotation
-
-
-def _others_ns(trace: Trace, events: pl.Series) -> Ints:
-    """For how much of each event other parts of the step run inside of it."""
-    tree = forest(trace)
-    if not events.len() or not around_passes(trace).any():
-        return np.zeros(events.len(), dtype=np.int64)
-    part = tree.topmost(np.isin(meaning(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
-    at = tree.position[events.to_numpy()]
-    sums = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
-    return np.where(around_passes(trace)[at] & ~part[at], sums[at], 0)
+_without_rules = per_trace(_calls)
 
 
 def _placed(trace: Trace, rows: pl.DataFrame, where: str) -> pl.DataFrame:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import polars as pl
 
+from traceloom.analyze.blocking import blocking_calls
 from traceloom.analyze.classify import Rule, gpu_work
-from traceloom.analyze.collective.bandwidth import with_bandwidth, with_peaks, with_sizes
-from traceloom.analyze.collective.calls import PhaseType, WhereType, communication_calls
-from traceloom.analyze.collective.exposure import exposure
-from traceloom.analyze.collective.grids import with_channels
+from traceloom.analyze.collective.bandwidth import with_peaks, with_sizes
+from traceloom.analyze.collective.calls import PhaseType, WhereType, communication_calls, sum_or_null
 from traceloom.analyze.collective.kernel_names import with_names
+from traceloom.analyze.intervals import Bools, Ints, Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.waits import stream_waits
+from traceloom.errors import InputError
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
+from traceloom.read.damage import Damage
+from traceloom.model.arrays import column
+from traceloom.read.source import open_input, text_pieces
 
 CALL_SCHEMA = pl.Schema(
     {
@@ -82,6 +90,12 @@ SUMMARY_SCHEMA = pl.Schema(
 )
 
 _SUBMITS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host calls only submit kernels
+# Work that was ready starts this soon after what it waited for; later, something else held it back.
+_PROMPT_NS = 30_000
+# A host call that waits for a stream returns this soon after the stream's work is done.
+_RETURN_NS = 100_000
+_GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d+)')
+_MOST_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
 
 
 @dataclass(frozen=True)
@@ -111,56 +125,7 @@ def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: floa
         rules: Kernel rules of the user's, before the built-in table.
         peak_gb_per_s: Peak of the link of one device in one direction, for groups of which it is not known.
     """
-    rows = _plain(trace) if peak_gb_per_s is None and not rules else _rows(trace, tuple(rules), peak_gb_per_s)
-    return Collectives(rows, _summary(trace, rows))
-
-
-@per_trace
-def _plain(trace: Trace) -> pl.DataFrame:
-    return _rows(trace, (), None)
-
-
-def collectives_of(session: Session) -> pl.DataFrame:
-    """The calls of all traces of a session in one frame, with `trace` (its place in `session.traces`) before them."""
-    return pl.concat(
-        [
-            _plain(trace).select(pl.lit(number, pl.Int64).alias("trace"), pl.all())
-            for number, trace in enumerate(session.traces)
-        ]
-    )
-
-
-def _rows(trace: Trace, rules: tuple[Rule, ...], peak_gb_per_s: float | None) -> pl.DataFrame:
-    calls = communication_calls(trace, rules)
-    if (calls["where"] == "device").any():  # then host calls that only submit kernels communicate nothing themselves
-        calls = calls.filter((pl.col("where") == "device") | ~pl.col("backend").is_in(_SUBMITS))
-    if not calls.height:
-        return pl.DataFrame(schema=CALL_SCHEMA)
-    calls = with_bandwidth(with_sizes(with_channels(with_names(calls), trace)))
-    submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITS)  # its duration is not the transfer's
-    rates = ("algorithm_gb_per_s", "bus_gb_per_s")
-    calls = calls.with_columns(pl.when(~submits).then(rate).alias(rate) for rate in rates)
-    calls = with_peaks(calls, trace, peak_gb_per_s)
-    kernels = calls.filter(pl.col("where") == "device")
-    hidden = exposure(trace, kernels, gpu_work(trace, rules))
-    times = pl.DataFrame(
-        {"event": kernels["event"], "exposed_ns": hidden.exposed_ns, "blocking_ns": hidden.blocking_ns}
-    )
-    return (
-        calls.join(times, on="event", how="left", maintain_order="left")
-        .with_columns(
-            pl.lit(trace.rank, pl.Int32).alias("rank"),
-            (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-            pl.col("blocking_ns").replace(-1, None),
-            trace.events["start_ns"].gather(calls["launch"]).alias("launch_ns"),
-        )
-        .select(list(CALL_SCHEMA))
-        .cast(dict(CALL_SCHEMA))  # type: ignore[arg-type]
-        .sort("start_ns", "event")
-    )
-
-
-def _summary(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
+    rows = _without_rules(trace) if peak_gb_per_s is None and not rules else _rows(trace, tuple(rules), peak_gb_per_s)
     keys = list(SUMMARY_KEYS)
     duration = pl.col("duration_ns")
     sums = rows.group_by(keys, maintain_order=True).agg(
@@ -172,19 +137,184 @@ def _summary(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
         pl.col("bus_gb_per_s").median(),
         pl.col("bus_gb_per_s").max().alias("best_bus_gb_per_s"),
         pl.col("link_fraction").median(),
-        _sum("exposed_ns"),
-        _sum("blocking_ns"),
+        sum_or_null("exposed_ns"),
+        sum_or_null("blocking_ns"),
     )
     counted = rows.select(*keys, "step", duration.alias("total_ns"), pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(counted, keys, ["total_ns", "call_count"], whole_steps(trace))
-    return (
+    summary = (
         sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left")
         .select(list(SUMMARY_SCHEMA))
         .cast(dict(SUMMARY_SCHEMA))  # type: ignore[arg-type]
         .sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
     )
+    return Collectives(rows, summary)
 
 
-def _sum(column: str) -> pl.Expr:
-    """The sum; null where a value is unknown."""
-    return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum()).alias(column)
+def collectives_of(session: Session) -> pl.DataFrame:
+    """The calls of all traces of a session in one frame, with `trace` (its place in `session.traces`) before them."""
+    return pl.concat(
+        [
+            _without_rules(trace).select(pl.lit(number, pl.Int64).alias("trace"), pl.all())
+            for number, trace in enumerate(session.traces)
+        ]
+    )
+
+
+def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | None = None) -> pl.DataFrame:
+    calls = communication_calls(trace, rules)
+    if (calls["where"] == "device").any():  # then host calls that only submit kernels communicate nothing themselves
+        calls = calls.filter((pl.col("where") == "device") | ~pl.col("backend").is_in(_SUBMITS))
+    if not calls.height:
+        return pl.DataFrame(schema=CALL_SCHEMA)
+    duration = pl.col("end_ns") - pl.col("start_ns")
+    submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITS)  # its duration is not the transfer's
+    # bytes per ns are 10^9 bytes per second
+    rate = pl.when(duration > 0, ~submits).then(pl.col("size_bytes") / duration)
+    calls = with_sizes(_with_channels(with_names(calls), trace)).with_columns(
+        rate.alias("algorithm_gb_per_s"), (rate * pl.col("bus_factor")).alias("bus_gb_per_s")
+    )
+    calls = with_peaks(calls, trace, peak_gb_per_s)
+    kernels = calls.filter(pl.col("where") == "device")
+    exposed_ns, blocking_ns = _exposure(trace, kernels, gpu_work(trace, rules))
+    times = pl.DataFrame({"event": kernels["event"], "exposed_ns": exposed_ns, "blocking_ns": blocking_ns})
+    return (
+        calls.join(times, on="event", how="left", maintain_order="left")
+        .with_columns(
+            pl.lit(trace.rank, pl.Int32).alias("rank"),
+            duration.alias("duration_ns"),
+            pl.col("blocking_ns").replace(-1, None),
+            trace.events["start_ns"].gather(calls["launch"]).alias("launch_ns"),
+        )
+        .select(list(CALL_SCHEMA))
+        .cast(dict(CALL_SCHEMA))  # type: ignore[arg-type]
+        .sort("start_ns", "event")
+    )
+
+
+_without_rules = per_trace(_rows)
+
+
+def _with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+    """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends and without a grid.
+
+    The grid is in no column of a trace: it is read again from the file, in one pass and for the communication kernels
+    alone; also null where the file is gone or above 256 MiB.
+    """
+    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"]))["event"].sort()
+    channels: dict[int, int] = {}
+    path = trace.meta.path
+    if kernels.len() and path != "-" and trace.meta.file_bytes <= _MOST_BYTES and Path(path).is_file():
+        texts = trace.sources.select("offset", "length")[kernels].with_columns(kernels.alias("event")).sort("offset")
+        rows = texts.select("event", "offset", "length").rows()
+        at, held, next_row = 0, b"", 0  # `held` is the text from offset `at` on
+        try:
+            with open_input(path) as stream:
+                for piece in text_pieces(stream, Damage()):
+                    held = held + piece if held else piece
+                    while next_row < len(rows):
+                        event, offset, length = rows[next_row]
+                        if offset + length > at + len(held):
+                            break
+                        grid = _GRID.search(held[offset - at : offset - at + length])
+                        if grid:
+                            channels[event] = min(int(grid[1]), np.iinfo(np.int32).max)
+                        next_row += 1
+                    if next_row == len(rows):
+                        break
+                    keep = min(max(rows[next_row][1] - at, 0), len(held))
+                    at, held = at + keep, held[keep:]
+        except (InputError, OSError):
+            pass
+    table = pl.DataFrame(list(channels.items()), {"event": pl.UInt32(), "channels": pl.Int32()}, orient="row")
+    return calls.join(table, on="event", how="left", maintain_order="left")
+
+
+def _exposure(trace: Trace, kernels: pl.DataFrame, work: pl.DataFrame) -> tuple[Ints, Ints]:
+    """Communication that compute does not hide, and the part of it that the next compute really waited for.
+
+    Args:
+        trace: One process's trace.
+        kernels: Columns event, device, stream, start_ns, end_ns.
+        work: All GPU work, of `gpu_work`.
+
+    Returns:
+        Arrays of shape (kernels,): exposed_ns, the time in which the kernel runs and no compute of its device does;
+        blocking_ns, the part of it in which the next compute had been submitted and waited for this kernel, -1 where
+        the launch of that compute is not recorded, so that it cannot be told.
+    """
+    exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
+    columns = ("event", "device", "stream", "start_ns", "end_ns", "launch")
+    compute = work.filter(pl.col("category") == "compute").select(columns)
+    of_device = compute.with_columns(pl.col("device").fill_null(-1)).partition_by("device", as_dict=True)
+    numbered = kernels.with_columns(pl.col("device").fill_null(-1)).with_row_index("row")
+    for (device,), part in numbered.partition_by("device", as_dict=True).items():
+        row = part["row"].to_numpy()
+        beside = of_device.get((device,))
+        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
+        if beside is None:
+            exposed_ns[row] = end - start
+            continue
+        spans = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
+        exposed_ns[row] = end - start - coverage(spans, start, end)
+        blocking_ns[row] = _blocking(trace, part, beside, spans)
+    return exposed_ns, blocking_ns
+
+
+def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:
+    """Of the exposed time at the end of each kernel, what the compute that follows waited for."""
+    start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
+    begins = compute["start_ns"].to_numpy()
+    order = np.argsort(begins, kind="stable")
+    begins = begins[order]
+    after = np.searchsorted(begins, end, side="left")
+    exists = after < begins.size
+    following = order[np.minimum(after, begins.size - 1)]
+    ends = np.append(np.iinfo(np.int64).min, spans.end)  # of the compute that began before, if any did (or took time)
+    quiet = np.maximum(ends[np.searchsorted(spans.start, end, side="left")], start)
+    open_end = quiet < end  # no compute runs when the kernel ends
+    prompt = exists & open_end & (begins[np.minimum(after, begins.size - 1)] - end <= _PROMPT_NS)
+    next_event = compute["event"].to_numpy()[following].astype(np.int64)
+    # several kernels may have the same next compute: it is looked up once, and in the order of rows
+    different, inverse = np.unique(next_event, return_inverse=True)
+    waited, _ = stream_waits(trace, different)
+    streams = compute["stream"].fill_null(-1).to_numpy()[following]
+    same = streams == kernels["stream"].fill_null(-1).to_numpy()
+    launch = compute["launch"].cast(pl.Int64).fill_null(-1).to_numpy()[following]
+    called = column(trace, "start_ns")[np.maximum(launch, 0)]
+    waits = same | waited[inverse]
+    held = np.clip(end - np.maximum(quiet, called), 0, None)
+    by_host, since = _host_waited(trace, launch, end)
+    held_by_host = np.clip(end - np.maximum(quiet, since), 0, None)
+    late = exists & open_end & ~prompt & by_host
+    blocking = np.where(prompt & waits, np.where(called <= end, held, 0), 0)
+    blocking = np.where((blocking == 0) & (prompt | late) & by_host, held_by_host, blocking)
+    return np.where(prompt & (launch < 0), -1, blocking)
+
+
+def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
+    """Whether the launching thread was in a waiting call that ended with the kernel, and since when."""
+    calls = np.flatnonzero(blocking_calls(trace))
+    none = np.zeros(launch.size, dtype=np.bool_)
+    if not calls.size:
+        return none, end
+    lane = column(trace, "lane").astype(np.int64)
+    starts = column(trace, "start_ns")
+    backs = starts[calls] + np.maximum(column(trace, "duration_ns")[calls], 0)
+    waited, since = none.copy(), end.copy()
+    lanes = np.where(launch >= 0, lane[np.maximum(launch, 0)], -1)
+    for thread in np.unique(lanes[lanes >= 0]).tolist():
+        own_calls = calls[lane[calls] == thread]
+        if not own_calls.size:
+            continue
+        on_thread = np.flatnonzero(lanes == thread)
+        back = backs[lane[calls] == thread]
+        order = np.argsort(back, kind="stable")
+        at = np.searchsorted(back[order], end[on_thread], side="left")
+        inside = at < back.size
+        call = order[np.minimum(at, back.size - 1)]
+        begun = starts[own_calls[call]]
+        launched = starts[launch[on_thread]]
+        ok = inside & (begun < end[on_thread]) & (back[call] - end[on_thread] <= _RETURN_NS) & (launched >= back[call])
+        waited[on_thread], since[on_thread] = ok, np.where(ok, begun, end[on_thread])
+    return waited, since

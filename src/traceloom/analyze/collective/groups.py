@@ -6,20 +6,11 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from traceloom.analyze.collective.calls import sum_or_null
 from traceloom.model import Trace
 from traceloom.model.result import Result
 
-ROLES = (
-    "data",
-    "sharded data",
-    "tensor",
-    "pipeline",
-    "expert",
-    "context",
-    "embedding",
-    "world",
-    "unknown",
-)
+ROLES = ("data", "sharded data", "tensor", "pipeline", "expert", "context", "embedding", "world", "unknown")
 RoleType = pl.Enum(ROLES)
 GROUP_SCHEMA = pl.Schema(
     {
@@ -52,12 +43,23 @@ _WORDS = (
     (r"fsdp|dp_shard|zero|(^|[^a-z])(shard|hsdp)([^a-z]|$)", "sharded data"),
     (r"data_parallel|dp_replicate|(^|[^a-z])(dp|ddp|replicate)([^a-z]|$)", "data"),
 )
-_SHARES = ("pairs", "exchange", "backward", "forward", "gathers", "scatters", "reduces")
+_KIND, _PHASE = pl.col("kind").fill_null(""), pl.col("phase").cast(pl.String).fill_null("")
+_MOVED = _KIND.is_in(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
+# The calls of which a share speaks for a role.
+_SHARES = {
+    "pairs": _KIND.is_in(["send", "recv", "send_recv"]),
+    "exchange": _KIND.is_in(["all_to_all", "dispatch", "combine", "notify", "layout"]),
+    "backward": _MOVED & (_PHASE == "backward"),
+    "forward": _MOVED & (_PHASE == "forward"),
+    "gathers": (_KIND == "all_gather") & (_PHASE != "backward"),
+    "scatters": _KIND == "reduce_scatter",
+    "reduces": _KIND == "all_reduce",
+}
 _MOSTLY = 0.6  # share of a group's calls that decides what it is for
 
 
 @dataclass(frozen=True)
-class Groups(Result):
+class ProcessGroups(Result):
     """The groups of a job. Rules of the roles: docs/concepts/groups.md.
 
     Attributes:
@@ -75,7 +77,7 @@ def declared_groups(trace: Trace) -> pl.DataFrame:
     return trace.groups.select("group", "description", "backend", pl.col("size"), pl.col("ranks").alias("members"))
 
 
-def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) -> Groups:
+def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) -> ProcessGroups:
     """Find the groups of a job and their roles.
 
     Args:
@@ -93,10 +95,10 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
         pl.col("backend").drop_nulls().mode().sort().first(),
         pl.col("rank").n_unique().alias("recorded_ranks"),
         pl.len().alias("count"),
-        pl.when(pl.col("size_bytes").is_not_null().all()).then(pl.col("size_bytes").sum()).alias("bytes"),
+        sum_or_null("size_bytes").alias("bytes"),
         pl.col("duration_ns").sum().alias("total_ns"),
-        pl.when(pl.col("exposed_ns").is_not_null().all()).then(pl.col("exposed_ns").sum()).alias("exposed_ns"),
-        *_shares(),
+        sum_or_null("exposed_ns"),
+        *(share.mean().alias(name) for name, share in _SHARES.items()),
     )
     counts = keyed.group_by("key", "whom", "kind", maintain_order=True).agg(pl.len().alias("n"))
     counts = counts.sort("n", "kind", descending=[True, False], nulls_last=True)
@@ -105,38 +107,11 @@ def groups(calls: pl.DataFrame, declared: pl.DataFrame, world_size: int | None) 
     descriptions = declared.group_by("group", maintain_order=True).agg(pl.col("description").first())
     steps = pl.col("members").list.diff(null_behavior="drop")
     even = (steps.list.n_unique() == 1) & (steps.list.len() > 0)
-    rows = (
-        used.join(kinds, on=["key", "whom"], how="left", maintain_order="left")
-        .join(descriptions, on="group", how="left", maintain_order="left")
-        .pipe(_with_silent, declared)
-        .with_columns(pl.when(even).then(steps.list.first()).alias("stride"))
+    used = used.join(kinds, on=["key", "whom"], how="left", maintain_order="left").join(
+        descriptions, on="group", how="left", maintain_order="left"
     )
-    decided = [_role(row, world_size) for row in rows.to_dicts()]
-    schema = {"role": RoleType, "evidence": pl.String()}
-    roles = pl.DataFrame(decided, schema=schema, orient="row")
-    frame = rows.hstack(roles).select(list(GROUP_SCHEMA)).cast(dict(GROUP_SCHEMA))  # type: ignore[arg-type]
-    return Groups(frame.sort("total_ns", "group", descending=[True, False], nulls_last=True))
-
-
-def _shares() -> list[pl.Expr]:
-    """Shares of the calls that speak for a role."""
-    kind, phase = pl.col("kind").fill_null(""), pl.col("phase").cast(pl.String).fill_null("")
-    moved = kind.is_in(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
-    return [
-        kind.is_in(["send", "recv", "send_recv"]).mean().alias("pairs"),
-        kind.is_in(["all_to_all", "dispatch", "combine", "notify", "layout"]).mean().alias("exchange"),
-        (moved & (phase == "backward")).mean().alias("backward"),
-        (moved & (phase == "forward")).mean().alias("forward"),
-        ((kind == "all_gather") & (phase != "backward")).mean().alias("gathers"),
-        (kind == "reduce_scatter").mean().alias("scatters"),
-        (kind == "all_reduce").mean().alias("reduces"),
-    ]
-
-
-def _with_silent(used: pl.DataFrame, declared: pl.DataFrame) -> pl.DataFrame:
-    """Groups that the files list and nobody called in the window are rows too."""
-    silent = declared.filter(~pl.col("group").is_in(used["group"].drop_nulls().implode()))
-    more = silent.select(
+    # groups that the files list and nobody called in the window are rows too
+    silent = declared.filter(~pl.col("group").is_in(used["group"].drop_nulls().implode())).select(
         "group",
         "description",
         "backend",
@@ -145,7 +120,12 @@ def _with_silent(used: pl.DataFrame, declared: pl.DataFrame) -> pl.DataFrame:
         pl.lit(0, pl.Int64).alias("count"),
         pl.lit(0, pl.UInt32).alias("recorded_ranks"),
     )
-    return pl.concat([used.with_columns(pl.col("count").cast(pl.Int64)), more], how="diagonal_relaxed")
+    rows = pl.concat([used.with_columns(pl.col("count").cast(pl.Int64)), silent], how="diagonal_relaxed")
+    rows = rows.with_columns(pl.when(even).then(steps.list.first()).alias("stride"))
+    decided = [_role(row, world_size) for row in rows.to_dicts()]
+    roles = pl.DataFrame(decided, {"role": RoleType, "evidence": pl.String()}, orient="row")
+    frame = rows.hstack(roles).select(list(GROUP_SCHEMA)).cast(dict(GROUP_SCHEMA))  # type: ignore[arg-type]
+    return ProcessGroups(frame.sort("total_ns", "group", descending=[True, False], nulls_last=True))
 
 
 def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
@@ -159,41 +139,26 @@ def _role(row: dict[str, object], world_size: int | None) -> tuple[str, str]:
                     return role, f"its {'description' if source == 'description' else 'name'} is `{words[:60]}`"
     if row.get("key") is None:  # listed, never called
         return "unknown", "no calls in the window"
-    if (
-        row["group"] is None
-        and row["members"] is None
-        and "," in str(row["kinds"])
-        and "dispatch" not in str(row["kinds"])
-    ):
-        return "unknown", f"calls: {row['kinds']}; the file does not say their groups"
-    size, world = row["group_size"], world_size
-    whole = isinstance(size, int) and size == world
-    return _by_doing(row, whole=whole)
-
-
-def _by_doing(row: dict[str, object], *, whole: bool) -> tuple[str, str]:
-    """The role by kinds, phases and layout of the calls."""
+    kinds, evidence = str(row["kinds"]), f"calls: {row['kinds']}"
+    if row["group"] is None and row["members"] is None and "," in kinds and "dispatch" not in kinds:
+        return "unknown", f"{evidence}; the file does not say their groups"
+    whole = row["group_size"] is not None and row["group_size"] == world_size
     share = {name: float(str(row[name])) for name in _SHARES}
-    evidence = f"calls: {row['kinds']}"
+    both = share["forward"] >= 0.25 and share["backward"] >= 0.25  # calls of a layer: about as many each way
     if share["pairs"] >= _MOSTLY:
         return "pipeline", f"{evidence}; sends and receives between single ranks"
     if share["exchange"] >= _MOSTLY:
-        if "all_to_all" in str(row["kinds"]):
+        if "all_to_all" in kinds:
             return "unknown", f"{evidence}; exchanges rows of experts or of sharded embeddings, which calls do not tell"
         return "expert", f"{evidence}; dispatches tokens to experts and combines them"
     if share["scatters"] > 0 and share["gathers"] > 0 and share["scatters"] + share["gathers"] >= 0.3:
-        if row["stride"] == 1 and not whole and share["reduces"] == 0 and _both(share):
+        if row["stride"] == 1 and not whole and share["reduces"] == 0 and both:
             return "unknown", f"{evidence}; sharded weights or sequence-parallel tensors, both gather and scatter"
         return "sharded data", f"{evidence}; weights gathered before use, gradients scattered in the backward pass"
     if share["reduces"] >= _MOSTLY and share["backward"] >= _MOSTLY:
         return "data", f"{evidence}; {share['backward']:.0%} of them in the backward pass: gradients"
-    if share["reduces"] >= _MOSTLY and _both(share) and row["stride"] == 1:
+    if share["reduces"] >= _MOSTLY and both and row["stride"] == 1:
         return "tensor", f"{evidence}; all-reduces in forward and backward passes over neighbouring ranks"
     if whole:
         return "world", f"{evidence}; it holds all ranks of the job"
     return "unknown", f"{evidence}; neither name nor calls tell what it is for"
-
-
-def _both(share: dict[str, float]) -> bool:
-    """Calls of a layer: about as many forward as backward."""
-    return share["forward"] >= 0.25 and share["backward"] >= 0.25

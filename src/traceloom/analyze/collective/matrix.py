@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from traceloom.analyze.collective.calls import sum_or_null
+
 MATRIX_SCHEMA = pl.Schema(
     {
         "source": pl.Int32(),
@@ -28,6 +30,14 @@ EXCHANGE_SCHEMA = pl.Schema(
 _EVEN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 _ONCE = pl.lit(1, pl.Int64).alias("count")
+# all-to-alls that say how many rows of the first dimension each member gets
+_WITH_SPLITS = (
+    (pl.col("kind") == "all_to_all")
+    & pl.col("members").is_not_null()
+    & pl.col("in_bytes").is_not_null()
+    & (pl.col("in_splits").list.len() == pl.col("members").list.len())
+    & (pl.col("in_splits").list.sum() > 0)
+).fill_null(value=False)
 
 
 def matrix(calls: pl.DataFrame) -> pl.DataFrame:
@@ -45,7 +55,29 @@ def matrix(calls: pl.DataFrame) -> pl.DataFrame:
         of the source, waiting included), count; by source, then target. Calls without members, bytes or rank are not
         in it.
     """
-    parts = [_pairs(calls), _splits(calls), _shared(calls)]
+    rank, peer, member = pl.col("rank"), pl.col("peer"), pl.col("members")
+    size, time = pl.col("size_bytes"), pl.col("duration_ns")
+    sent = calls.filter(pl.col("kind") == "send").drop_nulls(["rank", "peer", "size_bytes"])
+    received = calls.filter(pl.col("kind") == "recv").drop_nulls(["rank", "peer", "size_bytes"])
+    # receives count where their sender is not recorded
+    only_received = received.join(
+        sent.select("rank", "peer").unique(),
+        left_on=["peer", "rank"],
+        right_on=["rank", "peer"],
+        how="anti",
+        maintain_order="left",
+    )
+    whole = pl.col("in_splits").list.sum().alias("whole")
+    split = calls.filter(_WITH_SPLITS, rank.is_not_null()).with_columns(whole).explode("members", "in_splits")
+    share = pl.col("in_splits") / pl.col("whole")
+    parts = [
+        sent.select(*_row(rank, peer, size, time, exact=True), _ONCE),
+        only_received.select(*_row(peer, rank, size, time, exact=True), _ONCE),
+        split.filter(member != rank).select(
+            *_row(rank, member, pl.col("in_bytes") * share, time * share, exact=True), _ONCE
+        ),
+        _shared(calls),
+    ]
     return (
         pl.concat(parts)
         .group_by("source", "target")
@@ -71,55 +103,11 @@ def _row(source: pl.Expr, target: pl.Expr, size: pl.Expr, time: pl.Expr, *, exac
     ]
 
 
-def _pairs(calls: pl.DataFrame) -> pl.DataFrame:
-    """Sends, and receives from ranks that are not recorded."""
-    pairs = calls.filter(
-        pl.col("kind").is_in(["send", "recv"]),
-        pl.col("rank").is_not_null(),
-        pl.col("peer").is_not_null(),
-        pl.col("size_bytes").is_not_null(),
-    )
-    recorded = pairs.filter(pl.col("kind") == "send").select("rank", "peer").unique()
-    got = pairs.filter(pl.col("kind") == "recv").join(
-        recorded, left_on=["peer", "rank"], right_on=["rank", "peer"], how="anti", maintain_order="left"
-    )
-    size, time = pl.col("size_bytes"), pl.col("duration_ns")
-    sent = pairs.filter(pl.col("kind") == "send").select(
-        *_row(pl.col("rank"), pl.col("peer"), size, time, exact=True), _ONCE
-    )
-    return pl.concat([sent, got.select(*_row(pl.col("peer"), pl.col("rank"), size, time, exact=True), _ONCE)])
-
-
-def _with_splits() -> pl.Expr:
-    return (
-        (pl.col("kind") == "all_to_all")
-        & pl.col("members").is_not_null()
-        & pl.col("in_bytes").is_not_null()
-        & (pl.col("in_splits").list.len() == pl.col("members").list.len())
-        & (pl.col("in_splits").list.sum() > 0)
-    ).fill_null(value=False)
-
-
-def _splits(calls: pl.DataFrame) -> pl.DataFrame:
-    """All-to-alls whose splits are recorded, in rows of the first dimension: shares of the bytes."""
-    split_calls = calls.filter(_with_splits(), pl.col("rank").is_not_null())
-    share = pl.col("in_splits") / pl.col("whole")
-    each = (
-        split_calls.with_columns(pl.col("in_splits").list.sum().alias("whole"))
-        .explode("members", "in_splits")
-        .filter(pl.col("members") != pl.col("rank"))
-    )
-    return each.select(
-        *_row(pl.col("rank"), pl.col("members"), pl.col("in_bytes") * share, pl.col("duration_ns") * share, exact=True),
-        _ONCE,
-    )
-
-
 def _shared(calls: pl.DataFrame) -> pl.DataFrame:
     """Collectives whose way through the ranks is not recorded; those with a known root go from or to it."""
     shared = calls.filter(
         pl.col("kind").is_in([*_EVEN, *_FROM_ROOT, *_TO_ROOT]),
-        ~_with_splits(),
+        ~_WITH_SPLITS,
         pl.col("rank").is_not_null(),
         pl.col("members").list.len() > 1,
         pl.col("size_bytes").is_not_null(),
@@ -160,13 +148,11 @@ def exchanges(calls: pl.DataFrame) -> pl.DataFrame:
         peer, summed over the calls; null without splits), split_count (calls with recorded splits).
     """
     all_to_alls = calls.filter(pl.col("kind") == "all_to_all")
-    marked = all_to_alls.with_columns(_with_splits().alias("split"))
+    marked = all_to_alls.with_columns(_WITH_SPLITS.alias("split"))
     sums = marked.group_by("group", "rank", maintain_order=True).agg(
         pl.len().alias("count"),
-        *(
-            pl.when(pl.col(side).is_not_null().all()).then(pl.col(side).sum()).alias(name)
-            for side, name in (("in_bytes", "sent_bytes"), ("out_bytes", "received_bytes"))
-        ),
+        sum_or_null("in_bytes").alias("sent_bytes"),
+        sum_or_null("out_bytes").alias("received_bytes"),
         pl.col("split").sum().alias("split_count"),
     )
     peers = (
