@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from support.jobs import Change, Recipe, training_job
 from traceloom.analyze import compare
-from traceloom.analyze.compare.sequence import Items, pairs
 from traceloom.analyze.compare.tables import apportioned, mean
+from traceloom.analyze.compare.tree import Items, pairs
 from traceloom.errors import UsageError
 from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder

@@ -21,9 +21,9 @@ from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.waits import stream_waits
 from traceloom.errors import InputError
 from traceloom.model import Session, Trace
+from traceloom.model.arrays import column
 from traceloom.model.result import Result
 from traceloom.read.damage import Damage
-from traceloom.model.arrays import column
 from traceloom.read.source import open_input, text_pieces
 
 CALL_SCHEMA = pl.Schema(

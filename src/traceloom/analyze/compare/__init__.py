@@ -110,19 +110,26 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     places = tables.grouped(union, words, *counts)
     operators = tables.operators(device_account, places, *sides)
     by_device = all(run_side.device_steps for run_side in sides)
-    lengths = [_mean_step(run_side, by_device) for run_side in sides]
-    breakdown = tables.breakdown(device_account) if by_device else _host_parts(operators)
+    lengths = [
+        tables.mean(run_side.device_ns, run_side.device_steps)
+        if by_device
+        else tables.mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
+        for run_side in sides
+    ]
+    breakdown = tables.breakdown(device_account)
     kernels = tables.kernels(device_account, places, words, *sides)
-    if not by_device:
+    if not by_device:  # the step's thread in operators and outside
+        rows = []
+        outside = pl.col("operator") == tables.OUTSIDE
+        for part, chosen, meaning in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
+            old, now = operators.filter(chosen).select(pl.col("base_host_ns", "new_host_ns").sum()).row(0)
+            rows.append((part, meaning, old, now, now - old))
+        breakdown = pl.DataFrame(rows, schema=tables.PARTS, orient="row")
         operators = operators.with_columns(
             pl.lit(0, pl.Int64).alias(n) for n in operators.columns if "device" in n or "duration" in n
         )
         kernels = kernels[:0]
-    steps = [
-        run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
-        for name, run_side in zip(("base", "new"), sides, strict=True)
-    ]
-    stated = pl.concat([same.conditions(*runs), _program(union, *counts)])
+    stated = pl.concat([same.conditions(*runs), same.of_program(union, *counts)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == same.DECISIVE))
     return Comparison(
         sentence=_sentence(lengths[0], lengths[1], differ, breakdown, operators, kernels),
@@ -135,36 +142,11 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         breakdown=breakdown,
         kernels=kernels,
         operators=operators,
-        steps=pl.concat(steps),
+        steps=pl.concat(
+            run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
+            for name, run_side in zip(("base", "new"), sides, strict=True)
+        ),
     )
-
-
-def _mean_step(run_side: Side, by_device: bool) -> int:
-    if by_device:
-        return tables.mean(run_side.device_ns, run_side.device_steps)
-    return tables.mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
-
-
-def _host_parts(operators: pl.DataFrame) -> pl.DataFrame:
-    """Without GPU work on both sides: the step's thread in operators and outside."""
-    outside = pl.col("operator") == tables.OUTSIDE
-    rows = []
-    for part, chosen, meaning in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
-        part_rows = operators.filter(chosen)
-        old, now = int(part_rows["base_host_ns"].sum()), int(part_rows["new_host_ns"].sum())
-        rows.append((part, meaning, old, now, now - old))
-    return pl.DataFrame(rows, schema=tables.PARTS, orient="row")
-
-
-def _program(union: Union, base: tables.Ints, new: tables.Ints) -> pl.DataFrame:
-    """Whether both sides ran the same operators, on the same shapes."""
-    both = (base > 0) & (new > 0)
-    shapes = differing = 0
-    for index in both.nonzero()[0].tolist():
-        base_shapes, new_shapes = union.shape[0][index], union.shape[1][index]
-        shapes += bool(base_shapes and new_shapes)
-        differing += bool(base_shapes and new_shapes and base_shapes != new_shapes)
-    return same.of_program(int(both.sum()), int((base > 0).sum()), int((new > 0).sum()), shapes, differing)
 
 
 def _sentence(  # noqa: PLR0917  (what the sentence is made of)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from traceloom.analyze.compare.union import Union
 from traceloom.analyze.steps import step_times
 from traceloom.model import Session
+
+Ints = NDArray[np.int64]
 
 CONDITIONS = pl.Schema(
     {"condition": pl.String(), "base": pl.String(), "new": pl.String(), "same": pl.Boolean(), "weight": pl.String()}
@@ -24,93 +29,61 @@ def conditions(base: Session, new: Session) -> pl.DataFrame:
         `condition`, `base`, `new` (as text), `same`, `weight`: `decisive` where times cannot be held against each
         other when it differs, else `minor`.
     """
+    versions = sorted({name for run in (base, new) for trace in run.traces for name in trace.meta.versions})
     rows = [
-        _row("device", base, new, _devices, DECISIVE),
-        _row("devices used per process", base, new, _used, DECISIVE),
-        _row("ranks of the job", base, new, lambda run: _number(run.world_size), DECISIVE),
-        _row("ranks recorded", base, new, lambda run: str(len(run.traces)), DECISIVE),
-        _row("whole steps", base, new, _steps, MINOR),
-        _row("steps known by", base, new, lambda run: _each(step_times(t).evidence for t in run.traces[:1]), MINOR),
-        *_versions(base, new),
-        *(_row(f"recorded with {name}", base, new, _setting(name), MINOR) for name in _SETTINGS),
+        (name, left, right, left == right, weight)
+        for (name, weight, left), (_, _, right) in zip(_stated(base, versions), _stated(new, versions), strict=True)
+        if not left == right == _UNKNOWN
     ]
-    return pl.DataFrame([row for row in rows if row is not None], schema=CONDITIONS, orient="row")
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
-def _row(
-    name: str, base: Session, new: Session, describe: Callable[[Session], str], weight: str
-) -> tuple[str, str, str, bool, str] | None:
-    """One condition; None where neither run recorded it."""
-    left, right = describe(base), describe(new)
-    if left == right == _UNKNOWN:
-        return None
-    return name, left, right, left == right, weight
-
-
-def _each(values: Iterable[str | None]) -> str:
-    """Distinct values in order, as text."""
-    distinct = list(dict.fromkeys(value for value in values if value))
-    return ", ".join(distinct) if distinct else _UNKNOWN
-
-
-def _number(value: int | None) -> str:
-    return _UNKNOWN if value is None else str(value)
-
-
-def _devices(run: Session) -> str:
+def _stated(run: Session, versions: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Each condition of a run: its name, weight, and value as text."""
     names = []
     for trace in run.traces:
         used = trace.devices.filter("used")["name"].drop_nulls()
         # A process that sees one device of many may call it by a number that the list does not have.
         names += (used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)).to_list()
-    if not names and not any(trace.gpu_work().height for trace in run.traces):
-        return "no GPU work"
-    return _each(names)
-
-
-def _used(run: Session) -> str:
-    return _each(str(trace.gpu_work()["device"].n_unique()) for trace in run.traces)
-
-
-def _steps(run: Session) -> str:
-    counts = [step_times(trace).count for trace in run.traces]
-    return _each(str(count) for count in counts)
-
-
-def _versions(base: Session, new: Session) -> list[tuple[str, str, str, bool, str] | None]:
-    names = sorted({name for run in (base, new) for trace in run.traces for name in trace.meta.versions})
-
-    def version(name: str) -> Callable[[Session], str]:
-        return lambda run: _each(trace.meta.versions.get(name) for trace in run.traces)
-
-    return [_row(name if "version" in name else f"{name} version", base, new, version(name), MINOR) for name in names]
-
-
-def _setting(name: str) -> Callable[[Session], str]:
-    def describe(run: Session) -> str:
+    no_gpu = not names and not any(trace.gpu_work().height for trace in run.traces)
+    yield "device", DECISIVE, "no GPU work" if no_gpu else _distinct(names)
+    used_counts = (str(trace.gpu_work()["device"].n_unique()) for trace in run.traces)
+    yield "devices used per process", DECISIVE, _distinct(used_counts)
+    yield "ranks of the job", DECISIVE, _UNKNOWN if run.world_size is None else str(run.world_size)
+    yield "ranks recorded", DECISIVE, str(len(run.traces))
+    yield "whole steps", MINOR, _distinct(str(step_times(trace).count) for trace in run.traces)
+    yield "steps known by", MINOR, _distinct(step_times(trace).evidence for trace in run.traces[:1])
+    for name in versions:
+        recorded = (trace.meta.versions.get(name) for trace in run.traces)
+        yield name if "version" in name else f"{name} version", MINOR, _distinct(recorded)
+    for name in _SETTINGS:
         values = [trace.meta.settings.get(name) for trace in run.traces]
-        return _each("yes" if value else "no" for value in values if value is not None)
-
-    return describe
+        yield f"recorded with {name}", MINOR, _distinct("yes" if v else "no" for v in values if v is not None)
 
 
-def of_program(matched: int, base: int, new: int, shapes: int, other_shapes: int) -> pl.DataFrame:
+def _distinct(values: Iterable[str | None]) -> str:
+    """Distinct values in order, as text."""
+    return ", ".join(dict.fromkeys(value for value in values if value)) or _UNKNOWN
+
+
+def of_program(union: Union, base: Ints, new: Ints) -> pl.DataFrame:
     """Conditions that only the alignment tells: whether both ran the same program on inputs of the same shapes.
 
     Args:
-        matched: Places that both sides have.
-        base: Places of the base.
-        new: Places of the new run.
-        shapes: Places of both where both recorded shapes.
-        other_shapes: Those of them whose shapes differ.
+        union: Both sides on one tree.
+        base: How often each place was reached by the base.
+        new: The same of the new run.
     """
-    alike = 2 * matched / (base + new) if base + new else 1.0
-    rows = [
-        ("operators at the same place", f"{matched} of {base}", f"{matched} of {new}", alike >= _ALIKE, DECISIVE),
-    ]
-    if shapes:
-        equal = f"equal at {shapes - other_shapes} of {shapes} places"
-        rows.append(("shapes of inputs", equal, equal, not other_shapes, DECISIVE))
+    both, base_count, new_count = ((base > 0) & (new > 0)), int((base > 0).sum()), int((new > 0).sum())
+    matched = int(both.sum())
+    alike = 2 * matched / (base_count + new_count) if base_count + new_count else 1.0
+    counts = f"{matched} of {base_count}", f"{matched} of {new_count}"
+    rows = [("operators at the same place", *counts, alike >= _ALIKE, DECISIVE)]
+    shapes = [(union.shape[0][index], union.shape[1][index]) for index in np.flatnonzero(both).tolist()]
+    same = [left == right for left, right in shapes if left and right]  # where both recorded them
+    if same:
+        equal = f"equal at {sum(same)} of {len(same)} places"
+        rows.append(("shapes of inputs", equal, equal, all(same), DECISIVE))
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.idle import CAUSES, idle
 from traceloom.analyze.intervals import EMPTY, Spans, coverage, merge, overlaps, union
 from traceloom.analyze.steps import tiles
-from traceloom.model import Session, Trace
+from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
 
@@ -26,7 +25,7 @@ _EDGE_MEANING = "before the first and after the last GPU work"
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class ComparedSteps:
     """The steps of one trace that are compared.
 
     Attributes:
@@ -46,7 +45,7 @@ class Samples:
         return lengths
 
 
-def samples(trace: Trace) -> Samples:
+def samples(trace: Trace) -> ComparedSteps:
     """The whole steps of a trace; where none is whole all that take time, and without steps its window."""
     cut = tiles(trace)
     whole = trace.steps["complete"].to_numpy()
@@ -55,9 +54,9 @@ def samples(trace: Trace) -> Samples:
     chosen = chosen if chosen.any() else stepped
     if not chosen.any():
         none = pl.Series("step", [None], dtype=pl.Int32)
-        return Samples(trace, none, Spans(cut.spans.start[:1], cut.spans.end[-1:]))
+        return ComparedSteps(trace, none, Spans(cut.spans.start[:1], cut.spans.end[-1:]))
     at = np.flatnonzero(chosen)
-    return Samples(trace, trace.steps["step"].gather(cut.row[at]), Spans(cut.spans.start[at], cut.spans.end[at]))
+    return ComparedSteps(trace, trace.steps["step"].gather(cut.row[at]), Spans(cut.spans.start[at], cut.spans.end[at]))
 
 
 WORK = pl.Schema({"event": pl.UInt32(), "sample": pl.Int64(), "ns": pl.Int64()})
@@ -82,7 +81,7 @@ class DeviceTime:
     waiting: pl.DataFrame
 
 
-def device_time(of: Samples) -> DeviceTime:
+def device_time(of: ComparedSteps) -> DeviceTime:
     """Account for the time of every device in the compared steps."""
     work = gpu_work(of.trace)
     columns = work.select("event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String))
@@ -92,9 +91,15 @@ def device_time(of: Samples) -> DeviceTime:
         covered = EMPTY
         for category in KIND_OF:
             of_category = rows.filter(pl.col("category") == category)
-            exclusive, spans = _exclusive(of_category, covered, of.spans)
-            pieces.append(exclusive.select(list(WORK)).cast(WORK))
-            covered = merge(covered, spans)
+            start, end = of_category["start_ns"].to_numpy(), of_category["end_ns"].to_numpy()
+            # the time of each piece, without what earlier ones and other categories take
+            reach = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end))[: end.size]
+            shared = overlaps(np.maximum(start, reach), end, of.spans)
+            ns = shared.end - shared.start - coverage(covered, shared.start, shared.end)
+            event = of_category["event"].to_numpy()[shared.left]
+            exclusive = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns}).filter(pl.col("ns") > 0)
+            pieces.append(exclusive.cast(WORK))
+            covered = merge(covered, union(start, end))
         first, last = int(rows["start_ns"].min()), int(rows["end_ns"].max())  # type: ignore[arg-type]
         outside = np.minimum(of.spans.end, first) - of.spans.start
         after = of.spans.end - np.maximum(of.spans.start, last)
@@ -109,25 +114,6 @@ def device_time(of: Samples) -> DeviceTime:
     return DeviceTime(devices, pl.concat(pieces), waiting.filter(pl.col("ns") > 0))
 
 
-def _exclusive(rows: pl.DataFrame, covered: Spans, windows: Spans) -> tuple[pl.DataFrame, Spans]:
-    """The time of each piece of work, without what earlier ones and `covered` take; and the union of all."""
-    start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
-    reach = np.maximum.accumulate(end) if end.size else end
-    begin = np.maximum(start, np.append(np.iinfo(np.int64).min, reach[:-1])) if end.size else start
-    shared = overlaps(begin, end, windows)
-    ns = shared.end - shared.start - coverage(covered, shared.start, shared.end)
-    event = rows["event"].to_numpy()[shared.left]
-    pieces = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns})
-    return pieces.filter(pl.col("ns") > 0), union(start, end)
-
-
 def meaning(cause: str) -> str:
     """What a cause of idle time means, in a few words."""
     return _EDGE_MEANING if cause == EDGE else CAUSES.get(cause, cause)
-
-
-def every(session: Session) -> Iterator[Samples]:
-    """The compared steps of all traces of a run."""
-    for trace in session.traces:
-        if trace.events.height:
-            yield samples(trace)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.compare.samples import KIND_OF, DeviceTime, Samples, device_time, every
+from traceloom.analyze.compare.samples import KIND_OF, ComparedSteps, DeviceTime, device_time, samples
 from traceloom.analyze.compare.tree import Trees, Words, trees, work_names
 from traceloom.analyze.compare.union import Union
 from traceloom.model import Session
@@ -72,9 +72,13 @@ def side(session: Session, number: int, union: Union, words: Words) -> Side:
     reached: list[Ints] = []
     spent: list[tuple[Ints, Ints]] = []
     out = Side(pl.DataFrame(schema=STEPS))
-    for of in every(session):
+    for of in (samples(trace) for trace in session.traces if trace.events.height):
         call_trees = trees(of, words)
-        event_places = _places(call_trees, union, number)
+        # the place of each host event that is an operator of a step; -1 of the others
+        event_places = np.full(call_trees.node.size, -1, dtype=np.int64)
+        for sample, tree in enumerate(call_trees.trees):
+            of_step = np.flatnonzero((call_trees.node >= 0) & (call_trees.sample == sample))
+            event_places[of_step] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[of_step]]
         rank = pl.lit(of.trace.rank, dtype=pl.Int32).alias("rank")
         steps.append(pl.DataFrame({"step": of.step, "duration_ns": of.durations}).select(rank, "step", "duration_ns"))
         at = np.flatnonzero(call_trees.node >= 0)
@@ -102,17 +106,7 @@ def side(session: Session, number: int, union: Union, words: Words) -> Side:
     return out
 
 
-def _places(call_trees: Trees, union: Union, number: int) -> Ints:
-    """The place of each host event that is an operator of a step; -1 of the others. Shape (host events,)."""
-    places = np.full(call_trees.node.size, -1, dtype=np.int64)
-    in_step = call_trees.node >= 0
-    for sample, tree in enumerate(call_trees.trees):
-        of_step = np.flatnonzero(in_step & (call_trees.sample == sample))
-        places[of_step] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[of_step]]
-    return places
-
-
-def _work(of: Samples, devices: DeviceTime, call_trees: Trees, event_places: Ints, words: Words) -> pl.DataFrame:
+def _work(of: ComparedSteps, devices: DeviceTime, call_trees: Trees, event_places: Ints, words: Words) -> pl.DataFrame:
     """GPU work that was launched in the steps, or counts to them, by place."""
     trace = of.trace
     origin = launched_work(trace).origin

@@ -24,15 +24,8 @@ SEPARATOR = " > "
 LEAST_NS = 1_000  # a smaller difference of the mean is none
 LEAST_SHARE = 0.02  # of the larger side
 
-PARTS = pl.Schema(
-    {
-        "part": pl.String(),
-        "meaning": pl.String(),
-        "base_ns": pl.Int64(),
-        "new_ns": pl.Int64(),
-        "difference_ns": pl.Int64(),
-    }
-)
+_TIMES = {"base_ns": pl.Int64(), "new_ns": pl.Int64(), "difference_ns": pl.Int64()}
+PARTS = pl.Schema({"part": pl.String(), "meaning": pl.String(), **_TIMES})
 KERNELS = pl.Schema(
     {
         "status": StatusType,
@@ -45,9 +38,7 @@ KERNELS = pl.Schema(
         "new_count": pl.Float64(),
         "base_duration_ns": pl.Int64(),
         "new_duration_ns": pl.Int64(),
-        "base_ns": pl.Int64(),
-        "new_ns": pl.Int64(),
-        "difference_ns": pl.Int64(),
+        **_TIMES,
     }
 )
 OPERATORS = pl.Schema(
@@ -170,7 +161,7 @@ def breakdown(device: Device) -> pl.DataFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PlaceGroups:
     """The places of a union, grouped: those with the same path, shapes and sides stand for one row.
 
     Attributes:
@@ -188,7 +179,7 @@ class Places:
     new_shapes: list[str | None]
 
 
-def grouped(union: Union, words: Words, base: Ints, new: Ints) -> Places:
+def grouped(union: Union, words: Words, base: Ints, new: Ints) -> PlaceGroups:
     """Group the places; `base` and `new` are how often each was reached."""
     names = list(words.names)
     shapes = list(words.shapes)
@@ -212,7 +203,7 @@ def grouped(union: Union, words: Words, base: Ints, new: Ints) -> Places:
             for side in (0, 1):
                 shape_texts[side].append(shapes[shape[side]])
     group.append(len(operator))
-    return Places(
+    return PlaceGroups(
         np.array(group, dtype=np.int64),
         [*operator, OUTSIDE],
         [*path, OUTSIDE],
@@ -221,7 +212,7 @@ def grouped(union: Union, words: Words, base: Ints, new: Ints) -> Places:
     )
 
 
-def kernels(device: Device, places: Places, words: Words, base: Side, new: Side) -> pl.DataFrame:
+def kernels(device: Device, places: PlaceGroups, words: Words, base: Side, new: Side) -> pl.DataFrame:
     """GPU work by path and by the names it has on both sides; the largest differences first."""
     text = pl.Series(list(words.names), dtype=pl.String)
     rows = device.kernels.with_columns(pl.Series("group", places.group[device.kernels["place"].to_numpy()]))
@@ -249,7 +240,9 @@ def kernels(device: Device, places: Places, words: Words, base: Side, new: Side)
             ("base_duration_ns", "new_duration_ns"),
         ).alias("status"),
     )
-    return _ordered(named, "difference_ns").select(list(KERNELS)).cast(KERNELS)
+    largest_first = pl.col("difference_ns").abs(), "path", "operator"
+    ordered = named.sort(largest_first, descending=[True, False, False], maintain_order=True)
+    return ordered.select(list(KERNELS)).cast(KERNELS)
 
 
 def _status(
@@ -271,11 +264,7 @@ def _status(
     )  # fmt: skip
 
 
-def _ordered(frame: pl.DataFrame, by: str) -> pl.DataFrame:
-    return frame.sort(pl.col(by).abs(), "path", "operator", descending=[True, False, False], maintain_order=True)
-
-
-def operators(device: Device, places: Places, base: Side, new: Side) -> pl.DataFrame:
+def operators(device: Device, places: PlaceGroups, base: Side, new: Side) -> pl.DataFrame:
     """Operators by path and shapes, with the time of what they launched themselves, and of the host in them.
 
     What they launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
@@ -294,8 +283,7 @@ def operators(device: Device, places: Places, base: Side, new: Side) -> pl.DataF
         took = np.zeros(size, dtype=np.int64)
         np.add.at(took, device.kernels["place"].to_numpy(), device.kernels[f"{name}_sum"].to_numpy())
         table[f"{name}_duration_ns"] = apportioned(took, side.device_steps)
-    frame = pl.DataFrame(table)
-    summed = frame.group_by("group", maintain_order=True).agg(pl.all().sum())
+    summed = pl.DataFrame(table).group_by("group", maintain_order=True).agg(pl.all().sum())
     at = summed["group"]
     on_device = pl.col("new_device_ns") - pl.col("base_device_ns")
     on_host = pl.col("new_host_ns") - pl.col("base_host_ns")
@@ -323,7 +311,9 @@ def operators(device: Device, places: Places, base: Side, new: Side) -> pl.DataF
     # The root and the threads are no operators: they are never reached.
     rows = rows.filter(outside | (pl.col("base_total") > 0) | (pl.col("new_total") > 0))
     primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
-    return _ordered(rows, primary).select(list(OPERATORS)).cast(OPERATORS)
+    largest_first = pl.col(primary).abs(), "path", "operator"
+    ordered = rows.sort(largest_first, descending=[True, False, False], maintain_order=True)
+    return ordered.select(list(OPERATORS)).cast(OPERATORS)
 
 
 def padded(values: Ints, size: int) -> Ints:

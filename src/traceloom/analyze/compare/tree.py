@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.compare.samples import Samples
-from traceloom.analyze.compare.sequence import Items, Pair, pairs
+from traceloom.analyze.compare.samples import ComparedSteps
 from traceloom.analyze.phases import meaning
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -30,8 +29,7 @@ Bools = NDArray[np.bool_]
 
 _WRAP = (1 << 61) - 1
 _BASE = 1_000_003
-_ROOT = -1
-_MAIN = "main thread"
+_BLOCK = 2_048  # elements of each of two lists in one table of all ways to pair them
 
 
 @dataclass(slots=True)
@@ -48,6 +46,29 @@ class Words:
     def shape(self, text: str | None) -> int:
         """The number of the shapes of an operator's inputs; 0 where they are not recorded."""
         return self.shapes.setdefault(text, len(self.shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The elements of a list; arrays of one length.
+
+    Attributes:
+        name: Only elements of one name can be the same.
+        shape: Those of one shape are rather the same than others.
+        work: So are those that launch the same GPU work.
+        mark: Equal where all that is below the elements is equal.
+        size: How much is below them.
+    """
+
+    name: Ints
+    shape: Ints
+    work: Ints
+    mark: Ints
+    size: Ints
+
+    def part(self, low: int, high: int) -> Items:
+        """The elements from `low` to `high`."""
+        return Items(*(getattr(self, name)[low:high] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +131,7 @@ class Trees:
     main: Bools
 
 
-def trees(of: Samples, words: Words) -> Trees:
+def trees(of: ComparedSteps, words: Words) -> Trees:
     """The call trees of a trace, step by step."""
     tree, roles = forest(of.trace), meaning(of.trace)
     annotation = column(of.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
@@ -127,51 +148,54 @@ def trees(of: Samples, words: Words) -> Trees:
     np.subtract.at(self_ns, parent[child], span[child])
     thread, labels = _threads(of, tree.lane)
     name = _names(of.trace, tree.row, kept, annotation, words)
-    shape = _shapes(of.trace, tree.row, words)
+    tensors = of.trace.tensors.select("event", "shapes").drop_nulls()
+    shape_numbers = np.zeros(of.trace.events.height + 1, dtype=np.int64)
+    if tensors.height:
+        distinct = tensors["shapes"].unique()
+        numbers = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
+        coded = tensors.join(numbers, on="shapes", how="left", maintain_order="left")
+        shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
     owner = tree.nearest_or_self(kept, above)
     owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
-    work = _work(of.trace, owner, words)
+    # A number for the names of the GPU work that each event launched itself, in any order; 0 for none. Squares, so that
+    # two names together are not taken for two others with the same sum.
+    work = np.zeros(owner.size + 1, dtype=np.int64)
+    launched = np.append(owner, -1)[launched_work(of.trace).origin]
+    np.add.at(work, launched, (work_names(of.trace, words) + 1) ** 2 * _BASE)
     order = np.flatnonzero(kept)
     order = order[np.lexsort((order, thread[order], sample[order]))]
     bounds = np.searchsorted(sample[order], np.arange(of.spans.start.size + 1)).tolist()
     node = np.full(tree.row.size, -1, dtype=np.int64)
-    numbers = [words.name(label) for label in labels]
-    step_trees = []
-    for low, high in pairwise(bounds):
-        rows = order[low:high]
-        columns = (of_event[rows] for of_event in (name, shape, work, parent, thread, tree.row))
-        step_trees.append(_tree(_Rows(rows, *columns), numbers, node))
+    labelled = [words.name(label) for label in labels]
+    columns = (name, shape_numbers[tree.row], work[:-1], parent, thread, tree.row)
+    step_trees = [_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)]
     return Trees(step_trees, node, owner, self_ns, sample, kept & (thread == 0))
 
 
-def _threads(of: Samples, lane: Ints) -> tuple[Ints, list[str]]:
+def _threads(of: ComparedSteps, lane: Ints) -> tuple[Ints, list[str]]:
     """A number of each event's thread (0 for that of the steps, then by the number of events), and what to call each.
 
-    Threads are called by their names without numbers, which differ from run to run.
+    The steps' thread is the one that they are marked on; without steps the one with most operators. Threads are called
+    by their names without numbers, which differ from run to run.
     """
-    numbers, counts = np.unique(lane, return_counts=True)
-    main = _main_lane(of)
-    order = np.lexsort((numbers, -counts, numbers != main))
-    ordinal = np.empty(numbers.size, dtype=np.int64)
-    ordinal[order] = np.arange(numbers.size)
-    names = dict(of.trace.lanes.select("lane", "name").rows())
-    labels = [_MAIN]
-    for number in numbers[order][1:].tolist():
-        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
-        labels.append(plain or "thread")
-    thread: Ints = ordinal[np.searchsorted(numbers, lane)] if numbers.size else lane
-    return thread, labels
-
-
-def _main_lane(of: Samples) -> int | None:
-    """The thread that the steps are marked on; without steps the one with most operators."""
     trace = of.trace
     host = trace.events.filter(
         pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
     ).select("start_ns", "name", "lane", "category")
     marks = host.join(trace.steps.select("start_ns", "name"), on=["start_ns", "name"], how="semi")
     lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == cat.OP)["lane"]
-    return int(lanes.mode().sort()[0]) if lanes.len() else None
+    main = int(lanes.mode().sort()[0]) if lanes.len() else None
+    numbers, counts = np.unique(lane, return_counts=True)
+    order = np.lexsort((numbers, -counts, numbers != main))
+    ordinal = np.empty(numbers.size, dtype=np.int64)
+    ordinal[order] = np.arange(numbers.size)
+    names = dict(trace.lanes.select("lane", "name").rows())
+    labels = ["main thread"]
+    for number in numbers[order][1:].tolist():
+        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
+        labels.append(plain or "thread")
+    thread: Ints = ordinal[np.searchsorted(numbers, lane)] if numbers.size else lane
+    return thread, labels
 
 
 def work_names(trace: Trace, words: Words) -> Ints:
@@ -183,16 +207,6 @@ def work_names(trace: Trace, words: Words) -> Ints:
     names = [words.name(text) for text in vocab.names.gather(used).to_list()]
     name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
     return name_numbers
-
-
-def _work(trace: Trace, owner: Ints, words: Words) -> Ints:
-    """A number for the names of the GPU work that each host event launched itself, in any order; 0 for none."""
-    launched = np.append(owner, -1)[launched_work(trace).origin]
-    # Squares, so that two names together are not taken for two others with the same sum.
-    value = (work_names(trace, words) + 1) ** 2 * _BASE
-    sums = np.zeros(owner.size + 1, dtype=np.int64)
-    np.add.at(sums, launched, value)
-    return sums[:-1]
 
 
 def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: Words) -> Ints:
@@ -209,38 +223,20 @@ def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: Words
     return name_numbers
 
 
-def _shapes(trace: Trace, row: Ints, words: Words) -> Ints:
-    """Number of the input shapes of each host event."""
-    tensors = trace.tensors.select("event", "shapes").drop_nulls()
-    shape_numbers = np.zeros(trace.events.height + 1, dtype=np.int64)
-    if tensors.height:
-        distinct = tensors["shapes"].unique()
-        numbers = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
-        coded = tensors.join(numbers, on="shapes", how="left", maintain_order="left")
-        shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
-    return shape_numbers[row]
+def _tree(rows: Ints, of_event: tuple[Ints, ...], labels: list[int], node: Ints) -> Tree:
+    """The tree of one step; fills in the `node` of each of its events.
 
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The operators of one step, thread after thread, parents before their children; arrays of one length."""
-
-    position: Ints
-    name: Ints
-    shape: Ints
-    work: Ints
-    parent: Ints
-    thread: Ints
-    event: Ints
-
-
-def _tree(rows: _Rows, labels: list[int], node: Ints) -> Tree:
-    """The tree of one step; fills in the `node` of each of its events."""
-    names, shapes, works, parents, events = [-1], [0], [0], [_ROOT], [-1]
+    Args:
+        rows: Its operators, thread after thread, parents before their children.
+        of_event: Of each host event its name, shape, work, parent, thread and row of `trace.events`.
+        labels: Number of the name of each thread.
+        node: Of each host event its node.
+    """
+    names, shapes, works, parents, events = [-1], [0], [0], [-1], [-1]
     open_thread, root = -1, 0
     at: dict[int, int] = {}
-    columns = (rows.position, rows.name, rows.shape, rows.work, rows.parent, rows.thread, rows.event)
-    for position, name, shape, work, parent, thread, event in zip(*(c.tolist() for c in columns), strict=True):
+    columns = (column_of[rows].tolist() for column_of in of_event)
+    for position, name, shape, work, parent, thread, event in zip(rows.tolist(), *columns, strict=True):
         if thread != open_thread:
             open_thread, root = thread, len(names)
             names.append(labels[thread])
@@ -254,27 +250,19 @@ def _tree(rows: _Rows, labels: list[int], node: Ints) -> Tree:
         works.append(work)
         parents.append(root if parent < 0 else at[parent])
         events.append(event)
-    node[rows.position] = np.fromiter(at.values(), dtype=np.int64, count=len(at))
-    stop, mark = _closed(
-        names,
-        [shape_number * 31 + work_number for shape_number, work_number in zip(shapes, works, strict=True)],
-        parents,
-    )
-    return Tree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
-
-
-def _closed(name: list[int], more: list[int], parent: list[int]) -> tuple[list[int], list[int]]:
-    """Where each subtree ends, and its mark: from the last node to the first, so that children come before parents."""
-    size = len(name)
+    node[rows] = np.fromiter(at.values(), dtype=np.int64, count=len(at))
+    # where each subtree ends, and its mark: from the last node to the first, so that children come before parents
+    size = len(names)
     stop, inner, mark = [0] * size, [7] * size, [0] * size
-    for at in range(size - 1, -1, -1):
-        stop[at] = max(stop[at], at + 1)
-        mark[at] = (inner[at] * _BASE + name[at] * 8_191 + more[at] * 131_071 + 5) % _WRAP
-        up = parent[at]
+    for index in range(size - 1, -1, -1):
+        stop[index] = max(stop[index], index + 1)
+        content = (shapes[index] * 31 + works[index]) * 131_071
+        mark[index] = (inner[index] * _BASE + names[index] * 8_191 + content + 5) % _WRAP
+        up = parents[index]
         if up >= 0:
-            stop[up] = max(stop[up], stop[at])
-            inner[up] = (inner[up] * _BASE * _BASE + mark[at] * 31 + 3) % _WRAP
-    return stop, mark
+            stop[up] = max(stop[up], stop[index])
+            inner[up] = (inner[up] * _BASE * _BASE + mark[index] * 31 + 3) % _WRAP
+    return Tree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
 
 
 def laid_on(base: Tree, new: Tree) -> list[int]:
@@ -282,7 +270,7 @@ def laid_on(base: Tree, new: Tree) -> list[int]:
     nodes = [-1] * len(new.name)
     if not new.name or not base.name:
         return nodes
-    waiting: list[Pair] = [(0, 0)]
+    waiting = [(0, 0)]
     while waiting:
         left, right = waiting.pop()
         if base.mark[left] == new.mark[right] and base.stop[left] - left == new.stop[right] - right:
@@ -296,3 +284,58 @@ def laid_on(base: Tree, new: Tree) -> list[int]:
                 for at, to in pairs(base.items(left_children), new.items(right_children))
             ]
     return nodes
+
+
+def pairs(base: Items, new: Items) -> list[tuple[int, int]]:
+    """Places of elements that are the same in both lists, both ascending.
+
+    Equal ends are taken as they are. Between them, of all ways to pair elements of one name in their order, the one is
+    taken that has the largest sum: large subtrees count more than small ones; equal shapes, equal GPU work and equal
+    subtrees more than others. (Wagner and Fischer's table, a row at a time.)
+    """
+    short = min(base.mark.size, new.mark.size)
+    equal = base.mark[:short] == new.mark[:short]
+    low = short if equal.all() else int(np.argmin(equal))
+    back = short - low
+    equal = base.mark[base.mark.size - back :][::-1] == new.mark[new.mark.size - back :][::-1]
+    high = back if equal.all() else int(np.argmin(equal))
+    matched = [(index, index) for index in range(low)]
+    # lists of any length block by block; of the pairs of each block only those in its first half are kept
+    at = to = low
+    left_end, right_end = base.mark.size - high, new.mark.size - high
+    while at < left_end and to < right_end:
+        left_stop, right_stop = min(at + _BLOCK, left_end), min(to + _BLOCK, right_end)
+        ahead = _best(base.part(at, left_stop), new.part(to, right_stop))
+        last = at + _BLOCK >= left_end and to + _BLOCK >= right_end
+        kept = ahead if last else [pair for pair in ahead if max(pair) < _BLOCK // 2]
+        matched += [(at + row, to + column) for row, column in kept]
+        if last:
+            break
+        row, column = kept[-1] if kept else (_BLOCK // 2, _BLOCK // 2)
+        at, to = at + row + 1, to + column + 1
+    return matched + [(base.mark.size - k, new.mark.size - k) for k in range(high, 0, -1)]
+
+
+def _best(left: Items, right: Items) -> list[tuple[int, int]]:
+    """The pairing with the largest sum of weights, as early in both as possible."""
+    rows, columns = left.name.size, right.name.size
+    best = np.zeros((rows + 1, columns + 1), dtype=np.int32)
+    for row in range(rows - 1, -1, -1):
+        # the weight of pairing element `row` with each on the right; 0 where the names differ
+        gained = 8 + 4 * np.log2(np.minimum(left.size[row], right.size)).astype(np.int32)
+        gained += 4 * (left.shape[row] == right.shape)
+        gained += 3 * (left.work[row] == right.work) + 3 * (left.mark[row] == right.mark)
+        gained = np.where(left.name[row] == right.name, gained, 0).astype(np.int32)
+        gains = np.maximum(best[row + 1, :-1], np.where(gained > 0, best[row + 1, 1:] + gained, 0))
+        best[row, :-1] = np.maximum.accumulate(gains[::-1])[::-1]
+    matched: list[tuple[int, int]] = []
+    row = column = 0
+    while row < rows and column < columns and best[row, column]:
+        if best[row, column] == best[row + 1, column]:
+            row += 1
+        elif best[row, column] == best[row, column + 1]:
+            column += 1
+        else:
+            matched.append((row, column))
+            row, column = row + 1, column + 1
+    return matched

@@ -39,17 +39,16 @@ class Union:
         if stored is not None and len(stored[1]) == len(tree.name):
             return stored[1]
         reference = self._reference[side] or self._reference[0]
-        if reference is None:
-            places = self._placed(tree, side, [-1] * len(tree.name))
-        else:
-            on = laid_on(reference[0], tree)
-            places = self._placed(tree, side, [reference[1][at] if at >= 0 else -1 for at in on])
+        places = [-1] * len(tree.name)
+        if reference is not None:
+            places = [reference[1][at] if at >= 0 else -1 for at in laid_on(reference[0], tree)]
+        self._fill(tree, side, places)
         if self._reference[side] is None:
             self._reference[side] = (tree, places)
         self._known[side, tree.mark[0]] = (tree, places)
         return places
 
-    def _placed(self, tree: Tree, side: int, places: list[int]) -> list[int]:
+    def _fill(self, tree: Tree, side: int, places: list[int]) -> None:
         """Give a place to every node that has none."""
         count: dict[tuple[int, int, int], int] = {}
         taken = set(places)
@@ -62,7 +61,11 @@ class Union:
                     count[up, name, shape] = nth + 1
                     index = self._more.get((up, name, shape, nth))
                     if index is None:
-                        index = self._new(up)
+                        index = len(self.parent)
+                        self.parent.append(up)
+                        for of_side in (0, 1):
+                            self.name[of_side].append(-1)
+                            self.shape[of_side].append(0)
                         self._more[up, name, shape, nth] = index
                     if index not in taken:
                         break
@@ -71,11 +74,3 @@ class Union:
             if self.name[side][index] < 0:
                 self.name[side][index] = name
                 self.shape[side][index] = tree.shape[node]
-        return places
-
-    def _new(self, parent: int) -> int:
-        self.parent.append(parent)
-        for values, absent in ((self.name, -1), (self.shape, 0)):
-            for of_side in values:
-                of_side.append(absent)
-        return len(self.parent) - 1

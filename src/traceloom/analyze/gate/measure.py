@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.compare.conditions import DECISIVE, MINOR, conditions
-from traceloom.analyze.compare.samples import Samples, samples
+from traceloom.analyze.compare.samples import ComparedSteps, samples
 from traceloom.analyze.gate.summary import Program, RunSummary, Stated
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.memory import memory
@@ -54,7 +54,7 @@ def summarise(run: Session) -> RunSummary:
     return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables, began)
 
 
-def _numbers(of: Samples) -> pl.Series:
+def _numbers(of: ComparedSteps) -> pl.Series:
     """Number of each compared step; the window of a trace without steps is -1."""
     return of.step.fill_null(-1).cast(pl.Int32)
 
@@ -82,7 +82,7 @@ def _columns(
     return scalars, tables
 
 
-def _rank(of: Samples) -> pl.DataFrame:
+def _rank(of: ComparedSteps) -> pl.DataFrame:
     """All that is measured of one rank: `metric`, `name` (null of a whole step), `step`, `value`."""
     trace = of.trace
     spans = pl.DataFrame({"step": _numbers(of), "value": of.durations})
@@ -109,14 +109,14 @@ def _table(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _inside(rows: pl.DataFrame, of: Samples) -> pl.DataFrame:
+def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:
     """Rows of the compared steps; of a trace without steps all, as step -1."""
     if of.step.null_count():
         return rows.with_columns(pl.lit(-1, pl.Int32).alias("step"))
     return rows.filter(pl.col("step").is_in(of.step.implode()))
 
 
-def _of_devices(of: Samples) -> list[pl.DataFrame]:
+def _of_devices(of: ComparedSteps) -> list[pl.DataFrame]:
     """What the devices of a rank do, added up over them."""
     trace = of.trace
     times = gpu_time(trace)
@@ -152,7 +152,7 @@ def _of_devices(of: Samples) -> list[pl.DataFrame]:
     ]
 
 
-def _operators(of: Samples) -> pl.DataFrame:
+def _operators(of: ComparedSteps) -> pl.DataFrame:
     """Host time in which an operator is the innermost one, by name."""
     trace = of.trace
     tree = forest(trace)
@@ -163,7 +163,7 @@ def _operators(of: Samples) -> pl.DataFrame:
     return _table("op", _inside(rows, of))
 
 
-def _memory_peaks(of: Samples) -> Floats | None:
+def _memory_peaks(of: ComparedSteps) -> Floats | None:
     """Highest memory in each step, of the device with most of it; None where no amount is known."""
     usage = memory(of.trace)
     devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
@@ -195,7 +195,7 @@ def _wall(run: Session) -> list[float] | None:
     return wall_times
 
 
-def _program(chosen: list[Samples]) -> Program:
+def _program(chosen: list[ComparedSteps]) -> Program:
     """Operators with their input shapes, calls per step and rank; those called most where there are very many."""
     parts = []
     for of in chosen:
