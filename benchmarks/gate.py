@@ -26,7 +26,7 @@ import numpy as np
 
 import traceloom
 from traceloom.analyze import gate
-from traceloom.analyze.gate.summary import Program
+from traceloom.analyze.gate.summary import OperatorCalls
 from traceloom.read.step_log import WARM_UP
 
 BATCHES = 20
@@ -90,7 +90,7 @@ def record(folder: Path, steps: int, batches: int) -> gate.RunSummary:
 def timed(file: Path) -> gate.RunSummary:
     """The processor times of a run that was not recorded."""
     took = [float(ns) for ns in json.loads(file.read_text(encoding="utf-8"))][WARM_UP:]
-    return gate.RunSummary(file.stem, [], Program([], [], []), took, [0], {"step_time": took[:1]}, {})
+    return gate.RunSummary(file.stem, [], OperatorCalls([], [], []), took, [0], {"step_time": took[:1]}, {})
 
 
 def make(args: argparse.Namespace, folder: Path) -> Pools:

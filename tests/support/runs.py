@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from traceloom.analyze.gate.summary import Program, RunSummary, Stated
+from traceloom.analyze.gate.summary import OperatorCalls, RunSummary, Stated
 
-PROGRAM = Program(["aten::mm"], ["[[4,4]]"], [3.0])
+PROGRAM = OperatorCalls(["aten::mm"], ["[[4,4]]"], [3.0])
 
 
 def steps(chance: np.random.Generator, count: int, mean: float, noise: float, alike: float = 0.0) -> list[float]:

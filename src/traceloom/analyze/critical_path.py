@@ -12,18 +12,18 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.path import tables
-from traceloom.analyze.path.loading import waits_for_data
 from traceloom.analyze.path.pieces import (
     CLASSES,
     DATA,
     HOST,
     RESIDUAL,
     UNRECORDED,
-    Pieces,
+    PathPieces,
     pieces,
     split,
+    waits_for_data,
 )
-from traceloom.analyze.path.window import Window, clocks, usual_step, usual_step_of, window_of
+from traceloom.analyze.path.window import PathWindow, clocks, usual_step, usual_step_of, window_of
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.model import Session, Trace, units
@@ -151,7 +151,7 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     )
 
 
-def _with_data(graph: Graph, session: Session, window: Window, path_pieces: Pieces) -> Pieces:
+def _with_data(graph: Graph, session: Session, window: PathWindow, path_pieces: PathPieces) -> PathPieces:
     """Host time on the path in which the loop waits for its data."""
     lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
     code = list(CLASSES).index(HOST)
@@ -161,9 +161,9 @@ def _with_data(graph: Graph, session: Session, window: Window, path_pieces: Piec
     for trace, clock in clocks(graph, session, window.step):
         if clock.rank not in ranks:
             continue
-        for waits in waits_for_data(graph, trace, clock.rank, clock.shift):
-            on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == waits.lane)
-            path_pieces = split(path_pieces, on_lane, waits.start, waits.end, DATA)
+        for lane, start, end in waits_for_data(graph, trace, clock.rank, clock.shift):
+            on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == lane)
+            path_pieces = split(path_pieces, on_lane, start, end, DATA)
     return path_pieces
 
 
@@ -175,7 +175,7 @@ _SAID = {
 }
 
 
-def _sentence(window: Window, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law) -> str:
+def _sentence(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law) -> str:
     length = window.high - window.low
     sums = dict(classes.select("class", "duration_ns").rows())
     late = path.head(1).filter(pl.col("node").is_null())

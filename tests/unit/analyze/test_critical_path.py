@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import traceloom
 from support.jobs import Clock, Recipe, Run, training_job
 from traceloom.analyze import critical_path
-from traceloom.analyze.path.pieces import Pieces, split
+from traceloom.analyze.path.pieces import PathPieces, split
 from traceloom.errors import UsageError
 from traceloom.link import link_session
 from traceloom.model import Session
@@ -210,7 +210,7 @@ def test_the_pieces_are_the_step_whatever_the_job(records: bool, **recipe: int) 
 def test_pieces_are_split_where_spans_begin_and_end() -> None:
     ends = pl.Series([10, 20, 30]).to_numpy()
     zero = ends * 0
-    whole = Pieces(ends - 10, ends, zero, zero, zero > 0, zero)
+    whole = PathPieces(ends - 10, ends, zero, zero, zero > 0, zero)
     at = pl.Series([True, False, True]).to_numpy()
     cut = split(whole, at, pl.Series([2, 8, 25]).to_numpy(), pl.Series([4, 15, 40]).to_numpy(), "host")
     assert cut.start.tolist() == [0, 2, 4, 8, 10, 20, 25]

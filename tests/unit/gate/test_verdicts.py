@@ -10,7 +10,7 @@ import pytest
 from support import runs as made
 from traceloom.analyze import gate
 from traceloom.analyze.gate import resampling
-from traceloom.analyze.gate.summary import Program, RunSummary
+from traceloom.analyze.gate.summary import OperatorCalls, RunSummary
 from traceloom.errors import UsageError
 
 TEN_MS = 1e7
@@ -195,7 +195,13 @@ def test_other_devices_have_no_verdict_and_other_shapes_are_told() -> None:
     assert (found.verdict, found.comparable) == ("inconclusive", False)
     assert only(found)["reason"] == "not comparable: other device"
     shaped = RunSummary(
-        "x", base.stated, Program(["aten::mm"], ["[[8,8]]"], [3.0]), [2e7, 2.1e7] * 20, base.steps, base.scalars, {}
+        "x",
+        base.stated,
+        OperatorCalls(["aten::mm"], ["[[8,8]]"], [3.0]),
+        [2e7, 2.1e7] * 20,
+        base.steps,
+        base.scalars,
+        {},
     )
     found = gate.judge([base], [shaped], [gate.parse("step_time > 3%")])
     assert (found.verdict, found.comparable) == ("fail", True)

@@ -38,16 +38,13 @@ def causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFram
 def causes_of(comparison: Comparison) -> pl.DataFrame:
     """The same from two runs that were compared: kernels with their operators, and idle time, add up to the step."""
     if comparison.account == "device":
-        rows = [
-            ("kernel", _renamed(row["base_kernel"], row["new_kernel"], row["operator"]), row["base_ns"], row["new_ns"])
-            for row in comparison.kernels.select(
-                "base_kernel", "new_kernel", "operator", "base_ns", "new_ns"
-            ).to_dicts()
-        ]
+        rows = []
+        kernels = comparison.kernels.select("base_kernel", "new_kernel", "operator", "base_ns", "new_ns")
+        for base, new, operator, old, now in kernels.rows():
+            name = new if base is None else base if new in (None, base) else f"{base} → {new}"
+            rows.append(("kernel", f"{name} in {operator}", old, now))
         idle = comparison.breakdown.filter(pl.col("part").str.starts_with("idle"))
-        rows += [
-            ("idle", meaning, old, now) for meaning, old, now in idle.select("meaning", "base_ns", "new_ns").rows()
-        ]
+        rows += [("idle", *row) for row in idle.select("meaning", "base_ns", "new_ns").rows()]
     else:
         host_times = comparison.operators.select("operator", "base_host_ns", "new_host_ns")
         summed = host_times.group_by("operator", maintain_order=True).agg(pl.all().sum())
@@ -55,14 +52,8 @@ def causes_of(comparison: Comparison) -> pl.DataFrame:
     return _ranked(rows)
 
 
-def _renamed(base: str | None, new: str | None, operator: str) -> str:
-    name = new if base is None else base if new in (None, base) else f"{base} → {new}"
-    return f"{name} in {operator}"
-
-
 def _ranked(rows: Sequence[tuple[str, str, int, int]]) -> pl.DataFrame:
-    whole = [(what, name, old, now, now - old) for what, name, old, now in rows]
-    changed = [row for row in whole if row[4]]
+    changed = [(what, name, old, now, now - old) for what, name, old, now in rows if now != old]
     changed.sort(key=lambda row: (-abs(row[4]), row[1]))
     return pl.DataFrame(changed[:_MOST], schema=CAUSES, orient="row")
 

@@ -96,25 +96,18 @@ def parse(text: str) -> Condition:
     except (re.error, OverflowError, RecursionError) as error:
         raise _bad(f"`{chosen}` is no regular expression: {error}") from error
     measure = SCALARS.get(name) or TABLES[name]
-    limit, relative = _limit(match["number"], match["unit"], measure, name)
-    return Condition(text.strip(), name, chosen, statistic, match["sign"] == ">", limit, relative)
-
-
-def _limit(number: str, unit: str, measure: str, metric: str) -> tuple[float, bool]:
     try:
-        value = float(number)
+        limit = float(match["number"])
     except ValueError:
-        raise _bad(f"`{number}` is no number") from None
-    units = _UNITS[measure]
-    if unit == PERCENT:
-        return value / 100, True
-    if unit not in units or not math.isfinite(value):
+        raise _bad(f"`{match['number']}` is no number") from None
+    unit, units = match["unit"], _UNITS[measure]
+    if unit != PERCENT and (unit not in units or not math.isfinite(limit)):
         have = ", ".join([PERCENT, *filter(None, units)])
-        plain = " or no unit" if "" in units else ""
-        raise _bad(
-            f"`{unit}` is no unit of {metric}; it has {have}{plain}" if unit else f"{metric} needs a unit: {have}"
-        )
-    return value * units[unit], False
+        if not unit:
+            raise _bad(f"{name} needs a unit: {have}")
+        raise _bad(f"`{unit}` is no unit of {name}; it has {have}{' or no unit' if '' in units else ''}")
+    limit = limit / 100 if unit == PERCENT else limit * units[unit]
+    return Condition(text.strip(), name, chosen, statistic, match["sign"] == ">", limit, unit == PERCENT)
 
 
 def _bad(what: str) -> UsageError:

@@ -10,7 +10,7 @@ from traceloom.analyze.ancestry import forest
 from traceloom.analyze.breakdown import gpu_time
 from traceloom.analyze.compare.conditions import DECISIVE, MINOR, conditions
 from traceloom.analyze.compare.samples import ComparedSteps, samples
-from traceloom.analyze.gate.summary import Program, RunSummary, Stated
+from traceloom.analyze.gate.summary import OperatorCalls, RunSummary, Stated
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.memory import memory
 from traceloom.analyze.phases import meaning
@@ -49,7 +49,24 @@ def summarise(run: Session) -> RunSummary:
             order = pl.DataFrame({"step": _numbers(of), "at": pl.Series(range(of.step.len()), dtype=pl.Int32)})
             numbered = of_rank[at].join(order, on="step").drop("step").rename({"at": "step"})
             of_rank[at] = numbered.select(list(_LONG))
-    scalars, tables = _columns(of_rank, steps)
+    # one column per metric and name: the mean over ranks (of memory the most); missing values are 0
+    step_rows = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
+    values = pl.concat(of_rank).join(step_rows, on="step").group_by("metric", "name", "at")
+    over_ranks = values.agg(
+        pl.when(pl.col("metric").first() == _MEMORY)
+        .then(pl.col("value").max())
+        .otherwise(pl.col("value").sum() / len(of_rank))
+    )
+    scalars: dict[str, list[float]] = {}
+    tables: dict[str, dict[str, list[float]]] = {}
+    ordered = over_ranks.sort("metric", "name", "at")
+    for (metric, name), part in ordered.group_by("metric", "name", maintain_order=True):
+        column = np.zeros(len(steps))
+        column[part["at"].to_numpy()] = part["value"].to_numpy()
+        if name is None:
+            scalars[str(metric)] = column.tolist()
+        else:
+            tables.setdefault(str(metric), {})[str(name)] = column.tolist()
     began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
     return RunSummary(run.name, _stated(run), _program(chosen), _wall(run), steps, scalars, tables, began)
 
@@ -59,54 +76,54 @@ def _numbers(of: ComparedSteps) -> pl.Series:
     return of.step.fill_null(-1).cast(pl.Int32)
 
 
-def _columns(
-    of_rank: list[pl.DataFrame], steps: list[int]
-) -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]]:
-    """One column per metric and name: the mean over ranks (of memory the most); missing values are 0."""
-    step_rows = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
-    by_step = pl.concat(of_rank).join(step_rows, on="step").group_by("metric", "name", "at")
-    rows = by_step.agg(
-        pl.when(pl.col("metric").first() == _MEMORY)
-        .then(pl.col("value").max())
-        .otherwise(pl.col("value").sum() / len(of_rank))
-    )
-    scalars: dict[str, list[float]] = {}
-    tables: dict[str, dict[str, list[float]]] = {}
-    for (metric, name), part in rows.sort("metric", "name", "at").group_by("metric", "name", maintain_order=True):
-        values = np.zeros(len(steps))
-        values[part["at"].to_numpy()] = part["value"].to_numpy()
-        if name is None:
-            scalars[str(metric)] = values.tolist()
-        else:
-            tables.setdefault(str(metric), {})[str(name)] = values.tolist()
-    return scalars, tables
-
-
 def _rank(of: ComparedSteps) -> pl.DataFrame:
     """All that is measured of one rank: `metric`, `name` (null of a whole step), `step`, `value`."""
     trace = of.trace
-    spans = pl.DataFrame({"step": _numbers(of), "value": of.durations})
-    parts = [_scalar("step_time", spans)]
+    parts = [_long("step_time", pl.DataFrame({"step": _numbers(of), "value": of.durations}))]
     if trace.gpu_work().height:
-        parts += _of_devices(of)
-    parts.append(_operators(of))
+        times = gpu_time(trace)
+        if of.step.null_count():
+            edge = pl.lit(0)  # the window of a device is all there is
+            whole = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
+        else:
+            edge = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
+            whole = _inside(times.steps, of)
+        sums = whole.group_by("step").agg(
+            pl.col("busy_ns").sum().alias("gpu_time"),
+            pl.col("exposed_communication_ns").sum().alias("exposed_communication"),
+            (pl.col("idle_ns") + edge).alias("idle").sum(),
+        )
+        parts += [_long(metric, sums.select("step", value=metric)) for metric in sums.columns if metric != "step"]
+        if not of.step.null_count():
+            parts.append(_long("launches", _inside(step_times(trace).steps.select("step", value="launch_count"), of)))
+        duration = pl.col("duration_ns").clip(lower_bound=0).alias("value")
+        work = _inside(trace.gpu_work().select("event", "name", "step", "op", duration), of)
+        kind = kinds(trace).select("event", name=pl.col("kind").cast(pl.String))
+        owner = trace.events.select(op="event", operator="name")
+        parts += [
+            _long("kernel", work),
+            _long("kind", work.drop("name").join(kind, on="event", how="left")),
+            _long("op_gpu", work.join(owner, on="op").with_columns(name="operator")),
+        ]
+    # host time in which an operator is the innermost one
+    tree, is_op = forest(trace), meaning(trace).op
+    operators = np.flatnonzero(is_op)
+    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
+    rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
+    parts.append(_long("op", _inside(rows, of)))
     peaks = _memory_peaks(of)
     if peaks is not None:
-        parts.append(_scalar(_MEMORY, pl.DataFrame({"step": _numbers(of), "value": peaks})))
+        parts.append(_long(_MEMORY, pl.DataFrame({"step": _numbers(of), "value": peaks})))
     return pl.concat(parts)
 
 
-def _scalar(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
-    return rows.with_columns(pl.lit(metric).alias("metric"), pl.lit(None, pl.String).alias("name")).select(
-        pl.col(name).cast(kind) for name, kind in _LONG.items()
-    )
-
-
-def _table(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
-    summed = rows.group_by("name", "step").agg(pl.col("value").sum())
-    return summed.with_columns(pl.lit(metric).alias("metric")).select(
-        pl.col(name).cast(kind) for name, kind in _LONG.items()
-    )
+def _long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows of step, value and, where it is of a part of the step, name: in the columns of `_LONG`, names added up."""
+    if "name" in rows.columns:
+        rows = rows.group_by("name", "step").agg(pl.col("value").sum())
+    else:
+        rows = rows.with_columns(pl.lit(None, pl.String).alias("name"))
+    return rows.with_columns(pl.lit(metric).alias("metric")).select(list(_LONG)).cast(_LONG)
 
 
 def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:
@@ -114,53 +131,6 @@ def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:
     if of.step.null_count():
         return rows.with_columns(pl.lit(-1, pl.Int32).alias("step"))
     return rows.filter(pl.col("step").is_in(of.step.implode()))
-
-
-def _of_devices(of: ComparedSteps) -> list[pl.DataFrame]:
-    """What the devices of a rank do, added up over them."""
-    trace = of.trace
-    times = gpu_time(trace)
-    if of.step.null_count():
-        edge = pl.lit(0)  # the window of a device is all there is
-        whole = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
-    else:
-        edge = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
-        whole = _inside(times.steps, of)
-    idle = (pl.col("idle_ns") + edge).alias("idle")
-    sums = whole.group_by("step").agg(
-        pl.col("busy_ns").sum().alias("gpu_time"),
-        pl.col("exposed_communication_ns").sum().alias("exposed_communication"),
-        idle.sum(),
-    )
-    parts = [
-        _scalar(metric, sums.select("step", pl.col(metric).alias("value")))
-        for metric in ("gpu_time", "exposed_communication", "idle")
-    ]
-    calls = _inside(step_times(trace).steps.select("step", pl.col("launch_count").alias("value")), of)
-    if not of.step.null_count():
-        parts.append(_scalar("launches", calls))
-    work = trace.gpu_work().select("event", "name", "step", "op", pl.col("duration_ns").clip(lower_bound=0))
-    work = _inside(work.rename({"duration_ns": "value"}), of)
-    named = work.join(kinds(trace).select("event", "kind"), on="event", how="left")
-    owner = trace.events.select(pl.col("event").alias("op"), pl.col("name").alias("operator"))
-    owned = work.join(owner, on="op")
-    return [
-        *parts,
-        _table("kernel", work),
-        _table("kind", named.with_columns(pl.col("kind").cast(pl.String).alias("name"))),
-        _table("op_gpu", owned.with_columns(pl.col("operator").alias("name"))),
-    ]
-
-
-def _operators(of: ComparedSteps) -> pl.DataFrame:
-    """Host time in which an operator is the innermost one, by name."""
-    trace = of.trace
-    tree = forest(trace)
-    is_op = meaning(trace).op
-    operators = np.flatnonzero(is_op)
-    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
-    rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
-    return _table("op", _inside(rows, of))
 
 
 def _memory_peaks(of: ComparedSteps) -> Floats | None:
@@ -195,7 +165,7 @@ def _wall(run: Session) -> list[float] | None:
     return wall_times
 
 
-def _program(chosen: list[ComparedSteps]) -> Program:
+def _program(chosen: list[ComparedSteps]) -> OperatorCalls:
     """Operators with their input shapes, calls per step and rank; those called most where there are very many."""
     parts = []
     for of in chosen:
@@ -206,7 +176,7 @@ def _program(chosen: list[ComparedSteps]) -> Program:
         parts.append(counts.with_columns(pl.col("count") / (of.spans.start.size * len(chosen))))
     calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
     calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MOST_OPERATORS)
-    return Program(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
+    return OperatorCalls(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
 
 
 def _stated(run: Session) -> list[Stated]:

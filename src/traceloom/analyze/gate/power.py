@@ -6,7 +6,6 @@ Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), se
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import polars as pl
 
@@ -17,15 +16,8 @@ POWER = 0.8  # how often the change is to be found
 _ONE_SIDED = 0.8416  # quantile of the normal distribution at POWER
 _MOST = 1_000
 
-ROWS = pl.Schema(
-    {
-        "condition": pl.String(),
-        "effect": pl.Float64(),
-        "scatter": pl.Float64(),
-        "runs": pl.Int64(),
-        "reason": pl.String(),
-    }
-)
+_NUMBERS = {"effect": pl.Float64(), "scatter": pl.Float64(), "runs": pl.Int64()}
+ROWS = pl.Schema({"condition": pl.String(), **_NUMBERS, "reason": pl.String()})
 
 
 def runs_needed(scatter: float, room: float, *, paired: bool = False) -> int | None:
@@ -63,18 +55,17 @@ def power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
         Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run a side says nothing of
         it), `runs` a side, and the `reason` where that is null.
     """
-    return pl.DataFrame([_row(check, effect) for check in checks.to_dicts()], schema=ROWS)
-
-
-def _row(check: dict[str, Any], effect: float) -> dict[str, Any]:
-    row = {"condition": check["condition"], "effect": effect, "scatter": check["scatter"], "runs": None, "reason": None}
-    if not check["relative"]:
-        return row | {"reason": "the limit is no share of the base"}
-    if check["scatter"] is None:
-        return row | {"reason": "how runs scatter is not known: several runs of a side are needed"}
-    runs = runs_needed(check["scatter"], effect - abs(check["limit"]), paired=check["sample"] == PAIRS)
-    if runs is None:
-        within = effect <= abs(check["limit"])
-        reason = "the change is within the limit" if within else f"more than {_MOST:,} runs a side"
-        return row | {"reason": reason}
-    return row | {"runs": runs}
+    rows = []
+    for check in checks.to_dicts():
+        scatter, limit, runs, reason = check["scatter"], check["limit"], None, None
+        if not check["relative"]:
+            reason = "the limit is no share of the base"
+        elif scatter is None:
+            reason = "how runs scatter is not known: several runs of a side are needed"
+        else:
+            runs = runs_needed(scatter, effect - abs(limit), paired=check["sample"] == PAIRS)
+            if runs is None:
+                within = effect <= abs(limit)
+                reason = "the change is within the limit" if within else f"more than {_MOST:,} runs a side"
+        rows.append((check["condition"], effect, scatter, runs, reason))
+    return pl.DataFrame(rows, schema=ROWS, orient="row")

@@ -24,7 +24,7 @@ class Stated(msgspec.Struct, frozen=True):
     weight: str
 
 
-class Program(msgspec.Struct, frozen=True):
+class OperatorCalls(msgspec.Struct, frozen=True):
     """The operators of a run: name, input shapes (null where not recorded), calls per step. Columns of one length."""
 
     operator: list[str]
@@ -48,7 +48,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     name: str
     stated: list[Stated]
-    program: Program
+    program: OperatorCalls
     wall_ns: list[float] | None
     steps: list[int]
     scalars: dict[str, list[float]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,13 +11,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.compare.conditions import DECISIVE
+from traceloom.analyze.compare.conditions import CONDITIONS, DECISIVE, MINOR
 from traceloom.analyze.gate.causes import causes
-from traceloom.analyze.gate.comparable import comparable
-from traceloom.analyze.gate.condition import UNDISTURBED, Condition
+from traceloom.analyze.gate.condition import TABLES, UNDISTURBED, Condition
 from traceloom.analyze.gate.resampling import Drawn, interval, over_pairs, over_runs, statistic_of, within_runs
 from traceloom.analyze.gate.summary import RunSummary
-from traceloom.analyze.gate.values import LEAST_STEPS, WALL, samples
+from traceloom.errors import UsageError
 from traceloom.model.result import Result
 
 Floats = NDArray[np.float64]
@@ -24,6 +24,17 @@ PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 SEVERAL, PAIRS, ONE = "runs", "pairs of runs", "within one run only"
 LEAST_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
 _LEAST_PAIRS = 4
+LEAST_STEPS = 5
+WALL, RECORDED = "wall times of undisturbed steps", "recorded steps"
+PROGRAM = "program"
+"""Weight of conditions that a change of the code may change: told, but no reason against a verdict."""
+_ALIKE = 0.98  # of the calls of operators
+_UNKNOWN = "not recorded"
+_WHAT = {"kernel": "kernel", "kind": "kind of kernel", "op": "operator", "op_gpu": "operator with GPU work"}
+_NEEDS = {
+    "memory_peak": "the runs were not recorded with the allocator's totals, as `traceloom record --memory` does",
+    "step_time": "no step was found",
+}
 
 CHECKS = pl.Schema(
     {
@@ -100,7 +111,45 @@ def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Seq
     checks = pl.DataFrame(rows, schema=CHECKS)
     unmet = [verdict for verdict in (FAIL, INCONCLUSIVE) if verdict in checks["verdict"].to_list()]
     verdict = unmet[0] if unmet else PASS
-    return Verdict(verdict, _sentence(verdict, checks), not differ, checks, stated, causes(base, new))
+    parts = []
+    if verdict == PASS:
+        parts.append(f"Passed: {len(rows)} condition{'s' * (len(rows) != 1)} hold{'s' * (len(rows) == 1)}")
+    failed, open_ones = (checks.filter(pl.col("verdict") == outcome) for outcome in (FAIL, INCONCLUSIVE))
+    if failed.height:
+        parts.append(f"Failed: {', '.join(failed['condition'].to_list()[:3])}")
+    if open_ones.height:
+        reasons = list(dict.fromkeys(open_ones["reason"].to_list()))
+        parts.append(f"Inconclusive: {', '.join(open_ones['condition'].to_list()[:3])} ({'; '.join(reasons[:2])})")
+    return Verdict(verdict, ". ".join(parts), not differ, checks, stated, causes(base, new))
+
+
+def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
+    """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor)."""
+    weights = {stated.condition: stated.weight for run in (*base, *new) for stated in run.stated}
+    rows = []
+    for name, weight in weights.items():
+        left, right = (
+            ", ".join(sorted({stated.value for run in runs for stated in run.stated if stated.condition == name}))
+            for runs in (base, new)
+        )
+        # A value that only one side states is no known difference.
+        rows.append((name, left or _UNKNOWN, right or _UNKNOWN, left == right, weight if left and right else MINOR))
+    # Whether they are the same operators, called as often in a step, on the same shapes.
+    for what, with_shapes in (("operators called in a step", False), ("operators with these input shapes", True)):
+        sides = []
+        for program in (base[0].program, new[0].program):
+            counts: dict[tuple[str, str | None], float] = {}
+            for name, shapes, count in zip(program.operator, program.shapes, program.count, strict=True):
+                if shapes is not None or not with_shapes:
+                    key = (name, shapes if with_shapes else None)
+                    counts[key] = counts.get(key, 0.0) + count
+            sides.append(counts)
+        if all(sides) if with_shapes else any(sides):
+            both = sum(min(count, sides[1].get(key, 0.0)) for key, count in sides[0].items())
+            whole = [sum(counts.values()) for counts in sides]
+            left, right = (f"{both:.0f} of {total:.0f} in both" for total in whole)
+            rows.append((what, left, right, all(both >= _ALIKE * total for total in whole), PROGRAM))
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
 def _check(
@@ -109,7 +158,7 @@ def _check(
     row: dict[str, object] = dict.fromkeys(CHECKS)
     several = len(base) > 1 or len(new) > 1
     base, new, paired = in_pairs(base, new)
-    measured = samples(condition, base, new)
+    base_values, new_values, source = samples(condition, base, new)
     row |= {
         "condition": condition.text,
         "metric": condition.name,
@@ -117,32 +166,98 @@ def _check(
         "limit": condition.limit,
         "relative": condition.relative,
         "sample": PAIRS if paired else SEVERAL if several else ONE,
-        "source": measured.source,
+        "source": source,
         "base_runs": len(base),
         "new_runs": len(new),
-        "base_steps": sum(values.size for values in measured.base or ()),
-        "new_steps": sum(values.size for values in measured.new or ()),
+        "base_steps": sum(values.size for values in base_values or ()),
+        "new_steps": sum(values.size for values in new_values or ()),
     }
-    if measured.base is None or measured.new is None:
-        side = "base" if measured.base is None else "new side"
+    if base_values is None or new_values is None:
+        side = "base" if base_values is None else "new side"
         return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
     statistic = statistic_of(condition.statistic)
-    values = [np.array([float(statistic(run)) for run in side]) for side in (measured.base, measured.new)]
-    row |= {"base": float(values[0].mean()), "new": float(values[1].mean())}
+    old, now = (float(np.array([float(statistic(run)) for run in side]).mean()) for side in (base_values, new_values))
+    row |= {"base": old, "new": now}
+    many = len(base) + len(new)
+    least = min(base_values[0].size, new_values[0].size)
+    # what never varies needs no more samples
+    constant = several and all(np.ptp(np.concatenate(side)) == 0 for side in (base_values, new_values))
+    reason = ""
     if differ:
-        row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
-        return row | {"verdict": INCONCLUSIVE, "reason": f"not comparable: other {', '.join(differ[:3])}"}
-    if too_few := _too_few(measured.base, measured.new, several=several):
-        row["change"] = _finite(_change(values[0].mean(), values[1].mean(), relative=condition.relative))
-        return row | {"verdict": INCONCLUSIVE, "reason": too_few}
+        reason = f"not comparable: other {', '.join(differ[:3])}"
+    elif several and not constant and many < LEAST_RUNS:
+        reason = f"{many} runs, and {LEAST_RUNS} of both sides are needed"
+    elif not several and least < LEAST_STEPS:
+        reason = f"{least} step{'s' * (least != 1)}, and {LEAST_STEPS} are needed"
+    if reason:
+        change = float(_change(old, now, relative=condition.relative))
+        shown = change if math.isfinite(change) else None
+        return row | {"change": shown, "verdict": INCONCLUSIVE, "reason": reason}
     if paired:
-        drawn = over_pairs(measured.base, measured.new, statistic)
+        drawn = over_pairs(base_values, new_values, statistic)
     elif several:
-        drawn = over_runs(measured.base, measured.new, statistic)
+        drawn = over_runs(base_values, new_values, statistic)
     else:
-        drawn = within_runs(measured.base[0], measured.new[0], statistic)
-    judged = row | _judged(condition, drawn, float(values[0].mean()), float(values[1].mean()))
-    return judged | _hint(condition, base, new, judged) if judged["verdict"] == INCONCLUSIVE else judged
+        drawn = within_runs(base_values[0], new_values[0], statistic)
+    judged = row | _judged(condition, drawn, old, now)
+    if judged["verdict"] == INCONCLUSIVE and condition.measure == "time" and condition.statistic in ("mean", "median"):
+        # where steps scatter too much: whether the undisturbed steps give a verdict
+        calm = _check(replace(condition, statistic=UNDISTURBED), base, new, [])["verdict"]
+        if calm != INCONCLUSIVE:
+            undisturbed = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
+            judged["reason"] = f"{judged['reason']}; {undisturbed}"
+    return judged
+
+
+def samples(
+    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary]
+) -> tuple[list[Floats] | None, list[Floats] | None, str]:
+    """Take what a condition is about from the runs.
+
+    Returns:
+        Of the base and of the new side: per run the value in each step, None where a run of the side did not measure
+        it. And what the values are of: `WALL` or `RECORDED`.
+
+    Raises:
+        UsageError: `nothing-measured`: neither side has it, as when a regular expression matches no name.
+    """
+    source = RECORDED
+    if condition.metric == "step_time" and all(len(run.wall_ns or ()) >= LEAST_STEPS for run in (*base, *new)):
+        source = WALL
+    sides = [[_values(condition, run, source) for run in side] for side in (base, new)]
+    if all(values is None for side in sides for values in side):  # a typing error must not pass a check
+        if condition.metric not in TABLES:
+            why = _NEEDS.get(condition.metric, "the runs have no GPU work in steps")
+            raise UsageError(f"`{condition.text}`: neither side has measured it", slug="nothing-measured", hint=why)
+        tables = (run.tables.get(condition.metric, {}) for run in (*base, *new))
+        names = {name: sum(values) for table in tables for name, values in table.items()}
+        most = sorted(names, key=lambda name: (-names[name], name))[:4]
+        hint = f"the largest are {', '.join(name[:60] for name in most)}" if most else "the runs have none at all"
+        message = f"`{condition.text}` matches no {_WHAT[condition.metric]} on either side"
+        raise UsageError(message, slug="nothing-measured", hint=hint)
+    if condition.metric in TABLES:  # a side that measured such things, and has none of these, has 0
+        for runs, side in zip((base, new), sides, strict=True):
+            for at, run in enumerate(runs):
+                if side[at] is None and condition.metric in run.tables:
+                    side[at] = np.zeros(len(run.steps))
+    whole = [[values for values in side if values is not None] for side in sides]
+    complete = [kept if len(kept) == len(side) else None for kept, side in zip(whole, sides, strict=True)]
+    return complete[0], complete[1], source
+
+
+def _values(condition: Condition, run: RunSummary, source: str) -> Floats | None:
+    if source == WALL:
+        return np.array(run.wall_ns, dtype=np.float64)
+    if condition.metric not in TABLES:
+        column = run.scalars.get(condition.metric)
+        return None if column is None else np.array(column, dtype=np.float64)
+    table = run.tables.get(condition.metric, {})
+    if condition.metric == "kind":
+        columns = [values for name, values in table.items() if name == condition.chosen]
+    else:
+        chosen = re.compile(condition.chosen)
+        columns = [values for name, values in table.items() if chosen.search(name)]
+    return np.array(columns, dtype=np.float64).sum(axis=0) if columns else None
 
 
 def in_pairs(
@@ -167,40 +282,11 @@ def in_pairs(
     return [base[pair[0]] for pair in places], [new[pair[1]] for pair in places], True
 
 
-def _hint(
-    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], judged: dict[str, object]
-) -> dict[str, object]:
-    """Where steps scatter too much: whether the undisturbed steps give a verdict."""
-    if condition.measure != "time" or condition.statistic not in ("mean", "median"):
-        return {}
-    calmer = replace(condition, statistic=UNDISTURBED)
-    calm_check = _check(calmer, base, new, [])
-    if calm_check["verdict"] == INCONCLUSIVE:
-        return {}
-    ends = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {calm_check['verdict']}"
-    return {"reason": f"{judged['reason']}; {ends}"}
-
-
-def _too_few(base: list[Floats], new: list[Floats], *, several: bool) -> str:
-    """Why the samples cannot tell; empty where they can. What never varies needs no more samples."""
-    if several:
-        many = len(base) + len(new)
-        constant = all(np.ptp(np.concatenate(side)) == 0 for side in (base, new))
-        return "" if constant or many >= LEAST_RUNS else f"{many} runs, and {LEAST_RUNS} of both sides are needed"
-    least = min(base[0].size, new[0].size)
-    return "" if least >= LEAST_STEPS else f"{least} step{'s' * (least != 1)}, and {LEAST_STEPS} are needed"
-
-
 def _judged(condition: Condition, drawn: Drawn, base: float, new: float) -> dict[str, object]:
     change = float(_change(base, new, relative=condition.relative))
     if not math.isfinite(change):  # of nothing: more than any share of it
-        verdict = FAIL if condition.above else PASS
-        return {
-            "verdict": verdict,
-            "reason": "the base has none of it",
-            "effect_size": drawn.effect,
-            "scatter": drawn.scatter,
-        }
+        outcome = {"verdict": FAIL if condition.above else PASS, "reason": "the base has none of it"}
+        return {**outcome, "effect_size": drawn.effect, "scatter": drawn.scatter}
     draws = np.asarray(_change(drawn.base, drawn.new, relative=condition.relative))
     draws = draws[np.isfinite(draws)]
     low, high = interval(draws, change, drawn.freedom) if draws.size else (change, change)
@@ -221,26 +307,6 @@ def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Flo
         return np.asarray(now - old)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((old == 0) & (now == 0), 0.0, now / old - 1)
-
-
-def _finite(value: Floats) -> float | None:
-    return float(value) if math.isfinite(float(value)) else None
-
-
-def _sentence(verdict: str, checks: pl.DataFrame) -> str:
-    counts = {outcome: checks.filter(pl.col("verdict") == outcome).height for outcome in (FAIL, INCONCLUSIVE, PASS)}
-    if verdict == PASS:
-        held = counts[PASS]
-        return f"Passed: {held} condition{'s' * (held != 1)} hold{'s' * (held == 1)}"
-    parts = []
-    if counts[FAIL]:
-        names = ", ".join(checks.filter(pl.col("verdict") == FAIL)["condition"].to_list()[:3])
-        parts.append(f"Failed: {names}")
-    if counts[INCONCLUSIVE]:
-        reasons = list(dict.fromkeys(checks.filter(pl.col("verdict") == INCONCLUSIVE)["reason"].to_list()))
-        names = ", ".join(checks.filter(pl.col("verdict") == INCONCLUSIVE)["condition"].to_list()[:3])
-        parts.append(f"Inconclusive: {names} ({'; '.join(reasons[:2])})")
-    return ". ".join(parts)
 
 
 __all__ = ["FAIL", "INCONCLUSIVE", "PASS", "WALL", "Verdict", "judge"]

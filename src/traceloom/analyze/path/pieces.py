@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.path.window import Window
+from traceloom.analyze.data_loading import loader_calls
+from traceloom.analyze.path.window import PathWindow
+from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import point_times
@@ -71,7 +74,7 @@ _OF_EDGE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PathPieces:
     """Pieces of time in their order; the end of one is the start of the next. Arrays of shape (pieces,).
 
     Attributes:
@@ -90,12 +93,12 @@ class Pieces:
     along: Bools
     kind: Ints
 
-    def take(self, rows: Ints) -> Pieces:
+    def take(self, rows: Ints) -> PathPieces:
         """Some of the pieces."""
-        return Pieces(*(getattr(self, name)[rows] for name in self.__slots__))
+        return PathPieces(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
-def pieces(graph: Graph, window: Window) -> Pieces:
+def pieces(graph: Graph, window: PathWindow) -> PathPieces:
     """Walk back from the last point of a window to its beginning.
 
     Each node on the way gives the time of its work, each edge its delay, and what is left over on either is a residual.
@@ -117,8 +120,13 @@ def pieces(graph: Graph, window: Window) -> Pieces:
     bounds[0], bounds[1] = window.low, times[points[0]]
     bounds[2::2], bounds[3::2] = begin + length, finish
     bounds = np.clip(np.minimum.accumulate(bounds[::-1])[::-1], window.low, window.high)
-    of_node, of_edge = _classes(graph, node, edge)
-    all_pieces = Pieces(
+    node_kind = graph.nodes["kind"].to_physical().to_numpy()
+    edge_kind = np.append(graph.edges["kind"].to_physical().to_numpy(), 0)
+    of_node = np.array([_number(_OF_NODE.get(kind, HOST)) for kind in gs.NODE_KINDS])[node_kind[node]]
+    of_edge = np.array([_number(_OF_EDGE.get(kind, HOST)) for kind in gs.EDGE_KINDS])[edge_kind[edge]]
+    # Into an assumed arrival goes what the peers that were not recorded kept us waiting.
+    of_edge = np.where(node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL), _number(UNRECORDED), of_edge)
+    all_pieces = PathPieces(
         start=bounds[:-1],
         end=bounds[1:],
         node=np.append(-1, np.repeat(node, 2)),
@@ -135,25 +143,16 @@ def pieces(graph: Graph, window: Window) -> Pieces:
         return kept
     # A path that ends before the window does, even before it begins: nothing was recorded after it.
     last = [end, window.high, -1, -1, False, _number(UNRECORDED)]
-    return Pieces(*(np.append(getattr(kept, name), value) for name, value in zip(kept.__slots__, last, strict=True)))
-
-
-def _classes(graph: Graph, node: Ints, edge: Ints) -> tuple[Ints, Ints]:
-    """Numbers of the classes of each step's node and edge."""
-    node_kind = graph.nodes["kind"].to_physical().to_numpy()
-    by_node = np.array([_number(_OF_NODE.get(kind, HOST)) for kind in gs.NODE_KINDS])
-    by_edge = np.array([_number(_OF_EDGE.get(kind, HOST)) for kind in gs.EDGE_KINDS])
-    edge_kind = np.append(graph.edges["kind"].to_physical().to_numpy(), 0)
-    # Into an assumed arrival goes what the peers that were not recorded kept us waiting.
-    into = np.where(node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL), _number(UNRECORDED), by_edge[edge_kind[edge]])
-    return by_node[node_kind[node]], into
+    return PathPieces(
+        *(np.append(getattr(kept, name), value) for name, value in zip(kept.__slots__, last, strict=True))
+    )
 
 
 def _number(name: str) -> int:
     return list(CLASSES).index(name)
 
 
-def split(pieces: Pieces, at: Bools, start: Ints, end: Ints, kind: str) -> Pieces:
+def split(pieces: PathPieces, at: Bools, start: Ints, end: Ints, kind: str) -> PathPieces:
     """Give the parts of some pieces that lie in spans of time another class.
 
     Args:
@@ -180,5 +179,35 @@ def split(pieces: Pieces, at: Bools, start: Ints, end: Ints, kind: str) -> Piece
     span = np.searchsorted(start, begins, side="right") - 1
     inside = at[of] & (span >= 0) & (begins < end[span])
     changed = np.where(inside, _number(kind), parts.kind)
-    cut = Pieces(begins, finishes, parts.node, parts.edge, parts.along, changed)
+    cut = PathPieces(begins, finishes, parts.node, parts.edge, parts.along, changed)
     return cut.take(np.flatnonzero(cut.end > cut.start))
+
+
+def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterator[tuple[int, Ints, Ints]]:
+    """When a rank waits for its DataLoader, thread by thread.
+
+    Args:
+        graph: The graph.
+        trace: The trace of the rank.
+        rank: What the graph calls it.
+        shift: Added to a time of the trace to get a time of the graph.
+
+    Yields:
+        The lane of the thread in the graph, and the starts (ascending) and ends of its waits, which do not overlap.
+    """
+    calls = loader_calls(trace)
+    if not calls.size:
+        return
+    waits = trace.events[pl.Series(calls, dtype=pl.UInt32)].select(
+        "start_ns",
+        pl.col("lane").alias("trace_lane"),
+        (pl.col("nested_end_ns") - pl.col("start_ns")).alias("duration_ns"),
+    )
+    nodes = graph.nodes.select("rank", "event", "lane")
+    of_rank = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
+    nodes = nodes.filter(of_rank.fill_null(value=False))
+    lane_of = nodes.select("lane", trace_lane=trace.events["lane"].gather(nodes["event"])).unique()
+    placed = waits.join(lane_of, on="trace_lane")
+    for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):
+        start = rows["start_ns"].to_numpy() + shift
+        yield int(lane), start, start + rows["duration_ns"].to_numpy()

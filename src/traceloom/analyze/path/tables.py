@@ -17,9 +17,9 @@ from traceloom.analyze.path.pieces import (
     RESIDUAL,
     SYNCHRONISATION,
     ClassType,
-    Pieces,
+    PathPieces,
 )
-from traceloom.analyze.path.window import Window
+from traceloom.analyze.path.window import PathWindow
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 
@@ -98,7 +98,7 @@ _WORK = {
 _WORK_OF = np.array([list(CLASSES).index(_WORK[kind]) if kind in _WORK else -1 for kind in gs.NODE_KINDS])
 
 
-def path(graph: Graph, pieces: Pieces) -> pl.DataFrame:
+def path(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
     """The pieces with what they are of."""
     node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
     columns = ("node", "kind", "name", "rank", "lane", "event")
@@ -169,7 +169,7 @@ def ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     return ordered.with_columns(_fraction(length)).select(list(RANKS)).cast(RANKS)
 
 
-def names(graph: Graph, window: Window, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
+def names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
     """Work of the window by name, with its part of the path and the slack of what is not on it."""
     # Of the way along edges only the transfer of a communication is its own time; the rest is between things.
     own = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -29,7 +29,7 @@ _NEIGHBOURS = 16  # events that tell how a trace's clock relates to the graph's
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PathWindow:
     """The time of one step (or of everything) in a graph, on the graph's clock.
 
     Attributes:
@@ -79,7 +79,7 @@ def usual_step_of(graph: Graph) -> int | None:
     return int(common["step"][common.height // 2])
 
 
-def window_of(graph: Graph, step: int | None, session: Session | None = None) -> Window:
+def window_of(graph: Graph, step: int | None, session: Session | None = None) -> PathWindow:
     """The window of a step, or of the whole graph.
 
     Args:
@@ -93,14 +93,26 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
     """
     times = point_times(graph)
     if step is None:
-        return Window(None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1]))
+        return PathWindow(None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1]))
     spans = _spans(graph).filter(pl.col("step") == step)
-    if session is not None:
-        spans = _said(graph, session, step, spans)
+    if session is not None:  # as the traces say them, on the graph's clock; the thread is that of the step's own event
+        thread = dict(spans.select("rank", "lane").iter_rows())
+        rows = []
+        for trace, clock in clocks(graph, session, step):
+            row = trace.steps.filter(pl.col("step") == step).row(0, named=True)
+            starts = trace.events["start_ns"].to_numpy()
+            first, after = (int(np.searchsorted(starts, row["start_ns"], side=side)) for side in _SIDES)
+            marks = first + np.flatnonzero((trace.events["name"][first:after] == row["name"]).to_numpy())
+            nodes = _events_of(graph, clock.rank)
+            marked = nodes[np.isin(graph.nodes["event"].gather(nodes).to_numpy(), marks)]
+            lanes = graph.nodes["lane"].gather(marked).drop_nulls()
+            lane = int(lanes[0]) if lanes.len() else thread.get(clock.rank)
+            rows.append((clock.rank, step, lane, row["start_ns"] + clock.shift, row["end_ns"] + clock.shift))
+        spans = pl.DataFrame(rows, schema=spans.schema, orient="row")
     if not spans.height:
         raise UsageError(f"there is no step {step} in the graph", slug="no-such-step")
     low, high = int(spans["low"].min()), int(spans["high"].max())  # type: ignore[arg-type]
-    return Window(step, low, high, _last(graph, step, spans, times))
+    return PathWindow(step, low, high, _last(graph, step, spans, times))
 
 
 def _spans(graph: Graph) -> pl.DataFrame:
@@ -150,59 +162,26 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         if rank is None or rank in done:
             continue
         done.add(rank)
-        yield trace, RankClock(rank, _shift(graph, trace, _events_of(graph, rank), at))
+        nodes = _events_of(graph, rank)
+        shift = -graph.epoch_ns
+        if nodes.size:  # as the events that begin next to the step tell
+            first = np.full(trace.events.height, _NEVER)
+            begin = graph.nodes["start_ns"].gather(nodes).to_numpy()
+            np.minimum.at(first, graph.nodes["event"].gather(nodes).to_numpy(), begin)
+            event = np.flatnonzero(first < _NEVER)
+            recorded = trace.events["start_ns"].to_numpy()[event]
+            away = np.abs(recorded - at)
+            few = min(_NEIGHBOURS, away.size) - 1
+            near = np.flatnonzero(away <= np.partition(away, few)[few])[: few + 1]
+            # The node of an event that was cut at a bound begins later than the event: never earlier.
+            shift = int((first[event] - recorded)[near].min())
+        yield trace, RankClock(rank, shift)
 
 
 def _events_of(graph: Graph, rank: int) -> Ints:
     """Nodes of the recorded events of a rank."""
-    of_rank = (
-        graph.nodes["event"].is_not_null().to_numpy() & (graph.nodes["rank"] == rank).fill_null(value=False).to_numpy()
-    )
-    return np.flatnonzero(of_rank)
-
-
-def _said(graph: Graph, session: Session, step: int, spans: pl.DataFrame) -> pl.DataFrame:
-    """The spans of a step as the traces say them, on the graph's clock; the thread is that of the step's own event."""
-    rows = []
-    thread = dict(spans.select("rank", "lane").iter_rows())
-    for trace, clock in clocks(graph, session, step):
-        row = trace.steps.filter(pl.col("step") == step).row(0, named=True)
-        rows.append(
-            {
-                "rank": clock.rank,
-                "step": step,
-                "lane": _thread(graph, trace, _events_of(graph, clock.rank), row, thread.get(clock.rank)),
-                "low": row["start_ns"] + clock.shift,
-                "high": row["end_ns"] + clock.shift,
-            }
-        )
-    return pl.DataFrame(rows, schema=spans.schema)
-
-
-def _shift(graph: Graph, trace: Trace, nodes: Ints, at: int) -> int:
-    """What makes a time of the trace a time of the graph, told by the events that begin next to it."""
-    if not nodes.size:
-        return -graph.epoch_ns
-    first = np.full(trace.events.height, _NEVER)
-    begin = graph.nodes["start_ns"].gather(nodes).to_numpy()
-    np.minimum.at(first, graph.nodes["event"].gather(nodes).to_numpy(), begin)
-    event = np.flatnonzero(first < _NEVER)
-    recorded = trace.events["start_ns"].to_numpy()[event]
-    away = np.abs(recorded - at)
-    few = min(_NEIGHBOURS, away.size) - 1
-    near = np.flatnonzero(away <= np.partition(away, few)[few])[: few + 1]
-    # The node of an event that was cut at a bound begins later than the event: never earlier.
-    return int((first[event] - recorded)[near].min())
-
-
-def _thread(graph: Graph, trace: Trace, nodes: Ints, step: dict[str, Any], otherwise: int | None) -> int | None:
-    """Lane (of the graph) of the event that marks the step."""
-    starts = trace.events["start_ns"].to_numpy()
-    low, high = (int(np.searchsorted(starts, int(step["start_ns"]), side=side)) for side in _SIDES)
-    marks = low + np.flatnonzero((trace.events["name"][low:high] == step["name"]).to_numpy())
-    event = graph.nodes["event"].gather(nodes).to_numpy()
-    lanes = graph.nodes["lane"].gather(nodes[np.isin(event, marks)]).drop_nulls()
-    return int(lanes[0]) if lanes.len() else otherwise
+    of_rank = graph.nodes["event"].is_not_null() & (graph.nodes["rank"] == rank).fill_null(value=False)
+    return np.flatnonzero(of_rank.to_numpy())
 
 
 def _last(graph: Graph, step: int, spans: pl.DataFrame, times: Ints) -> int:
