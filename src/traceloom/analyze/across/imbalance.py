@@ -74,9 +74,9 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
             .with_columns((pl.col("most") / pl.col("even")).alias("ratio"))
             .sort("ratio", "step", descending=[True, False])
         )
-        row = (name, common["step"].n_unique(), many, mean, by_rank["value"][0], by_rank["rank"][0])
-        row += (by_rank["value"][-1], by_rank["rank"][-1], by_rank["value"][0] / mean)
-        rows.append((*row, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
+        (max_rank, most), (min_rank, least) = by_rank.row(0), by_rank.row(-1)
+        figures = name, common["step"].n_unique(), many, mean, most, max_rank, least, min_rank, most / mean
+        rows.append((*figures, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
     return Imbalance(
         pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"),
         ranks.select(list(LOAD_SCHEMA)).cast(dict(LOAD_SCHEMA)).sort("rank"),  # type: ignore[arg-type]
