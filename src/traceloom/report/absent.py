@@ -126,6 +126,12 @@ class Absent:
                 self.say(f"{path}[*].{name}")
         return frame.to_dicts()
 
+    def listed(self, frame: pl.DataFrame, path: str) -> list[dict[str, Any]]:
+        """`rows` of a list that is itself explained where it is empty."""
+        if not frame.height:
+            self.say(path)
+        return self.rows(frame, path)
+
     def value(self, value: Any, path: str) -> Any:
         """A single value; explained where it is null."""
         if value is None:

@@ -16,14 +16,13 @@ from traceloom.analyze.answer import Facts
 from traceloom.analyze.quality_effects import affected
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
-from traceloom.report import totals
 from traceloom.report.absent import Absent
 from traceloom.report.faults import Faults
 from traceloom.report.findings import told
 from traceloom.report.measure import Measured, measure
 from traceloom.report.options import ReportOptions
 from traceloom.report.rank import rank_entry
-from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, reasons, section
+from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section
 from traceloom.report.sections.section import Study
 from traceloom.report.window import of_steps
 
@@ -54,6 +53,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     faults = Faults(options.only)
     ranks, results = _measured(whole, part, options, faults)
     sections = _sections(Study(whole, part, options, ()), results, absent, faults)
+    core_study = Study(whole, part, options, ranks)
     findings, context = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
@@ -66,12 +66,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
         "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
-        "kernels": totals.kernels(ranks, absent),
-        "operators": totals.operators(ranks, absent),
-        "modules": totals.modules(ranks, absent),
-        "communication": totals.communication(ranks, absent),
-        "memory": totals.memory(ranks, absent),
-        "data_loading": totals.data_loading(ranks, absent),
+        **{part.key: part.build(core_study, absent) for part in core() if part.build},
         **sections,
         "findings": findings,
         "findings_ground": context,
@@ -118,7 +113,9 @@ def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent, 
             absent.say(key, NOT_ASKED)
             out[key] = None
             continue
-        build_one = partial(section(key).build, replace(study, results=results.pop(key)), absent)
+        build_section = section(key).build
+        assert build_section is not None, f"the section {key} has nothing that builds it"
+        build_one = partial(build_section, replace(study, results=results.pop(key)), absent)
         out[key] = faults.guard(key, build_one)
         if faults.failed(key):
             faults.say(key, absent)

@@ -1,8 +1,10 @@
-"""Names of strangers, made fit to be shown: long C++ names get short."""
+"""How ranks and devices are called, and names of strangers made fit to be shown: long C++ names get short."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from traceloom.harmless import harmless
 
@@ -14,6 +16,22 @@ _WRAPPER = re.compile(r"\bgpu_kernel_impl\w*<")
 _LEAST_ARGUMENTS = 6
 _LONGEST = 4_000  # characters of a name that are looked at
 _ELLIPSIS = "…"
+
+
+def rank_name(entry: Mapping[str, Any], position: int) -> str:
+    """How a rank is called that stands at a position of the document's `ranks`."""
+    return f"trace {position + 1}" if entry.get("rank") is None else f"rank {entry['rank']}"
+
+
+def rank_label(rank: int | None) -> str:
+    """`rank 3`; `rank ?` where the file does not say."""
+    return f"rank {'?' if rank is None else rank}"
+
+
+def allocator(row: Mapping[str, Any]) -> str:
+    """How the memory of a device is called."""
+    kind = str(row["device_type"])
+    return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
 
 
 def short(name: str, width: int) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from traceloom.analyze.kind_rules import KindRule
+    from traceloom.report.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,16 @@ SORT_KEYS = {
 }
 
 
-def ordered(rows: list[dict[str, Any]], options: ReportOptions) -> list[dict[str, Any]]:
-    """The rows a table shows: sorted by `sort` where the table has that column, the first `top` of them."""
+def ordered(table: Table, options: ReportOptions) -> Sequence[Mapping[str, Any]]:
+    """The rows a table shows: sorted by `sort` where it has that column, the first (or heaviest) `top` of them."""
+    rows = table.rows
     columns = SORT_KEYS[options.sort] if options.sort else ()
     column = next((name for name in columns if rows and name in rows[0]), None)
     if column == "name":
         rows = sorted(rows, key=lambda row: str(row["name"]))
     elif column is not None:
         rows = sorted(rows, key=lambda row: -(row[column] or 0))
+    elif table.weight and len(rows) > options.top:
+        heaviest = sorted(range(len(rows)), key=lambda i: -rows[i][table.weight])[: options.top]
+        return [rows[i] for i in sorted(heaviest)]
     return rows[: options.top]

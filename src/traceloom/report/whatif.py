@@ -11,8 +11,8 @@ from rich.text import Text
 from traceloom import __version__
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.views.terminal.columns import Column, lines
-from traceloom.report.views.terminal.time import heading, rank_label
+from traceloom.report.names import rank_label
+from traceloom.report.views.terminal.columns import Column, heading, lines
 from traceloom.retime.law import Law
 from traceloom.simulate.changes import ASSUMES, Change
 from traceloom.simulate.whatif import WhatIf

@@ -5,12 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from traceloom.report.table import Bar
 from traceloom.report.views.terminal.bars import cells, plain, sparkline, stacked
-from traceloom.report.views.terminal.look import DEVICE
 
 
 def test_a_bar_shows_its_parts_in_their_patterns() -> None:
-    assert stacked(DEVICE, [4, 2, 1, 1], 8).plain == "████▓▓▒·"
+    parts = [("", "compute", 4), ("", "communication", 2), ("", "memory", 1), ("", "idle", 1)]
+    assert stacked(Bar(parts, 8), 8).plain == "████▞▞▒·"
+    assert stacked(Bar(parts, 8, longest=16), 16).plain == "████▞▞▒·"
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=8), st.integers(8, 120))

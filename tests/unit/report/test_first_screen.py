@@ -13,7 +13,8 @@ from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.overview import breakdown, headline, key_numbers
+from traceloom.report.views.html.overview import headline, key_numbers
+from traceloom.report.views.html.sections import sections
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing.builder import TraceBuilder
@@ -136,10 +137,10 @@ def test_tiles_and_tables_of_the_page_are_those_of_the_sentence(document: dict[s
     busy = whole - expected["idle"]
     assert f"{busy} of {whole} ns" in key_numbers(document)
     assert headline(document)
-    table = breakdown(document, Reasons(document))
+    page = "".join(body for *_, body in sections(document, document, Reasons(document)))
     for rank in document["ranks"]:
         for device in rank["gpu_account"]["devices"]:
-            assert f"{device['window_ns']}" in table
+            assert f'data-v="{device["window_ns"]}"' in page
 
 
 def test_markdown_has_the_same_shares(document: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.report.views.html.cells import Column, cells, rounded, text, unit_of
+from traceloom.report.table import Col
+from traceloom.report.views.html.cells import cells, rounded, unit_of
+from traceloom.report.views.html.text import text
 
 
 @pytest.mark.parametrize(
@@ -27,31 +29,31 @@ def test_three_significant_digits(value: float, shown: str) -> None:
 
 
 def test_a_column_has_the_unit_of_its_largest_value() -> None:
-    time = Column("t", "T", "time")
+    time = Col("t", "T", "time")
     assert unit_of(time, [1, 2_500_000, None]) == (1_000_000, "ms")
     assert unit_of(time, [999]) == (1, "ns")
     assert unit_of(time, [0, None]) == (1, "")
-    assert unit_of(Column("b", "B", "bytes"), [3_000_000_000]) == (10**9, "GB")
+    assert unit_of(Col("b", "B", "bytes"), [3_000_000_000]) == (10**9, "GB")
 
 
 def test_the_exact_value_stands_behind_the_rounded_one() -> None:
-    column = Column("t", "T", "time")
+    column = Col("t", "T", "time")
     assert cells(column, [1_234_567], (1_000_000, "ms"), "") == ['<td class="n" data-v="1234567">1.23</td>']
 
 
 def test_decimals_are_aligned_by_padding() -> None:
-    column = Column("t", "T", "time")
+    column = Col("t", "T", "time")
     made = cells(column, [123_000_000, 12_340_000, 1_230_000], (1_000_000, "ms"), "")
     assert [cell.split('"')[1] for cell in made] == ["n p2 w", "n p1", "n"]
 
 
 def test_unknown_is_a_dash_with_a_reason() -> None:
-    made = cells(Column("b", "B", "bytes"), [None], (1, ""), 'the trace does not "say"')
+    made = cells(Col("b", "B", "bytes"), [None], (1, ""), 'the trace does not "say"')
     assert made == ['<td class="n none" title="the trace does not &quot;say&quot;">–</td>']
 
 
 def test_a_share_is_never_zero_or_whole_unless_it_is() -> None:
-    made = cells(Column("s", "S", "share"), [0.0, 0.0001, 0.5, 0.9999, 1.0], (0.01, "%"), "")
+    made = cells(Col("s", "S", "share"), [0.0, 0.0001, 0.5, 0.9999, 1.0], (0.01, "%"), "")
     shown = [cell.split('"sh">')[1].split("<")[0] for cell in made]
     assert shown == ["0", "&lt;0.1", "50.0", "&gt;99.9", "100"]
 

@@ -16,9 +16,9 @@ import pytest
 
 from traceloom.model import Notice, Session
 from traceloom.report import document
+from traceloom.report.icicle import island
 from traceloom.report.views.html import render
 from traceloom.report.views.html.frame import SCRIPTS, STYLES
-from traceloom.report.views.html.modules import island
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"\u2028"
 ASSETS = files("traceloom.report.views.html").joinpath("assets")
@@ -155,7 +155,7 @@ def test_a_run_without_a_gpu_shows_the_host_account(session: Session, named_trac
     trace = TraceBuilder(device_name=None).step(1, 0, 90).op("aten::add", 5, 50).build()
     run = Session((trace,), "cpu")
     page = render(document.build(run), run)
-    assert 'id="host-breakdown"' in page
+    assert 'id="main-thread-activity"' in page
     assert 'id="breakdown"' not in page
 
 

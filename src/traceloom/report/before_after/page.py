@@ -8,19 +8,20 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
+from traceloom.report.table import Col
 from traceloom.report.views.html.absence import with_code
-from traceloom.report.views.html.cells import Column, text
 from traceloom.report.views.html.frame import asset, framed, one_after_the_other
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 from traceloom.report.whatif import trust
 
 Row = dict[str, Any]
 
 _TIMES = (
-    Column("before_ns", "Before", "time", scale="t"),
-    Column("after_ns", "After", "time", scale="t"),
+    Col("before_ns", "Before", "time", scale="t"),
+    Col("after_ns", "After", "time", scale="t"),
 )
-_SAVED = Column("saved_ns", "Saved", "time", scale="t")
+_SAVED = Col("saved_ns", "Saved", "time", scale="t")
 _ABOUT_TIMELINE = (
     "Every lane as it was and, below it, as it would be, on one axis. A dark edge marks what the changes are about, "
     "a line the critical path: what decides how long it takes."
@@ -64,7 +65,7 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
         note = f'<p class="quiet">{with_code(text(view.said))}</p>' if view.said else ""
         yield "timeline", "Timeline", _ABOUT_TIMELINE, note + asset("timeline.html")
     if len(document["ranks"]) > 1:
-        columns = (Column("rank", "Rank", "count"), *_TIMES, _SAVED)
+        columns = (Col("rank", "Rank", "count"), *_TIMES, _SAVED)
         yield (
             "ranks",
             "Ranks",
@@ -74,7 +75,7 @@ def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, st
     parts = [
         {**part, "of": f"{part['what']}: {part['kind']}" if part["kind"] else part["what"]} for part in document["path"]
     ]
-    kinds = (Column("of", "Time", hint="kind of time on the path"), *_TIMES)
+    kinds = (Col("of", "Time", hint="kind of time on the path"), *_TIMES)
     yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
     yield "trust", "Trust", "How far the answer goes.", f"<p>{text(trust(document))}</p>"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
-from traceloom.report.sections.section import Col, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.views.markdown import code, table, text
 
 Row = dict[str, Any]

@@ -7,11 +7,11 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
-from traceloom.report.sections.section import Col, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.views.html.bars import bar, legend
-from traceloom.report.views.html.cells import Column, text
 from traceloom.report.views.html.frame import framed, one_after_the_other
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 
@@ -73,7 +73,7 @@ def _numbers(document: Row) -> str:
 
 
 def _drawn(data_table: Table) -> str:
-    columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
+    columns = [Col(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
     return table(data_table.key, columns, data_table.rows, _REASONS, data_table.title)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from traceloom.report.names import short
-from traceloom.report.sections.section import Col, Table
+from traceloom.report.table import Col, Table
 
 Row = dict[str, Any]
 

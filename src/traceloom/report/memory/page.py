@@ -12,12 +12,13 @@ from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.page_more import activations, ran_out
 from traceloom.report.memory.page_more import allocator as state_of_allocator
 from traceloom.report.memory.picture import figure
+from traceloom.report.names import allocator, rank_name
+from traceloom.report.table import Col
 from traceloom.report.views.html import inputs
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import Column, text
 from traceloom.report.views.html.frame import framed, one_after_the_other
-from traceloom.report.views.html.overview import allocator, rank_name
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 MOST_RANKS = 8  # that are shown one by one: those with the highest peaks
@@ -125,9 +126,9 @@ def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons
 
 
 _HELD = (
-    Column("bytes", "Bytes", "bytes"),
-    Column("fraction", "Share", "share"),
-    Column("block_count", "Blocks", "count"),
+    Col("bytes", "Bytes", "bytes"),
+    Col("fraction", "Share", "share"),
+    Col("block_count", "Blocks", "count"),
 )
 
 
@@ -135,20 +136,20 @@ def _scopes(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reason
     rows = joined(memory["tree"])
     columns = [
         *_HELD,
-        Column("self_bytes", "Its own", "bytes", "held by no row below it"),
-        Column("name", "Scope and operator", "name"),
+        Col("self_bytes", "Its own", "bytes", "held by no row below it"),
+        Col("name", "Scope and operator", "name"),
     ]
     return table(key, columns, rows, {}, "Memory by scope")
 
 
 def _modules(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
-    return table(key, [*_HELD, Column("name", "Module", "name")], memory["modules"], {}, "Memory by module")
+    return table(key, [*_HELD, Col("name", "Module", "name")], memory["modules"], {}, "Memory by module")
 
 
 def _categories(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
     rows = [{**row, "name": row["category"].replace("_", " ")} for row in memory["categories"]]
     hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
-    columns = [Column("name", "Category"), *_HELD, Column("evidence", "Known by", "text", hint)]
+    columns = [Col("name", "Category"), *_HELD, Col("evidence", "Known by", "text", hint)]
     return table(key, columns, rows, {}, "Memory by category")
 
 
@@ -162,13 +163,13 @@ def _largest(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reason
         for row in memory["largest"]
     ]
     columns = [
-        Column("bytes", "Bytes", "bytes"),
-        Column("what", "Category"),
-        Column("step", "Step", "count"),
-        Column("time_ns", "From", "time", "after the start of the recording"),
-        Column("lifetime_ns", "Lives", "time"),
-        *([Column("owner", "Owner", "name")] if any(row["owner"] for row in rows) else []),
-        Column("name", "Name", "name"),
+        Col("bytes", "Bytes", "bytes"),
+        Col("what", "Category"),
+        Col("step", "Step", "count"),
+        Col("time_ns", "From", "time", "after the start of the recording"),
+        Col("lifetime_ns", "Lives", "time"),
+        *([Col("owner", "Owner", "name")] if any(row["owner"] for row in rows) else []),
+        Col("name", "Name", "name"),
     ]
     why = {**reasons.columns("memories[*].largest"), "lifetime_ns": "it was not made and freed in the recording"}
     return table(key, columns, rows, why, "Largest allocations")
@@ -180,13 +181,13 @@ def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons)
     if not memory["growth"]:
         return '<p class="quiet">Nothing grows from step to step.</p>'
     columns = [
-        Column("bytes_per_step", "Per step", "bytes"),
-        Column("step_count", "Steps", "count", "that left something"),
-        Column("bytes", "So far", "bytes"),
-        Column("block_count", "Blocks", "count"),
-        *([Column("full_at_step", "Full at step", "count")] if "full_at_step" in memory["growth"][0] else []),
-        Column("site", "Allocated by", "name"),
-        *([Column("stack", "Stack", "name")] if "stack" in memory["growth"][0] else []),
+        Col("bytes_per_step", "Per step", "bytes"),
+        Col("step_count", "Steps", "count", "that left something"),
+        Col("bytes", "So far", "bytes"),
+        Col("block_count", "Blocks", "count"),
+        *([Col("full_at_step", "Full at step", "count")] if "full_at_step" in memory["growth"][0] else []),
+        Col("site", "Allocated by", "name"),
+        *([Col("stack", "Stack", "name")] if "stack" in memory["growth"][0] else []),
     ]
     return table(key, columns, memory["growth"], reasons.columns("memories[*].growth"), "Growth")
 
@@ -197,9 +198,9 @@ def _activations(memory: Row, _entry: Row, key: str, _document: Row, _reasons: R
 
 def _lifetimes(shown: list[tuple[str, Row]]) -> str:
     columns = [
-        Column("life", "Lifetime"),
-        Column("block_count", "Blocks", "count"),
-        Column("bytes", "Bytes", "bytes", "summed over all of them"),
+        Col("life", "Lifetime"),
+        Col("block_count", "Blocks", "count"),
+        Col("bytes", "Bytes", "bytes", "summed over all of them"),
     ]
     out = []
     for position, (_, entry) in enumerate(shown):
@@ -219,13 +220,13 @@ def _ranks(document: Row) -> str:
         for memory in entry["memories"]
     ]
     columns = [
-        Column("rank", "Rank"),
-        Column("where", "Memory"),
-        Column("peak_bytes", "Peak", "bytes"),
-        Column("peak_step", "In step", "count"),
-        Column("end_bytes", "At the end", "bytes"),
-        Column("allocation_count", "Allocations", "count"),
-        Column("free_count", "Frees", "count"),
+        Col("rank", "Rank"),
+        Col("where", "Memory"),
+        Col("peak_bytes", "Peak", "bytes"),
+        Col("peak_step", "In step", "count"),
+        Col("end_bytes", "At the end", "bytes"),
+        Col("allocation_count", "Allocations", "count"),
+        Col("free_count", "Frees", "count"),
     ]
     job = "".join(
         f'<p class="quiet">{row["count"]} × {text(row["device_type"])}: {units.size(row["sum_of_peaks_bytes"])} '

@@ -6,9 +6,10 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.memory.chains import joined
-from traceloom.report.views.html.cells import Column, text
-from traceloom.report.views.html.overview import allocator as called
+from traceloom.report.names import allocator as called
+from traceloom.report.table import Col
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 _MOST = 8  # times that are shown one by one
@@ -32,21 +33,21 @@ def _end(entry: Row, number: int) -> str:
         parts.append(f'<p class="quiet">at <code>{text(entry["where"])}</code></p>')
     if entry["advice"]:
         columns = [
-            Column("bytes", "Frees up to", "bytes"),
-            Column("text", "What to try first"),
-            Column("why", "Because"),
+            Col("bytes", "Frees up to", "bytes"),
+            Col("text", "What to try first"),
+            Col("why", "Because"),
         ]
         why = {"bytes": "how much it frees is not known"}
         parts.append(table(f"advice-{number}", columns, entry["advice"], why, "What to try first"))
     columns = [
-        Column("bytes", "Bytes", "bytes"),
-        Column("fraction", "Share", "share"),
-        Column("name", "Alive then", "name"),
+        Col("bytes", "Bytes", "bytes"),
+        Col("fraction", "Share", "share"),
+        Col("name", "Alive then", "name"),
     ]
     parts.append(table(f"alive-{number}", columns, joined(entry["tree"]), {}, "Alive when memory ran out"))
     if entry["stack"]:
         frames = [{"frame": frame} for frame in reversed(entry["stack"])]
-        columns = [Column("frame", "Stack, the innermost frame first", "name")]
+        columns = [Col("frame", "Stack, the innermost frame first", "name")]
         parts.append(table(f"stack-{number}", columns, frames, {}, "Stack"))
     return "".join(parts)
 
@@ -58,11 +59,11 @@ def activations(memory: Row, key: str) -> str:
         return '<p class="quiet">No activations are alive at this instant.</p>'
     device = any(row["device_ns"] for row in rows)
     columns = [
-        Column("saved_bytes", "Would free", "bytes", "by checkpointing this module"),
-        Column("bytes", "Holds", "bytes"),
-        Column("device_ns" if device else "host_ns", "Computed again", "time", "its forward pass, once more"),
-        Column("call_count", "Calls", "count"),
-        Column("module", "Module", "name"),
+        Col("saved_bytes", "Would free", "bytes", "by checkpointing this module"),
+        Col("bytes", "Holds", "bytes"),
+        Col("device_ns" if device else "host_ns", "Computed again", "time", "its forward pass, once more"),
+        Col("call_count", "Calls", "count"),
+        Col("module", "Module", "name"),
     ]
     return table(key, columns, rows, {}, "Activations by module")
 

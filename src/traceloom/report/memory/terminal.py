@@ -13,11 +13,10 @@ from traceloom.model import units
 from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
 from traceloom.report.memory.terminal_more import activations, allocator, ran_out, wrapped
-from traceloom.report.names import short
+from traceloom.report.names import rank_label, short
 from traceloom.report.views.terminal.bars import plain, sparkline
-from traceloom.report.views.terminal.columns import Column, lines
+from traceloom.report.views.terminal.columns import Column, heading, lines
 from traceloom.report.views.terminal.look import DIM, SEVERITY
-from traceloom.report.views.terminal.time import heading, rank_label
 
 Row = dict[str, Any]
 _BAR = 12

@@ -11,10 +11,9 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.memory.options import MemoryOptions
-from traceloom.report.names import short
+from traceloom.report.names import rank_label, short
 from traceloom.report.views.terminal.bars import plain
-from traceloom.report.views.terminal.columns import Column, lines
-from traceloom.report.views.terminal.time import heading, rank_label
+from traceloom.report.views.terminal.columns import Column, heading, lines
 
 Row = dict[str, Any]
 _BAR = 12

@@ -1,6 +1,6 @@
-"""The sections of a report beyond its core, one module per question; see `section.py` for what one is.
+"""The sections of a report, one module per question; see `section.py` for what one is.
 
-A section is loaded when it is asked for: a report of the core alone loads none of them.
+A section beyond the core is loaded when it is asked for: a report of the core alone loads none of them.
 """
 
 from __future__ import annotations
@@ -14,56 +14,72 @@ from traceloom.errors import UsageError
 from traceloom.report.faults import FAILED
 from traceloom.report.sections.section import Section
 
-_HOMES = {
-    "memory_owners": "memory_owners",
-    "per_step": "per_step",
-    "kinds": "kinds",
-    "kernel_shapes": "kernel_shapes",
-    "copies": "copies",
-    "counters": "counters",
-    "critical_path": "critical_path",
-    "idle_gaps": "idle_gaps",
-    "launches": "launches",
-    "graph_launches": "graph_launches",
-    "patterns": "patterns",
-    "roofline": "roofline",
-    "flame": "flame",
-    "blocking_calls": "blocking_calls",
-    "threads": "threads",
-    "compile": "compiled",
-    "collectives": "collectives",
-    "groups": "groups",
-    "rank_matrix": "rank_matrix",
-    "across_ranks": "across_ranks",
-    "slow_steps": "slow_steps",
-    "imbalance": "imbalance",
-    "pipeline": "pipeline",
-    "anti_patterns": "anti_patterns",
-    "inference": "inference",
-}
-KEYS = tuple(_HOMES)
-"""In the order of every view; the module of a key is the value."""
+CORE_KEYS = (
+    "breakdown", "steps", "idle", "host", "kernels", "operators", "modules", "communication", "memory", "data_loading",
+)  # fmt: skip
+"""The sections of the core, which every report has, in the order of a terminal."""
+
+KEYS = (
+    "memory_owners", "per_step", "kinds", "kernel_shapes", "copies", "counters", "critical_path", "idle_gaps",
+    "launches", "graph_launches", "patterns", "roofline", "flame", "blocking_calls", "threads", "compile",
+    "collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline", "anti_patterns",
+    "inference",
+)  # fmt: skip
+"""The sections beyond the core, in the order of the document; each is the module of that name."""
+
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("", ("findings", "breakdown", "timeline")),
+    ("Steps", ("steps", "per_step", "critical_path", "slow_steps", "inference")),
+    (
+        "GPU",
+        ("kernels", "kinds", "kernel_shapes", "roofline", "idle", "idle_gaps", "launches", "graph_launches", "patterns",
+         "copies", "counters"),
+    ),
+    (
+        "Host",
+        ("operators", "modules", "flame", "host", "threads", "blocking_calls", "data_loading", "compile",
+         "anti_patterns"),
+    ),
+    (
+        "Ranks",
+        ("communication", "collectives", "across_ranks", "groups", "rank_matrix", "imbalance", "pipeline"),
+    ),
+    ("Memory", ("memory", "memory_owners")),
+    ("Data", ("data", "runs")),
+)  # fmt: skip
+"""What stands together in the page, in its order: name of the group, keys of sections and of the page's own parts
+(`findings`, `timeline`, `data`, `runs`). The first group has no heading: it is the answer."""
 
 CORE = "core"
 FINDINGS = "findings"
 BESIDE = (CORE, FINDINGS)
 """Parts of a report that `--only` can name beside the sections."""
 
+NOT_ASKED = "not asked for (--only)"
+
 
 @cache
 def section(key: str) -> Section[Any]:
     """The section of a key."""
-    loaded: Section[Any] = importlib.import_module(f"{__name__}.{_HOMES[key]}").SECTION
+    loaded: Section[Any] = importlib.import_module(f"{__name__}.{_MODULES.get(key, key)}").SECTION
     return loaded
 
 
+_MODULES = {"compile": "compiled"}  # whose name a key cannot be
+
+
+def core() -> tuple[Section[Any], ...]:
+    """The sections of the core."""
+    return tuple(section(key) for key in CORE_KEYS)
+
+
 def every() -> tuple[Section[Any], ...]:
-    """All sections."""
+    """All sections beyond the core."""
     return tuple(section(key) for key in KEYS)
 
 
 def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
-    """The sections that `--only` asks for; all where it is None, none for `core` alone.
+    """The sections beyond the core that `--only` asks for; all where it is None, none for `core` alone.
 
     Raises:
         UsageError: slug `no-such-section`.
@@ -71,21 +87,18 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
     if only is None:
         return every()
     for key in only:
-        if key not in KEYS and key not in BESIDE:
-            have = ", ".join([*BESIDE, *KEYS])
+        if key not in (*KEYS, *CORE_KEYS, *BESIDE):
+            have = ", ".join([*BESIDE, *CORE_KEYS, *KEYS])
             raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=f"use one of {have}")
     return tuple(section(key) for key in KEYS if key in only)
 
 
 def shown(document: dict[str, Any]) -> tuple[Section[Any], ...]:
-    """The sections that a document was asked for, and that did not fail."""
+    """The sections beyond the core that a document was asked for, and that did not fail."""
     left_out = {
         entry["path"] for entry in document.get("absent") or [] if entry["reason"].startswith((NOT_ASKED, FAILED))
     }
     return tuple(section(key) for key in KEYS if key in document and key not in left_out)
-
-
-NOT_ASKED = "not asked for (--only)"
 
 
 def reasons(some: Iterable[Section[Any]]) -> dict[str, str]:

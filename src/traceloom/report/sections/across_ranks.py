@@ -17,8 +17,9 @@ from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import blocks, heat_map
 from traceloom.report.sections.of_ranks import SEVERAL, compared, part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import of_type, or_null, record, rows
+from traceloom.report.table import Col, Table
 
 _MOST = 100  # collectives, those with the longest waits
 _MOST_CELLS = 20_000

@@ -12,9 +12,10 @@ from traceloom.analyze.anti_patterns import MATCHES, PATTERNS, AntiPatterns
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record
 from traceloom.report.sections.shapes import rows as rows_of
+from traceloom.report.table import Col, Table
 
 _ROWS = 100  # matches of a rank, the longest of each pattern
 _JOB = pl.Schema(

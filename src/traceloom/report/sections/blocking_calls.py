@@ -14,8 +14,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.table import Col, Table
 
 MOST_SITES = 100  # of one rank
 MOST_ROWS = 800  # of all ranks together, but

@@ -12,8 +12,9 @@ from traceloom.analyze.collective.collectives import CALL_SCHEMA
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, calls_of, part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import record, rows
+from traceloom.report.table import Col, Table
 
 _LONGEST = 100
 _KEYS = ("where", "kind", "backend", "group_size", "size_bytes")

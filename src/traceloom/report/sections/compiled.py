@@ -14,8 +14,9 @@ from traceloom.analyze.compiled import BREAKS, GRAPHS, REGIONS, UNCOMPILED
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import or_null, ranked, record
+from traceloom.report.table import Col, Table
 
 _MOST = 100  # rows of a table and rank
 _TIME = pl.Schema({"part": pl.Enum(PARTS), "host_ns": pl.Int64(), "device_ns": pl.Int64(), "kernel_count": pl.Int64()})

@@ -12,8 +12,9 @@ from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.table import Col, Table
 
 _OPS = 50  # of each rank
 _RATES = ("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s")

@@ -12,8 +12,9 @@ from traceloom.analyze.counters import OP_SCHEMA, SERIES_SCHEMA
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.table import Col, Table
 
 _SERIES, _OPS = 200, 200  # of each rank
 _RANGES = pl.Schema(

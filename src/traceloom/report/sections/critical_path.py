@@ -15,8 +15,9 @@ from traceloom.analyze.path.window import usual_step
 from traceloom.errors import TraceloomError
 from traceloom.model import Session, units
 from traceloom.report.absent import Absent
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import of_type, or_null, record, rows
+from traceloom.report.table import Col, Table
 
 _MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 _MOST_STRETCHES = 5_000

@@ -16,8 +16,9 @@ from traceloom.report.icicle import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.chains import shortened
-from traceloom.report.sections.section import Col, Row, Section, Study, Table, on_rank
+from traceloom.report.sections.section import Row, Section, Study, on_rank
 from traceloom.report.sections.shapes import or_null, ranked, record, rows
+from traceloom.report.table import Col, Table
 
 MOST_FRAMES = 1000  # of the tree in the document; exports hold all
 MOST_FUNCTIONS = 75  # of one rank

@@ -10,8 +10,9 @@ from traceloom.analyze.graph_launches import GRAPHS, NODES, REPLAYS, GraphLaunch
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import or_null, ranked, record
+from traceloom.report.table import Col, Table
 
 _ROWS = 1000  # nodes and replays of a rank
 _NULLS = {

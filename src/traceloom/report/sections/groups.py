@@ -12,8 +12,9 @@ from traceloom.analyze.collective.groups import GROUP_SCHEMA
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import NO_CALLS, calls_of, part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import rows
+from traceloom.report.table import Col, Table
 
 _MOST = 200
 _UNKNOWN = {

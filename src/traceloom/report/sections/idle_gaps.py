@@ -12,8 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked
+from traceloom.report.table import Col, Table
 
 _EACH = 50  # gaps of a rank
 _ALL = 1000  # gaps of all ranks

@@ -11,8 +11,9 @@ from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import SEVERAL, part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import or_null, record, rows
+from traceloom.report.table import Col, Table
 
 _WORDS = {
     "compute_ns": "compute",

@@ -12,8 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import or_null, ranked, record
+from traceloom.report.table import Col, Table
 
 _ROWS = 500  # steps and nodes of a rank
 _SHAPES: dict[str, tuple[Mapping[str, Any], str]] = {

@@ -13,8 +13,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.table import Col, Table
 
 _ROWS = 100  # of each rank; fewer where there are many
 _ALL_ROWS = 800

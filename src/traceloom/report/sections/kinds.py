@@ -18,9 +18,10 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record, rows
 from traceloom.report.sections.stacked import Part, stacked
+from traceloom.report.table import Col, Table
 
 _KERNELS = 50  # of each rank; fewer where there are many
 _ALL_KERNELS = 400

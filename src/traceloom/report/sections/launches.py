@@ -15,8 +15,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.curves import curves
-from traceloom.report.sections.section import Col, Row, Section, Study, Table, on_rank
+from traceloom.report.sections.section import Row, Section, Study, on_rank
 from traceloom.report.sections.shapes import or_null, ranked, record
+from traceloom.report.table import Col, Table
 
 _ROWS = 100  # of each table of a rank
 _POINTS = 300  # of each curve

@@ -19,8 +19,9 @@ from traceloom.report.memory.document import REASONS, holders
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import of_type, or_null, record, rows
+from traceloom.report.table import Col, Table
 
 MOST_CURVES = 4  # memories with a curve in the document: those with the highest peaks
 _NAME = 60

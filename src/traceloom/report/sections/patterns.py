@@ -12,8 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import or_null, ranked, record, rows
+from traceloom.report.table import Col, Table
 
 _SHAPE = pl.Schema({**SEQUENCES, **{name: kind for name, kind in STEPS.items() if name != "sequence"}})
 _PER_STEP = [name for name in STEPS if name != "sequence"]

@@ -9,8 +9,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table, on_rank
+from traceloom.report.sections.section import Row, Section, Study, on_rank
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.table import Col, Table
 
 _NAME = 48
 _WHY = "the trace holds no whole step with such work"

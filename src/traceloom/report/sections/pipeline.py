@@ -9,8 +9,9 @@ from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import compared, part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import record, rows
+from traceloom.report.table import Col, Table
 
 _MOST = 2000
 _WHY = "no ranks that send to each other with known peers were recorded"

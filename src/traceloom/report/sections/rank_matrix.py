@@ -11,8 +11,9 @@ from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.heat_map import heat_map
 from traceloom.report.sections.of_ranks import calls_of, part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import record, rows
+from traceloom.report.table import Col, Table
 
 _MOST = 4096  # cells; of larger jobs those with most bytes
 _NONE = "no communication was recorded of which ranks and bytes are known"

@@ -14,8 +14,9 @@ from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
 from traceloom.report.sections.roofline_picture import picture
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.table import Col, Table
 
 _ROWS = 400  # operators of all ranks together, the longest of each
 _LEAST_ROWS = 10

@@ -1,7 +1,8 @@
 """What a section of the report is.
 
 A section answers one question. Its module holds everything about it: how one rank is measured, what stands in the
-document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the same tables.
+document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the
+same tables (`report/table.py`).
 A new section is one module with a `SECTION`, named in `sections/__init__.py`; then `python scripts/report_schema.py`
 writes its shape into the published schema.
 
@@ -21,61 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import polars as pl
 
-from traceloom.model import Session, Trace
-from traceloom.model.columns import UNITS
+from traceloom.model import Session, Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
+from traceloom.report.table import Col, Table
 
 Row = dict[str, Any]
 Measured = TypeVar("Measured")
-
-
-@dataclass(frozen=True, slots=True)
-class Col:
-    """One column of a table.
-
-    Attributes:
-        key: Key of the row.
-        title: Heading.
-        kind: One of `UNITS`, so that every view writes its numbers with a unit.
-        hint: What is counted; shown on hover.
-        narrow: Whether it also stands on a terminal of 80 columns.
-    """
-
-    key: str
-    title: str
-    kind: str = "text"
-    hint: str = ""
-    narrow: bool = True
-
-    def __post_init__(self) -> None:
-        if self.kind not in UNITS:
-            raise ValueError(f"{self.kind!r} is no kind of column")
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One table, drawn by every view: all rows in the page, the first `--top` of them on a terminal.
-
-    Attributes:
-        key: Its id, unique in the report: `copies-kinds`.
-        title: Heading; the first letter is a capital.
-        columns: In the order of the page. The last column of kind `name` takes what room is left on a terminal.
-        rows: Dicts in the order to be shown; a missing or null value shows as unknown.
-        path: Where the rows stand in the document (`copies.kinds`), so that unknown values can say why.
-        note: One sentence below the heading.
-    """
-
-    key: str
-    title: str
-    columns: Sequence[Col]
-    rows: Sequence[Row]
-    path: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +52,19 @@ class Study(Generic[Measured]):
     options: ReportOptions
     results: Sequence[Measured]
 
-    def concat(self, frame: Callable[[Measured], pl.DataFrame]) -> pl.DataFrame:
-        """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a file does not say)."""
+    def concat(self, frame: Callable[[Measured], pl.DataFrame], ranks: Sequence[bool] | None = None) -> pl.DataFrame:
+        """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a file does not say).
+
+        Args:
+            frame: result of a rank -> its rows.
+            ranks: Which of them; None for all.
+        """
         frames = []
-        for trace, result in zip(self.part.traces, self.results, strict=True):
+        pairs = list(zip(self.part.traces, self.results, strict=True))
+        for trace, result in pairs if ranks is None else compress(pairs, ranks):
             of_rank = frame(result)
-            ranks = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, of_rank.height)
-            frames.append(of_rank.clone().insert_column(0, ranks))
+            numbers = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, of_rank.height)
+            frames.append(of_rank.clone().insert_column(0, numbers))
         return pl.concat(frames)
 
 
@@ -109,8 +73,32 @@ def on_rank(row: Row, rows: Iterable[Row]) -> str:
     return f" of rank {row['rank']}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
-def _nothing(_trace: Trace, _options: ReportOptions) -> None:
-    """For sections that look at the whole session only."""
+def several(document: Row, column: Col) -> tuple[Col, ...]:
+    """The column, where the document is about several ranks."""
+    return (column,) if len(document["ranks"]) > 1 else ()
+
+
+def covering(rows: Sequence[Row], key: str, what: str) -> str:
+    """How much the rows of a table add up to."""
+    return f"{units.duration(sum(row[key] for row in rows))} {what}"
+
+
+def with_shares(frame: pl.DataFrame, by: str) -> pl.DataFrame:
+    """Rows by name with their mean, and their `fraction` of the sum of a column; the largest first."""
+    whole = frame[by].sum()
+    share = pl.col(by) / whole if whole else pl.lit(0.0)
+    return frame.with_columns(mean_ns=pl.col("total_ns") // pl.col("count"), fraction=share).sort(
+        by, "name", descending=[True, False], maintain_order=True
+    )
+
+
+def whole_document(document: Row) -> Row:
+    """`read` of sections that are drawn from several keys of the document."""
+    return document
+
+
+def _nothing(*_: Any) -> None:
+    """For sections that look at the whole session only, and those without a sentence."""
 
 
 def _no_picture(_value: Any) -> str:
@@ -125,24 +113,40 @@ class Section(Generic[Measured]):
         key: Key in the document, name for `--only`, id in the page: lower case with underscores.
         title: Heading.
         note: What the section tells, in one line.
-        build: (study, absent) -> the JSON value under `key`; None or empty where nothing is known, with the reason
-            said to `absent`.
         tables: value -> its tables; none where there is nothing to show.
+        build: (study, absent) -> the JSON value under `key`; None or empty where nothing is known, with the reason
+            said to `absent`. Sections that only show what stands under other keys have none.
         summary: value -> one sentence with the main figure, for the short report; None where there is nothing to say.
-        schema: JSON Schema of the value (see `shapes`).
+        schema: JSON Schema of the value (see `shapes`); that of the core is written by hand.
         reasons: Path in the document -> why a value there can be unknown; `key` itself where all may be missing.
         measure: (trace, options) -> what is known of one rank: small, and picklable. Runs rank by rank, so that no
-            more than a few ranks are in memory.
+            more than a few ranks are in memory. Sections of the core share one measurement.
         picture: value -> SVG or HTML above the tables of the page; names from traces escaped. Empty for none.
+        read: document -> the value; by default what stands under `key`.
+        path: Where it stands in the document, if not under `key`: why it is missing is looked up there.
+        anchor: Its id in the page, if that is not its key.
+        definition: value -> HTML of how it is counted, folded below the tables.
+        nothing: What stands in the page where there is nothing to show and nothing is missing.
+        in_markdown: Whether its first table stands in Markdown.
     """
 
     key: str
     title: str
     note: str
-    build: Callable[[Study[Measured], Absent], Any]
     tables: Callable[[Any], Iterable[Table]]
-    summary: Callable[[Any], str | None]
-    schema: Row
-    reasons: Mapping[str, str]
+    build: Callable[[Study[Measured], Absent], Any] | None = None
+    summary: Callable[[Any], str | None] = _nothing
+    schema: Row = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
     measure: Callable[[Trace, ReportOptions], Measured] = _nothing  # type: ignore[assignment]
-    picture: Callable[[Any], str] = field(default=_no_picture)
+    picture: Callable[[Any], str] = _no_picture
+    read: Callable[[Row], Any] | None = None
+    path: str = ""
+    anchor: str = ""
+    definition: Callable[[Any], str] = _no_picture
+    nothing: str = ""
+    in_markdown: bool = False
+
+    def value(self, document: Row) -> Any:
+        """What the section is drawn from; None where it is missing."""
+        return self.read(document) if self.read else document.get(self.key)

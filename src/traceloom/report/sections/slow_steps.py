@@ -10,8 +10,9 @@ from traceloom.analyze.across.slow_steps import DIFFERENCE_SCHEMA, LEAST_STEPS, 
 from traceloom.model import units
 from traceloom.report.absent import Absent
 from traceloom.report.sections.of_ranks import part_of
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import record, rows
+from traceloom.report.table import Col, Table
 
 _MOST = 200
 _UNKNOWN = {

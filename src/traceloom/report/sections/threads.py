@@ -14,8 +14,9 @@ from traceloom.harmless import harmless
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Row, Section, Study, Table
+from traceloom.report.sections.section import Row, Section, Study
 from traceloom.report.sections.shapes import or_null, ranked, record
+from traceloom.report.table import Col, Table
 
 MOST_CURVES = 8  # ranks whose curve is kept
 _WIDTH, _HEIGHT = 720, 72

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from traceloom.analyze.gate.summary import Baseline
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Col, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from traceloom.report.sections.section import Col, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.verdict.tables import headline, reasons, tables
-from traceloom.report.views.html.cells import Column, text
 from traceloom.report.views.html.frame import framed, one_after_the_other
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 _UNKNOWN = {"base_kernel": "the base does not launch it", "new_kernel": "the new run does not launch it"}
@@ -21,7 +21,7 @@ def render(document: Row) -> str:
     paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
     sections = []
     for data_table in (*tables(document), _runs(document)):
-        columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
+        columns = [Col(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
         drawn = table(data_table.key, columns, data_table.rows, _UNKNOWN, data_table.title)
         sections.append((f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn))
     return framed(

@@ -8,7 +8,7 @@ from typing import Any
 from traceloom.analyze.gate.verdict import ONE, PAIRS
 from traceloom.model import units
 from traceloom.report.comparison import tables as comparison
-from traceloom.report.sections.section import Col, Table
+from traceloom.report.table import Col, Table
 
 Row = dict[str, Any]
 _MINUS = "-"

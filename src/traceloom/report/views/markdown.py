@@ -8,15 +8,14 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.accounts import gpu_accounts, main_account
 from traceloom.report.names import short
 from traceloom.report.notices import said_once
 from traceloom.report.options import ReportOptions, ordered
-from traceloom.report.sections import shown
+from traceloom.report.sections import core, shown
+from traceloom.report.table import PICTURES, Col, written
 
 Row = dict[str, Any]
-_MOST_RANKS = 12
-_MOST_ROWS = 8
+_MOST_ROWS = 12
 _MOST_NOTICES = 5
 _MOST_FINDINGS = 5
 _MOST_LINES = 60  # of a report of one run
@@ -55,10 +54,7 @@ def _lines(document: Row, options: ReportOptions) -> Iterator[str]:
     yield f"**{text(document['answer']['sentence'])}**"
     yield from _runs(document)
     yield from _findings(document)
-    yield from _devices(document)
-    yield from _host(document)
-    yield from _kernels(document, options)
-    yield from _operators(document, options)
+    yield from _core(document, options)
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -86,73 +82,22 @@ def _runs(document: Row) -> Iterator[str]:
     yield from table("run", ("ranks", "time", "steps", "answer"), rows[: _MOST_ROWS * 4])
 
 
-def _label(rank: int | None) -> str:
-    return "?" if rank is None else str(rank)
-
-
-def _devices(document: Row) -> Iterator[str]:
-    devices = [(rank, device) for rank, account in gpu_accounts(document) for device in account["devices"]]
-    keys = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
-    rows = [
-        [f"rank {_label(rank['rank'])}, GPU {device['device']}", units.duration(device["window_ns"])]
-        + [units.share(device[key], device["window_ns"]) for key in keys]
-        + [_step(rank)]
-        for rank, device in devices[:_MOST_RANKS]
-    ]
-    head = ("window", "compute", "exposed communication", "exposed memory", "idle", "median step")
-    yield from table("GPU time", head, rows)
-    if len(devices) > _MOST_RANKS:
-        yield f"| … and {len(devices) - _MOST_RANKS} more | | | | | | |"
-
-
-def _step(rank: Row) -> str:
-    return units.duration(rank["step_times"]["median_ns"]) if rank["step_times"] else "-"
-
-
-def _host(document: Row) -> Iterator[str]:
-    """Of ranks without a GPU: the phases of the main thread."""
-    rows = []
-    for rank in document["ranks"]:
-        account = main_account(rank)
-        if rank["devices"] or not account:
+def _core(document: Row, options: ReportOptions) -> Iterator[str]:
+    """The first table of each section that stands in Markdown, without pictures."""
+    for section in core() if not document["runs"] else ():
+        shown_table = next(iter(section.tables(section.value(document))), None) if section.in_markdown else None
+        if shown_table is None:
             continue
-        whole = sum(row["ns"] for row in account)
-        phases = ("loading", "forward", "backward", "optimizer", "communication", "other")
-        parts = [sum(row["ns"] for row in account if row["phase"] == phase) for phase in phases]
-        shares = [units.share(part, whole) for part in parts]
-        rows.append([f"rank {_label(rank['rank'])}", units.duration(whole), *shares, _step(rank)])
-    head = ("window", "loading", "forward", "backward", "optimizer", "communication", "other", "median step")
-    yield from table("host time", head, rows[:_MOST_RANKS])
+        columns = [column for column in shown_table.columns if column.narrow and column.kind not in PICTURES]
+        rows = ordered(shown_table, options)[:_MOST_ROWS]
+        cells = [[_cell(column, row.get(column.key)) for column in columns] for row in rows]
+        yield from table(shown_table.title, [column.title for column in columns[1:]], cells)
+        if len(rows) < len(shown_table.rows):
+            yield f"| … and {units.count(len(shown_table.rows) - len(rows))} more |{' |' * (len(columns) - 1)}"
 
 
-def _kernels(document: Row, options: ReportOptions) -> Iterator[str]:
-    shown = ordered(document["kernels"], options)[:_MOST_ROWS]
-    rows = [
-        [
-            code(r["name"]),
-            r["category"],
-            units.duration(r["total_ns"]),
-            units.share(r["fraction"], 1.0),
-            units.count(r["count"]),
-        ]
-        for r in shown
-    ]
-    yield from table("GPU work", ("category", "total", "share", "count"), rows)
-
-
-def _operators(document: Row, options: ReportOptions) -> Iterator[str]:
-    shown = ordered(document["operators"], options)[:_MOST_ROWS]
-    rows = [
-        [
-            code(r["name"]),
-            units.duration(r["self_ns"]),
-            units.duration(r["total_ns"]),
-            units.duration(r["device_ns"]),
-            units.count(r["count"]),
-        ]
-        for r in shown
-    ]
-    yield from table("operator", ("self", "total", "GPU", "count"), rows)
+def _cell(column: Col, value: Any) -> str:
+    return code(str(value)) if column.kind == "name" else text(written(column, value))
 
 
 def _findings(document: Row) -> Iterator[str]:

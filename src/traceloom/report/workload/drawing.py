@@ -9,8 +9,8 @@ from typing import Any
 from traceloom import __version__
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.views.html.cells import text
 from traceloom.report.views.html.frame import asset, policy
+from traceloom.report.views.html.text import text
 from traceloom.report.workload.picture import Box, Link, Picture
 from traceloom.report.workload.places import HEIGHT, WIDTH, Places, arrange
 

@@ -11,17 +11,17 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.views.terminal.columns import Column, lines
-from traceloom.report.views.terminal.look import DEVICE, DIM, SEVERITY
-from traceloom.report.views.terminal.time import heading
+from traceloom.report.views.terminal.columns import Column, heading, lines
+from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 
 Row = dict[str, Any]
 _MOST_RANKS = 8
 _MOST_NEIGHBOURS = 40
 _LOOKS = {
-    "kernel": DEVICE[0], "compute": DEVICE[0], "collective": DEVICE[1], "send": DEVICE[1], "receive": DEVICE[1],
-    "copy": DEVICE[2], "fill": DEVICE[2], "load": DEVICE[2], "store": DEVICE[2],
-}  # fmt: skip
+    **dict.fromkeys(("kernel", "compute"), FILLS["compute"]),
+    **dict.fromkeys(("collective", "send", "receive"), FILLS["communication"]),
+    **dict.fromkeys(("copy", "fill", "load", "store"), FILLS["memory"]),
+}
 
 
 def render(summary: Row, width: int) -> Iterator[Text]:
@@ -71,8 +71,7 @@ def _table(title: str, note: str, rows: list[Row], key: str, width: int) -> Iter
     columns = [Column("count"), Column("time"), Column("longest"), *([Column("bytes")] if with_bytes else [])]
 
     def name(i: int, room: int) -> Text:
-        look = _LOOKS.get(rows[i]["kind"])
-        mark = (look.fill, look.style) if look else ("·", DIM)
+        mark = _LOOKS.get(rows[i]["kind"], ("·", DIM))
         return Text.assemble(mark, " ", short(rows[i][key] or "(no name)", room - 2))
 
     yield from lines(columns, cells, (key, name), width)

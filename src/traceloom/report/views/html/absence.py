@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from traceloom.report.views.html.cells import text
+from traceloom.report.views.html.text import text
 
 
 class Reasons:

@@ -5,30 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from traceloom.model import units
-from traceloom.report.views.html.cells import text
-
-# Colour group of each kind of time; the style sheet has one custom property for each.
-GROUPS = {
-    "compute": "compute",
-    "communication": "communication",
-    "memory": "memory",
-    "idle": "idle",
-    "op": "op",
-    "launch": "launch",
-    "blocking_call": "blocking",
-    "python": "python",
-    "unobserved": "idle",
-    "loading": "loading",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "other": "other",
-}
-
-
-def group(kind: str) -> str:
-    """The colour group of a kind of time; what this version does not know is `other`."""
-    return GROUPS.get(kind, "other")
+from traceloom.report.views.html.text import text
 
 
 def bar(parts: Iterable[tuple[str, str, int]], whole: int, longest: int | None = None) -> str:

@@ -9,10 +9,11 @@ import shlex
 from typing import Any
 
 from traceloom.model import units
+from traceloom.report.names import rank_name
+from traceloom.report.table import Col
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import Column, text
-from traceloom.report.views.html.overview import rank_name
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 _STATES = {
@@ -70,17 +71,17 @@ def _machines(ranks: list[Row]) -> str:
             }
         )
     columns = [
-        Column("rank", "Rank", "count"),
-        Column("host", "Host"),
-        Column("processor", "Processor"),
-        Column("cpus", "CPUs", "count", "that the process may use"),
-        Column("threads", "Threads", "count", "of PyTorch's operators"),
-        Column("torch", "PyTorch"),
-        Column("python", "Python"),
-        Column("with", "With"),
-        Column("recorded_ns", "Step", "time", "median of the recorded steps", scale="step"),
-        Column("bare_ns", "Bare step", "time", "median of the steps of this run that were not recorded", scale="step"),
-        Column("ratio", "Overhead", "text", "recorded by bare step: what recording cost, and chance"),
+        Col("rank", "Rank", "count"),
+        Col("host", "Host"),
+        Col("processor", "Processor"),
+        Col("cpus", "CPUs", "count", "that the process may use"),
+        Col("threads", "Threads", "count", "of PyTorch's operators"),
+        Col("torch", "PyTorch"),
+        Col("python", "Python"),
+        Col("with", "With"),
+        Col("recorded_ns", "Step", "time", "median of the recorded steps", scale="step"),
+        Col("bare_ns", "Bare step", "time", "median of the steps of this run that were not recorded", scale="step"),
+        Col("ratio", "Overhead", "text", "recorded by bare step: what recording cost, and chance"),
     ]
     why_unknown = dict.fromkeys(("bare_ns", "ratio"), "no step of this run was left unrecorded after the first ones")
     return table("recording-table", columns, rows, why_unknown, "Recording by rank")

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.report.names import short
+from traceloom.report.table import UNITS, Bar, Col
+from traceloom.report.views.html.bars import bar
+from traceloom.report.views.html.text import text
 
 UNKNOWN = "–"
 _TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 _PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
-_RATES = {"flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
+_RATES = ("flops", "flop_rate", "byte_rate")
 _BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 _DECIMALS = 3
 NAME_LENGTH = 64
 _ONE_LINE = 32  # characters that never wrap
 
 
-def text(value: object) -> str:
-    """Any text of a stranger as HTML: escaped, control characters spelled out."""
-    return escape(harmless(str(value)))
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a table.
-
-    Attributes:
-        key: Key of the row, and the name of the column in the address.
-        title: Header.
-        kind: text, name (long, cut with the whole on hover), time, bytes, count, share, number, flops, flop_rate,
-            byte_rate or bar (ready HTML).
-        hint: What is counted, shown on hover of the header.
-        swatch: Colour group shown before the title.
-        scale: Columns with the same scale share one unit, so that they can be compared.
-    """
-
-    key: str
-    title: str
-    kind: str = "text"
-    hint: str = ""
-    swatch: str = ""
-    scale: str = ""
-
-    @property
-    def numeric(self) -> bool:
-        """Whether cells are aligned on the decimal and sorted as numbers."""
-        return self.kind in ("time", "bytes", "count", "share", "number", *_RATES)
-
-    @property
-    def exact_unit(self) -> str:
-        """The unit of the exact value."""
-        return {"time": "ns", "bytes": "B", "share": "%", **_RATES}.get(self.kind, "")
-
-
 Unit = tuple[float, str]
 
 
-def unit_of(column: Column, values: list[Any]) -> Unit:
+def unit_of(column: Col, values: list[Any]) -> Unit:
     """The unit in which the largest value of a column is at least 1; none for a column of zeros."""
     if column.kind == "share":
         return 0.01, "%"
@@ -67,7 +32,7 @@ def unit_of(column: Column, values: list[Any]) -> Unit:
         return 1, ""
     largest = max((abs(value) for value in values if value is not None), default=0)
     units = {"time": _TIME, "bytes": _BYTES}.get(column.kind) or tuple(
-        (factor, prefix + _RATES[column.kind]) for factor, prefix in _PREFIXES
+        (factor, prefix + UNITS[column.kind]) for factor, prefix in _PREFIXES
     )
     return next(((factor, unit) for factor, unit in units if largest >= factor), (1, ""))
 
@@ -84,7 +49,7 @@ def rounded(value: float) -> str:
     return shown.rstrip("0").rstrip(".") if size < 0.01 else shown
 
 
-def cells(column: Column, values: list[Any], unit: Unit, reason: str) -> list[str]:
+def cells(column: Col, values: list[Any], unit: Unit, reason: str) -> list[str]:
     """The `<td>` of each value; null as a dash that says why on hover."""
     if not column.numeric:
         return [_worded(column, value, reason) for value in values]
@@ -93,7 +58,7 @@ def cells(column: Column, values: list[Any], unit: Unit, reason: str) -> list[st
     return [_numeric(column, value, s, widest, reason) for value, s in zip(values, shown, strict=True)]
 
 
-def _number(column: Column, value: float, factor: float) -> str:
+def _number(column: Col, value: float, factor: float) -> str:
     if column.kind == "share":
         if value in (0, 1):
             return f"{value * 100:.0f}"
@@ -103,7 +68,7 @@ def _number(column: Column, value: float, factor: float) -> str:
     return rounded(value / factor) if column.kind != "count" else f"{value:,}".replace(",", "\u202f")
 
 
-def _numeric(column: Column, value: Any, shown: str | None, widest: int, reason: str) -> str:
+def _numeric(column: Col, value: Any, shown: str | None, widest: int, reason: str) -> str:
     if shown is None:
         return _unknown("n", reason)
     _, dot, fraction = shown.partition(".")
@@ -116,11 +81,11 @@ def _numeric(column: Column, value: Any, shown: str | None, widest: int, reason:
     return f'<td class="n{pad}" data-v="{exact}">{escape(shown)}</td>'
 
 
-def _worded(column: Column, value: Any, reason: str) -> str:
+def _worded(column: Col, value: Any, reason: str) -> str:
     if value is None:
         return _unknown("", reason)
-    if column.kind == "bar":
-        return f'<td class="bar">{value}</td>'
+    if isinstance(value, Bar):
+        return f'<td class="bar">{bar(value.parts, value.whole, value.longest)}</td>'
     if column.kind == "name":
         whole = harmless(str(value))
         cut = short(whole, NAME_LENGTH)

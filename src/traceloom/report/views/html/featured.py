@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from traceloom.model import Session
-from traceloom.report.views.html.cells import text
-from traceloom.report.views.html.overview import rank_name
+from traceloom.report.names import rank_name
+from traceloom.report.views.html.text import text
 from traceloom.report.window import cut
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from traceloom.model import units
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import text
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 

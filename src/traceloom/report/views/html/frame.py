@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 from string import Template
 
-from traceloom.report.views.html.cells import text
-from traceloom.report.views.html.navigation import Section
+from traceloom.report.views.html.text import text
 
 # In the order of their imports: a script only uses what stands before it.
 SCRIPTS = (
@@ -60,8 +59,8 @@ def framed(
     return page.encode("utf-8", "replace").decode("utf-8")  # names from JSON may hold halves of surrogate pairs
 
 
-def one_after_the_other(sections: Iterable[Section]) -> dict[str, str]:
-    """`links` and `sections` of a page whose sections are not grouped."""
+def one_after_the_other(sections: Iterable[tuple[str, str, str, str]]) -> dict[str, str]:
+    """`links` and `sections` of a page whose sections (id, title, note, body) are not grouped."""
     all_sections = list(sections)
     return {
         "links": "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in all_sections),

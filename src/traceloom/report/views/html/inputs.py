@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from traceloom.report.table import Col
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import Column, text
 from traceloom.report.views.html.table import table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 
@@ -25,12 +26,12 @@ def notices(document: Row, reasons: Reasons) -> str:
         for row in rows
     ]
     columns = [
-        Column("grade", "Severity", "html"),
-        Column("message", "Notice"),
-        Column("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
-        Column("count", "Events", "count"),
-        *((Column("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
-        Column("slug", "Name", "text", "look it up in docs/reference/messages.md"),
+        Col("grade", "Severity", "html"),
+        Col("message", "Notice"),
+        Col("weakens", "Weakens", "text", "parts of the report that are less certain for it"),
+        Col("count", "Events", "count"),
+        *((Col("rank", "Rank", "count"),) if any(row.get("rank") is not None for row in rows) else ()),
+        Col("slug", "Name", "text", "look it up in docs/reference/messages.md"),
     ]
     return table("notice-table", columns, marked, reasons.columns("notices"), "Notices")
 
@@ -38,14 +39,14 @@ def notices(document: Row, reasons: Reasons) -> str:
 def runs(document: Row, reasons: Reasons) -> str:
     """The runs that the inputs hold, with the command that reports each alone."""
     columns = [
-        Column("name", "Run", "name"),
-        Column("sentence", "Answer"),
-        Column("ranks", "Ranks", "count", "traces at hand"),
-        Column("world_size", "Of", "count", "ranks of the job"),
-        Column("window_ns", "Window", "time"),
-        Column("steps", "Steps", "count"),
-        Column("events", "Events", "count"),
-        Column("command", "Report it alone", "name"),
+        Col("name", "Run", "name"),
+        Col("sentence", "Answer"),
+        Col("ranks", "Ranks", "count", "traces at hand"),
+        Col("world_size", "Of", "count", "ranks of the job"),
+        Col("window_ns", "Window", "time"),
+        Col("steps", "Steps", "count"),
+        Col("events", "Events", "count"),
+        Col("command", "Report it alone", "name"),
     ]
     return table("run-table", columns, document["runs"], reasons.columns("runs"), "Runs")
 
@@ -61,13 +62,13 @@ def inputs(document: Row, reasons: Reasons) -> str:
         for row in document.get("inputs") or []
     ]
     columns = [
-        Column("path", "File", "name"),
-        Column("rank", "Rank", "count"),
-        Column("world_size", "Of", "count", "ranks of the job"),
-        Column("host", "Host"),
-        Column("events", "Events", "count"),
-        Column("settings", "Recorded"),
-        Column("versions", "Versions"),
+        Col("path", "File", "name"),
+        Col("rank", "Rank", "count"),
+        Col("world_size", "Of", "count", "ranks of the job"),
+        Col("host", "Host"),
+        Col("events", "Events", "count"),
+        Col("settings", "Recorded"),
+        Col("versions", "Versions"),
     ]
     why_unknown = {
         **reasons.columns("inputs"),

@@ -5,29 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-Section = tuple[str, str, str, str]
-"""Id, title, how to read it, body."""
+from traceloom.report.sections import GROUPS
 
-# Name of the group -> ids of its sections, in the order of the page. The first group has no heading: it is the answer.
-GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("", ("findings", "breakdown-section", "timeline")),
-    ("Steps", ("steps", "per-step", "critical-path", "slow-steps", "inference")),
-    (
-        "GPU",
-        ("kernels", "kinds", "kernel-shapes", "roofline", "idle", "idle-gaps", "launches", "graph-launches", "patterns",
-         "copies", "counters"),
-    ),
-    (
-        "Host",
-        ("operators", "modules", "flame", "host", "threads", "blocking-calls", "loading", "compile", "anti-patterns"),
-    ),
-    (
-        "Ranks",
-        ("communication", "collectives", "across-ranks", "groups", "rank-matrix", "imbalance", "pipeline"),
-    ),
-    ("Memory", ("memory", "memory-owners")),
-    ("Data", ("data", "runs")),
-)  # fmt: skip
+Section = tuple[str, str, str, str, str]
+"""Key, id, title, how to read it, body."""
+
 _LAST = GROUPS[-1][0]
 _FEW = 2  # sections without anything to show that stand as they are
 
@@ -58,8 +40,8 @@ def grouped(sections: Iterable[Section], missing: Callable[[str], bool]) -> list
             out.append(
                 Group(
                     name,
-                    [section for section in members if not missing(section[3])],
-                    [section for section in members if missing(section[3])],
+                    [section for section in members if not missing(section[4])],
+                    [section for section in members if missing(section[4])],
                 )
             )
     return out
@@ -69,7 +51,7 @@ def links(groups: Iterable[Group]) -> str:
     """The links of the bar: those of the first group and of groups of one stand open, others fold into menus."""
     out = []
     for group in groups:
-        inside = "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in group.shown)
+        inside = "".join(f'<a href="#{anchor}">{title}</a>' for _, anchor, title, _, _ in group.shown)
         if group.name and len(group.shown) > 1:
             inside = f'<details class="menu" name="menu"><summary>{group.name}</summary><div>{inside}</div></details>'
         out.append(inside)
@@ -85,10 +67,10 @@ def body(groups: Iterable[Group], draw: Callable[[str, str, str, str], str]) -> 
     """
     out = []
     for group in groups:
-        shown = "\n".join(draw(*section) for section in group.shown)
-        nothing = "".join(draw(*section) for section in group.missing)
+        shown = "\n".join(draw(*section[1:]) for section in group.shown)
+        nothing = "".join(draw(*section[1:]) for section in group.missing)
         if group.name and len(group.missing) >= _FEW:
-            titles = ", ".join(title for _, title, _, _ in group.missing)
+            titles = ", ".join(title for _, _, title, _, _ in group.missing)
             nothing = (
                 '<details class="nothing"><summary>Nothing to show here for '
                 f"<span>{titles}</span></summary>{nothing}</details>"

@@ -1,59 +1,23 @@
-"""The top of the page: the answer, four numbers, and where the time went by rank."""
+"""The top of the page: the answer and four numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from traceloom.model import units
-from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
-from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.bars import bar, group, legend
-from traceloom.report.views.html.cells import Column, text
-from traceloom.report.views.html.table import table
+from traceloom.report.accounts import main_account
+from traceloom.report.names import allocator
+from traceloom.report.parts import PHASES, group
+from traceloom.report.views.html.bars import bar, legend
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 KEY_NUMBERS = 4
 NO_BREAK = "\u202f"
 _SMALL = 0.01  # share of the bar below which a part is not listed on its own
+_PHASES = [phase.key for phase in PHASES]
 # Of the parts of the answer: useful time first, idle time last; the phases of a CPU-only run in their order.
 _ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
-
-_DEVICE_PARTS = (
-    ("compute", "compute", "compute_ns"),
-    ("communication not hidden", "communication", "exposed_communication_ns"),
-    ("copies and fills not hidden", "memory", "exposed_memory_ns"),
-    ("idle", "idle", "idle_ns"),
-)
-DEVICE_SHARES = (
-    Column("compute", "Compute", "share", "kernels that are not communication", "compute"),
-    Column("communication", "Comm.", "share", "communication that no computing hides", "communication"),
-    Column("memory", "Memory", "share", "copies and fills that nothing hides", "memory"),
-    Column("idle", "Idle", "share", "no stream of the device runs anything", "idle"),
-)
-ACTIVITIES = {
-    "op": "operators",
-    "launch": "launch calls",
-    "blocking_call": "blocking calls",
-    "python": "Python",
-    "unobserved": "unobserved",
-}
-PHASES = ("loading", "forward", "backward", "optimizer", "communication", "other")
-
-
-def rank_name(entry: Row, position: int) -> str:
-    """How a rank is called on the page."""
-    return f"trace {position + 1}" if entry.get("rank") is None else f"rank {entry['rank']}"
-
-
-def device_parts(row: Row) -> list[tuple[str, str, int]]:
-    """The parts of a device's window, which add up to it: (label, colour group, nanoseconds)."""
-    return [(label, colour, row.get(key) or 0) for label, colour, key in _DEVICE_PARTS]
-
-
-def device_shares(row: Row) -> Row:
-    """The same parts as fractions of the window."""
-    window = row.get("window_ns")
-    return {colour: (row.get(key) or 0) / window if window else None for _, colour, key in _DEVICE_PARTS}
 
 
 def headline(document: Row) -> str:
@@ -64,7 +28,7 @@ def headline(document: Row) -> str:
         label = str(part["label"])
         # Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour.
         phase, colon, _ = label.partition(":")
-        colour = group(phase) if colon and phase in PHASES else group(str(part["kind"]))
+        colour = group(phase if colon and phase in _PHASES else str(part["kind"]))
         parts.append((label, colour, int(part["ns"])))
     whole = sum(ns for _, _, ns in parts)
     parts.sort(key=lambda part: (_place(part[1]), -part[2]))
@@ -86,7 +50,7 @@ def _folded(parts: list[tuple[str, str, int]], whole: int) -> list[tuple[str, st
         alone = not any(part[1] == colour for part in out)
         if len(same) == 1:
             label = same[0][0]
-        elif colour in PHASES:
+        elif colour in _PHASES:
             label = colour if alone else f"{colour}: the rest"
         else:
             label = f"{len(same)} {'' if alone else 'other '}{'causes of idle time' if colour == 'idle' else 'parts'}"
@@ -187,12 +151,6 @@ def _memory(document: Row) -> Number | None:
     return "Peak memory", units.size(highest["peak_bytes"]), f"{highest['peak_bytes']} B", allocator(highest)
 
 
-def allocator(row: Row) -> str:
-    """How the memory of a device is called."""
-    kind = str(row["device_type"])
-    return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
-
-
 def _share_of(document: Row, label: str, more: str, **conditions: str) -> Number | None:
     rows = [row for rank in document["ranks"] for row in main_account(rank)]
     window = sum(row["ns"] for row in rows)
@@ -217,72 +175,3 @@ def _unobserved(document: Row) -> Number | None:
 _CANDIDATES = (
     _step_time, _busy, _communication, _idle_cause, _operators, _loading, _memory, _unobserved, _window,
 )  # fmt: skip
-
-
-def breakdown(document: Row, reasons: Reasons) -> str:
-    """Where the time of every rank went: of its GPUs, or of the main thread where there is none."""
-    places = {id(rank): k for k, rank in enumerate(document["ranks"])}
-    rows = [
-        {
-            "rank": rank_name(rank, places[id(rank)]),
-            "device": f"{device['device']}" + (f" · {device['name']}" if device.get("name") else ""),
-            "bar": bar(device_parts(device), device["window_ns"]),
-            **device_shares(device),
-            "window": device["window_ns"],
-        }
-        for rank, account in gpu_accounts(document)
-        for device in account["devices"]
-    ]
-    if not rows:
-        return reasons.line("ranks[*].devices", "GPU time") + host_breakdown(document)
-    columns = [
-        Column("rank", "Rank"),
-        Column("device", "GPU"),
-        Column("bar", "Time on the GPU", "bar"),
-        *DEVICE_SHARES,
-        Column("window", "Window", "time", gpu_window(document)),
-    ]
-    return table("breakdown", columns, rows, {}, "GPU time by rank") + _DEVICE_DEFINITION
-
-
-_DEVICE_DEFINITION = """<details class="definition"><summary>How it is counted</summary>
-<p>A nanosecond is <b>compute</b> when any computing kernel runs on the device, else <b>communication</b> when any
-communication kernel runs, else <b>memory</b> when a copy or a fill runs, else <b>idle</b>. The four add up to the
-window to the nanosecond: all steps, or without steps from the first to the last GPU work. Communication behind
-computing is hidden and costs nothing here.</p></details>"""
-
-
-def host_breakdown(document: Row) -> str:
-    """The main thread of each rank by phase and by activity."""
-    rows = []
-    for k, rank in enumerate(document["ranks"]):
-        account = main_account(rank)
-        window = sum(row["ns"] for row in account)
-        if not window:
-            continue
-        phases = [(p, group(p), sum(row["ns"] for row in account if row["phase"] == p)) for p in PHASES]
-        activities = [
-            (name, group(a), sum(row["ns"] for row in account if row["activity"] == a))
-            for a, name in ACTIVITIES.items()
-        ]
-        rows.append({"rank": rank_name(rank, k), "what": "phase", "bar": bar(phases, window), "window": window})
-        rows.append({"rank": rank_name(rank, k), "what": "activity", "bar": bar(activities, window), "window": window})
-    if not rows:
-        return ""
-    columns = [
-        Column("rank", "Rank"),
-        Column("what", "By"),
-        Column("bar", "Time of the main thread", "bar"),
-        Column("window", "Window", "time", host_window(document)),
-    ]
-    legends = ""
-    for names in ({phase: phase for phase in PHASES}, ACTIVITIES):
-        items = "".join(f'<li><i class="swatch b-{group(key)}"></i>{name}</li>' for key, name in names.items())
-        legends += f'<ul class="legend">{items}</ul>'
-    return table("host-breakdown", columns, rows, {}, "Main thread by rank") + legends + _HOST_DEFINITION
-
-
-_HOST_DEFINITION = """<details class="definition"><summary>How it is counted</summary>
-<p>Every nanosecond of the thread has one <b>phase</b> (the outermost region around it: loading, forward, backward,
-optimizer, communication) and one <b>activity</b> (the innermost event: an operator, a launch call, a call that blocks,
-a Python frame; unobserved where nothing is recorded). Each of the two adds up to the window.</p></details>"""

@@ -7,24 +7,12 @@ from html import escape
 from typing import Any
 
 from traceloom.model import Session, units
-from traceloom.report.views.html import (
-    capture,
-    featured,
-    findings,
-    inputs,
-    memory,
-    modules,
-    navigation,
-    overview,
-    ranks,
-    sections,
-    timeline,
-    work,
-)
+from traceloom.report.names import rank_name
+from traceloom.report.views.html import capture, featured, findings, inputs, navigation, overview, sections, timeline
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import text
 from traceloom.report.views.html.frame import asset, framed, missing, standing
 from traceloom.report.views.html.navigation import Section
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 
@@ -79,35 +67,20 @@ def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[S
     """All sections, in no order; `near` has the ranks that are shown one by one."""
     data = inputs.notices(document, reasons) + inputs.inputs(document, reasons)
     if document.get("runs"):
-        return [("runs", "Runs", "Report one of them alone to see more.", inputs.runs(document, reasons)),
-                ("data", "Data", "What was read, and what to know about it.", data)]  # fmt: skip
-    data += capture.capture(document, reasons)
-    several = len(document["ranks"]) > 1
+        runs = inputs.runs(document, reasons)
+        return [("runs", "runs", "Runs", "Report one of them alone to see more.", runs),
+                ("data", "data", "Data", "What was read, and what to know about it.", data)]  # fmt: skip
     return [
-        ("findings", "What to fix first", _ABOUT_FINDINGS, findings.findings(document, reasons)),
-        ("breakdown-section", "Breakdown", "Where the time of every rank went.", overview.breakdown(document, reasons)),
-        ("timeline", "Timeline", "Every event of every thread and stream.", events),
+        ("findings", "findings", "What to fix first", _ABOUT_FINDINGS, findings.findings(document, reasons)),
+        ("timeline", "timeline", "Timeline", "Every event of every thread and stream.", events),
+        *sections.sections(document, near, reasons),
         (
-            "steps",
-            "Steps",
-            "One row per step; the longest step fills the width.",
-            ranks.steps(near, reasons),
+            "data",
+            "data",
+            "Data",
+            "What was read, and what to know about it.",
+            data + capture.capture(document, reasons),
         ),
-        ("idle", "Idle time", "Why the GPU had nothing to do, gap by gap.", ranks.idle(near, reasons)),
-        (
-            "kernels",
-            "Kernels",
-            "GPU work by name" + (", summed over ranks." if several else "."),
-            work.kernels(document, reasons),
-        ),
-        ("operators", "Operators", "Framework operators by host time.", work.operators(document, reasons)),
-        ("communication", "Communication", "Collectives by kind and group.", work.communication(document, reasons)),
-        ("modules", "Modules", "Which part of the model the time belongs to.", modules.modules(near, reasons)),
-        ("memory", "Memory", "What the allocator had given out.", memory.memory(document, reasons)),
-        ("host", "Host threads", "What each thread did, by innermost activity.", ranks.host(near, reasons)),
-        ("loading", "Data loading", "Waits for the next batch.", work.data_loading(document, reasons)),
-        *sections.sections(document, reasons, few=near is document),
-        ("data", "Data", "What was read, and what to know about it.", data),
     ]
 
 
@@ -124,10 +97,10 @@ def _omitted(view: timeline.Timeline) -> str:
 
 
 def _rank_choice(document: Row) -> str:
-    entries = document["ranks"][: ranks.MOST_RANKS]
+    entries = document["ranks"][: sections.MOST_RANKS]
     if len(entries) < 2:
         return ""
-    options = "".join(f'<option value="{k}">{overview.rank_name(r, k)}</option>' for k, r in enumerate(entries))
+    options = "".join(f'<option value="{k}">{rank_name(r, k)}</option>' for k, r in enumerate(entries))
     return f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
 
 

@@ -1,4 +1,4 @@
-"""The sections beyond the core in the page: a sentence, a picture, tables."""
+"""The sections in the page: a sentence, a picture, tables."""
 
 from __future__ import annotations
 
@@ -7,37 +7,62 @@ from html import escape
 from typing import Any
 
 from traceloom.model import units
-from traceloom.report.sections import shown
-from traceloom.report.sections.section import Table
+from traceloom.report.names import rank_name
+from traceloom.report.sections import core, shown
+from traceloom.report.sections.section import Section
+from traceloom.report.table import Table
 from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import Column, text
 from traceloom.report.views.html.table import MOST_ROWS, table
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
+MOST_RANKS = 64  # whose own tables stand in the page
 _MOST_ROWS_OF_MANY = 500  # of one table, where the page is about many ranks
 
 
-def sections(document: Row, reasons: Reasons, *, few: bool = True) -> Iterator[tuple[str, str, str, str]]:
-    """Id, title, note and body of each section that was made; of many ranks, tables have fewer rows of each."""
-    most = MOST_ROWS if few else _MOST_ROWS_OF_MANY
-    for section in shown(document):
-        value = document.get(section.key)
-        tables = list(section.tables(value)) if value else []
-        picture = section.picture(value) if value else ""
-        name = section.key.replace("_", "-")
-        if not tables and not picture:
-            # Why the section is missing, else why something that would stand in it is.
-            paths = [entry["path"] for entry in document.get("absent") or [] if entry["path"].startswith(section.key)]
-            path = section.key if section.key in paths else next(iter(paths), section.key)
-            yield name, section.title, section.note, reasons.line(path, section.title)
-            continue
-        body, sentence = "", section.summary(value)
-        if sentence:
-            ended = sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
-            body = f'<p class="sentence">{text(ended[0].upper() + ended[1:])}</p>'
-        body += picture + _table(tables[0], reasons, most, alone=len(tables) == 1) if tables else picture
-        body += "".join(_folded(data_table, reasons, most) for data_table in tables[1:])
-        yield name, section.title, section.note, body
+def sections(document: Row, near: Row, reasons: Reasons) -> Iterator[tuple[str, str, str, str, str]]:
+    """Key, id, title, note and body of each section that was made; of many ranks, tables have fewer rows of each.
+
+    Args:
+        document: The report.
+        near: The same with only the ranks that are shown one by one.
+        reasons: Why values are unknown.
+    """
+    for section in (*core(), *shown(document)):
+        anchor = section.anchor or section.key.replace("_", "-")
+        yield section.key, anchor, section.title, section.note, _body(section, document, near, reasons)
+
+
+def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons) -> str:
+    most = MOST_ROWS if near is document else _MOST_ROWS_OF_MANY
+    value, shown_value = section.value(document), section.value(near)
+    tables = [t for t in section.tables(value) if t.position is None] if value else []
+    of_ranks = [t for t in section.tables(shown_value) if t.position is not None] if shown_value else []
+    picture = section.picture(shown_value) if shown_value else ""
+    if not tables and not of_ranks and not picture:
+        # Why the section is missing, else why something that would stand in it is.
+        path = section.path or section.key
+        paths = [entry["path"] for entry in document.get("absent") or [] if entry["path"].startswith(path)]
+        if section.nothing and path not in paths:
+            return f'<p class="quiet">{section.nothing}</p>'
+        return reasons.line(path if path in paths else next(iter(paths), path), section.title)
+    body = ""
+    if sentence := section.summary(value):
+        ended = sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
+        body = f'<p class="sentence">{text(ended[0].upper() + ended[1:])}</p>'
+    body += picture
+    if tables:
+        body += _table(tables[0], reasons, most, alone=len(tables) == 1 and not of_ranks)
+    body += "".join(_folded(each, reasons, most) for each in tables[1:])
+    for position, rank in enumerate(near["ranks"][:MOST_RANKS] if of_ranks else ()):
+        own = [each for each in of_ranks if each.position == position]
+        inside = "".join(_table(each, reasons, most, alone=not tables) for each in own)
+        if not own:
+            inside = reasons.line(section.path or section.key, f"{section.title} of {rank_name(rank, position)}")
+        body += inside if len(near["ranks"]) == 1 else f'<div data-of-rank="{position}">{inside}</div>'
+    if definition := section.definition(value):
+        body += f'<details class="definition"><summary>How it is counted</summary>{definition}</details>'
+    return body
 
 
 def _folded(data_table: Table, reasons: Reasons, most: int) -> str:
@@ -48,8 +73,8 @@ def _folded(data_table: Table, reasons: Reasons, most: int) -> str:
 
 
 def _table(data_table: Table, reasons: Reasons, most: int, *, alone: bool) -> str:
-    columns = [Column(c.key, c.title, c.kind, c.hint) for c in data_table.columns]
     head = "" if alone else f"<h3>{escape(data_table.title)}</h3>"
     note = f'<p class="quiet">{text(data_table.note)}</p>' if data_table.note else ""
-    why = reasons.columns(data_table.path) if data_table.path else {}
-    return head + note + table(data_table.key, columns, data_table.rows, why, data_table.title, most=most)
+    why = {**(reasons.columns(data_table.path) if data_table.path else {}), **(data_table.unknown or {})}
+    drawn = table(data_table.key, data_table.columns, data_table.rows, why, data_table.title, most=most)
+    return head + note + data_table.picture + drawn

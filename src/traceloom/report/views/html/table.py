@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from traceloom.report.views.html.cells import NAME_LENGTH, Column, cells, text, unit_of
+from traceloom.report.table import UNITS, Col
+from traceloom.report.views.html.cells import NAME_LENGTH, cells, unit_of
+from traceloom.report.views.html.text import text
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
 _FEW = 7  # columns
@@ -15,7 +17,7 @@ _FILTER_FROM = 13  # rows; a filter over fewer is clutter
 
 def table(
     identity: str,
-    columns: Sequence[Column],
+    columns: Sequence[Col],
     rows: Sequence[Mapping[str, Any]],
     reasons: Mapping[str, str],
     label: str,
@@ -27,12 +29,13 @@ def table(
     Args:
         identity: Its id in the page and in the address.
         columns: What to show; a row lacks what it does not know.
-        rows: In the order to be shown first.
+        rows: In the order to be shown first; `range` (start-end in ns) lets a row be shown in the timeline.
         reasons: Why a column's unknown values are unknown, by key.
         label: What the table is about, for readers that do not see it.
         most: How many rows it has at most.
     """
     kept = rows[:most]
+    columns = [column for column in columns if column.kind != "spark"]
     values = {column.key: [row.get(column.key) for row in kept] for column in columns}
     scales: dict[str, list[Any]] = {}
     for column in columns:
@@ -65,7 +68,7 @@ def table(
     )
 
 
-def _head(column: Column, unit: str) -> str:
+def _head(column: Col, unit: str) -> str:
     small = f" <small>{unit}</small>" if unit else ""
     swatch = f'<i class="swatch b-{column.swatch}"></i>' if column.swatch else ""
     hint = f' title="{escape(column.hint)}"' if column.hint else ""
@@ -73,11 +76,11 @@ def _head(column: Column, unit: str) -> str:
     inside = f"{swatch}{escape(column.title)}{small}"
     if column.kind != "bar":
         inside = f'<button type="button"{hint}>{inside}</button>'
-    exact = f' data-exact="{column.exact_unit}"' if column.exact_unit else ""
+    exact = f' data-exact="{UNITS[column.kind]}"' if column.kind in UNITS else ""
     return f'<th scope="col"{look} data-key="{column.key}"{exact}>{inside}</th>'
 
 
-def _full(columns: Sequence[Column], row: Mapping[str, Any]) -> str:
+def _full(columns: Sequence[Col], row: Mapping[str, Any]) -> str:
     """What the script needs of a row: whole names for the filter where cells show them cut, the range of time."""
     names = [str(row[c.key]) for c in columns if c.kind == "name" and row.get(c.key) is not None]
     whole = " ".join(name for name in names if len(name) > NAME_LENGTH)

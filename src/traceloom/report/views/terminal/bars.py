@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from traceloom.report.views.terminal.look import Kind
+from traceloom.report.table import Bar
+from traceloom.report.views.terminal.look import FILLS
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -28,12 +29,14 @@ def cells(parts: Sequence[int], width: int) -> list[int]:
     return counts
 
 
-def stacked(kinds: Sequence[Kind], parts: Sequence[int], width: int) -> Text:
-    """One bar of the kinds' parts, exactly `width` cells long (empty where all parts are nothing)."""
-    bar = Text()
-    for kind, count in zip(kinds, cells(parts, width), strict=True):
-        bar.append(kind.fill * count, kind.style)
-    return bar
+def stacked(bar: Bar, width: int) -> Text:
+    """A stacked bar, as many of `width` cells long as it is of the longest (empty where all parts are nothing)."""
+    drawn = Text()
+    length = width if bar.longest is None else round(width * bar.whole / bar.longest) if bar.longest else 0
+    for (_, group, _), count in zip(bar.parts, cells([ns for _, _, ns in bar.parts], length), strict=True):
+        fill, color = FILLS[group]
+        drawn.append(fill * count, color)
+    return drawn
 
 
 def plain(fraction: float, width: int, style: str) -> Text:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
+
+from traceloom.report.views.terminal.look import DIM
 
 Cell = str | Text
 _GAP = "  "
 _INDENT = " "
 _LEAST_BAR, _MOST_BAR = 14, 64
+
+
+def heading(title: str, note: str, width: int) -> Iterator[Text]:
+    """A section's heading after a blank line; a long note stands below it."""
+    yield Text("")
+    if len(title) + len(note) + 2 <= width:
+        yield Text.assemble((title, "bold"), ("  " + note if note else "", DIM))
+        return
+    yield Text(title, "bold")
+    for line in textwrap.wrap(note, width - 2, break_on_hyphens=False):
+        yield Text(" " + line, DIM)
 
 
 @dataclass(frozen=True, slots=True)

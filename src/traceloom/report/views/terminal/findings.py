@@ -11,8 +11,8 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.views.terminal.bars import plain
+from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM
-from traceloom.report.views.terminal.time import heading
 
 Row = dict[str, Any]
 _MOST = 5

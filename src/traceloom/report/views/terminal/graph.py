@@ -14,9 +14,8 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.views.terminal import tables
 from traceloom.report.views.terminal.bars import cells, plain
-from traceloom.report.views.terminal.columns import Column, lines, with_bars
+from traceloom.report.views.terminal.columns import Column, heading, lines, with_bars
 from traceloom.report.views.terminal.look import DIM
-from traceloom.report.views.terminal.time import heading
 
 Row = dict[str, Any]
 

@@ -6,54 +6,24 @@ people with any common colour blindness and on light and dark backgrounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+FILLS = {
+    "compute": ("█", "#3b82d6"),
+    "communication": ("▞", "#e08a00"),
+    "memory": ("▒", "#c2578f"),
+    "idle": ("·", "bright_black"),
+    "loading": ("░", "#c2578f"),
+    "forward": ("█", "#3b82d6"),
+    "backward": ("▓", "#7a5fc9"),
+    "optimizer": ("▒", "#009e73"),
+    "other": ("·", "bright_black"),
+    "op": ("█", "#3b82d6"),
+    "launch": ("▓", "#7a5fc9"),
+    "blocking": ("▒", "#d55e00"),
+    "python": ("░", "#009e73"),
+}
+"""Pattern and colour of each colour group of `report.parts`."""
 
-from rich.style import Style
-from rich.text import Text
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of time: its key in the document, its heading, pattern and colour."""
-
-    key: str
-    label: str
-    fill: str
-    color: str
-
-    @property
-    def style(self) -> Style:
-        """The style of its bar segments."""
-        return Style(color=self.color)
-
-    @property
-    def heading(self) -> Text:
-        """The pattern and the label: the legend of the bar beside it."""
-        return Text.assemble((self.fill, self.style), " ", (self.label, "bold"))
-
-
-DEVICE = (
-    Kind("compute_ns", "compute", "█", "#3b82d6"),
-    Kind("exposed_communication_ns", "comm.", "▓", "#e08a00"),
-    Kind("exposed_memory_ns", "memory", "▒", "#c2578f"),
-    Kind("idle_ns", "idle", "·", "bright_black"),
-)
-CATEGORY = {"compute": DEVICE[0], "communication": DEVICE[1], "memory": DEVICE[2]}
-PHASES = (
-    Kind("loading", "loading", "░", "#c2578f"),
-    Kind("forward", "forward", "█", "#3b82d6"),
-    Kind("backward", "backward", "▓", "#7a5fc9"),
-    Kind("optimizer", "optim.", "▒", "#009e73"),
-    Kind("communication", "comm.", "▞", "#e08a00"),
-    Kind("other", "other", "·", "bright_black"),
-)
-ACTIVITIES = (
-    Kind("op", "op", "█", "#3b82d6"),
-    Kind("launch", "launch", "▓", "#7a5fc9"),
-    Kind("blocking_call", "blocked", "▒", "#d55e00"),
-    Kind("python", "Python", "░", "#009e73"),
-    Kind("unobserved", "unseen", "·", "bright_black"),
-)
+CURVE = "#c2578f"  # of curves of memory
 SEVERITY = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "info": ("•", "bright_black")}
 DIM = "bright_black"
 

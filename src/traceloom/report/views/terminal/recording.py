@@ -15,8 +15,8 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.views.terminal.bars import sparkline
+from traceloom.report.views.terminal.columns import heading
 from traceloom.report.views.terminal.look import DIM
-from traceloom.report.views.terminal.time import heading
 
 _WIDEST_SPARKLINE = 40
 

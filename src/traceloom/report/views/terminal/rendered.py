@@ -12,11 +12,11 @@ from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.names import short
+from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import CORE, FINDINGS
-from traceloom.report.views.terminal import findings, sections, tables, time
-from traceloom.report.views.terminal.columns import Column, lines
+from traceloom.report.views.terminal import findings, notices, sections
+from traceloom.report.views.terminal.columns import Column, heading, lines
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.recording import recording
 
@@ -38,27 +38,12 @@ def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> I
     yield from _head(document, width)
     if options.only is None or FINDINGS in options.only:
         yield from findings.findings(document, width, full=options.only is not None)
-    if options.only is None or CORE in options.only:
-        yield from _core(document, options, width)
+    yield from _runs(document, width)
     if not document["runs"]:
         yield from sections.sections(document, options, width)
     if options.only is None or CORE in options.only:
         yield from recording(document, width)
-        yield from tables.notices(document, options, width)
-
-
-def _core(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
-    yield from _runs(document, width)
-    yield from time.devices(document, width)
-    yield from time.steps(document, options.top, width)
-    yield from time.idle(document, width)
-    yield from time.host(document, width)
-    yield from tables.kernels(document, options, width)
-    yield from tables.operators(document, options, width)
-    yield from tables.modules(document, options, width)
-    yield from tables.communication(document, options, width)
-    yield from tables.memory(document, width)
-    yield from tables.data_loading(document, width)
+        yield from notices.notices(document, options, width)
 
 
 def _head(document: dict[str, Any], width: int) -> Iterator[Text]:
@@ -79,7 +64,7 @@ def _facts(document: dict[str, Any]) -> Iterator[str]:
     if many > 1:
         yield f"{many} ranks" + (f" of {world}" if world else "")
     elif ranks[0]["rank"] is not None:
-        yield time.rank_label(ranks[0]["rank"]) + (f" of {world}" if world else "")
+        yield rank_label(ranks[0]["rank"]) + (f" of {world}" if world else "")
     yield f"{units.count(sum(rank['event_count'] for rank in ranks))} events"
     yield units.duration(
         max(rank["start_ns"] + rank["window_ns"] for rank in ranks) - min(r["start_ns"] for r in ranks)
@@ -98,7 +83,7 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
     """One line per run."""
     if not document["runs"]:
         return
-    yield from time.heading("Runs", "", width)
+    yield from heading("Runs", "", width)
     rows: list[list[str | Text]] = [
         [
             str(run["ranks"]) + (f" of {run['world_size']}" if run["world_size"] else ""),

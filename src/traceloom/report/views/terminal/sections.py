@@ -1,10 +1,10 @@
-"""The sections beyond the core: a line for each, or in full those that were asked for."""
+"""The sections on a terminal: the core, and of the others a line for each, or in full those that were asked for."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.text import Text
@@ -13,35 +13,48 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions, ordered
-from traceloom.report.sections import shown
-from traceloom.report.sections.section import Col, Section, Table
-from traceloom.report.views.terminal.columns import Column, lines
-from traceloom.report.views.terminal.time import heading
+from traceloom.report.sections import CORE, core, shown
+from traceloom.report.sections.section import Section
+from traceloom.report.table import PICTURES, Bar, Col, Table, written
+from traceloom.report.views.terminal.bars import sparkline, stacked
+from traceloom.report.views.terminal.columns import Column, heading, lines, with_bars
+from traceloom.report.views.terminal.look import CURVE, FILLS
 
 Row = dict[str, Any]
 _UNIT = re.compile(r"(?<=\d) (?=%|[a-zA-Zµ]{1,2}\b)")
 _WIDE = 100  # from here on all columns are tried
 _LEAST_NAME = 16
 _MOST_TEXT = 40
-_WRITTEN: dict[str, Callable[[Any], str]] = {
-    "time": units.duration,
-    "bytes": units.size,
-    "count": units.count,
-    "number": units.number,
-    "flops": units.flops,
-    "flop_rate": units.flop_rate,
-    "byte_rate": units.byte_rate,
-}
+_MOST_NAME = 400
+_WIDEST_SPARK = 72
 
 
 def sections(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
-    """A line for each section; with `options.only` these sections in full."""
-    if options.only is None:
+    """The core and a line for each other section; with `options.only` these sections in full."""
+    only = options.only
+    for section in core():
+        if only is not None and section.key in only:
+            yield from _full(section, document, options, width)
+        elif only is None or CORE in only:
+            yield from _brief(section, document, options, width)
+    if only is None:
         yield from _lines(document, width)
         return
     for section in shown(document):
-        if section.key in options.only:
+        if section.key in only:
             yield from _full(section, document, options, width)
+
+
+def _brief(section: Section[Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
+    """A section of the core as it stands in the short report; nothing where there is nothing to show."""
+    value = section.value(document)
+    if sentence := section.summary(value):
+        yield from heading(section.title, "", width)
+        for part in _wrapped(sentence, width - 2):
+            yield Text(" " + part)
+    for table in section.tables(value):
+        if table.brief:
+            yield from table_lines(table, options, width)
 
 
 def _lines(document: Row, width: int) -> Iterator[Text]:
@@ -68,15 +81,16 @@ def _wrapped(sentence: str, width: int) -> list[str]:
 
 
 def _full(section: Section[Any], document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
-    value = document.get(section.key)
+    value = section.value(document)
     sentence = section.summary(value) if value else None
     yield from heading(section.title, section.note, width)
     tables = list(section.tables(value)) if value else []
     if not tables:
         # The reason for the section, else for what would stand in it.
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-        inside = next((why for path, why in reasons.items() if path.startswith(section.key)), "not recorded")
-        for part in textwrap.wrap(f"Nothing to show: {reasons.get(section.key) or inside}.", width - 2):
+        at = section.path or section.key
+        inside = next((why for path, why in reasons.items() if path.startswith(at)), "not recorded")
+        for part in textwrap.wrap(f"Nothing to show: {reasons.get(at) or inside}.", width - 2):
             yield Text(" " + part)
     for part in _wrapped(sentence or "", width - 2):
         yield Text(" " + part)
@@ -86,29 +100,47 @@ def _full(section: Section[Any], document: Row, options: ReportOptions, width: i
 
 def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:
     """A declared table: heading, as many columns as there is room for, the first `options.top` rows."""
-    rows = ordered(list(table.rows), options)
+    rows = ordered(table, options)
     if not rows:
         return
     note = f"{len(rows)} of {units.count(len(table.rows))}" if len(rows) < len(table.rows) else ""
     yield from heading(table.title, " · ".join(part for part in (note, table.note) if part), width)
-    name = next((c for c in reversed(table.columns) if c.kind == "name"), None)
-    columns = [c for c in table.columns if c is not name and (c.narrow or width >= _WIDE)]
+    last = next((c for c in reversed(table.columns) if c.kind in ("name", *PICTURES)), None)
+    columns = [c for c in table.columns if c is not last and (c.narrow or width >= _WIDE)]
     cells = [[_cell(column, row.get(column.key)) for row in rows] for column in columns]
-    columns, cells = _fitting(columns, cells, width - (_LEAST_NAME if name else 0))
-    heads = [Column(c.title, right=c.kind not in ("text", "name")) for c in columns]
-
-    def last(i: int, room: int) -> str:
-        return short(_cell(name, rows[i].get(name.key)), room) if name else ""
-
+    columns, cells = _fitting(columns, cells, width - (_LEAST_NAME if last and last.kind == "name" else 0))
+    heads = [Column(_head(c), right=c.numeric) for c in columns]
     cell_rows = [[column[i] for column in cells] for i in range(len(rows))]
-    yield from lines(heads, cell_rows, (name.title if name else "", last), width)
+    if last is not None and last.kind in PICTURES:
+        column = last
+
+        def bar(i: int, room: int) -> Text:
+            value = rows[i].get(column.key)
+            if isinstance(value, Bar):
+                return stacked(value, room)
+            return Text(sparkline(value or [], min(room, _WIDEST_SPARK)), CURVE)
+
+        yield from with_bars(heads, cell_rows, bar, width)
+        return
+
+    def name(i: int, room: int) -> str:
+        return short(_cell(last, rows[i].get(last.key)), room) if last else ""
+
+    yield from lines(heads, cell_rows, (last.title if last else "", name), width)
+
+
+def _head(column: Col) -> str | Text:
+    """The heading; before it the pattern of its part of the bar beside it."""
+    if not column.swatch:
+        return column.title
+    return Text.assemble(FILLS[column.swatch], " ", (column.title, "bold"))
 
 
 def _fitting(columns: list[Col], cells: list[list[str]], width: int) -> tuple[list[Col], list[list[str]]]:
     """As many columns, from the left, as the width has room for; always the first."""
     used, fitting = 1, 0
     for column, texts in zip(columns, cells, strict=True):
-        used += 2 + max(len(column.title), *(len(cell) for cell in texts))
+        used += 2 + max(len(column.title) + 2 * bool(column.swatch), *(len(cell) for cell in texts))
         if used > width and fitting:
             break
         fitting += 1
@@ -116,11 +148,5 @@ def _fitting(columns: list[Col], cells: list[list[str]], width: int) -> tuple[li
 
 
 def _cell(column: Col, value: Any) -> str:
-    if value is None:
-        return "-"
-    if column.kind == "share":
-        return units.share(value, 1.0)
-    if column.kind == "name":
-        return harmless(str(value))
-    write = _WRITTEN.get(column.kind)
-    return write(value) if write else short(harmless(str(value)), _MOST_TEXT)
+    shown_value = written(column, value)
+    return shown_value if column.numeric else short(shown_value, _MOST_NAME if column.kind == "name" else _MOST_TEXT)

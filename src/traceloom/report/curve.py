@@ -1,47 +1,17 @@
-"""Memory: peaks in a table and the curves over time."""
+"""The figure of an allocator's curve over time, which the script lets read off."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from traceloom.model import units
-from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.cells import Column, text
-from traceloom.report.views.html.modules import island
-from traceloom.report.views.html.overview import allocator, rank_name
-from traceloom.report.views.html.table import table
+from traceloom.report.icicle import island
+from traceloom.report.names import allocator
+from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 190, 64, 8, 12, 22
 _POINTS = 1_200  # of a drawn curve; extremes are kept
-
-
-def memory(document: Row, reasons: Reasons) -> str:
-    """Peaks and curves of every device of every rank."""
-    part = document.get("memory") or {}
-    devices = part.get("devices") or []
-    if not devices:
-        return reasons.line("memory.devices", "Memory")
-    ranks = document["ranks"]
-    names = {rank.get("rank"): rank_name(rank, k) for k, rank in enumerate(ranks)}
-    curves = []
-    for curve in part.get("curve") or []:
-        position = next((k for k, rank in enumerate(ranks) if rank.get("rank") == curve.get("rank")), 0)
-        if curve["time_ns"]:
-            only = "" if len(ranks) == 1 else f' data-of-rank="{position}"'
-            curves.append(f"<div{only}>{_curve(curve)}</div>")
-    rows = [{**row, "rank": names.get(row.get("rank"), "–"), "where": allocator(row)} for row in devices]
-    columns = [
-        *((Column("rank", "Rank"),) if len(ranks) > 1 else ()),
-        Column("where", "Device"),
-        Column("peak_bytes", "Peak", "bytes", "most allocated at once"),
-        Column("peak_time_ns", "At", "time", "after the start of the recording"),
-        Column("start_bytes", "At start", "bytes"),
-        Column("end_bytes", "At end", "bytes"),
-        Column("allocation_count", "Allocations", "count"),
-        Column("free_count", "Frees", "count"),
-    ]
-    return "".join(curves) + table("memory-table", columns, rows, reasons.columns("memory.devices"), "Memory by device")
 
 
 def thinned(values: list[int], most: int) -> list[int]:
@@ -56,7 +26,8 @@ def thinned(values: list[int], most: int) -> list[int]:
     return sorted(kept)
 
 
-def _curve(curve: Row) -> str:
+def figure(curve: Row) -> str:
+    """The curve of one device (an entry of `memory.curve`): allocated and, where known, reserved bytes."""
     at = thinned([value or 0 for value in curve["allocated_bytes"]], _POINTS)
     times: list[int] = [curve["time_ns"][k] for k in at]
     series = [("allocated", [curve["allocated_bytes"][k] for k in at])]

@@ -1,0 +1,62 @@
+"""The kinds of time that bars are made of: one order, one name and one colour group for every view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Part(NamedTuple):
+    """One kind of time: its key in the document, how bars and columns call it, its colour group."""
+
+    key: str
+    label: str
+    title: str
+    group: str
+    hint: str = ""
+
+
+DEVICE = (
+    Part("compute_ns", "compute", "Compute", "compute", "kernels that are not communication"),
+    Part(
+        "exposed_communication_ns",
+        "communication not hidden",
+        "Comm.",
+        "communication",
+        "communication that no computing hides",
+    ),
+    Part("exposed_memory_ns", "copies and fills not hidden", "Memory", "memory", "copies and fills that nothing hides"),
+    Part("idle_ns", "idle", "Idle", "idle", "no stream of the device runs anything"),
+)
+"""Of a device's window, which they add up to."""
+
+PHASES = (
+    Part("loading", "loading", "Loading", "loading"),
+    Part("forward", "forward", "Forward", "forward"),
+    Part("backward", "backward", "Backward", "backward"),
+    Part("optimizer", "optimizer", "Optimizer", "optimizer"),
+    Part("communication", "communication", "Comm.", "communication"),
+    Part("other", "other", "Other", "other"),
+)
+"""Of a host thread's window, by the outermost region."""
+
+ACTIVITIES = (
+    Part("op", "operators", "Operators", "op"),
+    Part("launch", "launch calls", "Launch calls", "launch"),
+    Part("blocking_call", "blocking calls", "Blocking calls", "blocking"),
+    Part("python", "Python", "Python", "python"),
+    Part("unobserved", "unobserved", "Unobserved", "idle"),
+)
+"""Of a host thread's window, by the innermost event."""
+
+_GROUPS = {part.group: part.group for part in DEVICE} | {part.key: part.group for part in (*PHASES, *ACTIVITIES)}
+
+
+def group(kind: str) -> str:
+    """The colour group of a kind of time; what this version does not know is `other`."""
+    return _GROUPS.get(kind, "other")
+
+
+def named(parts: tuple[Part, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """The parts of one stretch for a `Bar`: (label, colour group, nanoseconds)."""
+    return [(part.label, part.group, times.get(part.key) or 0) for part in parts]

@@ -1,0 +1,123 @@
+"""The steps of every rank, and what the devices or the main thread did in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from traceloom.model import units
+from traceloom.report.accounts import main_account
+from traceloom.report.names import rank_name
+from traceloom.report.parts import DEVICE, PHASES, named
+from traceloom.report.sections.breakdown import share_columns, shares
+from traceloom.report.sections.section import Row, Section, whole_document
+from traceloom.report.table import Bar, Col, Table
+
+
+def tables(document: Row) -> Iterator[Table]:
+    """Of several ranks: a line for each; then the steps of every rank."""
+    ranks = document["ranks"]
+    several = len(ranks) > 1
+    if several and any(rank["steps"] for rank in ranks):
+        yield Table(
+            "steps-by-rank",
+            "Steps by rank",
+            [
+                Col("rank", "Rank"),
+                Col("steps", "Steps", "count"),
+                Col("median_ns", "Median", "time", "of the whole steps", scale="step"),
+                Col("min_ns", "Shortest", "time", scale="step"),
+                Col("max_ns", "Longest", "time", scale="step"),
+                *((Col("each", "Each", "spark"),) if any(len(rank["steps"]) > 1 for rank in ranks) else ()),
+            ],
+            [
+                {
+                    "rank": rank_name(rank, k),
+                    "steps": len(rank["steps"]),
+                    **(rank["step_times"] or {}),
+                    "each": [step["duration_ns"] for step in rank["steps"]],
+                }
+                for k, rank in enumerate(ranks)
+                if rank["steps"]
+            ],
+            unknown=dict.fromkeys(("median_ns", "min_ns", "max_ns"), "no whole step was recorded"),
+        )
+    for position, rank in enumerate(ranks):
+        if rank["steps"]:
+            yield _of_rank(rank, position, several=several)
+
+
+def _of_rank(rank: Row, position: int, *, several: bool) -> Table:
+    """A bar per step, the longest step as long as the column."""
+    longest = max(step["duration_ns"] for step in rank["steps"])
+    gpu = any(step.get("devices") for step in rank["steps"])
+    times, note = rank["step_times"], ""
+    if times is not None:
+        note = f"median {units.duration(times['median_ns'])}"
+        if times["count"] > 1:
+            note += f", {units.duration(times['min_ns'])} to {units.duration(times['max_ns'])}"
+    rows = []
+    for step in rank["steps"]:
+        if gpu:
+            sums, whole = _on_devices(step)
+            count = max(len(step["devices"]), 1)
+            parts = [(label, colour, ns // count) for label, colour, ns in named(DEVICE, sums)] if whole else []
+            seen = {**shares(DEVICE, sums, whole), "lag": step.get("lag_ns"), "launches": step.get("launch_count")}
+            whole = whole // count
+        else:
+            inside = [row for row in main_account(rank) if row["step"] == step["step"]]
+            sums = {p.key: sum(row["ns"] for row in inside if row["phase"] == p.key) for p in PHASES}
+            parts, seen, whole = named(PHASES, sums), {}, step["duration_ns"]
+        rows.append(
+            {
+                "step": step["step"],
+                "bar": Bar(parts, whole or step["duration_ns"], longest),
+                "duration": step["duration_ns"],
+                "whole": "yes" if step.get("complete", True) else "no",
+                "range": f"{step['start_ns']}-{step['start_ns'] + step['duration_ns']}",
+                **seen,
+            }
+        )
+    lag = Col("lag", "Lag", "time", "from the end of the step to the end of its last GPU work")
+    launches = Col("launches", "Launches", "count", "calls that submitted GPU work", narrow=False)
+    cut = any(row["whole"] == "no" for row in rows)
+    return Table(
+        f"steps-{position}",
+        f"Steps of {rank_name(rank, position)}" if several else "Steps",
+        [
+            Col("step", "Step", "count"),
+            Col("duration", "Duration", "time", "from the start of the step to the start of the next"),
+            *(share_columns(DEVICE, narrow=False) if gpu else ()),
+            *((lag, launches) if gpu else ()),
+            Col("whole", "Whole", "text", "no: the recording cuts the step off", narrow=cut),
+            Col("bar", "Time on the GPU" if gpu else "Main thread by phase", "bar"),
+        ],
+        rows,
+        "ranks[*].steps",
+        note,
+        {
+            "lag": "the step launched no GPU work",
+            **dict.fromkeys((part.group for part in DEVICE), "no GPU work in this step"),
+        },
+        position,
+        brief=not several,
+    )
+
+
+def _on_devices(step: Row) -> tuple[Row, int]:
+    """Times of a step's devices together, and their sum; before its first and after its last work a device is idle."""
+    devices = step.get("devices") or []
+    sums: Row = {part.key: sum(device.get(part.key) or 0 for device in devices) for part in DEVICE}
+    edges = sum((d.get("edge_idle_before_ns") or 0) + (d.get("edge_idle_after_ns") or 0) for d in devices)
+    sums["idle_ns"] += edges
+    return sums, sum(device.get("window_ns") or 0 for device in devices) + edges
+
+
+SECTION: Section[Any] = Section(
+    key="steps",
+    title="Steps",
+    note="One row per step; the longest step fills the width.",
+    read=whole_document,
+    tables=tables,
+    path="ranks[*].steps",
+)

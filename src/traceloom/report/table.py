@@ -1,0 +1,119 @@
+"""Tables as they are declared, once for every view: the terminal, the page and Markdown draw them from this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from traceloom.harmless import harmless
+from traceloom.model import units
+
+UNITS = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
+"""Unit of the exact value of a kind of column."""
+
+NUMBERS = ("count", "number", *UNITS)
+PICTURES = ("bar", "spark")
+KINDS = ("text", "name", "html", *NUMBERS, *PICTURES)
+"""Kinds of a column: what its values are, so that every view writes them with a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stretch of time as a stacked bar.
+
+    Attributes:
+        parts: (label, colour group, nanoseconds), from left to right.
+        whole: What the parts are shares of.
+        longest: The stretch that is as long as the column; None where every bar is.
+    """
+
+    parts: Sequence[tuple[str, str, int]]
+    whole: int
+    longest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Col:
+    """One column of a table.
+
+    Attributes:
+        key: Key of the row, and the name of the column in the page's address.
+        title: Heading.
+        kind: One of `KINDS`: text; name (long, may be cut); html (the page's own, never of a trace); time in ns; bytes;
+            count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a `Bar`); spark (a
+            list of numbers, drawn on terminals only).
+        hint: What is counted; shown on hover.
+        narrow: Whether it also stands on a terminal of 80 columns.
+        swatch: Colour group shown before the title.
+        scale: Columns with the same scale share one unit, so that they can be compared.
+    """
+
+    key: str
+    title: str
+    kind: str = "text"
+    hint: str = ""
+    narrow: bool = True
+    swatch: str = ""
+    scale: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is no kind of column")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether cells are aligned on the decimal and sorted as numbers."""
+        return self.kind in NUMBERS
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table, drawn by every view: all rows in the page, the first `--top` of them on a terminal.
+
+    Attributes:
+        key: Its id, unique in the report: `copies-kinds`.
+        title: Heading; the first letter is a capital.
+        columns: In the order of the page. The last column of kind `name`, `bar` or `spark` takes what room is left on a
+            terminal.
+        rows: Dicts in the order to be shown; a missing or null value shows as unknown.
+        path: Where the rows stand in the document (`copies.kinds`), so that unknown values can say why.
+        note: One sentence below the heading.
+        unknown: Why values are unknown, by column, beside what `path` says.
+        position: Place in the document's `ranks` of the rank that it is about; the page shows that of the chosen rank.
+        picture: SVG or HTML above it in the page; names from traces escaped.
+        weight: Where not all rows are shown: the column whose largest rows are, in their order.
+        brief: Whether it stands in the short report on a terminal, if its section is of the core.
+    """
+
+    key: str
+    title: str
+    columns: Sequence[Col]
+    rows: Sequence[Mapping[str, Any]]
+    path: str = ""
+    note: str = ""
+    unknown: Mapping[str, str] | None = None
+    position: int | None = None
+    picture: str = ""
+    weight: str = ""
+    brief: bool = True
+
+
+_WRITE: dict[str, Callable[[Any], str]] = {
+    "time": units.duration,
+    "bytes": units.size,
+    "count": units.count,
+    "share": lambda value: units.share(value, 1.0),
+    "number": units.number,
+    "flops": units.flops,
+    "flop_rate": units.flop_rate,
+    "byte_rate": units.byte_rate,
+}
+
+
+def written(column: Col, value: Any) -> str:
+    """A cell as text, with its unit; `-` for what is unknown."""
+    if value is None:
+        return "-"
+    write = _WRITE.get(column.kind)
+    return write(value) if write else harmless(str(value))
