@@ -8,13 +8,14 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.model.columns import UNITS
 
-UNITS = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
+EXACT = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
 """Unit of the exact value of a kind of column."""
 
-NUMBERS = ("count", "number", *UNITS)
+NUMBERS = ("count", "number", *EXACT)
 PICTURES = ("bar", "spark")
-KINDS = ("text", "name", "html", *NUMBERS, *PICTURES)
+KINDS = (*UNITS, "html", *PICTURES)
 """Kinds of a column: what its values are, so that every view writes them with a unit."""
 
 

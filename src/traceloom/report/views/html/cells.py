@@ -7,7 +7,7 @@ from typing import Any
 
 from traceloom.harmless import harmless
 from traceloom.report.names import short
-from traceloom.report.table import UNITS, Bar, Col
+from traceloom.report.table import EXACT, Bar, Col
 from traceloom.report.views.html.bars import bar
 from traceloom.report.views.html.text import text
 
@@ -32,7 +32,7 @@ def unit_of(column: Col, values: list[Any]) -> Unit:
         return 1, ""
     largest = max((abs(value) for value in values if value is not None), default=0)
     units = {"time": _TIME, "bytes": _BYTES}.get(column.kind) or tuple(
-        (factor, prefix + UNITS[column.kind]) for factor, prefix in _PREFIXES
+        (factor, prefix + EXACT[column.kind]) for factor, prefix in _PREFIXES
     )
     return next(((factor, unit) for factor, unit in units if largest >= factor), (1, ""))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from traceloom.report.table import UNITS, Col
+from traceloom.report.table import EXACT, Col
 from traceloom.report.views.html.cells import NAME_LENGTH, cells, unit_of
 from traceloom.report.views.html.text import text
 
@@ -76,7 +76,7 @@ def _head(column: Col, unit: str) -> str:
     inside = f"{swatch}{escape(column.title)}{small}"
     if column.kind != "bar":
         inside = f'<button type="button"{hint}>{inside}</button>'
-    exact = f' data-exact="{UNITS[column.kind]}"' if column.kind in UNITS else ""
+    exact = f' data-exact="{EXACT[column.kind]}"' if column.kind in EXACT else ""
     return f'<th scope="col"{look} data-key="{column.key}"{exact}>{inside}</th>'
 
 
