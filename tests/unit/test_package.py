@@ -63,6 +63,14 @@ def test_imports_point_one_way() -> None:
             assert used <= allowed, f"{where} may import {sorted(allowed)}, but imports {sorted(used - allowed)}"
 
 
+def test_a_view_draws_any_section_and_imports_none() -> None:
+    contract = {"traceloom.report.sections", "traceloom.report.sections.section"}
+    for path in (SOURCE / "report" / "views").rglob("*.py"):
+        modules = {node.module or "" for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom)}
+        sections = {name for name in modules if name.startswith("traceloom.report.sections")}
+        assert sections <= contract, f"{path.relative_to(SOURCE)} imports {sections - contract}"
+
+
 def test_only_capture_names_torch() -> None:
     for path in MODULES:
         if _package(path) != "capture":
