@@ -33,6 +33,8 @@ what each understands.
 name of its entry in [Messages](messages.md); `--debug` shows a traceback as well. Colours are shown on a terminal only,
 and never where `NO_COLOR` is set.
 
+`-o -` is standard output: the answer is printed beside the files that other `-o` name.
+
 What a verb writes is made beside its place under a name of chance (`.*.partial`) and renamed, so that it is whole or
 not there; Ctrl-C takes it away. `--force` replaces ordinary files, which hand on who may read and write them: never a
 symbolic link, a device or a pipe, and never anything that the command reads, named by you or found in a directory.

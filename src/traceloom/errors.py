@@ -14,6 +14,7 @@ Each error has a stable slug, which is an anchor in docs/reference/messages.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 MESSAGES = "docs/reference/messages.md"
@@ -96,3 +97,11 @@ class InvariantError(TraceloomError):
     """A structure of ours broke its own law: a defect of Traceloom, please report it."""
 
     exit_code = 1
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """How a hint begins for a word that is none of the names: "did you mean `report`? "; empty where none is."""
+    import difflib
+
+    likely = difflib.get_close_matches(word, list(names), n=1)
+    return f"did you mean `{likely[0]}`? " if likely else ""

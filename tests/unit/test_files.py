@@ -12,7 +12,6 @@ import pytest
 
 from traceloom.errors import OutputError, UsageError
 from traceloom.files import check_free, inputs_kept, note_input, write, write_directory
-from traceloom.report.formats import format_of
 
 
 def _hello(handle: BinaryIO) -> None:
@@ -71,20 +70,6 @@ def test_a_place_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         write(tmp_path / "file" / "out.json", _hello, force=False)
-
-
-@pytest.mark.parametrize(
-    "name", ["a.json", "A.JSON", "a.html", "a.htm", "a.md", "a.perfetto.json", "a.perfetto.json.gz"]
-)
-def test_the_ending_tells_the_format(name: str) -> None:
-    assert name.lower().endswith(format_of(Path(name)).endings)
-
-
-@pytest.mark.parametrize("name", ["a", "a.txt", "a.json.gz", "json", "a.xlsx"])
-def test_other_endings_are_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        format_of(Path(name))
-    assert ".perfetto.json.gz" in caught.value.hint
 
 
 def test_a_file_that_is_replaced_hands_on_who_may_use_it(tmp_path: Path) -> None:

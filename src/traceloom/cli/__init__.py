@@ -14,11 +14,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
-from traceloom.errors import MESSAGES, InputError, OutputError, TraceloomError, UsageError
+from traceloom.errors import MESSAGES, InputError, OutputError, TraceloomError, UsageError, nearest
 from traceloom.harmless import harmless
 from traceloom.leaving import INTERRUPTED
 
@@ -39,10 +38,9 @@ VERBS = {
     "show": "show what a graph or a Chakra workload is made of",
     "generate": "make a small workload with known answers",
     "anonymize": "make traces that can be shared, and say what they still tell",
+    "completion": "print what makes a shell complete verbs and options",
 }
 
-# Arguments that name what is written. A store of baselines is both; it takes care of itself.
-_OUTPUTS = ("output", "map")
 SPELLINGS = {"anonymise": "anonymize"}
 
 OVERVIEW = f"""\
@@ -78,6 +76,8 @@ verbs:
              traceloom generate pipeline --ranks 4 -o pipe/
   anonymize {VERBS["anonymize"]}
              traceloom anonymize run -o shared
+  completion {VERBS["completion"]}
+             traceloom completion bash
 
 Each verb explains itself: traceloom report --help
 
@@ -165,38 +165,37 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"traceloom {__version__}")
         return 0
     if first not in VERBS:
-        raise UsageError(
-            f"`{first}` is not a verb of traceloom", slug="unknown-verb", hint=f"it has {', '.join(VERBS)}"
-        )
+        hint = nearest(first, VERBS) + f"it has {', '.join(VERBS)}"
+        raise UsageError(f"`{first}` is not a verb of traceloom", slug="unknown-verb", hint=hint)
     if first != "record":  # which hands its environment to the user's program
         # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     program = arguments[len(_ours(arguments)) :]
     try:
-        args = parser([first]).parse_args([a for a in _ours(arguments) if a != "--debug"] + program)
+        whole = parser([first])
+        args, unknown = whole.parse_known_args([a for a in _ours(arguments) if a != "--debug"] + program)
     except SystemExit as stop:  # argparse leaves this way after --help
         return int(stop.code or 0)
+    if unknown:
+        options = [option for action in actions(whole) for option in action.option_strings]
+        hint = nearest(unknown[0].split("=")[0], options) + f"see traceloom {first} --help"
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", slug="wrong-usage", hint=hint)
     if first == "record":  # its arguments are the user's program
         return verb(first).run(args)
-    from traceloom import files
+    from traceloom.cli import outputs
 
-    with files.inputs_kept(_named(args, outputs=False)):
-        written = [Path(path) for path in _named(args, outputs=True)]
-        for number, path in enumerate(written):
-            files.check_name(path)
-            files.check_no_input(path)
-            if os.path.realpath(path) in map(os.path.realpath, written[:number]):
-                raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
+    with outputs.guarded(args):
         return verb(first).run(args)
 
 
-def _named(args: argparse.Namespace, *, outputs: bool) -> Iterator[str | Path]:
-    """The files and directories that the user names: those to write, or all others; some are but words."""
-    for name, value in vars(args).items():
-        if name != "store" and (name in _OUTPUTS) == outputs:
-            for word in value if isinstance(value, list) else [value]:
-                if isinstance(word, (str, Path)):
-                    yield word
+def actions(some: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser and of its verbs."""
+    for action in some._actions:  # noqa: SLF001  (argparse has no other way)
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for inner in action.choices.values():
+                yield from actions(inner)
+        else:
+            yield action
 
 
 def _of_system(error: OSError) -> TraceloomError:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from traceloom.cli import options as types
+from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import PartialError
 from traceloom.harmless import harmless
@@ -57,8 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--structure", choices=("keep", "collapse"), help="collapse: hide how the model is built")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--force", action="store_true", help="replace what was written to OUT before")
-    parser.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    types.add_silence(parser)
     return parser
 
 
@@ -79,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         for line in _lines(outcome):
             print(line)
-    if not args.quiet:
-        for line in _closing(args, outcome, fresh=fresh):
-            print(line, file=sys.stderr if args.json else sys.stdout)
+    outputs.say(args, *_closing(args, outcome, fresh=fresh))
     if outcome.refused:
         more = f" (and {len(outcome.refused) - 1} more)" if len(outcome.refused) > 1 else ""
         raise PartialError(f"refused: {outcome.refused[0]}{more}", slug="refused-input")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import math
 import shlex
 import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from traceloom.cli import checking, closing
+from traceloom.cli import checking, outputs
+from traceloom.cli import options as types
 from traceloom.cli.progress import Progress
-from traceloom.errors import PartialError
+from traceloom.errors import InputError, PartialError, UsageError
 
 if TYPE_CHECKING:
     from traceloom.analyze.gate import RunSummary
@@ -53,45 +53,26 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     compare = parser.add_argument_group("compare")
     checking.add_conditions(compare)
     compare.add_argument(
-        "--power", type=_share, metavar="CHANGE", help="say how many runs a side would show a change of this size: 5%%"
-    )
+        "--power", type=types.share, metavar="CHANGE",
+        help="say how many runs a side would show a change of this size: 5%%",
+    )  # fmt: skip
     checking.add_output(parser, "result")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    _check_usage(args)
-    return {"save": _save, "list": _list, "compare": _compare}[args.action](args)
-
-
-def _check_usage(args: argparse.Namespace) -> None:
-    """Refuse options that do not belong to the action."""
-    from traceloom.errors import UsageError
-
-    def wrong(message: str) -> UsageError:
-        hint = "traceloom baseline save NAME RUN... | list | compare NAME RUN..."
-        return UsageError(message, slug="wrong-usage", hint=hint)
-
+    wrong = ""
     if args.action == "list":
-        if args.name is not None:
-            raise wrong("`list` takes no name")
+        wrong = "`list` takes no name" if args.name is not None else ""
     elif args.name is None or not args.runs:
-        raise wrong(f"`{args.action}` needs a name and at least one run")
+        wrong = f"`{args.action}` needs a name and at least one run"
     if args.action != "compare" and (args.conditions or args.strict or args.output or args.power is not None):
-        raise wrong("--fail-if, --strict, --power and -o belong to `compare`")
-
-
-def _share(text: str) -> float:
-    """A change in per cent."""
-    number = text.strip().removesuffix("%").strip()
-    try:
-        share = float(number) / 100
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 100:
-        raise argparse.ArgumentTypeError(f"`{text}` is no change, as 5%")
-    return share
+        wrong = wrong or "--fail-if, --strict, --power and -o belong to `compare`"
+    if wrong:
+        hint = "traceloom baseline save NAME RUN... | list | compare NAME RUN..."
+        raise UsageError(wrong, slug="wrong-usage", hint=hint)
+    return {"save": _save, "list": _list, "compare": _compare}[args.action](args)
 
 
 def _save(args: argparse.Namespace) -> int:
@@ -112,29 +93,14 @@ def _save(args: argparse.Namespace) -> int:
         print(f"Wrote {where} ({many}).")
         if len(runs) == 1:
             print("One run says nothing of how runs differ: several make a verdict that holds.")
-        next_call = [
-            "traceloom",
-            "baseline",
-            "compare",
-            args.name,
-            "NEW-RUN",
-            *_at(args),
-            "--fail-if",
-            "step_time > 3%",
-        ]
-        print(f"Next: {shlex.join(next_call)}")
-    _refusals(refused)
+        following = [args.name, "NEW-RUN", *_store_option(args), "--fail-if", "step_time > 3%"]
+        print(f"Next: traceloom baseline compare {shlex.join(following)}")
+    checking.refuse(refused)
     return 0
 
 
-def _at(args: argparse.Namespace) -> list[str]:
+def _store_option(args: argparse.Namespace) -> list[str]:
     return [] if args.store == _STORE else ["--store", args.store]
-
-
-def _refusals(refused: list[Notice]) -> None:
-    if refused:
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
 
 
 def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
@@ -147,7 +113,6 @@ def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notic
 
 
 def _list(args: argparse.Namespace) -> int:
-    from traceloom.errors import InputError
     from traceloom.report.verdict import baselines, store
     from traceloom.report.views import terminal
 
@@ -155,14 +120,11 @@ def _list(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     damaged: list[InputError] = []
 
-    def add(name: str) -> None:
+    for name in baseline_store.names():
         try:
             rows.append(baselines.row(name, baseline_store.load(name)))
-        except InputError as error:
+        except InputError as error:  # noqa: PERF203  (each baseline on its own)
             damaged.append(error)
-
-    for name in baseline_store.names():
-        add(name)
     if args.json:
         checking.json({"store": args.store, "baselines": rows}, sys.stdout.buffer)
     elif rows:
@@ -181,7 +143,7 @@ def _compare(args: argparse.Namespace) -> int:
     from traceloom.report.verdict import store
 
     conditions = checking.read_conditions(args.conditions)
-    chosen = checking.targets(args, checking.FORMATS)
+    chosen = outputs.targets(args, checking.FORMATS)
     base = store.Store(args.store).load(args.name)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
@@ -190,11 +152,11 @@ def _compare(args: argparse.Namespace) -> int:
         judged = gate.judge(base.runs, runs, conditions)
         sides = ((f"baseline {args.name}", base.runs), (checking.named(args.runs), runs))
         document = verdict.build(judged, *sides, strict=args.strict, effect=args.power)
-        written = checking.write(args, chosen, document)
+        written = outputs.write(args, chosen, document, progress)
     checking.show(args, document)
-    again = ["traceloom", "baseline", "compare", args.name, *args.runs, *_at(args)]
     flags = [part for text in args.conditions for part in ("--fail-if", text)]
-    closing.tell(args, written, f"{shlex.join([*again, *flags])} -o check.md")
+    again = shlex.join([args.name, *args.runs, *_store_option(args), *flags])
+    outputs.close(args, written, f"traceloom baseline compare {again} -o check.md")
     checking.conclude(document)
-    _refusals(refused)
+    checking.refuse(refused)
     return 0

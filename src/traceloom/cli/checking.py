@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from traceloom.cli.options import add_reading
-from traceloom.errors import CheckError, UsageError
+from traceloom.cli import options as types
+from traceloom.cli import outputs
+from traceloom.errors import CheckError, PartialError, UsageError
 from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
@@ -39,22 +38,14 @@ def add_conditions(parser: argparse._ActionsContainer) -> None:
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:
     """The options of files."""
+    outputs.add_output(parser, ".html, .md, .json")
     parser.add_argument(
-        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write to FILE instead: .html, .md or .json; may be given several times",
+        "--top", type=types.count, default=10, metavar="N",
+        help="rows of each table on the terminal (10)",
     )  # fmt: skip
-    parser.add_argument("--top", type=rows, default=10, metavar="N", help="rows of each table on the terminal (10)")
-    parser.add_argument("--force", action="store_true", help="overwrite files")
     more = parser.add_argument_group("more")
     more.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
-    add_reading(more)
-
-
-def rows(text: str) -> int:
-    """A number of rows of a table."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
-    return int(text)
+    types.add_reading(more)
 
 
 def read_conditions(texts: Sequence[str]) -> list[Condition]:
@@ -64,8 +55,12 @@ def read_conditions(texts: Sequence[str]) -> list[Condition]:
     return [parse(text) for text in texts or [DEFAULT]]
 
 
-def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice]) -> list[Session]:
-    """All runs that the paths hold."""
+def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], *, one: bool = False) -> list[Session]:
+    """All runs that the paths hold.
+
+    Raises:
+        UsageError: slug `several-runs`: with `one`, a path holds more than that.
+    """
     from traceloom.read import load_inputs
 
     sessions: list[Session] = []
@@ -73,6 +68,13 @@ def runs(paths: Sequence[str], args: argparse.Namespace, refused: list[Notice]) 
         loaded = load_inputs(path, cache=not args.no_cache)
         refused += loaded.refused
         sessions += loaded.runs
+        if one and len(loaded.runs) > 1:
+            raise UsageError(
+                f"`{path}` holds {len(loaded.runs)} runs, and a side of a comparison is one",
+                slug="several-runs",
+                hint="name a directory that holds the traces of one run, or one file; with --fail-if a side may have "
+                "many",
+            )
     return sessions
 
 
@@ -81,39 +83,13 @@ def named(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
-def targets(args: argparse.Namespace, formats: dict[str, Writer]) -> list[tuple[Path, Writer]]:
-    """The files to write, which can be written, with what writes them."""
-    from traceloom import files
-
-    outputs = []
-    for path in args.output:
-        write = formats.get(path.suffix.lower())
-        if write is None:
-            raise UsageError(
-                f"`{path}` does not tell which format to write",
-                slug="unknown-format",
-                hint=f"use one of the endings {', '.join(formats)}",
-            )
-        outputs.append((path, write))
-    for path, _ in outputs:
-        files.check_free(path, force=args.force)
-    return outputs
-
-
-def write(args: argparse.Namespace, chosen: list[tuple[Path, Writer]], document: Document) -> list[tuple[Path, int]]:
-    """Write the files; returns them with their sizes."""
-    from traceloom import files
-
-    return [(path, files.write(path, partial(put, document), force=args.force)) for path, put in chosen]
-
-
 def show(args: argparse.Namespace, document: Document) -> None:
     """The verdict on standard output; a line of it where files were asked for."""
     from traceloom.report.verdict import terminal
 
     if args.json:
         json(document, sys.stdout.buffer)
-    elif not args.output:
+    elif outputs.printed(args):
         terminal.show(document, args.top, sys.stdout)
     elif not args.quiet:
         terminal.say(document, sys.stdout)
@@ -131,6 +107,17 @@ def conclude(document: Document) -> None:
         raise CheckError(document["sentence"], slug="check-failed")
     hint = "record more runs of both sides, or more steps"
     raise CheckError(document["sentence"], slug="check-inconclusive", hint=hint)
+
+
+def refuse(refused: Sequence[Notice]) -> None:
+    """End with a word about the inputs that were refused, where the rest was done.
+
+    Raises:
+        PartialError: slug `refused-input`.
+    """
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
 
 
 def html(document: Document, handle: BinaryIO) -> None:

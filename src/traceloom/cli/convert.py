@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli import options as types
+from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from traceloom.chakra.conversion import Source
     from traceloom.model import Notice
 
-_PERFETTO = (".perfetto.json", ".perfetto.json.gz")
-_CHAKRA = (".et", ".et.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
+_FORMATS = {
+    ".graph": "graph",
+    **dict.fromkeys((".et", ".et.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz"), "chakra"),
+    **dict.fromkeys((".perfetto.json", ".perfetto.json.gz"), "perfetto"),
+}
 _SHOWN_NOTICES = 10
 _EXAMPLES = """\
 examples:
@@ -62,120 +66,83 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    types.add_silence(parser)
     return parser
-
-
-@dataclass
-class _Done:
-    """What was written."""
-
-    path: Path
-    files: list[Path]
-    next_step: str
-    nodes: int = 0
-    notices: list[Notice] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "output": str(self.path),
-            "files": [str(file) for file in self.files],
-            "bytes": sum(file.stat().st_size for file in self.files),
-            "nodes": self.nodes,
-            "notices": [notice.to_dict() for notice in self.notices],
-        }
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
-    from traceloom import files
     from traceloom.chakra import conversion
+    from traceloom.model import units
+    from traceloom.model.notice import worst_first
 
+    form = outputs.form_of(args, _FORMATS, conversion.DIRECTORY_FILES)
+    wrong = hint = ""
+    if args.target == "astra-sim" and (form != "directory" or args.only):
+        wrong = "--target astra-sim writes a directory" if form != "directory" else "--only does not go with --target"
+        hint = "as in: traceloom convert job.graph sim/ --target astra-sim"
+    elif args.gpu_only and args.target != "astra-sim":
+        wrong, hint = "--gpu-only goes with --target astra-sim", "add --target astra-sim"
+    elif args.only and form not in {"chakra", "directory"}:
+        wrong, hint = "--only writes Chakra files", "name a directory or an .et file as the output"
+    if wrong:
+        raise UsageError(wrong, slug="wrong-usage", hint=hint)
     target = Path(args.output)
-    kind = _kind(args.output, target)
-    _check(args, kind)
-    if kind == "directory":
-        files.check_directory(target, conversion.DIRECTORY_FILES, force=args.force)
-    else:
-        files.check_free(target, force=args.force)
     with (
         Progress(shown=not args.quiet) as progress,
         conversion.Source(args.input, args.strict, progress.say) as source,
     ):
-        done = _converted(source, target, kind, args)
-    _tell(done, args)
+        files, nodes, notices, following = _converted(source, target, form, args)
+    size = sum(file.stat().st_size for file in files)
+    notices = list(worst_first(tuple(notices))) if not args.json else notices
+    if args.json:
+        document = {
+            "output": str(target),
+            "files": [str(file) for file in files],
+            "bytes": size,
+            "nodes": nodes,
+            "notices": [notice.to_dict() for notice in notices],
+        }
+        print(json.dumps(document))
+    elif not args.quiet:
+        for notice in notices[:_SHOWN_NOTICES]:
+            rank = "" if notice.rank is None else f"rank {notice.rank}: "
+            print(f"{notice.severity}: {rank}{notice.message} [{notice.slug}]", file=sys.stderr)
+        if len(notices) > _SHOWN_NOTICES:
+            print(f"and {len(notices) - _SHOWN_NOTICES} more notices; --json has them all", file=sys.stderr)
+        many = f", {len(files)} files" if len(files) > 1 else ""
+        print(f"Wrote {target} ({nodes:,} nodes{many}, {units.size(size)}); next: {following}")
     return 0
 
 
-def _kind(name: str, target: Path) -> str:
-    """What the output is: `graph`, `perfetto`, `chakra` or `directory`."""
-    lower = target.name.lower()
-    if name.endswith("/") or target.is_dir() or not target.suffix:
-        return "directory"
-    if lower.endswith(".graph"):
-        return "graph"
-    if lower.endswith(_PERFETTO):
-        return "perfetto"
-    if lower.endswith(_CHAKRA):
-        return "chakra"
-    raise UsageError(
-        f"`{target}` does not tell which form to write",
-        slug="unknown-format",
-        hint=f"use one of the endings .graph, {', '.join((*_CHAKRA, *_PERFETTO))}, or a directory",
-    )
-
-
-def _check(args: argparse.Namespace, kind: str) -> None:
-    """Refuse options that do not go together."""
-    if args.target == "astra-sim" and (kind != "directory" or args.only):
-        message = "--target astra-sim writes a directory" if kind != "directory" else "--only does not go with --target"
-        raise UsageError(message, slug="wrong-usage", hint="as in: traceloom convert job.graph sim/ --target astra-sim")
-    if args.gpu_only and args.target != "astra-sim":
-        raise UsageError("--gpu-only goes with --target astra-sim", slug="wrong-usage", hint="add --target astra-sim")
-    if args.only and kind not in {"chakra", "directory"}:
-        raise UsageError(
-            "--only writes Chakra files", slug="wrong-usage", hint="name a directory or an .et file as the output"
-        )
-
-
-def _converted(source: Source, target: Path, kind: str, args: argparse.Namespace) -> _Done:
+def _converted(
+    source: Source, target: Path, form: str, args: argparse.Namespace
+) -> tuple[list[Path], int, list[Notice], str]:
+    """What was written: the files, how many nodes, the notices, and the next useful step."""
     if args.target == "astra-sim":
         from traceloom.chakra.astra_sim import to_astra_sim
 
         result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
         written = result.write(target, force=args.force)
         nodes = sum(file.nodes.height for file in result.files)
-        following = f"traceloom validate {target} --target astra-sim"
-        return _Done(target, written, following, nodes, [*source.notices, *result.notices])
-    if kind == "graph":
+        return written, nodes, [*source.notices, *result.notices], f"traceloom validate {target} --target astra-sim"
+    if form == "directory":
+        written = source.write_directory(target, args.only, force=args.force)
+        return written, source.nodes, source.notices, f"traceloom validate {target}"
+    if form == "chakra":
+        source.write_file(target, args.only, force=args.force)
+        binary = target.name.lower().endswith((".et", ".et.gz"))
+        following = f"traceloom validate {target}" if binary else f"traceloom convert {target} back.et"
+        return [target], source.nodes, source.notices, following
+    graph = source.graph()
+    if form == "graph":
         from traceloom.model import graph_store
 
-        graph = source.graph()
         graph_store.save(graph, target, force=args.force)
-        return _Done(target, [target], f"traceloom convert {target} workload/", graph.nodes.height, source.notices)
-    if kind == "perfetto":
-        return _perfetto(source, target, args)
-    if kind == "directory":
-        written = source.write_directory(target, args.only, force=args.force)
-        return _Done(target, written, f"traceloom validate {target}", source.nodes, source.notices)
-    source.write_file(target, args.only, force=args.force)
-    step = "validate" if target.name.lower().endswith((".et", ".et.gz")) else "convert"
-    return _Done(
-        target,
-        [target],
-        f"traceloom {step} {target}" + (" back.et" if step == "convert" else ""),
-        source.nodes,
-        source.notices,
-    )
-
-
-def _perfetto(source: Source, target: Path, args: argparse.Namespace) -> _Done:
+        return [target], graph.nodes.height, source.notices, f"traceloom convert {target} workload/"
     from traceloom import files
     from traceloom.chakra.packed import packing
     from traceloom.report.exports.perfetto.graph import write_graph
-
-    graph = source.graph()
 
     def produce(handle: BinaryIO) -> None:
         if not target.name.lower().endswith(".gz"):
@@ -185,25 +152,4 @@ def _perfetto(source: Source, target: Path, args: argparse.Namespace) -> _Done:
             write_graph(graph, packed)
 
     files.write(target, produce, force=args.force)
-    return _Done(target, [target], "open it at ui.perfetto.dev", graph.nodes.height, source.notices)
-
-
-def _tell(done: _Done, args: argparse.Namespace) -> None:
-    """Notices, then what was written and what to try next."""
-    from traceloom.model import units
-    from traceloom.model.notice import worst_first
-
-    if args.json:
-        print(json.dumps(done.to_dict()))
-        return
-    if args.quiet:
-        return
-    notices = worst_first(tuple(done.notices))
-    for notice in notices[:_SHOWN_NOTICES]:
-        rank = "" if notice.rank is None else f"rank {notice.rank}: "
-        print(f"{notice.severity}: {rank}{notice.message} [{notice.slug}]", file=sys.stderr)
-    if len(notices) > _SHOWN_NOTICES:
-        print(f"and {len(notices) - _SHOWN_NOTICES} more notices; --json has them all", file=sys.stderr)
-    size = units.size(sum(file.stat().st_size for file in done.files))
-    many = f", {len(done.files)} files" if len(done.files) > 1 else ""
-    print(f"Wrote {done.path} ({done.nodes:,} nodes{many}, {size}); next: {done.next_step}")
+    return [target], graph.nodes.height, source.notices, "open it at ui.perfetto.dev"

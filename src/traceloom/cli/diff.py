@@ -7,13 +7,13 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from traceloom.cli import checking, closing
+from traceloom.cli import checking, outputs
 from traceloom.cli.progress import Progress
-from traceloom.errors import PartialError, UsageError
+from traceloom.errors import UsageError
 from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
-    from traceloom.analyze.gate import Condition, RunSummary
+    from traceloom.analyze.gate import Condition
     from traceloom.model import Notice, Session
 
 _EXAMPLES = f"""\
@@ -64,50 +64,35 @@ def run(args: argparse.Namespace) -> int:
     if args.more_base or args.more_new or args.strict:
         message = "--base, --new and --strict belong to a check"
         raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
-    chosen = checking.targets(args, _FORMATS)
-    refused: list[Notice] = []
-    with Progress(shown=not args.quiet) as progress:
-        base, new = (
-            _load(path, side, args, progress, refused) for path, side in ((args.base, "base"), (args.new, "new"))
-        )
-        progress.say("comparing")
-        document = _comparison(base, new)
-        written = checking.write(args, chosen, document)
-    _show(args, document)
-    closing.tell(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
-    _refusals(refused)
-    return 0
-
-
-def _load(path: str, side: str, args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> Session:
-    progress.say(f"reading the {side}")
-    sessions = checking.runs([path], args, refused)
-    if len(sessions) > 1:
-        raise UsageError(
-            f"`{path}` holds {len(sessions)} runs, and a side of a comparison is one",
-            slug="several-runs",
-            hint="name a directory that holds the traces of one run, or one file; with --fail-if a side may have many",
-        )
-    return sessions[0]
-
-
-def _comparison(base: Session, new: Session) -> dict[str, Any]:
+    chosen = outputs.targets(args, _FORMATS)
     from traceloom.analyze import compare
     from traceloom.report import comparison
 
-    return comparison.build(compare(base, new), base, new)
+    refused: list[Notice] = []
+    with Progress(shown=not args.quiet) as progress:
+        sessions: list[Session] = []
+        for path, side in ((args.base, "base"), (args.new, "new")):
+            progress.say(f"reading the {side}")
+            sessions += checking.runs([path], args, refused, one=True)
+        base, new = sessions
+        progress.say("comparing")
+        document = comparison.build(compare(base, new), base, new)
+        written = outputs.write(args, chosen, document, progress)
+    if args.json:
+        checking.json(document, sys.stdout.buffer)
+    elif outputs.printed(args):
+        from traceloom.report.comparison import terminal
 
-
-def _refusals(refused: list[Notice]) -> None:
-    if refused:
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+        terminal.show(document, args.top, sys.stdout)
+    outputs.close(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
+    checking.refuse(refused)
+    return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     """A verdict for each condition; the comparison of the most usual runs of both sides below it."""
     conditions = checking.read_conditions(args.conditions)
-    chosen = checking.targets(args, checking.FORMATS)
+    chosen = outputs.targets(args, checking.FORMATS)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         sides = []
@@ -116,12 +101,12 @@ def _check(args: argparse.Namespace) -> int:
             sides.append((checking.named(paths), checking.runs(paths, args, refused)))
         progress.say("comparing")
         document = _verdict(args, conditions, sides)
-        written = checking.write(args, chosen, document)
+        written = outputs.write(args, chosen, document, progress)
     checking.show(args, document)
     again = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
-    closing.tell(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
+    outputs.close(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
     checking.conclude(document)
-    _refusals(refused)
+    checking.refuse(refused)
     return 0
 
 
@@ -136,18 +121,16 @@ def _verdict(
 
     runs = [[gate.summarise(run) for run in sessions] for _, sessions in sides]
     judged = gate.judge(runs[0], runs[1], conditions)
-    usual = [sessions[_usual(summaries)] for (_, sessions), summaries in zip(sides, runs, strict=True)]
+    usual = []
+    for (_, sessions), summaries in zip(sides, runs, strict=True):
+        # The run whose recorded steps take a middling time.
+        means = [sum(run.scalars["step_time"]) / len(run.steps) for run in summaries]
+        usual.append(sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]])
     compared = compare(*usual)
     judged = replace(judged, causes=causes_of(compared))
     base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
     comparison_document = comparison.build(compared, *usual)
     return verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
-
-
-def _usual(runs: list[RunSummary]) -> int:
-    """Position of the run whose recorded steps take a middling time."""
-    means = [sum(run.scalars["step_time"]) / len(run.steps) for run in runs]
-    return sorted(range(len(runs)), key=means.__getitem__)[(len(runs) - 1) // 2]
 
 
 def _html(document: dict[str, Any], handle: BinaryIO) -> None:
@@ -163,12 +146,3 @@ def _markdown(document: dict[str, Any], handle: BinaryIO) -> None:
 
 
 _FORMATS: dict[str, checking.Writer] = {".html": _html, ".htm": _html, ".md": _markdown, ".json": checking.json}
-
-
-def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:
-    if args.json:
-        checking.json(document, sys.stdout.buffer)
-    elif not args.output:
-        from traceloom.report.comparison import terminal
-
-        terminal.show(document, args.top, sys.stdout)

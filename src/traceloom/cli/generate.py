@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceloom.errors import UsageError
+from traceloom.cli import options as types
+from traceloom.cli import outputs
+from traceloom.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from traceloom.chakra.generate import Generated
@@ -21,8 +22,6 @@ examples:
   traceloom generate pipeline --ranks 4 --micro-batches 16 --schedule gpipe -o pipe/
   traceloom generate transformer --tensor-parallel 4 --layers 8 --hidden 4096 -o step/
 """
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<binary>i?)[bB]?")
-_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _KINDS = ("collective", "pipeline", "transformer")
 
 
@@ -37,11 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write")
-    number, size, real = _count, _bytes, _positive
+    number, real = types.count, types.positive
     shared = parser.add_argument_group("collective and pipeline")
     shared.add_argument("--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)")
     shared.add_argument(
-        "--size", type=size, metavar="BYTES", help="bytes of a collective or of activations, as 1MiB or 64kB (1MiB)"
+        "--size",
+        type=types.size,
+        metavar="BYTES",
+        help="bytes of a collective or of activations, as 1MiB or 64kB (1MiB)",
     )
     collective = parser.add_argument_group("collective")
     collective.add_argument(
@@ -77,33 +79,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     more = parser.add_argument_group("more")
     more.add_argument("--json", action="store_true", help="print what is known of the workload as JSON")
     more.add_argument("--force", action="store_true", help="overwrite")
-    more.add_argument("--quiet", action="store_true", help="no closing line")
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    types.add_silence(more, "no closing line")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above 0")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
-    return number
-
-
-def _bytes(text: str) -> int:
-    """`64kB` are 64 000 bytes, `1MiB` are 1 048 576."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match["binary"] and not match["unit"]):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a size, as 1MiB or 64kB")
-    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _POWER[match["unit"]])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,10 +98,9 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         for name, value in generated.totals.items():
             print(f"{name:>18}  {_shown(value)}")
-    if not args.quiet:
-        nodes = sum(len(program) for program in generated.programs)
-        message = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes); next: traceloom validate {args.output}"
-        print(message, file=sys.stderr if args.json else sys.stdout)
+    nodes = sum(len(program) for program in generated.programs)
+    written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
+    outputs.say(args, f"{written}; next: traceloom validate {args.output}")
     return 0
 
 
@@ -143,18 +119,15 @@ def _generated(args: argparse.Namespace) -> Generated:
     if strange := sorted(chosen.keys() - accepted):
         option = "--" + strange[0].replace("_", "-")
         raise UsageError(f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away")
-    _check(chosen, "collective", generate.KINDS)
-    _check(chosen, "algorithm", generate.ALGORITHMS)
-    _check(chosen, "schedule", generate.SCHEDULES)
+    allowed = {"collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES}
+    for name, names in allowed.items():
+        if name in chosen and chosen[name] not in names:
+            hint = nearest(chosen[name], names) + f"there are {', '.join(names)}"
+            raise UsageError(f"`{chosen[name]}` is no {name}", slug="wrong-usage", hint=hint)
     if chosen.get("ranks", 2) < 2:
         raise UsageError("one rank has nobody to talk to", slug="wrong-usage", hint="give --ranks 2 or more")
     made: Generated = make(options(**chosen))
     return made
-
-
-def _check(chosen: dict[str, Any], name: str, allowed: tuple[str, ...]) -> None:
-    if name in chosen and chosen[name] not in allowed:
-        raise UsageError(f"`{chosen[name]}` is no {name}", slug="wrong-usage", hint=f"there are {', '.join(allowed)}")
 
 
 def _shown(value: Any) -> str:

@@ -1,24 +1,106 @@
-"""Options that several verbs have in common."""
+"""Options and types of arguments that several verbs have in common."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<binary>i?)[bB]?")
+_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)")
+_NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 
 
 def add_reading(more: argparse._ActionsContainer) -> None:
     """The options of whatever reads traces."""
     more.add_argument("--no-cache", action="store_true", help="read the files anew, and keep nothing")
-    more.add_argument("--quiet", action="store_true", help="no progress, no closing line")
+    add_silence(more)
+
+
+def add_silence(more: argparse._ActionsContainer, quiet: str = "no progress, no closing line") -> None:
+    """The options about what is printed beside the result."""
+    more.add_argument("--quiet", action="store_true", help=quiet)
     more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
 
 
-def ranks(text: str) -> tuple[int, ...]:
-    """`0,3` as ranks.
+# Types of arguments: each raises argparse.ArgumentTypeError for a text that is none.
 
-    Raises:
-        argparse.ArgumentTypeError: It is no list of numbers.
-    """
+
+def ranks(text: str) -> tuple[int, ...]:
+    """`0,3` as ranks."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
+
+
+def whole(text: str) -> int:
+    """A whole number from 0 on, as of a step or a node."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 0 on")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on, as of rows or tokens."""
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above 0")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+    return number
+
+
+def steps(text: str) -> tuple[int, int]:
+    """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step. The first and the last step."""
+    first, dots, end = text.partition("..")
+    try:
+        chosen = int(first), int(end) - 1 if dots else int(first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a range of steps, as 20..25") from None
+    if chosen[0] > chosen[1]:
+        raise argparse.ArgumentTypeError(f"`{text}` has no steps")
+    return chosen
+
+
+def sections(text: str) -> tuple[str, ...]:
+    """Keys of sections, separated by commas."""
+    return tuple(part.strip().replace("-", "_") for part in text.split(","))
+
+
+def size(text: str) -> int:
+    """Bytes: `64kB` are 64 000, `1MiB` are 1 048 576."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match["binary"] and not match["unit"]):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a size, as 1MiB or 64kB")
+    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _POWER[match["unit"]])
+
+
+def instant(text: str) -> str:
+    """`12.5ms` becomes nanoseconds; words stay."""
+    match = _TIME.fullmatch(text.strip())
+    if match:
+        return str(round(float(match[1]) * _NANOSECONDS[match[2]]))
+    if text in ("peak", "start", "end") or re.fullmatch(r"step \d+", text):
+        return text
+    raise argparse.ArgumentTypeError(f'`{text}` is no instant: give peak, start, end, "step 3" or a time as 12.5ms')
+
+
+def share(text: str) -> float:
+    """A change in per cent, as a fraction."""
+    try:
+        fraction = float(text.strip().removesuffix("%").strip()) / 100
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < 100:
+        raise argparse.ArgumentTypeError(f"`{text}` is no change, as 5%")
+    return fraction

@@ -9,12 +9,12 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceloom.cli.options import add_reading, ranks
+from traceloom.cli import options as types
+from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 
@@ -55,11 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="trace file, directory of traces, or recorded run; - for standard input",
     )
     what = parser.add_argument_group("what to report")
-    what.add_argument("--rank", type=ranks, metavar="N[,N]", help="only these ranks")
-    what.add_argument("--steps", type=_steps, metavar="A..B", help="only the work of steps A to B-1")
+    what.add_argument("--rank", type=types.ranks, metavar="N[,N]", help="only these ranks")
+    what.add_argument("--steps", type=types.steps, metavar="A..B", help="only the work of steps A to B-1")
     what.add_argument("--by-shape", action="store_true", help="count operators apart by the shapes of their inputs")
     what.add_argument(
-        "--only", type=_sections, metavar="NAME[,NAME]", help="only these sections; `core` is the short report"
+        "--only", type=types.sections, metavar="NAME[,NAME]", help="only these sections; `core` is the short report"
     )
     against = what.add_mutually_exclusive_group()
     against.add_argument("--device", metavar="NAME", help="compare with the peaks of this device, as `H100 SXM`")
@@ -67,8 +67,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "--peak", metavar="TYPE=N[,...]", help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12"
     )
     what.add_argument(
-        "--link-peak", type=_rate, metavar="GB/S", help="peak of one device's link in one direction, for all groups"
-    )
+        "--link-peak", type=types.positive, metavar="GB/S",
+        help="peak of one device's link in one direction, for all groups",
+    )  # fmt: skip
     what.add_argument(
         "--graph-capture", type=Path, metavar="FILE",
         help="recording of the capture of the graphs, or of the same model without graphs: tells the operators "
@@ -79,59 +80,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="your own rules: .py is run and registers models of operators, .json tells kinds of kernels "
         "(may be repeated)",
     )  # fmt: skip
-    what.add_argument("--tokens-per-step", type=_count, metavar="N", help="tokens of a step, to tell tokens per second")
-    what.add_argument("--samples-per-step", type=_count, metavar="N", help="the same for samples")
+    what.add_argument(
+        "--tokens-per-step", type=types.count, metavar="N", help="tokens of a step, to tell tokens per second"
+    )
+    what.add_argument("--samples-per-step", type=types.count, metavar="N", help="the same for samples")
     how = parser.add_argument_group("how to show it")
-    how.add_argument("--top", type=_positive, default=10, metavar="N", help="rows of a table (default: 10)")
+    how.add_argument("--top", type=types.count, default=10, metavar="N", help="rows of a table (default: 10)")
     how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
     how.add_argument("--json", action="store_true", help="print the report as JSON")
-    how.add_argument(
-        "-o", "--output", type=Path, action="append", default=[], metavar="FILE",
-        help="write a file instead: .html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, "
-        ".pprof.pb.gz (may be repeated)",
-    )  # fmt: skip
-    how.add_argument("--force", action="store_true", help="overwrite files")
-    more = parser.add_argument_group("more")
-    add_reading(more)
+    outputs.add_output(how, ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, .pprof.pb.gz")
+    types.add_reading(parser.add_argument_group("more"))
     return parser
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of 10^9 bytes per second above 0, got `{text}`")
-    return value
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number of rows")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
-    return int(text)
-
-
-def _sections(text: str) -> tuple[str, ...]:
-    return tuple(part.strip().replace("-", "_") for part in text.split(","))
-
-
-def _steps(text: str) -> tuple[int, int]:
-    """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step."""
-    first, dots, end = text.partition("..")
-    try:
-        steps = int(first), int(end) - 1 if dots else int(first)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a range of steps, as 20..25") from None
-    if steps[0] > steps[1]:
-        raise argparse.ArgumentTypeError(f"`{text}` has no steps")
-    return steps
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,44 +104,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from traceloom import files
-    from traceloom.report import formats
+    from traceloom.model import units
+    from traceloom.report.formats import FORMATS
+    from traceloom.report.sections import chosen
 
-    targets = [(path, formats.format_of(path)) for path in args.output]
-    for path, _ in targets:
-        files.check_free(path, force=args.force)
+    targets = outputs.targets(args, {ending: form for form in FORMATS for ending in form.endings})
     options = _options(args)
-    _load_code(options)
+    # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
+    importlib.import_module("traceloom.report.document")
+    chosen(options.only)
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         try:
             loaded = _load(args, progress)
         except InputError as error:
-            if error.slug != "no-traces" or not _holds_memory_alone(args.inputs):
+            from traceloom.report.memory.sources import REPORT_ENDING
+
+            # Memory may have run out before anything else was written.
+            if error.slug != "no-traces" or not any(any(Path(text).glob(f"*{REPORT_ENDING}")) for text in args.inputs):
                 raise
             return _memory_alone(args)
         progress.say("analysing")
-        report = _report(loaded.runs, args, options)
-        written = []
-        for path, kind in targets:
-            progress.say(f"writing {path}")
-            size = files.write(path, partial(kind.write, report), force=args.force)
-            written.append((path, size, kind.next_step))
-    _show(args, report)
-    if not args.quiet:
-        for line in _closing(args, report, written):
-            print(line, file=sys.stderr if args.json else sys.stdout)
+        report = _report(loaded.runs, args, options, [str(path) for path, form in targets if not form.of_runs])
+        written = outputs.write(args, [(path, form.write) for path, form in targets], report, progress)
+    if args.json:
+        from traceloom.report.views.jsonfile import encode
+
+        sys.stdout.buffer.write(encode(report.document))
+    elif outputs.printed(args):
+        from traceloom.report.views import terminal
+
+        terminal.show(report.document, report.options, sys.stdout)
+    for (path, size), (_, form) in zip(written, targets, strict=True):
+        outputs.say(args, f"Wrote {path} ({units.size(size)}); {form.next_step}.")
+    if not written and not report.document["runs"]:
+        outputs.close(args, [], f"traceloom report {shlex.join(args.inputs)} -o report.html")
     if loaded.refused:  # the report is made of the rest; the exit code and a last word say that it is not all
         more = f" (and {len(loaded.refused) - 1} more, see the notices)" if len(loaded.refused) > 1 else ""
         raise PartialError(f"{loaded.refused[0].message}{more}", slug="refused-input")
     return 0
-
-
-def _holds_memory_alone(inputs: Sequence[str]) -> bool:
-    """Whether memory ran out before anything else was written."""
-    from traceloom.report.memory.sources import REPORT_ENDING
-
-    return any(any(Path(text).glob(f"*{REPORT_ENDING}")) for text in inputs)
 
 
 def _memory_alone(args: argparse.Namespace) -> int:
@@ -192,18 +152,10 @@ def _memory_alone(args: argparse.Namespace) -> int:
     if not args.quiet:
         message = "memory ran out before a window was recorded; this is whose memory it was (traceloom memory)"
         print(f"traceloom: {message}", file=sys.stderr)
-    words = [*args.inputs, *(word for path in args.output for word in ("-o", str(path)))]
+    words = [*args.inputs, *(word for name in args.output for word in ("-o", name))]
     words += [f"--{name}" for name in ("json", "force", "quiet", "no-cache") if getattr(args, name.replace("-", "_"))]
     parser = memory.add_parser(argparse.ArgumentParser().add_subparsers())
     return memory.run(parser.parse_args(words))
-
-
-def _load_code(options: ReportOptions) -> None:
-    """Load what the report is made by before its turn: a trace may be decoded elsewhere meanwhile."""
-    from traceloom.report.sections import chosen
-
-    importlib.import_module("traceloom.report.document")
-    chosen(options.only)
 
 
 def _options(args: argparse.Namespace) -> ReportOptions:
@@ -260,16 +212,16 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
     return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MOST_FILES)
 
 
-def _report(sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions) -> Report:
+def _report(sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions, of_one: list[str]) -> Report:
+    """The report; `of_one` are the files whose formats are about one run."""
     from traceloom import report
-    from traceloom.report.formats import Report, format_of
+    from traceloom.report.formats import Report
 
     if len(sessions) == 1:
         return Report(report.build(sessions[0], options), report.selected(sessions[0], options), options)
     homes = Counter(home for session in sessions for home in _homes(session))
     commands = [_command(session, homes) for session in sessions]
-    of_one = [str(path) for path in args.output if not format_of(path).of_runs]
-    of_one += [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
+    of_one = of_one + [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
     if of_one:
         raise UsageError(
             f"the inputs hold {len(sessions)} runs, but {of_one[0]} is about one",
@@ -293,25 +245,3 @@ def _command(session: Session, runs_by_home: Counter[Path]) -> str:
     elif len(paths) > 1 and sorted(glob.glob(session.name)) == sorted(paths) and _PATTERN.fullmatch(session.name):  # noqa: PTH207
         inputs = session.name
     return f"traceloom report {inputs}"
-
-
-def _show(args: argparse.Namespace, report: Report) -> None:
-    if args.json:
-        from traceloom.report.views.jsonfile import encode
-
-        sys.stdout.buffer.write(encode(report.document))
-    elif not args.output:
-        from traceloom.report.views import terminal
-
-        terminal.show(report.document, report.options, sys.stdout)
-
-
-def _closing(args: argparse.Namespace, report: Report, written: list[tuple[Path, int, str]]) -> Iterator[str]:
-    """What was written, and what to try next."""
-    from traceloom.model import units
-
-    for path, size, next_step in written:
-        yield f"Wrote {path} ({units.size(size)}); {next_step}."
-    if not written and not args.json and not report.document["runs"]:
-        inputs = shlex.join(args.inputs)
-        yield f"\nNext: traceloom report {inputs} -o report.html"

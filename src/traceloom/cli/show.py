@@ -6,8 +6,10 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from traceloom.cli import options as types
+from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.errors import InputError, UsageError
 from traceloom.plain_text import encoded
@@ -22,7 +24,6 @@ examples:
   traceloom show job.graph -o job.html        a drawing of all of it, nodes of one name as one box
   traceloom show workload/ --node 12 --rank 1 -o node.html
 """
-_ENDINGS = (".html", ".htm")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -37,61 +38,55 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument(
         "inputs", nargs="+", metavar="INPUT", help="a .graph file, or .et and .et.gz files, or a directory of them"
     )
-    parser.add_argument("--node", type=_whole, metavar="ID", help="one node and its neighbours")
-    parser.add_argument("--rank", type=_whole, metavar="N", help="the rank of the node")
+    parser.add_argument("--node", type=types.whole, metavar="ID", help="one node and its neighbours")
+    parser.add_argument("--rank", type=types.whole, metavar="N", help="the rank of the node")
     parser.add_argument(
-        "--depth", type=_whole, default=2, metavar="N", help="how far neighbours are drawn (default: 2)"
+        "--depth", type=types.whole, default=2, metavar="N", help="how far neighbours are drawn (default: 2)"
     )
     parser.add_argument("--json", action="store_true", help="print the summary, or the node, as JSON")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a drawing: .html")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a drawing: .html")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
-    parser.add_argument("--quiet", action="store_true", help="no progress, no closing line")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    types.add_silence(parser)
     return parser
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"`{text}` is no whole number from 0 on")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read and show; returns the exit code."""
-    from traceloom import files
+    from traceloom.model import units
 
-    if args.output is not None:
-        if not args.output.name.lower().endswith(_ENDINGS):
-            raise UsageError(
-                f"`{args.output}` does not tell which format to write", slug="unknown-format", hint="drawings are .html"
-            )
-        files.check_free(args.output, force=args.force)
+    def draw(document: dict[str, Any], handle: BinaryIO) -> None:
+        from traceloom.report.workload.drawing import render
+        from traceloom.report.workload.picture import collapsed, neighbourhood
+        from traceloom.report.workload.summary import summarise
+
+        if row is None:
+            page = render(collapsed(network), document)
+        else:
+            page = render(neighbourhood(network, row, args.depth), summarise(network))
+        handle.write(encoded(page))
+
+    chosen = outputs.targets(args, {".html": draw, ".htm": draw})
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
         network = _network(args.inputs, progress)
         row = None if args.node is None else _row(network, args.node, args.rank)
         progress.say("counting")
         document = _document(network, row)
-        if args.output is not None:
-            progress.say(f"drawing {args.output}")
-            size = _draw(args, network, row)
+        written = outputs.write(args, chosen, document, progress)
     if args.json:
         from traceloom.report.views.jsonfile import encode
 
         sys.stdout.buffer.write(encode(document))
-    elif args.output is None:
+    elif outputs.printed(args):
         from traceloom.report.views.terminal import put
         from traceloom.report.workload import terminal
 
         render = terminal.render_node if "node" in document else terminal.render
         put(partial(render, document), sys.stdout)
-    if args.output is not None and not args.quiet:
-        from traceloom.model import units
-
-        stream = sys.stderr if args.json else sys.stdout
-        print(f"Wrote {args.output} ({units.size(size)}); open it in a browser.", file=stream)
-    elif not args.json and not args.quiet and row is None:
-        print(f"\nNext: traceloom show {args.inputs[0]} -o drawing.html")
+    for path, size in written:
+        outputs.say(args, f"Wrote {path} ({units.size(size)}); open it in a browser.")
+    if not written and row is None:
+        outputs.close(args, [], f"traceloom show {args.inputs[0]} -o drawing.html")
     return 0
 
 
@@ -150,18 +145,3 @@ def _document(network: Network, row: int | None) -> dict[str, Any]:
     # What else the file says of a Chakra node, looked up in it.
     attributes = attributes_of(path, node["id"]) if path is not None else []
     return {**document, "attributes": dict(attributes)}
-
-
-def _draw(args: argparse.Namespace, network: Network, row: int | None) -> int:
-    from traceloom import files
-    from traceloom.report.workload.drawing import render
-    from traceloom.report.workload.picture import collapsed, neighbourhood
-    from traceloom.report.workload.summary import summarise
-
-    picture = collapsed(network) if row is None else neighbourhood(network, row, args.depth)
-    page = encoded(render(picture, summarise(network)))
-
-    def fill(handle: Any) -> None:
-        handle.write(page)
-
-    return files.write(args.output, fill, force=args.force)

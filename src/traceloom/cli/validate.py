@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from traceloom.cli import options as types
 from traceloom.cli.progress import Progress
 from traceloom.errors import CheckError
 from traceloom.harmless import harmless
@@ -47,8 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--groups", type=Path, metavar="FILE", help="the group file, where it is not beside the files")
     parser.add_argument("--strict", action="store_true", help="fail on warnings too")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON, with the ids of all nodes")
-    parser.add_argument("--quiet", action="store_true", help="no progress; print nothing where nothing is wrong")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    types.add_silence(parser, "no progress; print nothing where nothing is wrong")
     return parser
 
 

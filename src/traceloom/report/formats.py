@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from traceloom.errors import UsageError
 from traceloom.model import Session
 from traceloom.plain_text import encoded
 from traceloom.report.options import ReportOptions
@@ -84,19 +82,3 @@ FORMATS = (
     Format((".json",), _json, "its keys are described in docs/reference/report-json.md", of_runs=True),
     Format((".md",), _markdown, "paste it into a pull request", of_runs=True),
 )
-
-
-def format_of(path: Path) -> Format:
-    """The format that a file name stands for.
-
-    Raises:
-        UsageError: slug `unknown-format`.
-    """
-    name = path.name.lower()
-    for candidate in FORMATS:
-        if name.endswith(candidate.endings):
-            return candidate
-    endings = ", ".join(ending for candidate in FORMATS for ending in candidate.endings)
-    raise UsageError(
-        f"`{path}` does not tell which format to write", slug="unknown-format", hint=f"use one of the endings {endings}"
-    )

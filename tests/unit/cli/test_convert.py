@@ -163,7 +163,7 @@ def test_half_a_protobuf_leaves_nothing(one: Path, target: str) -> None:
     ("arguments", "code", "said"),
     [
         (["none.et", "a.json"], 2, "there is no"),
-        (["one.0.et", "a.txt"], 2, "does not tell which form"),
+        (["one.0.et", "a.txt"], 2, "does not tell which format"),
         (["one.0.et", "one.0.et", "--force"], 2, "is an input too"),
         (["job.graph", "a.et"], 2, "one file holds one rank"),
         (["one.0.et", "a.graph", "--only", "compute"], 2, "--only writes Chakra files"),

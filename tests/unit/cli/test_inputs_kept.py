@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.cli import main
+from traceloom.cli import VERBS, actions, main, parser
 from traceloom.testing import TraceBuilder
 
 UNIX_NS = 1_700_000_000 * 10**9
@@ -52,52 +52,50 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 FASTER = ["--set", "kernels * 0.5"]
+WRITES_OVER_ITS_INPUT = [
+    ["report", "one.json", "-o", "one.json"],
+    ["report", "one.json", "-o", "traces/../one.json"],
+    ["report", "one.json", "-o", "new.html", "-o", "one.json"],
+    ["report", "traces", "-o", "traces/rank1.json"],
+    ["report", "traces", "--rank", "0", "-o", "traces/rank1.json"],
+    ["report", "run", "-o", "run/capture.json"],
+    ["report", "run", "-o", "run/rank0.capture.json"],
+    ["report", "run", "-o", "run/rank0.host.json"],
+    ["report", "run/capture.json", "-o", "run/rank0.kineto.json"],
+    ["report", "one.json", "--graph-capture", "other.json", "-o", "other.json"],
+    ["report", "one.json", "--graph-capture", "run", "-o", "run/rank0.graph.kineto.json"],
+    ["report", "one.json", "--rules", "rules.json", "-o", "rules.json"],
+    ["memory", "one.json", "-o", "one.json"],
+    ["memory", "run", "-o", "run/capture.json"],
+    ["memory", "traces", "-o", "traces/rank0.json"],
+    ["diff", "one.json", "other.json", "-o", "other.json"],
+    ["diff", "one.json", "other.json", "-o", "one.json"],
+    ["diff", "run", "one.json", "-o", "run/capture.json"],
+    ["diff", "one.json", "one.json", "--new", "other.json", "--fail-if", "step_time > 3%", "-o", "other.json"],
+    ["whatif", "one.json", *FASTER, "-o", "one.json"],
+    ["whatif", "run", *FASTER, "-o", "run/capture.json"],
+    ["whatif", "traces", *FASTER, "-o", "traces/rank1.json"],
+    ["baseline", "compare", "main", "one.json", "--store", "baselines", "-o", "one.json"],
+    ["baseline", "compare", "main", "run", "--store", "baselines", "-o", "run/capture.json"],
+    ["link", "traces", "-o", "traces"],
+    ["link", "traces/rank0.json", "traces/rank1.json", "-o", "traces"],
+    ["link", "run", "-o", "run"],
+    ["convert", "job.graph", "job.graph"],
+    ["convert", "workload", "workload"],
+    ["convert", "workload/workload.0.et", "workload"],
+    ["convert", "workload/workload.0.et", "workload/workload.0.et"],
+    ["anonymize", "traces", "-o", "traces"],
+    ["anonymize", "traces", "-o", "new", "--map", "traces/rank1.json"],
+    ["anonymize", "run", "-o", "new", "--map", "run/capture.json"],
+    ["anonymize", "one.json", "-o", "new", "--policy", "policy.json", "--map", "policy.json"],
+    ["anonymize", "one.json", "-o", "new.json", "--key", "key.json", "--map", "key.json"],
+    ["anonymize", "one.json", "-o", "one.json"],
+    ["show", "job.graph", "-o", "linked.html"],
+]
 
 
 @pytest.mark.parametrize("force", [["--force"], []], ids=["by force", "unasked"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["report", "one.json", "-o", "one.json"],
-        ["report", "one.json", "-o", "traces/../one.json"],
-        ["report", "one.json", "-o", "new.html", "-o", "one.json"],
-        ["report", "traces", "-o", "traces/rank1.json"],
-        ["report", "traces", "--rank", "0", "-o", "traces/rank1.json"],
-        ["report", "run", "-o", "run/capture.json"],
-        ["report", "run", "-o", "run/rank0.capture.json"],
-        ["report", "run", "-o", "run/rank0.host.json"],
-        ["report", "run/capture.json", "-o", "run/rank0.kineto.json"],
-        ["report", "one.json", "--graph-capture", "other.json", "-o", "other.json"],
-        ["report", "one.json", "--graph-capture", "run", "-o", "run/rank0.graph.kineto.json"],
-        ["report", "one.json", "--rules", "rules.json", "-o", "rules.json"],
-        ["memory", "one.json", "-o", "one.json"],
-        ["memory", "run", "-o", "run/capture.json"],
-        ["memory", "traces", "-o", "traces/rank0.json"],
-        ["diff", "one.json", "other.json", "-o", "other.json"],
-        ["diff", "one.json", "other.json", "-o", "one.json"],
-        ["diff", "run", "one.json", "-o", "run/capture.json"],
-        ["diff", "one.json", "one.json", "--new", "other.json", "--fail-if", "step_time > 3%", "-o", "other.json"],
-        ["whatif", "one.json", *FASTER, "-o", "one.json"],
-        ["whatif", "run", *FASTER, "-o", "run/capture.json"],
-        ["whatif", "traces", *FASTER, "-o", "traces/rank1.json"],
-        ["baseline", "compare", "main", "one.json", "--store", "baselines", "-o", "one.json"],
-        ["baseline", "compare", "main", "run", "--store", "baselines", "-o", "run/capture.json"],
-        ["link", "traces", "-o", "traces"],
-        ["link", "traces/rank0.json", "traces/rank1.json", "-o", "traces"],
-        ["link", "run", "-o", "run"],
-        ["convert", "job.graph", "job.graph"],
-        ["convert", "workload", "workload"],
-        ["convert", "workload/workload.0.et", "workload"],
-        ["convert", "workload/workload.0.et", "workload/workload.0.et"],
-        ["anonymize", "traces", "-o", "traces"],
-        ["anonymize", "traces", "-o", "new", "--map", "traces/rank1.json"],
-        ["anonymize", "run", "-o", "new", "--map", "run/capture.json"],
-        ["anonymize", "one.json", "-o", "new", "--policy", "policy.json", "--map", "policy.json"],
-        ["anonymize", "one.json", "-o", "new.json", "--key", "key.json", "--map", "key.json"],
-        ["anonymize", "one.json", "-o", "one.json"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", WRITES_OVER_ITS_INPUT, ids=" ".join)
 def test_no_verb_writes_over_what_it_reads(
     arguments: list[str],
     force: list[str],
@@ -108,6 +106,7 @@ def test_no_verb_writes_over_what_it_reads(
 ) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(originals, folder)
+    (folder / "linked.html").hardlink_to(folder / "job.graph")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
     code = main([*arguments, *force])
@@ -118,7 +117,17 @@ def test_no_verb_writes_over_what_it_reads(
     left = content(folder)
     left.pop("key.json", None)  # made before
     left.pop("new.html", None)
+    left.pop("linked.html")
     assert left == content(originals)
+
+
+def test_every_verb_with_an_output_and_an_input_is_among_them() -> None:
+    writing = set()
+    for verb in VERBS:
+        destinations = {action.dest for action in actions(parser([verb]))}
+        if "output" in destinations and destinations & {"input", "inputs", "runs", "base"}:
+            writing.add(verb)
+    assert writing == {arguments[0] for arguments in WRITES_OVER_ITS_INPUT}
 
 
 def test_what_was_written_beside_the_inputs_is_written_again_by_force(

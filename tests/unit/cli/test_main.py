@@ -63,7 +63,7 @@ def test_every_verb_explains_itself_with_examples(verb: str, capsys: pytest.Capt
         (["reprot"], "traceloom: `reprot` is not a verb of traceloom", "unknown-verb"),
         (["report"], "traceloom: the following arguments are required: INPUT", "wrong-usage"),
         (["report", "x", "--frobnicate"], "traceloom: unrecognized arguments: --frobnicate", "wrong-usage"),
-        (["report", "x", "--top", "0"], "traceloom: argument --top: `0` is not a number of rows", "wrong-usage"),
+        (["report", "x", "--top", "0"], "traceloom: argument --top: `0` is not a whole number above 0", "wrong-usage"),
         (["report", "x", "--steps", "5..5"], "traceloom: argument --steps: `5..5` has no steps", "wrong-usage"),
         (["report", "x", "--rank", "a"], "traceloom: argument --rank: `a` is not a rank, as 3 or 0,3", "wrong-usage"),
         (["report", "x", "-o", "y.xlsx"], "traceloom: `y.xlsx` does not tell which format to write", "unknown-format"),

@@ -133,7 +133,7 @@ class TestNode:
         assert main(["show", str(home), "--node", "77", "--rank", "0"]) == 3
         assert "there is no node 77 on rank 0" in capsys.readouterr().err
         assert main(["show", str(home), "--node", "x-1"]) == 2
-        assert "`x-1` is no whole number" in capsys.readouterr().err
+        assert "`x-1` is not a whole number" in capsys.readouterr().err
 
 
 class TestPicture:

@@ -119,4 +119,4 @@ def test_what_cannot_be_is_refused_before_anything_is_read(tmp_path: Path, capsy
     assert main(["report", run, "--graph-capture", str(tmp_path / "none.json")]) == 3
     assert "there is no such file" in capsys.readouterr().err
     assert main(["report", run, "--tokens-per-step", "0"]) == 2
-    assert "`0` is not a number above 0" in capsys.readouterr().err
+    assert "`0` is not a whole number above 0" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from traceloom.errors import UsageError
+from traceloom.errors import UsageError, nearest
 from traceloom.report.faults import FAILED
 from traceloom.report.sections.section import Section
 
@@ -52,7 +52,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 CORE = "core"
 FINDINGS = "findings"
-BESIDE = (CORE, FINDINGS)
+NAMES = (CORE, FINDINGS, *CORE_KEYS, *KEYS)  # that `--only` takes
 """Parts of a report that `--only` can name beside the sections."""
 
 NOT_ASKED = "not asked for (--only)"
@@ -87,9 +87,9 @@ def chosen(only: Sequence[str] | None) -> tuple[Section[Any], ...]:
     if only is None:
         return every()
     for key in only:
-        if key not in (*KEYS, *CORE_KEYS, *BESIDE):
-            have = ", ".join([*BESIDE, *CORE_KEYS, *KEYS])
-            raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=f"use one of {have}")
+        if key not in NAMES:
+            hint = nearest(key, NAMES) + f"use one of {', '.join(NAMES)}"
+            raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=hint)
     return tuple(section(key) for key in KEYS if key in only)
 
 

@@ -1,0 +1,47 @@
+"""`traceloom completion`: what makes a shell complete verbs, options and files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_SHELLS = ("bash", "zsh", "fish")
+_FILES = {"INPUT", "FILE", "OUT", "OUTPUT", "BASE", "NEW", "RUN"}
+_EXAMPLES = """\
+examples:
+  traceloom completion bash > ~/.local/share/bash-completion/completions/traceloom
+  traceloom completion zsh > ~/.zfunc/_traceloom     with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
+  traceloom completion fish > ~/.config/fish/completions/traceloom.fish
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare the options of the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "completion",
+        help="print the script that makes a shell complete",
+        description="Print the script that makes a shell complete verbs, options and files. Print it anew after an"
+        " update.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script; returns the exit code."""
+    import shtab
+
+    from traceloom.cli import actions, parser
+    from traceloom.report.sections import NAMES
+
+    whole = parser()
+    for action in actions(whole):
+        if action.dest == "only" and action.choices is None:  # the sections of a report
+            action.choices = NAMES
+        elif action.metavar in _FILES or action.metavar == "DIR":
+            complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
+            action.complete = complete  # type: ignore[attr-defined]  # as shtab wants to be told
+    print(shtab.complete(whole, args.shell), end="")
+    return 0

@@ -1,0 +1,172 @@
+"""What a verb writes: which format a name means, what is never written over, what is printed at the end.
+
+`-` is standard output, where verbs print what they print without `-o`. Files are written by `traceloom.files`: whole or
+not at all, and over others only with `--force`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
+
+_STANDARD_OUTPUT = "-"
+# Arguments that name what is written. A store of baselines is read and written; it takes care of itself.
+_WRITTEN = ("output", "map")
+Form = TypeVar("Form")
+Document = TypeVar("Document")
+
+
+def add_output(parser: argparse._ActionsContainer, endings: str) -> None:
+    """The options of a verb that writes files, any number of them.
+
+    Args:
+        parser: Where they are added.
+        endings: The formats, for the help.
+    """
+    parser.add_argument(
+        "-o", "--output", action="append", default=[], metavar="FILE",
+        help=f"write a file instead: {endings} (may be repeated)",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="overwrite files")
+
+
+@contextmanager
+def guarded(args: argparse.Namespace) -> Iterator[None]:
+    """Write over nothing that the user names for reading, or that readers find there, for what is done inside.
+
+    Raises:
+        UsageError: slug `wrong-usage`: an output is an input, is named twice, or cannot be standard output.
+    """
+    from traceloom import files
+
+    read: list[str | Path] = []
+    written: list[str | Path] = []
+    for name, value in vars(args).items():
+        words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, (str, Path))]
+        if name not in _WRITTEN:
+            read += words if name != "store" else []
+        elif not isinstance(value, list) and _STANDARD_OUTPUT in map(str, words):
+            raise UsageError(
+                "`-` is standard output, which cannot take this", slug="wrong-usage", hint="name a file or a directory"
+            )
+        else:
+            written += [word for word in words if str(word) != _STANDARD_OUTPUT]
+    with files.inputs_kept(read):
+        for path in map(Path, written):
+            files.check_name(path)
+            files.check_no_input(path)
+        if len({os.path.realpath(path) for path in written}) < len(written):
+            raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
+        yield
+
+
+def format_of(name: str | Path, formats: Mapping[str, Form], *, directory: Form | None = None) -> Form:
+    """The format that a name stands for: that of its longest ending.
+
+    Args:
+        name: As the user wrote it.
+        formats: By ending, in small letters.
+        directory: What a name without an ending, one with a slash behind it or a directory stands for; or None.
+
+    Raises:
+        UsageError: slug `unknown-format`.
+    """
+    path = Path(name)
+    if directory is not None and (str(name).endswith("/") or path.is_dir() or not path.suffix):
+        return directory
+    matches = [ending for ending in formats if path.name.lower().endswith(ending)]
+    if not matches:
+        hint = f"use one of the endings {', '.join(formats)}" + (", or a directory" if directory is not None else "")
+        raise UsageError(f"`{path}` does not tell which format to write", slug="unknown-format", hint=hint)
+    return formats[max(matches, key=len)]
+
+
+def targets(args: argparse.Namespace, formats: Mapping[str, Form]) -> list[tuple[Path, Form]]:
+    """The files to write with their formats, all of which can be written.
+
+    Raises:
+        UsageError: slug `unknown-format`.
+        OutputError: slugs `file-exists`, `cannot-write`.
+    """
+    from traceloom import files
+
+    names = [args.output] if isinstance(args.output, str) else args.output or []
+    chosen = [(Path(name), format_of(name, formats)) for name in names if name != _STANDARD_OUTPUT]
+    for path, _ in chosen:
+        files.check_free(path, force=args.force)
+    return chosen
+
+
+def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: Sequence[str]) -> str:
+    """What the one output of a verb is, which can be written: a format, or `directory`.
+
+    Args:
+        args: With `output` and `force`.
+        formats: By ending.
+        ours: As for `files.check_directory`.
+
+    Raises:
+        UsageError: slug `unknown-format`.
+        OutputError: slugs `file-exists`, `cannot-write`.
+    """
+    from traceloom import files
+
+    form, path = format_of(args.output, formats, directory="directory"), Path(args.output)
+    if form == "directory":
+        files.check_directory(path, ours, force=args.force)
+    else:
+        files.check_free(path, force=args.force)
+    return form
+
+
+def write(
+    args: argparse.Namespace,
+    chosen: Iterable[tuple[Path, Callable[[Document, BinaryIO], object]]],
+    document: Document,
+    progress: Progress,
+) -> list[tuple[Path, int]]:
+    """Write the document into each file by what its format names; the files with their sizes in bytes."""
+    from traceloom import files
+
+    written = []
+    for path, produce in chosen:
+        progress.say(f"writing {path}")
+        written.append((path, files.write(path, partial(produce, document), force=args.force)))
+    return written
+
+
+def printed(args: argparse.Namespace) -> bool:
+    """Whether the answer is printed: where no file was asked for, or `-` beside files."""
+    return not args.output or _STANDARD_OUTPUT in args.output
+
+
+def say(args: argparse.Namespace, *lines: str) -> None:
+    """Print what is no part of the answer: nothing with `--quiet`, beside standard output where that is JSON."""
+    if not args.quiet:
+        for line in lines:
+            print(line, file=sys.stderr if args.json else sys.stdout)
+
+
+def close(args: argparse.Namespace, written: Iterable[tuple[Path, int]], following: str | None) -> None:
+    """The last lines of a verb: what was written, or what to try next.
+
+    Args:
+        args: With `quiet` and `json`.
+        written: Files with their sizes in bytes.
+        following: The next useful command, for who has written nothing; None where there is none.
+    """
+    from traceloom.model import units
+
+    lines = [f"Wrote {path} ({units.size(size)})." for path, size in written]
+    say(args, *lines)
+    if following is not None and not lines and not args.json:
+        say(args, f"\nNext: {following}")
