@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.model import units
-from traceloom.report.memory.chains import joined
+from traceloom.report.memory import tables
 from traceloom.report.memory.facts import growth_unknown
-from traceloom.report.memory.page_more import activations, ran_out
-from traceloom.report.memory.page_more import allocator as state_of_allocator
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import allocator, rank_name
-from traceloom.report.table import Col
+from traceloom.report.table import Col, Table
 from traceloom.report.views.html import inputs
 from traceloom.report.views.html.absence import Reasons
 from traceloom.report.views.html.frame import framed, one_after_the_other
-from traceloom.report.views.html.table import table
+from traceloom.report.views.html.sections import drawn
 from traceloom.report.views.html.text import text
 
 Row = dict[str, Any]
 MOST_RANKS = 8  # that are shown one by one: those with the highest peaks
-_SMALLEST = 1000  # a memory with less than this part of the largest has no picture
+_MOST_ENDS = 8  # times that memory ran out, which are shown one by one
 Body = tuple[str, str, str, str]
 
 
@@ -82,18 +81,24 @@ def _numbers(document: Row) -> str:
 
 def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> Iterator[Body]:
     if document["out_of_memory"]:
-        yield "out-of-memory", "Out of memory", "Who held it when it ran out, and what to try.", ran_out(document)
+        body = "".join(_ran_out(document, reasons))
+        yield "out-of-memory", "Out of memory", "Who held it when it ran out, and what to try.", body
     if not shown:
         yield "memory", "Memory", "", reasons.line("ranks", "Memory")
     else:
         at = str(document["at"])
         at = "the peak" if at == "peak" else units.duration(int(at)) if at.isdigit() else at
-        every = [
+        why = reasons.columns("memories[*].largest")
+        every: list[tuple[str, str, str, Callable[[Row, Row, str, Row, Reasons], str]]] = [
             ("over-time", "Over time", "Click the curve, or use the arrow keys on it.", _curves),
-            ("scopes", "Scopes", f"Who holds what at {text(at)}; each row holds the indented ones below it.", _scopes),
-            ("modules", "Modules", "The part of the model: parameters with their gradients and states too.", _modules),
-            ("categories", "Categories", "What it is for, and how that is known.", _categories),
-            ("largest", "Largest allocations", f"The largest blocks alive at {text(at)}.", _largest),
+            ("scopes", "Scopes", f"Who holds what at {text(at)}; each row holds the indented ones below it.",
+             lambda memory, _entry, key, *_: drawn(tables.scopes(memory, key), reasons)),
+            ("modules", "Modules", "The part of the model: parameters with their gradients and states too.",
+             lambda memory, _entry, key, *_: drawn(tables.modules(memory, key), reasons)),
+            ("categories", "Categories", "What it is for, and how that is known.",
+             lambda memory, _entry, key, *_: drawn(tables.categories(memory, key), reasons)),
+            ("largest", "Largest allocations", f"The largest blocks alive at {text(at)}.",
+             lambda memory, _entry, key, *_: drawn(tables.largest(memory, key, why), reasons)),
             ("growth", "Growth", "Made in a step and never freed, step after step: a leak, or a cache.", _growth),
             ("activations", "Activations", "What checkpointing a module would free, and cost.", _activations),
         ]  # fmt: skip
@@ -101,137 +106,67 @@ def _sections(document: Row, shown: list[tuple[str, Row]], reasons: Reasons) -> 
             parts = []
             for position, (name, entry) in enumerate(shown):
                 only = "" if len(shown) == 1 else f' data-of-rank="{position}"'
-                memories = _worth(entry["memories"])
-                drawn = (
+                memories = tables.worth_showing(entry["memories"])
+                bodies = (
                     (f"<h3>{text(allocator(m))}</h3>" if len(memories) > 1 else "")
                     + make(m, entry, f"{key}-{position}-{k}", document, reasons)
                     for k, m in enumerate(memories)
                 )
-                parts.append(f'<div{only} data-rank-name="{text(name)}">{"".join(drawn)}</div>')
+                parts.append(f'<div{only} data-rank-name="{text(name)}">{"".join(bodies)}</div>')
             yield key, title, note, "".join(parts)
-        yield "lifetimes", "Lifetimes", "How long blocks live, of those made and freed here.", _lifetimes(shown)
+        lives = [drawn(tables.lifetimes(entry, f"lifetimes-{k}"), reasons) for k, (_, entry) in enumerate(shown)]
+        body = (
+            lives[0] if len(lives) == 1 else "".join(f'<div data-of-rank="{k}">{x}</div>' for k, x in enumerate(lives))
+        )
+        yield "lifetimes", "Lifetimes", "How long blocks live, of those made and freed here.", "".join(lives)
     if len(document["ranks"]) > 1:
-        yield "ranks", "Ranks", "The peak of every memory.", _ranks(document)
+        job = "".join(f'<p class="quiet">{text(sentence)}</p>' for sentence in tables.job(document))
+        yield "ranks", "Ranks", "The peak of every memory.", job + drawn(tables.ranks(document), reasons)
     yield "data", "Data", "What to know about the data.", inputs.notices(document, reasons)
 
 
-def _worth(memories: list[Row]) -> list[Row]:
-    ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
-    return [memory for memory in ordered if memory["peak_bytes"] * _SMALLEST >= ordered[0]["peak_bytes"]]
-
-
 def _curves(memory: Row, entry: Row, _key: str, document: Row, _reasons: Reasons) -> str:
+    state = tables.state_of_allocator(memory)
     picture = figure(memory, entry["steps"], label=f"{allocator(memory)} over time", at=document["at"])
-    return picture + state_of_allocator(memory)
-
-
-_HELD = (
-    Col("bytes", "Bytes", "bytes"),
-    Col("fraction", "Share", "share"),
-    Col("block_count", "Blocks", "count"),
-)
-
-
-def _scopes(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
-    rows = joined(memory["tree"])
-    columns = [
-        *_HELD,
-        Col("self_bytes", "Its own", "bytes", "held by no row below it"),
-        Col("name", "Scope and operator", "name"),
-    ]
-    return table(key, columns, rows, {}, "Memory by scope")
-
-
-def _modules(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
-    return table(key, [*_HELD, Col("name", "Module", "name")], memory["modules"], {}, "Memory by module")
-
-
-def _categories(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
-    rows = [{**row, "name": row["category"].replace("_", " ")} for row in memory["categories"]]
-    hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
-    columns = [Col("name", "Category"), *_HELD, Col("evidence", "Known by", "text", hint)]
-    return table(key, columns, rows, {}, "Memory by category")
-
-
-def _largest(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
-    rows = [
-        {
-            **row,
-            "lifetime_ns": None if row["time_ns"] is None or row["end_ns"] is None else row["end_ns"] - row["time_ns"],
-            "what": row["category"].replace("_", " "),
-        }
-        for row in memory["largest"]
-    ]
-    columns = [
-        Col("bytes", "Bytes", "bytes"),
-        Col("what", "Category"),
-        Col("step", "Step", "count"),
-        Col("time_ns", "From", "time", "after the start of the recording"),
-        Col("lifetime_ns", "Lives", "time"),
-        *([Col("owner", "Owner", "name")] if any(row["owner"] for row in rows) else []),
-        Col("name", "Name", "name"),
-    ]
-    why = {**reasons.columns("memories[*].largest"), "lifetime_ns": "it was not made and freed in the recording"}
-    return table(key, columns, rows, why, "Largest allocations")
+    return picture + (f'<p class="quiet">{text(state)}.</p>' if state else "")
 
 
 def _growth(memory: Row, entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
     if (why := growth_unknown(entry)) is not None:
         return f'<p class="quiet">What grows from step to step cannot be told: {text(why)}.</p>'
-    if not memory["growth"]:
-        return '<p class="quiet">Nothing grows from step to step.</p>'
-    columns = [
-        Col("bytes_per_step", "Per step", "bytes"),
-        Col("step_count", "Steps", "count", "that left something"),
-        Col("bytes", "So far", "bytes"),
-        Col("block_count", "Blocks", "count"),
-        *([Col("full_at_step", "Full at step", "count")] if "full_at_step" in memory["growth"][0] else []),
-        Col("site", "Allocated by", "name"),
-        *([Col("stack", "Stack", "name")] if "stack" in memory["growth"][0] else []),
-    ]
-    return table(key, columns, memory["growth"], reasons.columns("memories[*].growth"), "Growth")
-
-
-def _activations(memory: Row, _entry: Row, key: str, _document: Row, _reasons: Reasons) -> str:
-    return activations(memory, key)
-
-
-def _lifetimes(shown: list[tuple[str, Row]]) -> str:
-    columns = [
-        Col("life", "Lifetime"),
-        Col("block_count", "Blocks", "count"),
-        Col("bytes", "Bytes", "bytes", "summed over all of them"),
-    ]
-    out = []
-    for position, (_, entry) in enumerate(shown):
-        rows = [
-            {**row, "life": f"{units.duration(row['from_ns'])} to {units.duration(row['to_ns'])}"}
-            for row in entry["lifetimes"]
-        ]
-        drawn = table(f"lifetimes-{position}", columns, rows, {}, "Lifetimes")
-        out.append(drawn if len(shown) == 1 else f'<div data-of-rank="{position}">{drawn}</div>')
-    return "".join(out)
-
-
-def _ranks(document: Row) -> str:
-    rows = [
-        {**memory, "rank": rank_name(entry, k), "where": allocator(memory)}
-        for k, entry in enumerate(document["ranks"])
-        for memory in entry["memories"]
-    ]
-    columns = [
-        Col("rank", "Rank"),
-        Col("where", "Memory"),
-        Col("peak_bytes", "Peak", "bytes"),
-        Col("peak_step", "In step", "count"),
-        Col("end_bytes", "At the end", "bytes"),
-        Col("allocation_count", "Allocations", "count"),
-        Col("free_count", "Frees", "count"),
-    ]
-    job = "".join(
-        f'<p class="quiet">{row["count"]} × {text(row["device_type"])}: {units.size(row["sum_of_peaks_bytes"])} '
-        f"in all; the largest peak is {row['imbalance']:.2f} × the mean.</p>"
-        for row in document["job"]
-        if row["count"] > 1
+    grown = tables.growth(memory, key, reasons.columns("memories[*].growth"))
+    return (
+        drawn(replace(grown, note=""), reasons)
+        if grown.rows
+        else '<p class="quiet">Nothing grows from step to step.</p>'
     )
-    return job + table("rank-table", columns, rows, {"peak_step": "the peak is outside all steps"}, "Peaks by rank")
+
+
+def _activations(memory: Row, _entry: Row, key: str, _document: Row, reasons: Reasons) -> str:
+    if not memory["activations"]:
+        return '<p class="quiet">No activations are alive at this instant.</p>'
+    return drawn(replace(tables.activations(memory, key), note=""), reasons)
+
+
+def _ran_out(document: Row, reasons: Reasons) -> Iterator[str]:
+    """Where memory ran out, what was alive then, and what to try first."""
+    entries = document["out_of_memory"]
+    for number, entry in enumerate(entries[:_MOST_ENDS]):
+        rank = "" if entry["rank"] is None else f"rank {entry['rank']}: "
+        request = "" if entry["asked_bytes"] is None else f"{units.size(entry['asked_bytes'])} were asked for, "
+        step = "" if entry["step"] is None else f", in step {entry['step']}"
+        yield f"<h3>{text(rank)}{text(request)}{units.size(entry['bytes'])} were alive{text(step)}</h3>"
+        if entry["where"]:
+            yield f'<p class="quiet">at <code>{text(entry["where"])}</code></p>'
+        if entry["advice"]:
+            columns = [Col("bytes", "Frees up to", "bytes"), Col("text", "What to try first"), Col("why", "Because")]
+            unknown = {"bytes": "how much it frees is not known"}
+            advice = Table(f"advice-{number}", "What to try first", columns, entry["advice"], unknown=unknown)
+            yield drawn(advice, reasons)
+        yield drawn(tables.alive(entry, f"alive-{number}"), reasons)
+        if entry["stack"]:
+            frames = [{"frame": frame} for frame in reversed(entry["stack"])]
+            columns = [Col("frame", "Stack, the innermost frame first", "name")]
+            yield drawn(Table(f"stack-{number}", "Stack", columns, frames), reasons)
+    if len(entries) > _MOST_ENDS:
+        yield f'<p class="quiet">{len(entries) - _MOST_ENDS} more stand in <code>-o memory.json</code>.</p>'

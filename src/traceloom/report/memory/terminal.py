@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.text import Text
 
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.report.memory import tables
 from traceloom.report.memory.facts import growth_unknown
 from traceloom.report.memory.options import MemoryOptions
-from traceloom.report.memory.terminal_more import activations, allocator, ran_out, wrapped
 from traceloom.report.names import rank_label, short
+from traceloom.report.options import ReportOptions
+from traceloom.report.table import Table
 from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import Column, heading, lines
 from traceloom.report.views.terminal.look import DIM, SEVERITY
+from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
 _BAR = 12
 _COLOR = "#3b82d6"
+_DEEPEST = 3  # of what was alive when memory ran out
+_MOST = 3  # ends that are shown; more ranks mostly say the same
 _SMALL = 0.01  # of the instant; smaller branches are not opened
 
 
@@ -37,33 +43,64 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
     yield Text("")
     for part in textwrap.wrap(harmless(document["sentence"]), width - 2, break_on_hyphens=False):
         yield Text.assemble((" " + part, "bold"))
-    yield from ran_out(document, options, width)
+    yield from _ran_out(document, options, width)
     if not document["ranks"] and not document["out_of_memory"]:
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
         yield from wrapped(f"{reasons.get('ranks', 'nothing was recorded')}.".capitalize(), width)
-    yield from _job(document, width)
+    for sentence in tables.job(document):
+        yield from wrapped(sentence, width)
     for entry in document["ranks"]:
-        for memory in _worth_showing(entry["memories"]):
+        for memory in tables.worth_showing(entry["memories"]):
             yield from _memory(entry, memory, document, options, width)
     yield from _untold_growth(document, width)
     yield from _notices(document, width)
 
 
-def _worth_showing(memories: list[Row]) -> list[Row]:
-    """The largest memories; one of a thousandth of the largest is not worth a screen."""
-    ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
-    return [memory for memory in ordered if memory["peak_bytes"] * 1000 >= ordered[0]["peak_bytes"]]
-
-
-def _job(document: Row, width: int) -> Iterator[Text]:
-    for row in document["job"]:
-        if row["count"] > 1:
-            least, most = units.size(row["smallest_peak_bytes"]), units.size(row["largest_peak_bytes"])
+def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
+    """Where memory ran out, what was alive then and what to try first, the most useful first."""
+    entries = document["out_of_memory"]
+    for entry in entries[:_MOST]:
+        name = "Out of memory" if entry["rank"] is None else f"Out of memory, {rank_label(entry['rank'])}"
+        facts = []
+        if entry["asked_bytes"] is not None:
+            facts.append(f"{units.size(entry['asked_bytes'])} were asked for")
+        facts.append(f"{units.size(entry['bytes'])} were alive")
+        if entry["step"] is not None:
+            facts.append(f"step {entry['step']}")
+        yield from heading(name, " · ".join(facts), width)
+        if entry["where"]:
+            yield from wrapped(f"at {entry['where']}", width)
+        for device in entry["devices"]:
+            number = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
+            retries = f", {units.count(device['retries'])} retries of the allocator before" if device["retries"] else ""
+            size = {key: units.size(device[key]) for key in device if key.endswith("_bytes")}
             sentence = (
-                f"{row['count']} × {row['device_type']}: peaks from {least} to {most}, "
-                f"{units.size(row['sum_of_peaks_bytes'])} in all; the largest is {row['imbalance']:.2f} × the mean."
+                f"{device['device_type']}{number}: {size['allocated_bytes']} allocated of {size['reserved_bytes']} "
+                f"reserved, {size['free_bytes']} of {size['total_bytes']} free, {size['outside_bytes']} outside this "
+                f"allocator{retries}"
             )
             yield from wrapped(sentence, width)
+        yield from table_lines(_heaviest(entry, options), ReportOptions(top=options.top), width)
+        if entry["advice"]:
+            yield Text("")
+            yield Text(" What to try first", "bold")
+        for number, row in enumerate(entry["advice"], start=1):
+            frees = "" if row["bytes"] is None else f" – frees up to {units.size(row['bytes'])}"
+            first, *rest = textwrap.wrap(
+                harmless(f"{number}. {row['text']}{frees} ({row['why']})"), width - 5, break_on_hyphens=False
+            )
+            yield Text("  " + first)
+            for line in rest:
+                yield Text("     " + line)
+    if len(entries) > _MOST:
+        yield from wrapped(f"... and {len(entries) - _MOST} more times; --rank shows each, --json all", width)
+
+
+def _heaviest(entry: Row, options: MemoryOptions) -> Table:
+    """What was alive when memory ran out: the heaviest branches, down to modules."""
+    table = tables.alive(entry, "alive")
+    rows = [row for row in table.rows if 0 < row["depth"] <= (options.depth or _DEEPEST)]
+    return replace(table, rows=rows, weight="bytes")
 
 
 def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
@@ -85,14 +122,15 @@ def _memory(entry: Row, memory: Row, document: Row, options: MemoryOptions, widt
     if levels:
         yield Text.assemble(" ", (sparkline(levels, width - 2), _COLOR))
     yield from _categories(memory, width)
-    yield from allocator(memory, width)
+    yield from wrapped(tables.state_of_allocator(memory), width)
     if document["by"] == "scope":
         yield from _tree(memory, options, width)
     else:
         yield from _parts(memory, document["by"], options, width)
-    yield from _growth(memory, options, width)
-    yield from activations(memory, options, width)
-    yield from _largest(memory, options, width)
+    yield from table_lines(tables.growth(memory, "growth"), ReportOptions(top=options.top), width)
+    fewer = ReportOptions(top=max(options.top // 2, 1))
+    yield from table_lines(tables.activations(memory, "activations"), fewer, width)
+    yield from table_lines(tables.largest(memory, "largest"), fewer, width)
 
 
 def _categories(memory: Row, width: int) -> Iterator[Text]:
@@ -161,48 +199,12 @@ def _parts(memory: Row, by: str, options: MemoryOptions, width: int) -> Iterator
     yield from lines(_HELD, [_held(row) for row in shown], last, width)
 
 
-def _growth(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
-    rows = memory["growth"][: options.top]
-    if not rows:
-        return
-    yield from heading("Grows with every step", "made in a step and never freed: a leak, or a cache", width)
-    cells: list[list[str | Text]] = [
-        [
-            units.size(round(row["bytes_per_step"])),
-            units.count(row["step_count"]),
-            units.size(row["bytes"]),
-            "-" if row.get("full_at_step") is None else units.count(row["full_at_step"]),
-        ]
-        for row in rows
-    ]
-    columns = [Column("per step"), Column("steps"), Column("so far"), Column("full at step")]
-
-    def name(i: int, room: int) -> str:
-        stack = rows[i].get("stack")
-        return short(rows[i]["site"] + (f"  {stack}" if stack else ""), room)
-
-    yield from lines(columns, cells, ("allocated by", name), width)
-
-
 def _untold_growth(document: Row, width: int) -> Iterator[Text]:
     """That nothing is said of growth does not mean that nothing grows."""
     untold = [why for entry in document["ranks"] if (why := growth_unknown(entry)) is not None]
     if untold:
         yield Text("")
         yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
-
-
-def _largest(memory: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
-    rows = memory["largest"][: max(options.top // 2, 1)]
-    if not rows:
-        return
-    yield from heading("Largest", "", width)
-    cells: list[list[str | Text]] = [
-        [units.size(row["bytes"]), row["category"].replace("_", " "), "-" if row["step"] is None else str(row["step"])]
-        for row in rows
-    ]
-    columns = [Column("bytes"), Column("category", right=False), Column("step")]
-    yield from lines(columns, cells, ("name", lambda i, room: short(rows[i]["name"], room)), width)
 
 
 def _notices(document: Row, width: int) -> Iterator[Text]:
@@ -216,3 +218,9 @@ def _notices(document: Row, width: int) -> Iterator[Text]:
         yield Text.assemble(" ", (sign, style), " ", first)
         for line in rest:
             yield Text("   " + line)
+
+
+def wrapped(words: str, width: int) -> Iterator[Text]:
+    """Prose, indented by one."""
+    for part in textwrap.wrap(harmless(words), width - 2, break_on_hyphens=False):
+        yield Text(" " + part)

@@ -52,11 +52,11 @@ def _body(section: Section[Any], document: Row, near: Row, reasons: Reasons) -> 
         body = f'<p class="sentence">{text(ended[0].upper() + ended[1:])}</p>'
     body += picture
     if tables:
-        body += _table(tables[0], reasons, most, alone=len(tables) == 1 and not of_ranks)
+        body += drawn(tables[0], reasons, most, alone=len(tables) == 1 and not of_ranks)
     body += "".join(_folded(each, reasons, most) for each in tables[1:])
     for position, rank in enumerate(near["ranks"][:MOST_RANKS] if of_ranks else ()):
         own = [each for each in of_ranks if each.position == position]
-        inside = "".join(_table(each, reasons, most, alone=not tables) for each in own)
+        inside = "".join(drawn(each, reasons, most, alone=not tables) for each in own)
         if not own:
             inside = reasons.line(section.path or section.key, f"{section.title} of {rank_name(rank, position)}")
         body += inside if len(near["ranks"]) == 1 else f'<div data-of-rank="{position}">{inside}</div>'
@@ -69,12 +69,13 @@ def _folded(data_table: Table, reasons: Reasons, most: int) -> str:
     """A table that is not the first one of its section: a line that unfolds."""
     size = f"{units.count(len(data_table.rows))} {'row' if len(data_table.rows) == 1 else 'rows'}"
     head = f'<summary><h3>{escape(data_table.title)}</h3> <span class="quiet">{size}</span></summary>'
-    return f'<details class="fold">{head}{_table(data_table, reasons, most, alone=True)}</details>'
+    return f'<details class="fold">{head}{drawn(data_table, reasons, most, alone=True)}</details>'
 
 
-def _table(data_table: Table, reasons: Reasons, most: int, *, alone: bool) -> str:
+def drawn(data_table: Table, reasons: Reasons, most: int = MOST_ROWS, *, alone: bool = True) -> str:
+    """One table with its picture; with heading unless it stands alone in its section."""
     head = "" if alone else f"<h3>{escape(data_table.title)}</h3>"
     note = f'<p class="quiet">{text(data_table.note)}</p>' if data_table.note else ""
     why = {**(reasons.columns(data_table.path) if data_table.path else {}), **(data_table.unknown or {})}
-    drawn = table(data_table.key, data_table.columns, data_table.rows, why, data_table.title, most=most)
-    return head + note + data_table.picture + drawn
+    figure = table(data_table.key, data_table.columns, data_table.rows, why, data_table.title, most=most)
+    return head + note + data_table.picture + figure
