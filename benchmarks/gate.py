@@ -27,7 +27,7 @@ import numpy as np
 import traceloom
 from traceloom.analyze import gate
 from traceloom.analyze.gate.summary import OperatorCalls
-from traceloom.read.step_log import WARM_UP
+from traceloom.model.step_log import WARM_UP
 
 BATCHES = 20
 Pools = tuple[list[gate.RunSummary], list[gate.RunSummary]]

@@ -71,6 +71,15 @@ def test_a_view_draws_any_section_and_imports_none() -> None:
         assert sections <= contract, f"{path.relative_to(SOURCE)} imports {sections - contract}"
 
 
+def test_what_computes_does_not_read() -> None:
+    """Except `traceloom.read.again`: arguments of few events that no column holds are read again from the file."""
+    for path in MODULES:
+        if _package(path) in {"analyze", "findings", "retime", "simulate"}:
+            froms = {node.module for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom) and node.module}
+            read = {module for module in froms if module.startswith("traceloom.read")}
+            assert read <= {"traceloom.read.again"}, path
+
+
 def test_only_capture_names_torch() -> None:
     for path in MODULES:
         if _package(path) != "capture":

@@ -18,8 +18,8 @@ from traceloom.analyze.operators import Operators, operators
 from traceloom.analyze.steps import of_requests, step_times
 from traceloom.model import Session, Trace
 from traceloom.model.result import Result
+from traceloom.model.step_log import all_steps
 from traceloom.model.units import count, duration, share
-from traceloom.read.step_log import all_steps
 
 PARTS = pl.Schema({"label": pl.String, "kind": pl.String, "ns": pl.Int64, "fraction": pl.Float64})
 _EDGE = "before the first and after the last GPU work"

@@ -11,8 +11,8 @@ from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.intervals import union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.model import Trace
+from traceloom.model.copies import copy_kind
 from traceloom.model.result import Result
-from traceloom.read.transfers import copy_kind
 
 KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
 KIND_SCHEMA = pl.Schema(

@@ -11,7 +11,7 @@ from traceloom.analyze.intervals import Ints, Spans
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.model.result import Result
-from traceloom.read.steps import REQUEST
+from traceloom.model.schema import REQUEST
 
 SCHEMA = pl.Schema(
     {

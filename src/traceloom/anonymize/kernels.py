@@ -8,7 +8,7 @@ from traceloom.analyze.classify import built_in_rules
 from traceloom.analyze.collective_names import KERNEL_KINDS
 from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import COLLAPSE, KEEP, Policy
-from traceloom.read.transfers import copy_kind, memory_kinds
+from traceloom.model.copies import copy_kind, memory_kinds
 
 # A word by which each rule of kernel_rules.json knows its kernels again; the rest of the name is gone.
 MARKS = {

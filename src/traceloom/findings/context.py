@@ -25,8 +25,8 @@ from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
 from traceloom.model.finding import Evidence
 from traceloom.model.graph_arrays import point_times
-from traceloom.read.step_log import all_steps
-from traceloom.read.thread_cpu import Samples, thread_samples
+from traceloom.model.step_log import all_steps
+from traceloom.model.thread_cpu import ThreadClock, thread_samples
 from traceloom.retime import Plan
 from traceloom.retime.law import Law, law
 from traceloom.simulate import Scenario
@@ -453,7 +453,7 @@ class Context:
         return brief(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
 
 
-def _samples(trace: Trace) -> dict[str, Samples]:
+def _samples(trace: Trace) -> dict[str, ThreadClock]:
     """Processor time by thread, where the trace shows the same clock."""
     return thread_samples(trace.meta) if trace.meta.clock == "unix" else {}
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.model import Trace
-from traceloom.read.thread_cpu import Samples, thread_samples
+from traceloom.model.thread_cpu import ThreadClock, thread_samples
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -16,13 +16,13 @@ _WORKED = 0.5  # in which it ran at least: it worked
 
 
 class CpuTime(Struct, frozen=True):
-    """Samples of the threads of a trace.
+    """ThreadClock of the threads of a trace.
 
     Attributes:
         lanes: By lane, of the threads that were sampled.
     """
 
-    lanes: dict[int, Samples]
+    lanes: dict[int, ThreadClock]
 
     @classmethod
     def of(cls, trace: Trace) -> CpuTime:

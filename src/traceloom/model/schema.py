@@ -12,6 +12,7 @@ from traceloom.model.category import CATEGORIES
 
 CategoryType = pl.Enum(list(CATEGORIES))
 Event = pl.UInt32
+REQUEST = "request"  # `evidence` of steps that are requests to a server
 
 
 def _schema(columns: dict[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:

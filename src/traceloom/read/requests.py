@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.read.thread_cpu import Samples, samples_of
+from traceloom.model.thread_cpu import ThreadClock, samples_of
 
 Ints = NDArray[np.int64]
 
@@ -55,7 +55,7 @@ def find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any
     return pl.DataFrame({"name": "request", "start_ns": start[first], "end_ns": reached[last]})
 
 
-def _waits(samples: dict[str, Samples], low: int, high: int) -> bool:
+def _waits(samples: dict[str, ThreadClock], low: int, high: int) -> bool:
     """Whether all threads together hardly ran."""
     ran = sum(int(thread.ran_ns[-1] - thread.ran_ns[0]) for thread in samples.values())
     begins = min(int(thread.time_ns[0]) for thread in samples.values())

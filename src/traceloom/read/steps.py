@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from traceloom.model.arrays import lookup
 from traceloom.model.notice import Notice
-from traceloom.model.schema import SCHEMAS, empty
+from traceloom.model.schema import REQUEST, SCHEMAS, empty
 from traceloom.read.requests import find_requests
 
 Ints = NDArray[np.int64]
 _NO_STEP = -(2**31)
-REQUEST = "request"
 """Evidence of steps that are requests."""
 _FEWEST = 3  # occurrences that make an annotation regular
 _LEAST_COVER = 0.5  # of the host's window, from the first to the last of them

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from traceloom.analyze.allocations import explain
 from traceloom.model import Trace
-from traceloom.read.snapshot import Snapshot, snapshot_of
+from traceloom.model.snapshot import Snapshot
+from traceloom.read.snapshot import snapshot_of
 from traceloom.testing import TraceBuilder
 
 BEGIN_US = 1_000_000

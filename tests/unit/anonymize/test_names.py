@@ -19,8 +19,8 @@ from traceloom.anonymize.kernels import MARKS, Kernels
 from traceloom.anonymize.key import ALPHABET, LETTERS, Key
 from traceloom.anonymize.names import Names
 from traceloom.anonymize.policy import Policy
+from traceloom.model.copies import copy_kind
 from traceloom.read.collectives import kind_of
-from traceloom.read.transfers import copy_kind
 
 RULES = json.loads(files("traceloom.analyze").joinpath("kernel_rules.json").read_text(encoding="utf-8"))
 LETTER = re.compile(rf"[{ALPHABET}]{{{LETTERS}}}")

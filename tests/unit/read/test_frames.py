@@ -9,11 +9,11 @@ import pytest
 
 from support.strategies import GENERATIONS
 from traceloom.errors import InputError, UsageError
+from traceloom.model.copies import copy_kind, memory_kinds
 from traceloom.model.schema import SCHEMAS
 from traceloom.read import arguments, read_kineto
 from traceloom.read.collectives import element_size, kind_of
 from traceloom.read.times import from_doubles, from_text, needs_text
-from traceloom.read.transfers import copy_kind, memory_kinds
 from traceloom.testing import TraceBuilder
 
 

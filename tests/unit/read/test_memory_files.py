@@ -21,9 +21,18 @@ from traceloom.read.snapshot import read_snapshot, snapshot_of
 from traceloom.testing.snapshots import SnapshotBuilder
 
 STEP = ("/u/train.py", 10, "step")
+SMALL = st.integers(-(2**31), 2**31 - 1)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**100), 2**100) | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    st.tuples(SMALL)
+    | st.tuples(SMALL, SMALL)
+    | st.tuples(SMALL, SMALL, SMALL)
+    | st.none()
+    | st.booleans()
+    | st.integers(-(2**100), 2**100)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=20,
 )
 
@@ -95,8 +104,21 @@ def test_damaged_pickles_are_refused(data: bytes) -> None:
     assert caught.value.slug == "pickle-damaged"
 
 
-def test_a_huge_number_of_a_memo_takes_no_memory() -> None:
-    assert loads(b"\x80\x04}r\xff\xff\xff\xff.")[0] == {}
+@pytest.mark.parametrize("data", [b"\x80\x04}r\xff\xff\xff\xff.", b"\x80\x04}r\0\x10\0\0."])
+def test_a_memo_number_beyond_the_file_takes_no_memory(data: bytes) -> None:
+    with pytest.raises(InputError) as caught:
+        loads(data)
+    assert caught.value.slug == "pickle-damaged"
+
+
+def test_halves_of_surrogate_pairs_are_replaced_and_counted() -> None:
+    value = {"a\ud800b": "\udfff", "whole": "\U0001f600 \ud7ff"}
+    assert loads(pickle.dumps(value)) == ({"a\ufffdb": "\ufffd", "whole": "\U0001f600 \ud7ff"}, 2)
+
+
+def test_tuples_in_a_list_of_numbers_come_back() -> None:
+    for value in ([5, (0, 0), 6, 7], [*range(999), (1, 2), (3,)], [(1, 2, 3)] * 3, [()]):
+        assert loads(pickle.dumps(value, 4))[0] == value
 
 
 def _snapshot() -> SnapshotBuilder:

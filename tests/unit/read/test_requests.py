@@ -13,8 +13,8 @@ import traceloom
 from traceloom.analyze import answer
 from traceloom.findings import findings
 from traceloom.model import Session
+from traceloom.model.thread_cpu import ThreadClock, thread_samples
 from traceloom.model.trace import Meta
-from traceloom.read.thread_cpu import Samples, thread_samples
 from traceloom.testing.builder import TraceBuilder
 
 BASE = 1_700_000_000 * 10**9
@@ -133,7 +133,7 @@ def test_a_thread_that_sleeps_beside_busy_ones_makes_no_pause(tmp_path: Path) ->
 
 
 def test_samples_bound_what_a_thread_ran() -> None:
-    samples = Samples(np.array([0, 20, 40, 60]) * MS, np.array([0, 10, 10, 30]) * MS)
+    samples = ThreadClock(np.array([0, 20, 40, 60]) * MS, np.array([0, 10, 10, 30]) * MS)
     low, high = np.array([0, 20, 25, 70]) * MS, np.array([20, 40, 35, 80]) * MS
     least, most = samples.ran(low, high)
     assert (least // MS).tolist() == [10, 0, 0, 0]

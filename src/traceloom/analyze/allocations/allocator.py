@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from traceloom.read.snapshot import Snapshot
+from traceloom.model.snapshot import Snapshot
 
 FRAGMENTS = pl.Schema(
     {

@@ -18,7 +18,7 @@ from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import in_memory
-from traceloom.read.snapshot import Snapshot, stack_texts
+from traceloom.model.snapshot import Snapshot, stack_texts
 
 
 @dataclass(frozen=True, slots=True)

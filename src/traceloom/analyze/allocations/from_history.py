@@ -15,7 +15,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.blocks import EXISTED, Blocks
 from traceloom.analyze.intervals import Ints
-from traceloom.read.snapshot import Snapshot
+from traceloom.model.snapshot import Snapshot
 
 DEVICE = "cuda"
 CLOSEST_NS = 2_000

@@ -31,8 +31,8 @@ from traceloom.analyze.allocations.owners import owners
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model.schema import SCHEMAS, empty
+from traceloom.model.snapshot import Frame, Snapshot, frame_text, is_python, stack_texts
 from traceloom.model.trace import Meta
-from traceloom.read.snapshot import Frame, Snapshot, frame_text, is_python, stack_texts
 
 KIND = "memory-snapshot"
 BACKWARD_PATH = "backward"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -23,8 +22,7 @@ from traceloom.errors import InputError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
 from traceloom.model.result import Result
-from traceloom.read.damage import Damage
-from traceloom.read.source import open_input, text_pieces
+from traceloom.read.again import readable, stretches
 
 CALL_SCHEMA = pl.Schema(
     {
@@ -203,27 +201,13 @@ def _with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
     """
     kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"]))["event"].sort()
     channels: dict[int, int] = {}
-    path = trace.meta.path
-    if kernels.len() and path != "-" and trace.meta.file_bytes <= _MOST_BYTES and Path(path).is_file():
-        texts = trace.sources.select("offset", "length")[kernels].with_columns(kernels.alias("event")).sort("offset")
-        rows = texts.select("event", "offset", "length").rows()
-        at, held, next_row = 0, b"", 0  # `held` is the text from offset `at` on
+    if kernels.len() and readable(trace) and trace.meta.file_bytes <= _MOST_BYTES:
+        in_file = kernels.gather(trace.sources["offset"].gather(kernels).arg_sort())
         try:
-            with open_input(path) as stream:
-                for piece in text_pieces(stream, Damage()):
-                    held = held + piece if held else piece
-                    while next_row < len(rows):
-                        event, offset, length = rows[next_row]
-                        if offset + length > at + len(held):
-                            break
-                        grid = _GRID.search(held[offset - at : offset - at + length])
-                        if grid:
-                            channels[event] = min(int(grid[1]), np.iinfo(np.int32).max)
-                        next_row += 1
-                    if next_row == len(rows):
-                        break
-                    keep = min(max(rows[next_row][1] - at, 0), len(held))
-                    at, held = at + keep, held[keep:]
+            for event, text in zip(in_file, stretches(trace, in_file.to_numpy()), strict=False):
+                grid = _GRID.search(text)
+                if grid:
+                    channels[event] = min(int(grid[1]), np.iinfo(np.int32).max)
         except (InputError, OSError):
             pass
     table = pl.DataFrame(list(channels.items()), {"event": pl.UInt32(), "channels": pl.Int32()}, orient="row")

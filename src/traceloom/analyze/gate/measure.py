@@ -17,7 +17,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.steps import step_times
 from traceloom.errors import UsageError
 from traceloom.model import Session
-from traceloom.read.step_log import undisturbed_steps
+from traceloom.model.step_log import undisturbed_steps
 
 Floats = NDArray[np.float64]
 _LONG = pl.Schema({"metric": pl.String(), "name": pl.String(), "step": pl.Int32(), "value": pl.Float64()})

@@ -18,7 +18,7 @@ from traceloom.analyze.allocations.partitions import BEFORE
 from traceloom.analyze.intervals import Bools
 from traceloom.model import Notice, Session, units
 from traceloom.model.notice import worst_first
-from traceloom.read.snapshot import Snapshot
+from traceloom.model.snapshot import Snapshot
 from traceloom.report.absent import Absent
 from traceloom.report.memory import facts, of_timeline, ran_out
 from traceloom.report.memory.curve import curve, steps

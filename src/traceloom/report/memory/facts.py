@@ -12,8 +12,8 @@ from traceloom.analyze.allocations.allocator import fragments
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.analyze.allocations.module_activations import module_activations
 from traceloom.model import Trace
+from traceloom.model.snapshot import Snapshot
 from traceloom.read.memory_files import whole
-from traceloom.read.snapshot import Snapshot
 from traceloom.report.absent import Absent
 
 _TOLD = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")

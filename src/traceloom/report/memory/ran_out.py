@@ -12,8 +12,8 @@ from traceloom.analyze.allocations import ran_out as why
 from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.ancestry import forest
+from traceloom.model.snapshot import Snapshot, frame_text
 from traceloom.read.memory_files import whole
-from traceloom.read.snapshot import Snapshot, frame_text
 from traceloom.report.memory.sources import Report, Sources
 
 Row = dict[str, Any]

@@ -12,6 +12,7 @@ from traceloom.analyze.allocations.from_snapshot import explain_snapshot
 from traceloom.errors import InputError
 from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
+from traceloom.model.snapshot import Snapshot
 from traceloom.read import load
 from traceloom.read.memory_files import (
     OUT_OF_MEMORY,
@@ -23,7 +24,7 @@ from traceloom.read.memory_files import (
     read_out_of_memory,
 )
 from traceloom.read.memory_timeline import Timeline, read_timeline
-from traceloom.read.snapshot import Snapshot, read_snapshot
+from traceloom.read.snapshot import read_snapshot
 
 SNAPSHOT_ENDING, REPORT_ENDING = ".memory.pickle", ".oom.json"
 

@@ -8,14 +8,14 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from traceloom.model.step_log import captured_table
 from traceloom.model.trace import Meta
-from traceloom.read.step_log import captured_table
 
 Ints = NDArray[np.int64]
 
 
-class Samples(Struct, frozen=True):
-    """Samples of one thread, ascending in time.
+class ThreadClock(Struct, frozen=True):
+    """ThreadClock of one thread, ascending in time.
 
     Attributes:
         time_ns: When, Unix time, shape (samples,).
@@ -47,12 +47,12 @@ class Samples(Struct, frozen=True):
         return least, np.maximum(most, least)
 
 
-def thread_samples(meta: Meta) -> dict[str, Samples]:
+def thread_samples(meta: Meta) -> dict[str, ThreadClock]:
     """The samples of each thread with at least two, by the system's thread id; none where nobody took any."""
     return samples_of(meta.capture, meta.path)
 
 
-def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, Samples]:
+def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:
     """The same from a rank's part of capture.json, and the path of its trace."""
     table = captured_table(capture, path, "thread_cpu") or {}
     columns = [table.get(name) for name in ("thread", "time_ns", "cpu_ns")]
@@ -67,7 +67,7 @@ def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, Samples]:
     bounds = np.flatnonzero(np.diff(thread)) + 1
     parts = zip(*(np.split(column, bounds) for column in (thread, time, ran)), strict=True)
     return {
-        str(threads[0]): Samples(times, np.maximum.accumulate(ran_ns))
+        str(threads[0]): ThreadClock(times, np.maximum.accumulate(ran_ns))
         for threads, times, ran_ns in parts
         if threads.size > 1
     }

@@ -1,0 +1,83 @@
+"""Memory snapshots of PyTorch's caching allocators, as columns; `traceloom.read.snapshot` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from traceloom.model.notice import Notice
+
+ACTIONS = (
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
+    "oom", "snapshot", "user_defined",
+)  # fmt: skip
+ENTRIES = pl.Schema(
+    {
+        "device": pl.Int32(),
+        "action": pl.Enum(ACTIONS),
+        "address": pl.Int64(),  # of oom: bytes that were free on the device
+        "bytes": pl.Int64(),
+        "time_us": pl.Int64(),  # Unix time; null in snapshots of older versions
+        "stack": pl.Int32(),  # of `stacks`; 0 is none
+    }
+)
+SEGMENTS = pl.Schema({"device": pl.Int32, "address": pl.Int64, "bytes": pl.Int64, "stream": pl.Int64})
+BLOCKS = pl.Schema(
+    {
+        "device": pl.Int32,
+        "segment": pl.UInt32,  # row of `segments`
+        "address": pl.Int64,
+        "bytes": pl.Int64,
+        "requested_bytes": pl.Int64,
+        "state": pl.String,  # active_allocated, active_pending_free (or active_awaiting_free), inactive
+        "stack": pl.Int32,
+    }
+)
+_BETWEEN = " < "
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot.
+
+    Attributes:
+        path: The file.
+        entries: `ENTRIES`: the history by device, in the order in which it happened.
+        segments: `SEGMENTS`.
+        blocks: `BLOCKS`, in the order of addresses within their segment.
+        stacks: Call stacks, the innermost frame first; the first one is empty.
+        notices: What was left out.
+    """
+
+    path: str
+    entries: pl.DataFrame
+    segments: pl.DataFrame
+    blocks: pl.DataFrame
+    stacks: tuple[tuple[Frame, ...], ...]
+    notices: tuple[Notice, ...] = ()
+
+
+def frame_text(frame: Sequence[Any]) -> str:
+    """`file(line): function`, as frames read in traces."""
+    file, line, name = frame
+    return f"{file}({line}): {name}" if file and file != "??" else str(name)
+
+
+def is_python(frame: Frame) -> bool:
+    """Whether a frame is one of Python, not of C++."""
+    return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
+
+
+def stack_texts(snapshot: Snapshot) -> pl.Series:
+    """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
+    texts = []
+    for stack in snapshot.stacks:
+        shown = [frame_text(frame) for frame in stack if is_python(frame)] or [frame_text(frame) for frame in stack]
+        texts.append(_BETWEEN.join(shown) or None)
+    return pl.Series(texts, dtype=pl.String)
