@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.anonymize import Key, Outcome, Policy, anonymize
+from traceloom.anonymize import Anonymized, Key, Policy, anonymize
 from traceloom.chakra.stream import EtReader
 from traceloom.link.host_device import match
 from traceloom.read import read_kineto
@@ -42,16 +42,16 @@ def _name(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def _shared(path: Path, tmp_path: Path, policy: Policy) -> Outcome:
+def _shared(path: Path, tmp_path: Path, policy: Policy) -> Anonymized:
     return anonymize([path], tmp_path / "out", policy, Key(b"a key that only tests have"))
 
 
-def _bytes(outcome: Outcome) -> bytes:
+def _bytes(outcome: Anonymized) -> bytes:
     parts = [path.read_bytes() for path in outcome.output.iterdir()]
     return b"\n".join(gzip.decompress(part) if part.startswith(b"\x1f\x8b") else part for part in parts)
 
 
-def _verdicts(outcome: Outcome) -> dict[str, str]:
+def _verdicts(outcome: Anonymized) -> dict[str, str]:
     return {part["part"]: part["verdict"] for entry in outcome.report["utility"] for part in entry["parts"]}
 
 

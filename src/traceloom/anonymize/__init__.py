@@ -2,6 +2,6 @@
 
 from traceloom.anonymize.key import Key, random_key, read_key
 from traceloom.anonymize.policy import Policy, read_policy
-from traceloom.anonymize.run import Outcome, anonymize
+from traceloom.anonymize.run import Anonymized, anonymize
 
-__all__ = ["Key", "Outcome", "Policy", "anonymize", "random_key", "read_key", "read_policy"]
+__all__ = ["Anonymized", "Key", "Policy", "anonymize", "random_key", "read_key", "read_policy"]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from traceloom.anonymize.account import Account
-from traceloom.anonymize.names import Names
+from traceloom.anonymize.names import Pseudonyms
 from traceloom.anonymize.policy import COLLAPSE, KEEP, Policy
 from traceloom.anonymize.public import is_type, sections
 from traceloom.anonymize.shapes import Shapes
@@ -71,7 +71,7 @@ class Arguments:
         account: Told what is left out.
     """
 
-    def __init__(self, names: Names, shapes: Shapes, policy: Policy, account: Account) -> None:
+    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account) -> None:
         self._names = names
         self._shapes = shapes
         self._policy = policy
@@ -112,29 +112,46 @@ class Arguments:
         return b",".join(parts)
 
     def _table(self) -> dict[str, Rule | None]:
-        shapes, kept = self._shapes, self._policy.shapes == KEEP
+        names, shapes, kept = self._names, self._shapes, self._policy.shapes == KEEP
+
+        def types(value: Any) -> bytes | None:
+            if not isinstance(value, list):
+                return None
+            return msgspec.json.encode([item if isinstance(item, str) and is_type(item) else "" for item in value])
+
+        def values(value: Any) -> bytes | None:
+            if self._policy.scalars != KEEP or not isinstance(value, list):
+                return None
+            return msgspec.json.encode([self.scalar(item) for item in value])
+
+        def block(value: Any) -> bytes | None:  # a choice of the kernel's author, no shape
+            small = isinstance(value, list) and len(value) <= 3
+            fits = small and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
+            return msgspec.json.encode(value) if fits else None
+
         table: dict[str, Rule | None] = dict.fromkeys((*PLAIN, *self._policy.keep_arguments))
-        table |= dict.fromkeys(POINTERS, self._pointer)
-        table |= dict.fromkeys(SIZES, self._size)
-        table |= dict.fromkeys(TOTALS, self._total)
-        table |= dict.fromkeys(OF_SHAPE, number if kept else _nothing)
+        table |= dict.fromkeys(POINTERS, _counted(names.pointer))
+        table |= dict.fromkeys(SIZES, _counted(shapes.size))
+        table |= dict.fromkeys(TOTALS, _counted(shapes.total))
+        table |= dict.fromkeys(OF_SHAPE, number if kept else lambda _: None)
         table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
         table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
         table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
-        table |= dict.fromkeys(("kind", "copy kind", "src kind", "dst kind", "direction"), self._text(_copy_word))
+        copy_word = self._text(lambda text: text if _COPY_WORD.fullmatch(text) else None)
+        table |= dict.fromkeys(("kind", "copy kind", "src kind", "dst kind", "direction"), copy_word)
         table |= {
             "Input Strides": shapes.dims,
-            "Input type": self._remembered("types", self._types),
-            "Concrete Inputs": self._remembered("values", self._values),
+            "Input type": self._remembered("types", types),
+            "Concrete Inputs": self._remembered("values", values),
             "grid": shapes.grid,
-            "block": _block,
-            "Addr": self._address,
-            "Collective name": self._text(self._names.operation),
+            "block": self._remembered("block", block),
+            "Addr": _counted(names.address),
+            "Collective name": self._text(names.operation),
             "dtype": self._text(lambda text: text if is_type(text) else None),
             "cuda_sync_kind": self._text(lambda text: text if text in sections()["regions"] else None),
             "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
-            "Process Group Name": self._text(self._names.group),
-            "Process Group Description": self._text(self._names.description),
+            "Process Group Name": self._text(names.group),
+            "Process Group Description": self._text(names.description),
             "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
         }
         if self._policy.structure == COLLAPSE:  # what leads back to single operators
@@ -143,13 +160,15 @@ class Arguments:
 
     # -- rules ------------------------------------------------------------------------------------------------
 
-    def _remembered(self, kind: str, make: Callable[[bytes], bytes | None]) -> Rule:
+    def _remembered(self, kind: str, make: Callable[[Any], bytes | None]) -> Rule:
+        """A rule by the value of a JSON text, for each distinct text once."""
+
         def rule(raw: bytes) -> bytes | None:
             key = (kind, raw)
             if key not in self._texts:
                 if len(self._texts) > _MOST_KNOWN:
                     self._texts.clear()
-                self._texts[key] = make(raw)
+                self._texts[key] = make(decoded(raw))
             return self._texts[key]
 
         return rule
@@ -157,39 +176,13 @@ class Arguments:
     def _text(self, shown: Callable[[str], str | None]) -> Rule:
         """A rule for texts; numbers are read as texts, as the reader does."""
 
-        def make(raw: bytes) -> bytes | None:
-            value = decoded(raw)
+        def make(value: Any) -> bytes | None:
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 return None
             made = shown(str(value))
             return None if made is None else json.dumps(made).encode()
 
         return self._remembered(f"text {id(shown)}", make)
-
-    def _pointer(self, raw: bytes) -> bytes | None:
-        return _counted(raw, self._names.pointer)
-
-    def _size(self, raw: bytes) -> bytes | None:
-        return _counted(raw, self._shapes.size)
-
-    def _total(self, raw: bytes) -> bytes | None:
-        return _counted(raw, self._shapes.total)
-
-    def _address(self, raw: bytes) -> bytes | None:
-        return _counted(raw, self._names.address)
-
-    @staticmethod
-    def _types(raw: bytes) -> bytes | None:
-        value = decoded(raw)
-        if not isinstance(value, list):
-            return None
-        return msgspec.json.encode([item if isinstance(item, str) and is_type(item) else "" for item in value])
-
-    def _values(self, raw: bytes) -> bytes | None:
-        value = decoded(raw)
-        if self._policy.scalars != KEEP or not isinstance(value, list):
-            return None
-        return msgspec.json.encode([self.scalar(item) for item in value])
 
     def scalar(self, item: Any) -> str:
         """One recorded value as text: numbers and truth values; lists are sizes, and treated as shapes are."""
@@ -221,25 +214,14 @@ def decoded(raw: bytes) -> Any:
         return None
 
 
-def _nothing(_raw: bytes) -> bytes | None:
-    return None
+def _counted(function: Callable[[int], int]) -> Rule:
+    """A rule for whole numbers; what stood in quotes stays in quotes."""
 
+    def rule(raw: bytes) -> bytes | None:
+        if raw.lstrip(b"-").isdigit() and len(raw) <= 20:
+            return b"%d" % function(int(raw))
+        if _QUOTED.fullmatch(raw):
+            return b'"%d"' % function(int(raw[1:-1]))
+        return None
 
-def _counted(raw: bytes, function: Callable[[int], int]) -> bytes | None:
-    """A whole number through a function, in quotes where it stood in quotes."""
-    if raw.lstrip(b"-").isdigit() and len(raw) <= 20:
-        return b"%d" % function(int(raw))
-    if _QUOTED.fullmatch(raw):
-        return b'"%d"' % function(int(raw[1:-1]))
-    return None
-
-
-def _block(raw: bytes) -> bytes | None:
-    """The block of a launch: a choice of the kernel's author, no shape."""
-    value = decoded(raw)
-    is_block = isinstance(value, list) and len(value) <= 3 and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
-    return msgspec.json.encode(value) if is_block else None
-
-
-def _copy_word(text: str) -> str | None:
-    return text if _COPY_WORD.fullmatch(text) else None
+    return rule

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from traceloom.anonymize.account import Account
-from traceloom.anonymize.metadata import BASE_NS, Metadata, rank_list
-from traceloom.anonymize.names import Names
+from traceloom.anonymize.metadata import BASE_NS, Metadata, rank_list, text_of
+from traceloom.anonymize.names import Pseudonyms
 from traceloom.anonymize.policy import KEEP, Policy
 from traceloom.anonymize.public import is_type
 from traceloom.anonymize.shapes import Shapes
@@ -31,8 +31,9 @@ _OVERHEAD = (
     "recorded_cpu_median_ns", "ratio", "ratio_low", "ratio_high", "graph_step_ns", "graph_step_ratio",
 )  # fmt: skip
 _RATIOS = frozenset(("cpu", "wall"))
-
-
+_NOTICES = frozenset(
+    ("no-early-stacks", "disk-full", "capture-moved", "no-memory-snapshot", "no-memory-history", "not-compressed")
+)
 # Who owned which memory: addresses, and names of modules and parameters.
 _LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
 
@@ -50,7 +51,7 @@ class Captures:
     """
 
     def __init__(  # noqa: PLR0917  (what all rewriting needs)
-        self, names: Names, shapes: Shapes, policy: Policy, account: Account, origin_ns: int, files: dict[str, str]
+        self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account, origin_ns: int, files: dict[str, str]
     ) -> None:
         self._names = names
         self._shapes = shapes
@@ -63,22 +64,21 @@ class Captures:
     def rewrite(self, document: dict[str, Any]) -> bytes:
         """The new capture.json."""
         ranks = document.get("ranks")
-        timed: dict[str, Rule] = {
-            "exit_code": _whole,
-            "signal": _whole,
-            "started_ns": self._time,
-            "ended_ns": self._time,
-        }
+        timed = dict.fromkeys(("exit_code", "signal"), _whole) | dict.fromkeys(("started_ns", "ended_ns"), self._time)
         out = {
             "format": "traceloom-capture",
             "version": 1,
             "traceloom": self._metadata.version(document.get("traceloom")),
             "stage": stage if (stage := document.get("stage")) in STAGES else None,
             "run": self._by(document.get("run"), timed, "run"),
-            "ranks": [self._rank(entry) for entry in _listed(ranks) if isinstance(entry, dict)],
+            "ranks": [
+                self._by(entry, self._rank_rules(entry), "rank")
+                for entry in (ranks if isinstance(ranks, list) else [])
+                if isinstance(entry, dict)
+            ],
         }
         for key in document.keys() - out.keys():
-            self._account.drop(f"capture.{key}", _text(document[key]), unknown=True)
+            self._account.drop(f"capture.{key}", text_of(document[key]), unknown=True)
         text = json.dumps(out, separators=(",", ":")).encode() + b"\n"
         self._account.scan(text)
         return text
@@ -92,179 +92,107 @@ class Captures:
             if rule is not None and (made is not None or item is None):
                 out[key] = made
             else:
-                self._account.drop(f"{where}.{key}", _text(item), unknown=rule is None)
+                self._account.drop(f"{where}.{key}", text_of(item), unknown=rule is None)
         return out
-
-    def _rank(self, entry: dict[str, Any]) -> dict[str, Any]:
-        rules: dict[str, Rule] = dict.fromkeys(
-            ("rank", "world_size", "local_rank", "logical_cpus", "usable_cpus", "torch_threads"), _whole
-        )
-        rules |= {
-            "name": lambda _: self._stem(entry),
-            "job": lambda item: self._names.group(str(item)),
-            "incidental": _number,
-            "host": self._metadata.host,
-            "process": self._process,
-            "devices": lambda value: [self._device(device) for device in _listed(value)],
-            "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, self._version), "versions"),
-            "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _number), "settings"),
-            "groups": lambda value: [self._group(group) for group in _listed(value)],
-            "created_ns": self._time,
-            "written_ns": self._time,
-            "ended": _ended,
-            "window": self._window,
-            "windows": lambda value: [self._window(window) for window in _listed(value)],
-            "graph_step": self._graph_step,
-            "step_source": _word_of(_SOURCES),
-            "steps": self._steps,
-            "collectives": self._collectives,
-            "live_bytes_at_start": self._live,
-            "thread_cpu": self._thread_cpu,
-            "overhead": lambda value: self._by(
-                value, dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}, "overhead"
-            ),
-            "notices": lambda value: [self._notice(notice) for notice in _listed(value)],
-            **dict.fromkeys(_LEFT_OUT, _nothing),
-        }  # fmt: skip
-        return self._by(entry, rules, "rank")
-
-    def _stem(self, entry: dict[str, Any]) -> str | None:
-        window, rank = entry.get("window"), entry.get("rank")
-        file = self._file(window.get("file")) if isinstance(window, dict) else None
-        if file is not None:
-            return file.rpartition("/")[2].partition(".")[0]
-        return f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
-
-    def _version(self, value: Any) -> Any:
-        return self._metadata.version(value)
 
     def _time(self, value: Any) -> int | None:
         time_ns = _whole(value)
-        if time_ns is None or self._policy.times == KEEP:
-            return time_ns
-        return time_ns - self._origin_ns + BASE_NS
+        return time_ns if time_ns is None or self._policy.times == KEEP else time_ns - self._origin_ns + BASE_NS
 
-    def _size(self, value: Any) -> int | None:
-        size = _whole(value)
-        return None if size is None else self._shapes.size(size)
+    def _rank_rules(self, entry: dict[str, Any]) -> dict[str, Rule]:
+        """The rules for one rank's entry; its name is that of its file, or its number."""
+        names, shapes, metadata = self._names, self._shapes, self._metadata
 
-    def _process(self, value: Any) -> int | None:
-        process = _whole(value)
-        return None if process is None else self._names.process(process)
+        def objects(rules: dict[str, Rule], where: str) -> Rule:
+            return lambda value: [self._by(item, rules, where) for item in (value if isinstance(value, list) else [])]
 
-    def _file(self, value: Any) -> str | None:
-        return self._files.get(value) if isinstance(value, str) else None
+        def columns(rules: dict[str, Rule], where: str) -> Rule:
+            each = {key: _each(rule) for key, rule in rules.items()}
+            return lambda value: self._by(value, each, where)
 
-    def _device(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = {
-            "device": _whole, "memory_bytes": _whole, "multiprocessors": _whole, "name": self._metadata.device_name,
-            "kind": _word_of(_DEVICES),
-            "current": lambda item: item if isinstance(item, bool) else None,
+        def file(value: Any) -> str | None:
+            return self._files.get(value) if isinstance(value, str) else None
+
+        def group(value: Any) -> str:
+            return names.group(str(value))
+
+        def size(value: Any) -> int | None:
+            return None if (number := _whole(value)) is None else shapes.size(number)
+
+        def process(value: Any) -> int | None:
+            return None if (number := _whole(value)) is None else names.process(number)
+
+        def live(value: Any) -> dict[str, Any]:
+            return {
+                key: shapes.total(number)
+                for key, number in (value.items() if isinstance(value, dict) else ())
+                if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(number, int)
+            }
+
+        window, rank = entry.get("window"), entry.get("rank")
+        name = f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
+        new_file = file(window.get("file")) if isinstance(window, dict) else None
+        if new_file is not None:
+            name = new_file.rpartition("/")[2].partition(".")[0]
+        device: dict[str, Rule] = {
+            "device": _whole, "memory_bytes": _whole, "multiprocessors": _whole, "name": metadata.device_name,
+            "kind": _word_of(_DEVICES), "current": lambda item: item if isinstance(item, bool) else None,
         }  # fmt: skip
-        return self._by(value, rules, "devices")
-
-    def _group(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = {
-            "name": lambda item: self._names.group(str(item)),
-            "group": lambda item: self._names.group(str(item)),
-            "description": lambda item: self._names.description(str(item)),
-            "backend": self._metadata.backend,
-            "ranks": rank_list,
-            "size": _whole,
-        }
-        return self._by(value, rules, "groups")
-
-    def _window(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = {
-            "file": self._file, "kind": _word_of(_KINDS), "first_step": _whole,
+        window_rules: dict[str, Rule] = {
+            "file": file, "kind": _word_of(_KINDS), "first_step": _whole,
             "step_count": _whole, "start_ns": self._time, "end_ns": self._time,
         }  # fmt: skip
-        return self._by(value, rules, "window")
-
-    def _graph_step(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = {
-            "step": _whole, "duration_ns": _whole, "file": self._file, "host_file": self._file
+        graph_step: dict[str, Rule] = {"step": _whole, "duration_ns": _whole, "file": file, "host_file": file}
+        groups: dict[str, Rule] = {
+            "name": group, "group": group, "description": lambda item: names.description(str(item)),
+            "backend": metadata.backend, "ranks": rank_list, "size": _whole,
         }  # fmt: skip
-        return self._by(value, rules, "graph_step")
-
-    def _steps(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = {
-            "start_ns": lambda items: _each(items, self._time),
-            "duration_ns": lambda items: _each(items, _whole),
-            "cpu_ns": lambda items: _each(items, _whole),
-            "state": lambda items: _each(items, _word_of(_STATES)),
-        }
-        return self._by(value, rules, "steps")
-
-    def _collectives(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = dict.fromkeys(
-            ("group", "kind", "type", "sequence", "peer"), lambda items: _each(items, _whole)
-        )
-        rules |= {
-            "groups": lambda items: _each(items, lambda item: self._names.group(str(item))),
-            "kinds": lambda items: _each(items, self._kind),
-            "types": lambda items: _each(items, lambda item: item if is_type(str(item)) else ""),
-            "bytes_in": lambda items: _each(items, self._size),
-            "bytes_out": lambda items: _each(items, self._size),
-            "start_ns": lambda items: _each(items, self._time),
-            "thread": lambda items: _each(items, self._process),
-        }
-        return self._by(value, rules, "collectives")
-
-    def _thread_cpu(self, value: Any) -> dict[str, Any]:
-        rules: dict[str, Rule] = {
-            "thread": lambda items: _each(items, self._process),
-            "time_ns": lambda items: _each(items, self._time),
-            "cpu_ns": lambda items: _each(items, _whole),
-        }
-        return self._by(value, rules, "thread_cpu")
-
-    def _kind(self, item: Any) -> str:
-        return self._names.operation(str(item))
-
-    def _live(self, value: Any) -> dict[str, Any]:
-        sizes = value if isinstance(value, dict) else {}
+        collectives: dict[str, Rule] = {
+            **dict.fromkeys(("group", "kind", "type", "sequence", "peer"), _whole),
+            "groups": group, "kinds": lambda item: names.operation(str(item)),
+            "types": lambda item: item if is_type(str(item)) else "",
+            "bytes_in": size, "bytes_out": size, "start_ns": self._time, "thread": process,
+        }  # fmt: skip
+        steps = {"start_ns": self._time, "duration_ns": _whole, "cpu_ns": _whole, "state": _word_of(_STATES)}
+        overhead = dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}
+        notices = objects({"slug": _word_of(_NOTICES)}, "notices")  # the slug alone: messages hold paths
+        counts = ("rank", "world_size", "local_rank", "logical_cpus", "usable_cpus", "torch_threads")
         return {
-            key: self._shapes.total(size)
-            for key, size in sizes.items()
-            if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(size, int)
+            **dict.fromkeys(counts, _whole),
+            "name": lambda _: name,
+            "job": group,
+            "incidental": _number,
+            "host": metadata.host,
+            "process": process,
+            "devices": objects(device, "devices"),
+            "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, metadata.version), "versions"),
+            "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _number), "settings"),
+            "groups": objects(groups, "groups"),
+            "created_ns": self._time,
+            "written_ns": self._time,
+            # Of an exception that ended the process not even the name, which may be the user's.
+            "ended": lambda value: "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value),
+            "window": lambda value: self._by(value, window_rules, "window"),
+            "windows": objects(window_rules, "window"),
+            "graph_step": lambda value: self._by(value, graph_step, "graph_step"),
+            "step_source": _word_of(_SOURCES),
+            "steps": columns(steps, "steps"),
+            "collectives": columns(collectives, "collectives"),
+            "live_bytes_at_start": live,
+            "thread_cpu": columns({"thread": process, "time_ns": self._time, "cpu_ns": _whole}, "thread_cpu"),
+            "overhead": lambda value: self._by(value, overhead, "overhead"),
+            "notices": lambda value: [out | {"message": ""} if out else {} for out in notices(value)],
+            **dict.fromkeys(_LEFT_OUT, lambda _: None),
         }
-
-    def _notice(self, value: Any) -> dict[str, Any]:
-        """The slug alone: messages hold paths."""
-        rules: dict[str, Rule] = {
-            "slug": _word_of(_NOTICES),
-        }  # fmt: skip
-        out = self._by(value, rules, "notices")
-        return out | {"message": ""} if out else {}
-
-
-_NOTICES = frozenset(
-    ("no-early-stacks", "disk-full", "capture-moved", "no-memory-snapshot", "no-memory-history", "not-compressed")
-)
-
-
-def _nothing(_: Any) -> None:
-    """Known, and left out."""
-
-
-def _ended(value: Any) -> str | None:
-    """How a process ended; of an exception not even the name, which may be the user's."""
-    return "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value)
 
 
 def _word_of(words: frozenset[str]) -> Rule:
     return lambda value: value if isinstance(value, str) and value in words else None
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _each(items: Any, rule: Rule) -> list[Any] | None:
-    if not isinstance(items, list):
-        return None
-    return [None if item is None else rule(item) for item in items]
+def _each(rule: Rule) -> Rule:
+    """A rule for every item of a list; None where there is no list."""
+    return lambda items: [None if item is None else rule(item) for item in items] if isinstance(items, list) else None
 
 
 def _whole(value: Any) -> int | None:
@@ -273,7 +201,3 @@ def _whole(value: Any) -> int | None:
 
 def _number(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) else None
-
-
-def _text(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")

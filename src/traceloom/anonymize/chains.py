@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from traceloom.chakra.schema import AttributeProto, Node, NodeType
+from traceloom.chakra.schema import AttributeProto, NodeType
 from traceloom.chakra.stream import EtReader
 
 SUMMED = ("num_ops", "tensor_size")
+_LANE = ("is_cpu_op", "tid", "stream", "device", "lane")  # where a node computes: processor, thread or stream
 
 
 @dataclass(slots=True)
@@ -48,9 +49,13 @@ def find_chains(path: Path) -> Chains:
     with EtReader(path) as reader:
         for node in reader:
             followers.update(set(node.ctrl_deps) | set(node.data_deps))
-            lane = _place(node)
-            if lane is not None:
-                lanes[node.id] = lane
+            if node.type == NodeType.COMP_NODE:
+                values = {
+                    attribute.name: getattr(attribute, attribute.WhichOneof("value") or "int64_val")
+                    for attribute in node.attr
+                    if attribute.name in _LANE
+                }
+                lanes[node.id] = tuple(values.get(name) for name in _LANE)
                 waits[node.id] = (tuple(set(node.data_deps)), frozenset(node.ctrl_deps))
     before = {}
     for node_id, (data, control) in waits.items():
@@ -60,19 +65,19 @@ def find_chains(path: Path) -> Chains:
         if control <= waits[first][1] | {first}:
             before[node_id] = first
     chains = Chains(_heads(before))
-    _add_up(path, chains)
+    if not chains.head:
+        return chains
+    firsts = set(chains.head.values())
+    with EtReader(path) as reader:
+        for node in reader:
+            head = chains.head.get(node.id, node.id if node.id in firsts else None)
+            if head is None:
+                continue
+            chains.duration_us[head] += node.duration_micros
+            for attribute in node.attr:
+                if attribute.name in SUMMED:
+                    chains.sums[head, attribute.name] += int(number_of(attribute))
     return chains
-
-
-def _place(node: Node) -> tuple[Any, ...] | None:
-    """Where a node computes: processor and thread or stream; None for everything but computation."""
-    if node.type != NodeType.COMP_NODE:
-        return None
-    values: dict[str, Any] = {}
-    for attribute in node.attr:
-        if attribute.name in ("is_cpu_op", "tid", "stream", "device", "lane"):
-            values[attribute.name] = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
-    return tuple(values.get(name) for name in ("is_cpu_op", "tid", "stream", "device", "lane"))
 
 
 def _heads(before: dict[int, int]) -> dict[int, int]:
@@ -86,28 +91,12 @@ def _heads(before: dict[int, int]) -> dict[int, int]:
             at = heads[at]
             if at == start:
                 break
-        if at == start:
-            for node in trail:
-                heads.pop(node, None)
-            continue
         for node in trail:
-            heads[node] = at
+            if at == start:
+                heads.pop(node, None)
+            else:
+                heads[node] = at
     return heads
-
-
-def _add_up(path: Path, chains: Chains) -> None:
-    if not chains.head:
-        return
-    firsts = set(chains.head.values())
-    with EtReader(path) as reader:
-        for node in reader:
-            first = chains.head.get(node.id, node.id if node.id in firsts else None)
-            if first is None:
-                continue
-            chains.duration_us[first] += node.duration_micros
-            for attribute in node.attr:
-                if attribute.name in SUMMED:
-                    chains.sums[first, attribute.name] += int(number_of(attribute))
 
 
 def number_of(attribute: AttributeProto) -> float:

@@ -73,7 +73,7 @@ class ChakraRewriter:
         self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
         self._chains: Chains | None = None
         self._texts: dict[tuple[str, str], str] = {}
-        self._rules_of_texts: dict[str, Callable[[str], str | None]] = {
+        self._rules_of_texts: dict[str, Callable[[str], str]] = {
             "pg_name": rules.names.group,
             "pg_desc": rules.names.description,
             "op_schema": lambda text: text if is_schema(text) else "",
@@ -106,8 +106,6 @@ class ChakraRewriter:
         for notice in reader.notices:
             self._account.dropped_entries[notice.slug] += notice.count
 
-    # -- the first message ------------------------------------------------------------------------------------
-
     def _metadata(self, old: GlobalMetadata) -> GlobalMetadata:
         new = GlobalMetadata(version=old.version if _VERSION.fullmatch(old.version) else "")
         values = {attribute.name: _value(attribute) for attribute in old.attr}
@@ -127,80 +125,71 @@ class ChakraRewriter:
         self._saw(schema, new.version)
         return new
 
-    # -- nodes ------------------------------------------------------------------------------------------------
-
     def _node(self, old: Node) -> Node:
         values = {attribute.name: attribute for attribute in old.attr}
-        cpu = values.get("is_cpu_op")
+        cpu, chains = values.get("is_cpu_op"), self._chains
         name = self._name(old.name, old.type, on_host=bool(cpu is not None and _value(cpu)))
         start = max(0, old.start_time_micros - self._origin_us) if old.start_time_micros else 0
         new = Node(id=old.id, name=name, type=old.type, start_time_micros=start, duration_micros=old.duration_micros)
-        if self._chains is not None:
-            return self._joined(old, new, self._chains)
-        new.ctrl_deps.extend(old.ctrl_deps)
-        new.data_deps.extend(old.data_deps)
-        kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
-        kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
-        for side in ("inputs", "outputs"):
-            if old.HasField(side):
-                getattr(new, side).CopyFrom(self._side(getattr(old, side), kind))
+        if chains is not None:
+            # The first node of a chain, or one that stands alone, without what leads back to single operators.
+            new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
+            new.data_deps.extend(chains.of(list(old.data_deps), old.id))
+            if old.id in chains.duration_us:
+                new.duration_micros = chains.duration_us[old.id]
+            if old.type == NodeType.COMP_NODE and name not in _FAMILIES:
+                new.name = FUSED
+        else:
+            new.ctrl_deps.extend(old.ctrl_deps)
+            new.data_deps.extend(old.data_deps)
+            kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
+            kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
+            for side in ("inputs", "outputs"):
+                if old.HasField(side):
+                    getattr(new, side).CopyFrom(self._side(getattr(old, side), kind))
         for attribute in old.attr:
-            made = self._attribute(attribute)
-            if made is None:
-                self._account.drop(attribute.name, _bytes(_value(attribute)), unknown=True)
-            else:
-                new.attr.append(made)
-        return new
-
-    def _joined(self, old: Node, new: Node, chains: Chains) -> Node:
-        """The first node of a chain, or one that stands alone, without what leads back to single operators."""
-        new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
-        new.data_deps.extend(chains.of(list(old.data_deps), old.id))
-        if old.id in chains.duration_us:
-            new.duration_micros = chains.duration_us[old.id]
-        for attribute in old.attr:
-            if old.type == NodeType.COMP_NODE and attribute.name in _OF_OPERATORS:
-                self._account.drop(attribute.name)
-                continue
-            if (old.id, attribute.name) in chains.sums and attribute.WhichOneof("value") in _SCALARS:
-                setattr(attribute, attribute.WhichOneof("value") or "int64_val", chains.sums[old.id, attribute.name])
+            if chains is not None:
+                if old.type == NodeType.COMP_NODE and attribute.name in _OF_OPERATORS:
+                    self._account.drop(attribute.name)
+                    continue
+                member = attribute.WhichOneof("value")
+                if (old.id, attribute.name) in chains.sums and member in _SCALARS:
+                    setattr(attribute, member or "int64_val", chains.sums[old.id, attribute.name])
             made = self._attribute(attribute)
             if made is not None:
                 new.attr.append(made)
-        if old.type == NodeType.COMP_NODE and new.name not in _FAMILIES:
-            new.name = FUSED
+            elif chains is None:
+                self._account.drop(attribute.name, _bytes(_value(attribute)), unknown=True)
         return new
 
     def _name(self, name: str, kind: int, *, on_host: bool) -> str:
         key = (f"name {kind} {on_host}", name)
-        if key not in self._texts:
-            if len(self._texts) > _MOST_TEXTS:
-                self._texts.clear()
-            self._texts[key] = self._named(name, kind, on_host=on_host)
-            self._saw(self._texts[key])
-        return self._texts[key]
-
-    def _named(self, name: str, kind: int, *, on_host: bool) -> str:
+        if key in self._texts:
+            return self._texts[key]
         names, kernels = self._rules.names, self._rules.kernels
         part = _SUFFIX.fullmatch(name)
         base, suffix = (part[1], f"({part[2]})") if part and part[1] in host_names() else (name, "")
         typed = _TYPED.match(name)
+        copied = re.match(r"mem(cpy|set)\b", base, re.IGNORECASE)
         if base in host_names():
-            return names.host(base) + suffix
-        if kind in _MEMORY or re.match(r"mem(cpy|set)\b", base, re.IGNORECASE):
-            return (
-                kernels.copy(base)
-                if re.match(r"mem(cpy|set)\b", base, re.IGNORECASE)
-                else names.pseudonym("memory", base)
-            )
-        if typed:
+            shown = names.host(base) + suffix
+        elif copied:
+            shown = kernels.copy(base)
+        elif kind in _MEMORY:
+            shown = names.pseudonym("memory", base)
+        elif typed:
             rest = name[typed.end() :]
-            return typed[0] + (f" {names.pseudonym('node', rest)}" if rest else "")
-        if on_host or kind == NodeType.METADATA_NODE:
-            return names.host(base) + suffix
-        shown = kernels.kernel(base)
-        if kind in _COMMUNICATION and not shown.startswith(("nccl", "rccl")):
-            return names.operation(base)
+            shown = typed[0] + (f" {names.pseudonym('node', rest)}" if rest else "")
+        elif on_host or kind == NodeType.METADATA_NODE:
+            shown = names.host(base) + suffix
+        else:
+            shown = kernels.kernel(base)
+            if kind in _COMMUNICATION and not shown.startswith(("nccl", "rccl")):
+                shown = names.operation(base)
+        if len(self._texts) > _MOST_TEXTS:
+            self._texts.clear()
+        self._texts[key] = shown
+        self._saw(shown)
         return shown
 
     def _attribute(self, old: AttributeProto) -> AttributeProto | None:
@@ -225,59 +214,41 @@ class ChakraRewriter:
             each = (lambda item: item) if name == "pg_ranks" else self._rules.shapes.size
             new.int64_list.values.extend(each(item) for item in value.values)
         elif name in ("inputs", "outputs") and member == "string_list":
-            new.string_list.values.extend(self._sizes_by_name(list(value.values)))
+            # `[name, size, name, size, ...]`, as symbolic generators write tensors.
+            for at, item in enumerate(value.values):
+                is_size = at % 2 and item.isdigit() and len(item) <= 20
+                names, shapes = self._rules.names, self._rules.shapes
+                shown = str(shapes.size(int(item))) if is_size else names.pseudonym("tensor", item)
+                new.string_list.values.append(shown)
+                self._saw(shown)
         elif member == "string_val" and name in self._rules_of_texts:
-            shown = self._text(name, value)
-            if shown is None:
-                return None
-            new.string_val = shown
+            if (name, value) not in self._texts:
+                shown = self._rules_of_texts[name](value)
+                if shown == "" and value:
+                    self._account.drop(name, value.encode("utf-8", "replace"))
+                self._texts[name, value] = shown
+                self._saw(shown)
+            new.string_val = self._texts[name, value]
         else:
             return None
         return new
-
-    def _text(self, name: str, value: str) -> str | None:
-        key = (name, value)
-        if key not in self._texts:
-            shown = self._rules_of_texts[name](value)
-            if shown is None:
-                return None
-            if shown == "" and value:
-                self._account.drop(name, value.encode("utf-8", "replace"))
-            self._texts[key] = shown
-            self._saw(shown)
-        return self._texts[key]
-
-    def _sizes_by_name(self, listed: list[str]) -> list[str]:
-        """`[name, size, name, size, ...]`, as symbolic generators write tensors."""
-        out = []
-        for at, item in enumerate(listed):
-            number = item.isdigit() and len(item) <= 20
-            shown = (
-                str(self._rules.shapes.size(int(item)))
-                if at % 2 and number
-                else self._rules.names.pseudonym("tensor", item)
-            )
-            out.append(shown)
-            self._saw(shown)
-        return out
-
-    # -- inputs and outputs -----------------------------------------------------------------------------------
 
     def _side(self, old: IOInfo, kind: str) -> IOInfo:
         """Values, shapes and types; each text keeps its spelling, of Python or of JSON."""
         values, shapes, types = _listed(old.values), _listed(old.shapes), _listed(old.types)
         self._hidden.add(shapes[0], types[0])
-        texts = (
-            _spelled(self._tensors.values(values[0], kind), values[1]),
-            _spelled(self._tensors.shapes(shapes[0]), shapes[1]),
-            _spelled(self._tensors.types(types[0]), types[1]),
-        )
-        for text in texts:
+        made = {
+            "values": (self._tensors.values(values[0], kind), values[1]),
+            "shapes": (self._tensors.shapes(shapes[0]), shapes[1]),
+            "types": (self._tensors.types(types[0]), types[1]),
+        }
+        new = IOInfo()
+        for field, (value, python) in made.items():
+            text = repr(value) if python else json.dumps(value)
             quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
             self._account.strings.update(part.encode() for pair in quoted for part in pair)
-        empty = [not part for part in (old.values, old.shapes, old.types)]
-        made = ["" if nothing else text for text, nothing in zip(texts, empty, strict=True)]
-        return IOInfo(values=made[0], shapes=made[1], types=made[2])
+            setattr(new, field, text if getattr(old, field) else "")
+        return new
 
     def _saw(self, *texts: Any) -> None:
         self._account.strings.update(json.dumps(text).encode()[1:-1] for text in texts if isinstance(text, str))
@@ -292,10 +263,6 @@ def _listed(text: str) -> tuple[list[Any], bool]:
             continue
         return (value, python) if isinstance(value, list) else ([], python)
     return [], False
-
-
-def _spelled(value: list[Any], python: bool) -> str:
-    return repr(value) if python else json.dumps(value)
 
 
 def _value(attribute: AttributeProto) -> Any:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
 
@@ -24,6 +24,7 @@ from traceloom.read.host_text import HostText
 from traceloom.read.metadata import whole
 from traceloom.read.source import open_input, text_pieces
 
+T = TypeVar("T", list[Any], dict[str, Any])
 _SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
 _NEWEST = "1.1.1-chakra.0.0.4"
 _NO_TIME = "1970-01-01 00:00:00"
@@ -43,7 +44,7 @@ _NUMBERS = ("global_rank_start", "global_rank_stride", "pg_size")
 
 
 class HostRewriter:
-    """Rewrites one host trace."""
+    """Rewrites one host trace; nodes are written as schema 1.0.2 and later have them."""
 
     def __init__(self, path: Path, rules: Rules, account: Account, hidden: HiddenShapes) -> None:
         self._path = path
@@ -51,8 +52,7 @@ class HostRewriter:
         self._account = account
         self._hidden = hidden
         self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
-        self._above: dict[int, int] = {}
-        self._flat = False
+        self._above: dict[int, int] = {}  # with `collapse`: region of the user -> what stands above it
         self.envelope: dict[str, Any] = {}
 
     def frames(self) -> Iterator[pl.DataFrame]:
@@ -71,14 +71,23 @@ class HostRewriter:
             OSError: The new file cannot be written.
         """
         if self._rules.policy.structure == COLLAPSE:
-            self._find_regions()
+            for frame in self.frames():
+                for identity, name, parent, scope in frame.select("id", "name", "parent", "scope").iter_rows():
+                    if scope == _USER_SCOPE and name not in host_names() and not COMMUNICATION.match(name):
+                        self._above[identity] = parent or 0
         with opened(target) as out:
             out.write(b'{"nodes":[\n')
             first = True
             for frame in self.frames():
+                lines = [
+                    json.dumps(self._node(row), ensure_ascii=False).encode("utf-8", "replace")
+                    for row in frame.iter_rows(named=True)
+                    if row["id"] not in self._above
+                ]
                 self._account.entries_in += frame.height
-                lines = list(self._lines(frame))
                 self._account.entries_out += len(lines)
+                if len(lines) < frame.height:
+                    self._account.dropped_entries["collapsed"] += frame.height - len(lines)
                 piece = b",\n".join(lines)
                 self._account.scan(piece)
                 if lines:
@@ -108,34 +117,10 @@ class HostRewriter:
         self._account.scan(text)
         return text[1:-1]
 
-    # -- regions, where the structure is hidden ---------------------------------------------------------------
-
-    def _find_regions(self) -> None:
-        """Which nodes are regions of the user, and what stands above them."""
-        for frame in self.frames():
-            for identity, name, parent, scope in frame.select("id", "name", "parent", "scope").iter_rows():
-                if scope == _USER_SCOPE and name not in host_names() and not COMMUNICATION.match(name):
-                    self._above[identity] = parent or 0
-
-    def _parent(self, parent: int | None) -> int | None:
-        steps = 0
-        while parent in self._above and steps < 10_000:
-            parent, steps = self._above[parent], steps + 1
-        return parent
-
-    # -- nodes ------------------------------------------------------------------------------------------------
-
-    def _lines(self, frame: pl.DataFrame) -> Iterator[bytes]:
-        for row in frame.iter_rows(named=True):
-            if row["id"] in self._above:
-                self._account.dropped_entries["collapsed"] += 1
-                continue
-            yield json.dumps(self._node(row), ensure_ascii=False).encode("utf-8", "replace")
-
     def _node(self, row: dict[str, Any]) -> dict[str, Any]:
         name = row["name"] or ""
         kind = OF_GROUPS if name == GROUP_LIST else OF_COMMUNICATION if name == "record_param_comms" else PLAIN
-        more = _object(row["attributes"])
+        more = _decoded(row["attributes"], dict)
         attributes = [
             {"name": key, "type": kind_of, "value": row[column] if row[column] is not None else nothing}
             for key, kind_of, column, nothing in _ATTRIBUTES
@@ -147,7 +132,9 @@ class HostRewriter:
         attributes.append({"name": "op_schema", "type": "string", "value": schema})
         sides = {side: self._side(row, side, kind, more) for side in ("inputs", "outputs")}
         attributes += [made for key, value in more.items() if (made := self._attribute(key, value)) is not None]
-        parent = self._parent(row["parent"])
+        parent, steps = row["parent"], 0
+        while parent in self._above and steps < 10_000:
+            parent, steps = self._above[parent], steps + 1
         return {
             "id": row["id"],
             "name": self._rules.names.host(name),
@@ -157,7 +144,8 @@ class HostRewriter:
         }
 
     def _side(self, row: dict[str, Any], side: str, kind: str, more: dict[str, Any]) -> dict[str, Any]:
-        values, shapes, types = (_list(row[column]) for column in (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types"))
+        columns = (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types")
+        values, shapes, types = (_decoded(row[column], list) for column in columns)
         self._hidden.add(shapes, types)
         made = {
             "values": self._tensors.values(values, kind),
@@ -201,25 +189,10 @@ class HostRewriter:
         return {"name": key, "type": kind, "value": made}
 
 
-def _object(text: str | None) -> dict[str, Any]:
-    value = _decoded(text)
-    return value if isinstance(value, dict) else {}
-
-
-def _list(text: str | None) -> list[Any]:
-    value = _decoded(text)
-    return value if isinstance(value, list) else []
-
-
-def _decoded(text: str | None) -> Any:
-    if not text:
-        return None
+def _decoded(text: str | None, kind: type[T]) -> T:
+    """A list or object of JSON; an empty one where the text is no such thing."""
     try:
-        return json.loads(text)
+        value = json.loads(text) if text else None
     except (ValueError, RecursionError):
-        return None
-
-
-def write_host_trace(path: Path, rules: Rules, account: Account, hidden: HiddenShapes, target: Path) -> None:
-    """Rewrite a host trace into a new file; nodes are written as schema 1.0.2 and later have them."""
-    HostRewriter(path, rules, account, hidden).write(target)
+        value = None
+    return value if isinstance(value, kind) else kind()

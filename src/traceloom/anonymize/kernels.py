@@ -6,7 +6,7 @@ import re
 
 from traceloom.analyze.classify import built_in_rules
 from traceloom.analyze.collective_names import KERNEL_KINDS
-from traceloom.anonymize.names import Names
+from traceloom.anonymize.names import Pseudonyms
 from traceloom.anonymize.policy import COLLAPSE, KEEP, Policy
 from traceloom.model.copies import copy_kind, memory_kinds
 
@@ -64,10 +64,10 @@ _COPY = re.compile(rf"Mem(cpy|set)( [HDPM]to[HDPM])?( \({_KINDS_OF_MEMORY}( -> {
 _MEMORY = frozenset(("pageable", "pinned", "device", "host", "array", "managed", "unknown", "peer"))
 
 
-class Kernels:
+class KernelNames:
     """What the names of kernels, copies and fills become."""
 
-    def __init__(self, names: Names, policy: Policy) -> None:
+    def __init__(self, names: Pseudonyms, policy: Policy) -> None:
         self._names = names
         self._policy = policy
 

@@ -66,9 +66,16 @@ def read_key(path: Path) -> tuple[Key, bool]:
         with path.open("rb") as file:
             secret = file.read(_MOST_KEY + 1)
     except FileNotFoundError:
-        key = _new_key(path)
+        secret = secrets.token_hex(KEY_BYTES).encode() + b"\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secret)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"the key cannot be kept in `{path}`: {reason}", slug="cannot-write") from error
         note_input(path)
-        return key, True
+        return Key(secret), True
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"the key cannot be read: {reason}", slug="bad-key", where=str(path)) from error
@@ -80,16 +87,3 @@ def read_key(path: Path) -> tuple[Key, bool]:
             hint="name a file that is not there yet, and a good key is made",
         )
     return Key(secret), False
-
-
-def _new_key(path: Path) -> Key:
-    secret = secrets.token_hex(KEY_BYTES).encode() + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secret)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise OutputError(f"the key cannot be kept in `{path}`: {reason}", slug="cannot-write") from error
-    return Key(secret)

@@ -14,9 +14,9 @@ import numpy as np
 
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.arguments import Arguments, decoded, number
-from traceloom.anonymize.kernels import Kernels
+from traceloom.anonymize.kernels import KernelNames
 from traceloom.anonymize.metadata import Metadata
-from traceloom.anonymize.names import COMMUNICATION, LOADING, STEP, Names
+from traceloom.anonymize.names import COMMUNICATION, LOADING, STEP, Pseudonyms
 from traceloom.anonymize.policy import COLLAPSE, DROP, KEEP, Policy
 from traceloom.anonymize.shapes import Shapes
 from traceloom.anonymize.structure import Fused, borders, fused_events, microseconds
@@ -37,6 +37,7 @@ _FLOWS = frozenset(("ac2g", "fwdbwd", "async_cpu_to_gpu", "async_gpu", "async", 
 _ON_DEVICE = frozenset((cat.KERNEL, cat.COPY, cat.FILL, cat.GPU_ANNOTATION, cat.SYNC, cat.GPU_EVENT, cat.COMMAND))
 _ON_HOST = frozenset((cat.OP, cat.ANNOTATION, cat.COLLECTIVE))
 _LABELS = frozenset(f"GPU {index}" for index in range(1024)) | {"CPU"}
+_SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memset", "Python"))
 _MISSING = msgspec.Raw(b"null")
 
 
@@ -45,13 +46,13 @@ class Rules:
     """Everything that decides what a value becomes, shared by all files of a run."""
 
     policy: Policy
-    names: Names
+    names: Pseudonyms
     shapes: Shapes
-    kernels: Kernels
+    kernels: KernelNames
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TraceFacts:
     """What must be known of a file before it is rewritten.
 
     Attributes:
@@ -95,55 +96,53 @@ class Rewriter:
         metadata: Entries beside the events, complete when all pieces were taken.
     """
 
-    def __init__(self, place: Place, rules: Rules, account: Account) -> None:
+    def __init__(self, facts: TraceFacts, rules: Rules, account: Account) -> None:
         self.metadata: dict[str, Any] = {}
-        self._place = place
+        self._facts = facts
         self._rules = rules
         self._account = account
         self._arguments = Arguments(rules.names, rules.shapes, rules.policy, account)
         self._plans: dict[bytes, _Plan] = {}
         self._marks = _Plan(b"", rules.names.host, device=False)
-        self._places: dict[tuple[bytes, bytes, bool | None], bytes] = {}
+        self._lanes: dict[tuple[bytes, bytes, bool | None], bytes] = {}
         self._arrows: dict[tuple[bytes, bytes], bytes] = {}
-        self._shift_ns = place.base_ns - place.origin_ns
 
     def pieces(self) -> Iterator[bytes]:
         """The rewritten events, a piece per slice: each event on a line, commas between them."""
-        damage = Damage()
-        with open_input(self._place.path) as stream:
-            document = Document(partial(text_pieces, stream, damage, None), damage, str(self._place.path))
+        damage, facts, account = Damage(), self._facts, self._account
+        with open_input(facts.path) as stream:
+            document = Document(partial(text_pieces, stream, damage, None), damage, str(facts.path))
             for part in document.slices():
-                lines = self._slice(part)
+                entries = _decoded(part)
+                account.entries_in += len(entries)
+                starts = [entry.get("ts", _MISSING) for entry in entries]
+                lasting = [entry.get("dur", _MISSING) for entry in entries]
+                start, duration, timed, long = from_text(starts, lasting)
+                start = start + (facts.base_ns - facts.origin_ns)
+                duration = np.where(long, duration, 0)
+                columns = zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True)
+                made = (self._entry(entry, at, length, timed=is_timed) for entry, at, length, is_timed in columns)
+                lines = [line for line in made if line is not None]
+                account.entries_out += len(lines)
                 if lines:
                     yield b",\n".join(lines)
             self.metadata = document.metadata
-        if self._place.window_ns is not None:
-            yield b",\n".join(borders(*(at - self._place.origin_ns for at in self._place.window_ns)))
-            self._account.entries_out += 2
-        places = {key: self._spelled(*key) for key in {(fused.process, fused.thread) for fused in self._place.threads}}
-        for events in fused_events(list(self._place.threads), places, self._place.origin_ns):
-            self._account.entries_out += len(events)
+        if facts.window_ns is not None:
+            yield b",\n".join(borders(*(at - facts.origin_ns for at in facts.window_ns)))
+            account.entries_out += 2
+        where = {}
+        for process, thread in {(fused.process, fused.thread) for fused in facts.threads}:
+            shown = []
+            for text in (process, thread):  # the reader gives both as texts
+                number = text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20
+                shown.append(self._id(int(text) if number else text, on_device=False))
+            where[process, thread] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
+        for events in fused_events(list(facts.threads), where, facts.origin_ns):
+            account.entries_out += len(events)
             yield b",\n".join(events)
 
-    # -- one slice --------------------------------------------------------------------------------------------
-
-    def _slice(self, part: Slice) -> list[bytes]:
-        entries = _decoded(part)
-        self._account.entries_in += len(entries)
-        starts = [entry.get("ts", _MISSING) for entry in entries]
-        lasting = [entry.get("dur", _MISSING) for entry in entries]
-        start, duration, timed, long = from_text(starts, lasting)
-        start = start + self._shift_ns
-        duration = np.where(long, duration, 0)
-        lines = []
-        for entry, at, length, is_timed in zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True):
-            line = self._entry(entry, at, length, timed=is_timed)
-            if line is not None:
-                lines.append(line)
-        self._account.entries_out += len(lines)
-        return lines
-
     def _entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, timed: bool) -> bytes | None:
+        """One event; None where it is left out."""
         if not entry.keys() <= _ENTRY_KEYS:
             for key in entry.keys() - _ENTRY_KEYS:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
@@ -157,10 +156,28 @@ class Rewriter:
         if phase in (b'"s"', b'"t"', b'"f"'):
             return self._flow(entry, phase, start)
         if phase in (b'"i"', b'"I"', b'"R"'):
-            return self._instant(entry, start)
-        if phase == b'"C"':
-            return self._counter(entry, start)
-        return self._left_out("unknown phase")
+            name = self._named(self._marks, entry) or b'""'
+            args = self._rewritten(entry)
+            category = b'"cat":"cpu_instant_event",' if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"' else b""
+            scope = bytes(entry.get("s", _MISSING))
+            where = self._where(entry, device=False)
+            return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
+                category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, microseconds(start), args
+            )  # fmt: skip
+        if phase != b'"C"':
+            return self._left_out("unknown phase")
+        if self._rules.policy.counters != KEEP:
+            return self._left_out("counters")
+        value, title = (decoded(bytes(entry.get(key, _MISSING))) for key in ("args", "name"))
+        names = self._rules.names
+        values = {
+            names.pseudonym("counter", key): amount
+            for key, amount in (value.items() if isinstance(value, dict) else ())
+            if isinstance(amount, (int, float)) and not isinstance(amount, bool)
+        }
+        shown = {"name": names.pseudonym("counter", str(title)), "args": values}
+        where = self._where(entry, device=None)
+        return b'{"ph":"C",%b,"ts":%b,%b' % (where, microseconds(start), msgspec.json.encode(shown)[1:])
 
     def _left_out(self, reason: str) -> bytes | None:
         self._account.dropped_entries[reason] += 1
@@ -177,7 +194,7 @@ class Rewriter:
         if name is None:
             return self._left_out("collapsed")
         if plan.some:
-            duration = self._place.step_ns.get(start + self._place.origin_ns, duration)
+            duration = self._facts.step_ns.get(start + self._facts.origin_ns, duration)
         args = self._rewritten(entry, talking=bytes(entry.get("name", _MISSING)) in plan.talking)
         return b"".join(
             (
@@ -231,7 +248,7 @@ class Rewriter:
         made: bytes | None = encoded(json.dumps(plan.name(text), ensure_ascii=False))
         if COMMUNICATION.match(text):
             plan.talking.add(raw)
-        elif plan.some and not (STEP.fullmatch(text) or LOADING.match(text) or text in self._place.steps):
+        elif plan.some and not (STEP.fullmatch(text) or LOADING.match(text) or text in self._facts.steps):
             made = None
         plan.names[raw] = made
         return made
@@ -251,27 +268,20 @@ class Rewriter:
             return b""
         return self._arguments.rewrite(args, talking=talking)
 
-    # -- places -----------------------------------------------------------------------------------------------
-
     def _where(self, entry: dict[str, msgspec.Raw], *, device: bool | None) -> bytes:
         """`"pid":1,"tid":2`; with `device` None the lanes of the file decide."""
         key = (bytes(entry.get("pid", _MISSING)), bytes(entry.get("tid", _MISSING)), device)
-        ids = self._places.get(key)
+        ids = self._lanes.get(key)
         if ids is None:
             pid, tid = (decoded(raw) for raw in key[:2])
             if device is None:
-                hosts = self._place.hosts
+                hosts = self._facts.hosts
                 device = (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
-            shown = [self._one(value, on_device=device) for value in (pid, tid)]
-            ids = self._places[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
+            shown = [self._id(value, on_device=device) for value in (pid, tid)]
+            ids = self._lanes[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
         return ids
 
-    def _spelled(self, process: str, thread: str) -> bytes:
-        """Process and thread of a lane, which the reader gives as texts."""
-        shown = [self._one(_number(text), on_device=False) for text in (process, thread)]
-        return b'"pid":' + shown[0] + b',"tid":' + shown[1]
-
-    def _one(self, value: Any, *, on_device: bool) -> bytes:
+    def _id(self, value: Any, *, on_device: bool) -> bytes:
         names = self._rules.names
         change = names.pointer if on_device else names.process
         if isinstance(value, int) and not isinstance(value, bool):
@@ -282,8 +292,6 @@ class Rewriter:
                 return b'"%d"' % change(int(digits))
             return json.dumps(names.lane(value)).encode()
         return b'""'
-
-    # -- events without a duration ----------------------------------------------------------------------------
 
     def _metadata(self, entry: dict[str, msgspec.Raw]) -> bytes | None:
         kind = decoded(bytes(entry.get("name", _MISSING)))
@@ -319,38 +327,6 @@ class Rewriter:
         where = self._where(entry, device=None)
         return b"".join((b'{"ph":', phase, b',"id":', identity, b",", where, b',"ts":', microseconds(start), tail, end))
 
-    def _instant(self, entry: dict[str, msgspec.Raw], start: int) -> bytes | None:
-        name = self._named(self._marks, entry) or b'""'
-        args = self._rewritten(entry)
-        category = b'"cat":"cpu_instant_event",' if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"' else b""
-        scope = bytes(entry.get("s", _MISSING))
-        where = self._where(entry, device=False)
-        return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
-            category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, microseconds(start), args
-        )  # fmt: skip
-
-    def _counter(self, entry: dict[str, msgspec.Raw], start: int) -> bytes | None:
-        if self._rules.policy.counters != KEEP:
-            return self._left_out("counters")
-        value = decoded(bytes(entry.get("args", _MISSING)))
-        names = self._rules.names
-        values = {
-            names.pseudonym("counter", key): amount
-            for key, amount in (value.items() if isinstance(value, dict) else ())
-            if isinstance(amount, (int, float)) and not isinstance(amount, bool)
-        }
-        name = decoded(bytes(entry.get("name", _MISSING)))
-        shown = {"name": names.pseudonym("counter", str(name)), "args": values}
-        where = self._where(entry, device=None)
-        return b'{"ph":"C",%b,"ts":%b,%b' % (where, microseconds(start), msgspec.json.encode(shown)[1:])
-
-
-_SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memset", "Python"))
-
-
-def _number(text: str) -> Any:
-    return int(text) if text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20 else text
-
 
 def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:
     """Each entry as key -> JSON text; malformed ones are mended as the reader mends them."""
@@ -361,22 +337,20 @@ def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:
     else:
         if len(entries) == len(part.entries):
             return entries
-    spans = sorted(set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True)))
-    return [entry for at, length in spans for entry in _mended(part.text[at : at + length])]
+    entries = []
+    for at, length in sorted(set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True))):
+        body = part.text[at : at + length].strip().strip(b",")
+        try:
+            entries += _ENTRIES.decode(b"[" + body + b"]")
+        except MALFORMED:
+            entries += [
+                {str(key): msgspec.Raw(json.dumps(value).encode("utf-8", "replace")) for key, value in entry.items()}
+                for entry in mended(body)
+            ]
+    return entries
 
 
-def _mended(text: bytes) -> list[dict[str, msgspec.Raw]]:
-    body = text.strip().strip(b",")
-    try:
-        return _ENTRIES.decode(b"[" + body + b"]")
-    except MALFORMED:
-        return [
-            {str(key): msgspec.Raw(json.dumps(value).encode("utf-8", "replace")) for key, value in entry.items()}
-            for entry in mended(body)
-        ]
-
-
-def write_kineto(place: Place, rules: Rules, account: Account, target: Path, *, unix: bool) -> None:
+def write_kineto(facts: TraceFacts, rules: Rules, account: Account, target: Path, *, unix: bool) -> None:
     """Rewrite a Kineto trace into a new file.
 
     The entries beside the events are known at the end only, but stand in front: they are written last and joined.
@@ -385,7 +359,7 @@ def write_kineto(place: Place, rules: Rules, account: Account, target: Path, *, 
         InputError: The file is no Kineto trace.
         OSError: The new file cannot be written.
     """
-    rewriter = Rewriter(place, rules, account)
+    rewriter = Rewriter(facts, rules, account)
     ending = ".gz" if target.name.endswith(".gz") else ""
     body, head = (target.with_name(f"{target.name}.{part}{ending}") for part in ("body", "head"))
     with opened(body) as out:

@@ -14,7 +14,7 @@ from traceloom.anonymize.account import Account
 from traceloom.anonymize.arguments import KEYS
 from traceloom.anonymize.key import ALPHABET, LETTERS
 from traceloom.anonymize.metadata import KNOWN_KEYS
-from traceloom.anonymize.names import OPERATIONS, Names
+from traceloom.anonymize.names import OPERATIONS, Pseudonyms
 from traceloom.anonymize.policy import BUCKET, KEEP, Policy
 from traceloom.anonymize.public import host_names, is_schema, is_type, sections
 from traceloom.anonymize.shapes import Shapes, bucket
@@ -101,13 +101,24 @@ class HiddenShapes:
                 yield {"shape": shown, "by": ["floating-point operations"]}
 
 
-def leak_report(account: Account, names: Names, shapes: Shapes, hidden: HiddenShapes, policy: Policy) -> dict[str, Any]:
+def leak_report(
+    account: Account, names: Pseudonyms, shapes: Shapes, hidden: HiddenShapes, policy: Policy
+) -> dict[str, Any]:
     """Everything that the output tells in words, and the shapes it tells otherwise."""
-    surviving = sorted(_text(raw) for raw in account.strings)
     classes: dict[str, list[str]] = {PSEUDONYM: [], PUBLIC: [], FORMAT: [], OTHER: []}
     unchanged = names.unchanged()
-    for text in surviving:
+    for text in sorted(_text(raw) for raw in account.strings):
         classes[PUBLIC if text in unchanged else _class(text, names)].append(text)
+    # Words of hidden or dropped texts that stand in the output all the same, with one text that holds each.
+    where: dict[str, str] = {}
+    for text in classes[OTHER] + classes[PSEUDONYM]:
+        for word in _WORD.findall(text.lower()):
+            where.setdefault(word, text)
+    echoes: dict[str, str] = {}
+    for text in (*names.hidden(), *(_text(raw.strip(b'"')) for raw in account.texts)):
+        for word in _WORD.findall(text.lower()):
+            if word in where and word not in _SPOKEN:
+                echoes.setdefault(word, text)
     away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes.exact, names.kept, policy))
     distinct = {dims for dims, _ in hidden.shapes}
     rounded = {tuple(bucket(n) for n in dims) for dims in distinct}
@@ -115,7 +126,7 @@ def leak_report(account: Account, names: Names, shapes: Shapes, hidden: HiddenSh
         "strings": [{"text": text, "class": kind} for kind, texts in classes.items() for text in texts],
         "counts": {kind: len(texts) for kind, texts in classes.items()},
         "kept_by_policy": sorted(names.kept),
-        "echoes": list(_echoes(names.hidden(), account.texts, classes[OTHER] + classes[PSEUDONYM])),
+        "echoes": [{"word": word, "of": text[:200], "in": where[word][:200]} for word, text in sorted(echoes.items())],
         "shapes": {
             "policy": policy.shapes,
             "distinct": len(distinct),
@@ -132,7 +143,7 @@ def leak_report(account: Account, names: Names, shapes: Shapes, hidden: HiddenSh
     }
 
 
-def _class(text: str, names: Names) -> str:
+def _class(text: str, names: Pseudonyms) -> str:
     text = _PART.sub("", text)
     if text in names.kept:
         return OTHER
@@ -146,21 +157,6 @@ def _class(text: str, names: Names) -> str:
         return PUBLIC
     prefix = "autograd::engine::evaluate_function: "
     return PUBLIC if text.startswith(prefix) and text[len(prefix) :] in host_names() else OTHER
-
-
-def _echoes(hidden: set[str], dropped: set[bytes], surviving: list[str]) -> Iterator[dict[str, Any]]:
-    """Words of hidden or dropped texts that stand in the output all the same, with one text that holds each."""
-    where: dict[str, str] = {}
-    for text in surviving:
-        for word in _WORD.findall(text.lower()):
-            where.setdefault(word, text)
-    words: dict[str, str] = {}
-    for text in (*hidden, *(_text(raw.strip(b'"')) for raw in dropped)):
-        for word in _WORD.findall(text.lower()):
-            if word in where and word not in _SPOKEN:
-                words.setdefault(word, text)
-    for word, text in sorted(words.items()):
-        yield {"word": word, "of": text[:200], "in": where[word][:200]}
 
 
 def _listed(text: str | None) -> list[Any]:

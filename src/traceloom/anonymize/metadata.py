@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from traceloom.anonymize.account import Account
-from traceloom.anonymize.names import Names
+from traceloom.anonymize.names import Pseudonyms
 from traceloom.anonymize.policy import DROP, KEEP, Policy
 from traceloom.read.metadata import whole
 
@@ -45,7 +45,7 @@ _FORM = re.compile(r"\b(SXM\d?|PCIe|HBM\d(?:e)?|\d{2,3} ?GB|NVL|OAM)\b")
 class Metadata:
     """Rewrites what stands beside the events."""
 
-    def __init__(self, names: Names, policy: Policy, account: Account) -> None:
+    def __init__(self, names: Pseudonyms, policy: Policy, account: Account) -> None:
         self._names = names
         self._policy = policy
         self._account = account
@@ -59,37 +59,35 @@ class Metadata:
         """
         out: dict[str, Any] = {"schemaVersion": 1}
         for key, value in metadata.items():
+            made: Any = None
             if key in ("schemaVersion", "baseTimeNanoseconds", "displayTimeUnit"):
                 continue
-            made = self._entry(key, value)
+            if key == "distributedInfo":
+                made = self._distributed(value)
+            elif key == "deviceProperties":
+                items = value if isinstance(value, list) else []
+                made = [self._device(item) for item in items if isinstance(item, dict)]
+            elif key in _FLAGS:
+                made = int(bool(value)) if isinstance(value, (bool, int)) else None
+            elif key in _VERSIONS:
+                made = self.version(value)
+            elif key in _JOBS:
+                made = f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
+            elif key == "host_name":
+                made = self.host(value)
+            elif key in self._policy.keep_arguments and isinstance(value, (int, float)):
+                made = value
             if made is None:
                 expected = key in (
                     "traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS
                 )  # fmt: skip
-                self._account.drop(key, _text(value), unknown=not expected)
+                self._account.drop(key, text_of(value), unknown=not expected)
             else:
                 out[key] = made
         if self._policy.times == KEEP:
             base = whole(metadata.get("baseTimeNanoseconds"))
             return out if base is None else out | {"baseTimeNanoseconds": base}
         return out | {"baseTimeNanoseconds": BASE_NS} if unix else out
-
-    def _entry(self, key: str, value: Any) -> Any:
-        if key == "distributedInfo":
-            return self._distributed(value)
-        if key == "deviceProperties":
-            return self._devices(value)
-        if key in _FLAGS:
-            return int(bool(value)) if isinstance(value, (bool, int)) else None
-        if key in _VERSIONS:
-            return self.version(value)
-        if key in _JOBS:
-            return f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
-        if key == "host_name":
-            return self.host(value)
-        if key in self._policy.keep_arguments and isinstance(value, (int, float)):
-            return value
-        return None
 
     def host(self, value: Any) -> str | None:
         """A host name."""
@@ -124,29 +122,26 @@ class Metadata:
         parts = [part.strip() for part in value.lower().split(",")]
         return ",".join(parts) if all(_BACKEND.fullmatch(part) for part in parts) else None
 
-    def _devices(self, value: Any) -> Any:
-        out = []
-        for item in value if isinstance(value, list) else []:
-            if isinstance(item, dict):
-                properties = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
-                name = self.device_name(item.get("name"))
-                for key in item.keys() - properties.keys() - {"name"}:
-                    self._account.drop(f"deviceProperties.{key}", _text(item[key]), unknown=True)
-                out.append(properties if name is None else properties | {"name": name})
-        return out
+    def _device(self, item: dict[str, Any]) -> dict[str, Any]:
+        properties = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
+        name = self.device_name(item.get("name"))
+        for key in item.keys() - properties.keys() - {"name"}:
+            self._account.drop(f"deviceProperties.{key}", text_of(item[key]), unknown=True)
+        return properties if name is None else properties | {"name": name}
 
     def _distributed(self, value: Any) -> Any:
         if not isinstance(value, dict):
             return None
         out: dict[str, Any] = {key: value[key] for key in _SIMPLE if whole(value.get(key)) is not None}
-        for key, made in (("backend", self.backend(value.get("backend"))), ("nccl_version", value.get("nccl_version"))):
-            shown = self.version(made) if key == "nccl_version" and made is not None else made
-            if shown is not None:
-                out[key] = shown
+        backend, nccl_version = self.backend(value.get("backend")), value.get("nccl_version")
+        if backend is not None:
+            out["backend"] = backend
+        if nccl_version is not None and (version := self.version(nccl_version)) is not None:
+            out["nccl_version"] = version
         if isinstance(value.get("pg_config"), list):
             out["pg_config"] = [self._group(item) for item in value["pg_config"] if isinstance(item, dict)]
         for key in value.keys() - out.keys():
-            self._account.drop(f"distributedInfo.{key}", _text(value[key]), unknown=True)
+            self._account.drop(f"distributedInfo.{key}", text_of(value[key]), unknown=True)
         return out
 
     def _group(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -164,11 +159,12 @@ class Metadata:
         if ranks is not None:
             out["ranks"] = ranks
         for key in item.keys() - out.keys():
-            self._account.drop(f"pg_config.{key}", _text(item[key]), unknown=True)
+            self._account.drop(f"pg_config.{key}", text_of(item[key]), unknown=True)
         return out
 
 
-def _text(value: Any) -> bytes:
+def text_of(value: Any) -> bytes:
+    """A value as JSON, for the account of what is left out."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 

@@ -77,7 +77,7 @@ _PLAIN_THREAD = re.compile(r"thread -?\d+")
 _LANE = re.compile(r"Spans|Traces|PyTorch Profiler|__cupti_profiler__|GPU \d{1,3} Counters|GPU \d{1,3}|CPU|")
 
 
-class Names:
+class Pseudonyms:
     """What names become, by the policy; each distinct name is looked at once.
 
     Attributes:
@@ -141,60 +141,42 @@ class Names:
 
     def host(self, name: str) -> str:
         """An operator or annotation; the same in host traces and device traces."""
-        return self.shown("host", name, self._host_or_loader)
-
-    def _host_or_loader(self, name: str) -> str:
-        shown = self._host(name)
-        loads = _LOADER_ITERATOR in name and _LOADER_ITERATOR not in shown
-        return f"{shown} {_LOADER_ITERATOR}" if loads else shown
+        return self.shown("host", name, self._host)
 
     def _host(self, name: str) -> str:
         if self._policy.public_names == KEEP and name in host_names():
             return name
         if self._policy.names == KEEP:
             return self.keep(name)
-        if name in sections()["regions"] or STEP.fullmatch(name):
+        optimizer, backend = _OPTIMIZER.fullmatch(name), _BACKEND.fullmatch(name)
+        if name in sections()["regions"] or STEP.fullmatch(name) or _LOADER.fullmatch(name):
             return name
-        if name.startswith(_EVALUATE):
-            return _EVALUATE + self.host(name[len(_EVALUATE) :])
-        if name.startswith(phases.SCOPE_PREFIX):
-            parts = name[len(phases.SCOPE_PREFIX) :].split(".")
-            return phases.SCOPE_PREFIX + ".".join(self._scope(part) for part in parts)
-        if name.startswith("nn.Module: "):
-            return self._module(name)
-        if _LOADER.fullmatch(name):
-            return name
-        optimizer = _OPTIMIZER.fullmatch(name)
         if optimizer and optimizer[2] in sections()["optimizers"]:
             return name
-        backend = _BACKEND.fullmatch(name)
-        if backend:
-            return self._communication(backend[1], backend[2])
-        return self._region(name)
-
-    def _region(self, name: str) -> str:
-        shown = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
-        template = next((template for mark, template in _NAMED if mark.search(name)), "{}")
-        shown = template.format(shown)
-        if name.startswith("[") and not shown.startswith("["):
-            shown = f"[{shown}]"
-        return shown + "".join(
-            f" ({word})" for pattern, word in _WORDS if pattern.search(name) and not pattern.search(shown)
-        )
-
-    def _scope(self, part: str) -> str:
-        """A part of a scope's name; all words of phases stay in their part, so that scopes stay within each other."""
-        words = [f" ({word})" for pattern, word in _WORDS if pattern.search(part)]
-        return self._numbered("scope", part) + "".join(words)
-
-    def _communication(self, backend: str, operation: str) -> str:
-        """`nccl:all_reduce`, `gloo:send 0->1`: kind and peer stay."""
-        peer = _PEER.search(operation)
-        suffix = f" {peer[1]}{peer[2]}" if peer else ""
-        plain, kind = operation.split(" ", 1)[0], kind_of(operation)
-        if plain not in OPERATIONS or kind_of(plain) != kind:
-            plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
-        return f"{backend}:{plain}{suffix}"
+        if name.startswith(_EVALUATE):
+            shown = _EVALUATE + self.host(name[len(_EVALUATE) :])
+        elif name.startswith(phases.SCOPE_PREFIX):
+            # All words of phases stay in their part, so that scopes stay within each other.
+            shown = phases.SCOPE_PREFIX + ".".join(
+                "".join([self._numbered("scope", part), *(f" ({word})" for mark, word in _WORDS if mark.search(part))])
+                for part in name[len(phases.SCOPE_PREFIX) :].split(".")
+            )
+        elif name.startswith("nn.Module: "):
+            shown = self._module(name)
+        elif backend:  # `nccl:all_reduce`, `gloo:send 0->1`: kind and peer stay
+            operation = backend[2]
+            peer = _PEER.search(operation)
+            plain, kind = operation.split(" ", 1)[0], kind_of(operation)
+            if plain not in OPERATIONS or kind_of(plain) != kind:
+                plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
+            shown = f"{backend[1]}:{plain}" + (f" {peer[1]}{peer[2]}" if peer else "")
+        else:
+            shown = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
+            shown = next((template for mark, template in _NAMED if mark.search(name)), "{}").format(shown)
+            if name.startswith("[") and not shown.startswith("["):
+                shown = f"[{shown}]"
+            shown += "".join(f" ({word})" for mark, word in _WORDS if mark.search(name) and not mark.search(shown))
+        return f"{shown} {_LOADER_ITERATOR}" if _LOADER_ITERATOR in name and _LOADER_ITERATOR not in shown else shown
 
     def _module(self, name: str) -> str:
         match = _MODULE.fullmatch(name)

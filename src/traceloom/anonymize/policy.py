@@ -92,10 +92,7 @@ def read_policy(path: Path | None) -> Policy:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
         raise InputError(f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)) from error
-    return _policy(document, str(path))
-
-
-def _policy(document: dict[str, Any], where: str) -> Policy:
+    where = str(path)
     chosen: dict[str, Any] = {}
     for key, value in document.items():
         if key == "format":
@@ -105,7 +102,14 @@ def _policy(document: dict[str, Any], where: str) -> Policy:
             if value != 1:
                 raise InputError(f"expected version 1, got {value!r}", slug="bad-policy", where=where)
         elif key in ("keep_names", "keep_arguments"):
-            chosen[key] = _texts(key, value, where)
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=where)
+            try:
+                re.compile("|".join(f"(?:{item})" for item in value) if key == "keep_names" else "")
+            except re.error as error:
+                message = f"a text in `keep_names` is no regular expression: {error}"
+                raise InputError(message, slug="bad-policy", where=where) from error
+            chosen[key] = tuple(value)
         elif key in CHOICES:
             if value not in CHOICES[key]:
                 allowed = ", ".join(f'"{choice}"' for choice in CHOICES[key])
@@ -117,15 +121,3 @@ def _policy(document: dict[str, Any], where: str) -> Policy:
             hint = f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}"
             raise InputError(f"`{key}` is no part of a policy", slug="bad-policy", where=where, hint=hint)
     return Policy(**chosen)
-
-
-def _texts(key: str, value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=where)
-    if key == "keep_names":
-        try:
-            re.compile("|".join(f"(?:{item})" for item in value))
-        except re.error as error:
-            message = f"a text in `keep_names` is no regular expression: {error}"
-            raise InputError(message, slug="bad-policy", where=where) from error
-    return tuple(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,19 @@ from traceloom.anonymize import sources
 from traceloom.anonymize.account import Account
 from traceloom.anonymize.captures import Captures
 from traceloom.anonymize.chakra import ChakraRewriter, first_start_us, write_groups
-from traceloom.anonymize.host_trace import write_host_trace
-from traceloom.anonymize.kernels import Kernels
+from traceloom.anonymize.host_trace import HostRewriter
+from traceloom.anonymize.kernels import KernelNames
 from traceloom.anonymize.key import Key
-from traceloom.anonymize.kineto import Place, Rules, write_kineto
+from traceloom.anonymize.kineto import Rules, TraceFacts, write_kineto
 from traceloom.anonymize.leaks import HiddenShapes, leak_report
-from traceloom.anonymize.names import Names
+from traceloom.anonymize.names import Pseudonyms
 from traceloom.anonymize.policy import BUCKET, COLLAPSE, ZERO, Policy
 from traceloom.anonymize.shapes import Shapes
-from traceloom.anonymize.sources import Source, Sources
+from traceloom.anonymize.sources import InputFile, InputFiles
 from traceloom.anonymize.structure import fused
-from traceloom.anonymize.utility import Measure, Part, compare, measure, measure_chakra, measure_job
+from traceloom.anonymize.utility import Measure, compare, measure, measure_chakra, measure_job
 from traceloom.anonymize.writing import Staging
 from traceloom.errors import InputError
-from traceloom.model import Trace
 from traceloom.plain_text import encoded
 from traceloom.read import read_kineto
 
@@ -38,7 +37,7 @@ _ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
 
 
 @dataclass(slots=True)
-class Outcome:
+class Anonymized:
     """What was done.
 
     Attributes:
@@ -58,29 +57,28 @@ class Outcome:
 class _Seen:
     """What the first reading of a device trace tells."""
 
-    source: Source
-    place: Place
+    facts: TraceFacts
     first_ns: int
     unix: bool
     measure: Measure
     notices: set[str]
 
 
-class Run:
+class AnonymizeRun:
     """Anonymises files of one run.
 
     Args:
-        found: The files.
+        inputs: The files.
         policy: What becomes of each kind of thing.
         key: Makes the pseudonyms.
         say: Told what is being done.
     """
 
-    def __init__(self, found: Sources, policy: Policy, key: Key, say: Say) -> None:
-        self._found = found
+    def __init__(self, inputs: InputFiles, policy: Policy, key: Key, say: Say) -> None:
+        self._inputs = inputs
         self._say = say
-        names = Names(key, policy)
-        self.rules = Rules(policy, names, Shapes(policy), Kernels(names, policy))
+        names = Pseudonyms(key, policy)
+        self.rules = Rules(policy, names, Shapes(policy), KernelNames(names, policy))
         self.account = Account()
         self.hidden = HiddenShapes()
         self.files: list[dict[str, Any]] = []
@@ -89,7 +87,6 @@ class Run:
         self._seen: dict[Path, _Seen] = {}
         self._origin_us: int | None = None
         self._collapsed = policy.structure == COLLAPSE
-        self._rounded = policy.shapes == BUCKET
 
     def write(self, stage: Staging) -> None:
         """Rewrite every file below the stage.
@@ -97,60 +94,65 @@ class Run:
         Raises:
             InputError: Not one of the files can be used.
         """
-        self._look()
-        for number, source in enumerate(self._found.files, start=1):
-            self._say(f"rewriting file {number} of {len(self._found.files)}")
+        # The first reading: when traces begin, which lanes are host threads, what the analyses say.
+        usable = []
+        for number, source in enumerate(self._inputs.files, start=1):
+            if source.kind == sources.KINETO:
+                self._say(f"measuring file {number} of {len(self._inputs.files)}")
             try:
-                self._one(source, stage)
+                if source.kind == sources.KINETO:
+                    self._seen[source.path] = self._measured(source)
+                elif source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
+                    first = first_start_us(source.path)
+                    if first is not None:
+                        self._origin_us = first if self._origin_us is None else min(first, self._origin_us)
+            except InputError as error:
+                self.refused.append(error)
+            else:
+                usable.append(source)
+        self._inputs.files[:] = usable
+        for number, source in enumerate(usable, start=1):
+            self._say(f"rewriting file {number} of {len(usable)}")
+            try:
+                self._rewrite(source, stage.path(source.name))
             except InputError as error:
                 self.refused.append(error)
         if not self.files:
             raise self.refused[0]
-        for folder, (document, name) in self._found.captures.items():
-            self._capture(folder, document, stage.path(f"{name}capture.json"))
+        rules, origin_ns = self.rules, self._origin_ns(unix=True)
+        for folder, (document, name) in self._inputs.captures.items():
+            target = stage.path(f"{name}capture.json")
+            renamed = {source.path.name: Path(source.name).name for source in usable if source.path.parent == folder}
+            captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
+            target.write_bytes(captures.rewrite(document))
+            self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
         self._compare_job(stage)
 
-    # -- the first reading ------------------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        """Read the device traces: when they begin, which lanes are host threads, what the analyses say."""
-        kept = []
-        for number, source in enumerate(self._found.files, start=1):
-            if source.kind == sources.KINETO:
-                self._say(f"measuring file {number} of {len(self._found.files)}")
-                try:
-                    self._seen[source.path] = self._measured(source)
-                except InputError as error:
-                    self.refused.append(error)
-                    continue
-            if source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
-                try:
-                    first = first_start_us(source.path)
-                except InputError as error:
-                    self.refused.append(error)
-                    continue
-                if first is not None:
-                    self._origin_us = first if self._origin_us is None else min(first, self._origin_us)
-            kept.append(source)
-        self._found.files[:] = kept
-        if not kept:
-            raise self.refused[0]
-
-    def _measured(self, source: Source) -> _Seen:
+    def _measured(self, source: InputFile) -> _Seen:
         trace = read_kineto(source.path, capture=source.entry)
         self.hidden.add_trace(trace)
         hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
-        facts = Place(
+        facts = TraceFacts(
             source.path,
             0,
             frozenset(zip(hosts["process"].to_list(), hosts["thread"].to_list(), strict=True)),
             trace.meta.base_ns,
         )
         if self._collapsed:
-            facts = _collapsed(facts, trace)
+            names = frozenset(trace.steps["name"].to_list())
+            steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
+            facts = replace(
+                facts,
+                threads=tuple(fused(trace)),
+                steps=names,
+                step_ns={start: end - start for start, end in steps.iter_rows()},
+                window_ns=(trace.start_ns, trace.end_ns) if trace.events.height else None,
+            )
+        columns = [trace.events["start_ns"], *(f["time_ns"] for f in (trace.allocations, trace.marks, trace.counters))]
+        firsts: list[Any] = [column.min() for column in columns]
+        first_ns = min((int(first) for first in firsts if first is not None), default=0)
         notices = {notice.slug for notice in trace.notices}
-        first_ns = min(_times(trace), default=0)
-        return _Seen(source, facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
+        return _Seen(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
 
     def _origin_ns(self, *, unix: bool) -> int:
         """One origin for all files whose times can be compared."""
@@ -159,94 +161,59 @@ class Run:
         firsts = [seen.first_ns for seen in self._seen.values() if seen.unix == unix]
         return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
 
-    # -- rewriting --------------------------------------------------------------------------------------------
-
-    def _one(self, source: Source, stage: Staging) -> None:
+    def _rewrite(self, source: InputFile, target: Path) -> None:
+        """One file, and what the analyses say of it before and after."""
         account = Account()
-        target = stage.path(source.name)
         if source.kind == sources.KINETO:
             seen = self._seen[source.path]
             # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
             zeroed = self.rules.policy.times == ZERO
-            origin_ns = self._origin_ns(unix=seen.unix) if zeroed else seen.place.base_ns
-            facts = replace(seen.place, origin_ns=origin_ns)
-            write_kineto(facts, self.rules, account, target, unix=seen.unix)
-            self._compare(seen, target)
-            seen.place = replace(seen.place, threads=())
+            origin_ns = self._origin_ns(unix=seen.unix) if zeroed else seen.facts.base_ns
+            write_kineto(replace(seen.facts, origin_ns=origin_ns), self.rules, account, target, unix=seen.unix)
+            after = read_kineto(target, capture=source.entry)
+            fresh = sorted({notice.slug for notice in after.notices} - seen.notices)
+            self._compare(source.name, after.rank, seen.measure, measure(after), fresh)
+            seen.measure = {}
+            seen.facts = replace(seen.facts, threads=())
         elif source.kind == sources.HOST:
-            write_host_trace(source.path, self.rules, account, self.hidden, target)
+            HostRewriter(source.path, self.rules, account, self.hidden).write(target)
         elif source.kind == sources.GROUPS:
             write_groups(source.path, self.rules, account, target)
         else:
             ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us or 0).write(target)
-            self._compare_chakra(source, target)
+            self._compare(source.name, source.rank, measure_chakra(source.path), measure_chakra(target), [])
         self.account.add(account)
         self.files.append(
             {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
             | {"bytes": target.stat().st_size} | account.to_dict()
         )  # fmt: skip
 
-    def _compare(self, seen: _Seen, target: Path) -> None:
-        """Read the new file and compare what the analyses say."""
-        after = read_kineto(target, capture=seen.source.entry)
-        parts = list(compare(seen.measure, measure(after)))
-        seen.measure = {}
-        fresh = sorted({notice.slug for notice in after.notices} - seen.notices)
-        self.utility.append(
-            {
-                "file": seen.source.name,
-                "rank": after.rank,
-                "parts": [part.to_dict(collapsed=self._collapsed, rounded=self._rounded) for part in parts],
-                "new_notices": fresh,
-            }
-        )
-
-    def _compare_chakra(self, source: Source, target: Path) -> None:
-        """Count both files and compare."""
-        parts = list(compare(measure_chakra(source.path), measure_chakra(target)))
-        self.utility.append(
-            {
-                "file": source.name,
-                "rank": source.rank,
-                "parts": [part.to_dict(collapsed=self._collapsed, rounded=self._rounded) for part in parts],
-                "new_notices": [],
-            }
-        )
+    def _compare(
+        self, file: str | None, rank: int | None, before: Measure, after: Measure, new_notices: list[str]
+    ) -> None:
+        """Add to the utility report; without a file it is about the job."""
+        rounded = self.rules.policy.shapes == BUCKET
+        parts = [part.to_dict(collapsed=self._collapsed, rounded=rounded) for part in compare(before, after)]
+        if file is None:
+            parts = [part | {"part": f"{part['part']} of the job"} for part in parts]
+        self.utility.append({"file": file, "rank": rank, "parts": parts, "new_notices": new_notices})
 
     def _compare_job(self, stage: Staging) -> None:
         """Link all ranks together, before and after, where there is more than one file to link."""
         # Collapsed host traces fit no device trace any more, on purpose.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
-        linked = [source for source in self._found.files if source.kind in kinds]
+        linked = [source for source in self._inputs.files if source.kind in kinds]
         size = sum(source.path.stat().st_size for source in linked)
         if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
             return
         self._say("linking all ranks, before and after")
-        folders = [] if self._collapsed else list(self._found.captures)
+        folders = [] if self._collapsed else list(self._inputs.captures)
         loose = [source for source in linked if source.path.parent not in folders and not source.graph]
         before = measure_job([*folders, *(source.path for source in loose)])
-        named = [stage.folder / self._found.captures[folder][1] for folder in folders]
+        named = [stage.folder / self._inputs.captures[folder][1] for folder in folders]
         after = measure_job([*named, *(stage.folder / source.name for source in loose)])
-        if isinstance(before, str):
-            return
-        parts = list(compare(before, {} if isinstance(after, str) else after))
-        entries = [
-            part.to_dict(collapsed=self._collapsed, rounded=self._rounded) | {"part": f"{part.name} of the job"}
-            for part in parts
-        ]
-        self.utility.append({"file": None, "rank": None, "parts": entries, "new_notices": []})
-
-    def _capture(self, folder: Path, document: dict[str, Any], target: Path) -> None:
-        files = {
-            source.path.name: Path(source.name).name for source in self._found.files if source.path.parent == folder
-        }
-        rules = self.rules
-        origin = self._origin_ns(unix=True)
-        captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin, files)
-        target.write_bytes(captures.rewrite(document))
-        self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
-
-    # -- the reports ------------------------------------------------------------------------------------------
+        if not isinstance(before, str):
+            self._compare(None, None, before, {} if isinstance(after, str) else after, [])
 
     def report(self) -> dict[str, Any]:
         """The reports as one JSON object."""
@@ -257,7 +224,7 @@ class Run:
             "traceloom": traceloom.__version__,
             "policy": rules.policy.to_dict(),
             "files": self.files,
-            "left_out": self._found.left,
+            "left_out": self._inputs.left,
             "refused": [str(error) for error in self.refused],
             **{key: value for key, value in self.account.to_dict().items() if key.startswith("dropped")},
             "utility": self.utility,
@@ -286,7 +253,7 @@ def anonymize(
     *,
     force: bool = False,
     say: Say = lambda _: None,
-) -> Outcome:
+) -> Anonymized:
     """Rewrite traces so that they can be shared; the same kinds of files come out.
 
     Args:
@@ -312,7 +279,7 @@ def anonymize(
             # The name in the stage decides whether the file is compressed: that of the output does.
             source = all_sources.files[0]
             source.name = source.name.removesuffix(".gz") + (".gz" if output.name.lower().endswith(".gz") else "")
-        run = Run(all_sources, policy, key, say)
+        run = AnonymizeRun(all_sources, policy, key, say)
         beside = output.with_name(f"{output.name}.anonymize.json")
         staging = Staging(output, single=single, force=force)
         for path in (beside, mapping):
@@ -325,38 +292,9 @@ def anonymize(
                 _private(mapping, run.map(), force=force)
             _private(beside, report, force=force)
             stage.commit(all_sources.files[0].name if single else None)
-        return Outcome(output, report, beside, [str(error) for error in run.refused])
+        return Anonymized(output, report, beside, [str(error) for error in run.refused])
 
 
 def _private(path: Path, document: dict[str, Any], *, force: bool) -> None:
     text = encoded(json.dumps(document, indent=1, ensure_ascii=False)) + b"\n"
     files.write(path, lambda handle: handle.write(text), force=force, private=True)
-
-
-def _collapsed(facts: Place, trace: Trace) -> Place:
-    """What must be known to hide the structure of a trace."""
-    names = frozenset(trace.steps["name"].to_list())
-    steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
-    return replace(
-        facts,
-        threads=tuple(fused(trace)),
-        steps=names,
-        step_ns={start: end - start for start, end in steps.iter_rows()},
-        window_ns=(trace.start_ns, trace.end_ns) if trace.events.height else None,
-    )
-
-
-def _times(trace: Trace) -> Iterator[int]:
-    """The earliest time of each kind of thing in the trace."""
-    for frame, column in (
-        (trace.events, "start_ns"),
-        (trace.allocations, "time_ns"),
-        (trace.marks, "time_ns"),
-        (trace.counters, "time_ns"),
-    ):
-        first: Any = frame[column].min()
-        if first is not None:
-            yield int(first)
-
-
-__all__ = ["Outcome", "Part", "Run", "anonymize"]

@@ -6,6 +6,7 @@ Rounding is one function of the number alone, so that equal sizes stay equal on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -73,13 +74,13 @@ class Shapes:
 
     def dims(self, raw: bytes) -> Maybe:
         """A nested list of dimensions as JSON; None leaves it out."""
-        return self._listed(b"d", raw, self._dims)
+        if self._mode == DROP:
+            return None
+        return self._listed(b"d", raw, lambda value: value if self._mode == KEEP else _each(value, bucket))
 
     def counts(self, raw: bytes) -> Maybe:
         """A nested list of dimensions with the number of elements in their place."""
-        return self._listed(
-            b"c", raw, lambda value: msgspec.json.encode(self._counted(value)) if _whole(value) else None
-        )
+        return self._listed(b"c", raw, self._counted)
 
     def _counted(self, value: Any) -> Any:
         if not isinstance(value, list) or not value:
@@ -90,67 +91,54 @@ class Shapes:
 
     def strides(self, raw: bytes, dims: bytes) -> Maybe:
         """A nested list of strides beside its dimensions; rounded shapes get the strides of the same order."""
-        return self._listed(b"s" + dims + b"\0", raw, lambda value: self._strides(value, dims))
+
+        def restrided(value: Any) -> Any:
+            try:
+                shape = msgspec.json.decode(dims)
+            except MALFORMED:
+                return None
+            return _restrided(value, shape) if _whole(shape) else None
+
+        if self._mode == DROP:
+            return None
+        return self._listed(b"s" + dims + b"\0", raw, restrided if self._mode == BUCKET else lambda value: value)
 
     def grid(self, raw: bytes) -> Maybe:
         """A launch grid; it tells the shape as bytes do."""
-        return self._listed(b"g", raw, self._grid)
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, list):
+                return None
+            if self._mode == BUCKET:
+                return _each(value, bucket)
+            self.size(math.prod(n for n in value if isinstance(n, int)))
+            return value
+
+        return None if self._mode == DROP else self._listed(b"g", raw, made)
 
     def splits(self, raw: bytes) -> Maybe:
         """Sizes of the parts of an uneven exchange, as a list or as its text."""
-        return self._listed(b"p", raw, self._splits)
+        return self._listed(b"p", raw, lambda value: _each(value, self.size), text=True)
 
-    def _listed(self, kind: bytes, raw: bytes, make: Any) -> Maybe:
+    def _listed(self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False) -> Maybe:
+        """What `make` makes of a nested list of whole numbers, as JSON; with `text` the list may stand in a text."""
         key = kind + raw
         if key in self._known:
             return self._known[key]
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
+        made = None
         try:
             value = msgspec.json.decode(raw)
+            text = text and isinstance(value, str)
+            value = msgspec.json.decode(value) if text else value
         except MALFORMED:
-            made = None
-        else:
-            made = make(value)
+            value = None
+        if _whole(value) and (new := make(value)) is not None:
+            made = msgspec.json.encode(new)
+            made = msgspec.json.encode(made.decode()) if text else made
         self._known[key] = made
         return made
-
-    def _dims(self, value: Any) -> Maybe:
-        if self._mode == DROP or not _whole(value):
-            return None
-        return msgspec.json.encode(value if self._mode == KEEP else _each(value, bucket))
-
-    def _strides(self, value: Any, dims: bytes) -> Maybe:
-        if self._mode == DROP or not _whole(value):
-            return None
-        if self._mode == KEEP:
-            return msgspec.json.encode(value)
-        try:
-            shape = msgspec.json.decode(dims)
-        except MALFORMED:
-            return None
-        return msgspec.json.encode(_restrided(value, shape)) if _whole(shape) else None
-
-    def _grid(self, value: Any) -> Maybe:
-        if self._mode == DROP or not _whole(value) or not isinstance(value, list):
-            return None
-        if self._mode == KEEP:
-            self.size(math.prod(n for n in value if isinstance(n, int)))
-            return msgspec.json.encode(value)
-        return msgspec.json.encode(_each(value, bucket))
-
-    def _splits(self, value: Any) -> Maybe:
-        text = isinstance(value, str)
-        if text:
-            try:
-                value = msgspec.json.decode(value)
-            except MALFORMED:
-                return None
-        if not _whole(value):
-            return None
-        sizes = _each(value, self.size)
-        listed = msgspec.json.encode(sizes)
-        return msgspec.json.encode(listed.decode()) if text else listed
 
 
 def _whole(value: Any, depth: int = 0) -> bool:

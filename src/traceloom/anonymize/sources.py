@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ _NUMBER = re.compile(r"(\d{1,7})(?=\.(?:et|et\.gz)$)")
 
 
 @dataclass(slots=True)
-class Source:
+class InputFile:
     """One file to rewrite.
 
     Attributes:
@@ -46,7 +45,7 @@ class Source:
 
 
 @dataclass(slots=True)
-class Sources:
+class InputFiles:
     """All files, and what is left out.
 
     Attributes:
@@ -55,7 +54,7 @@ class Sources:
         left: Reason -> number of files that are not rewritten: nothing that is not understood is copied.
     """
 
-    files: list[Source] = field(default_factory=list)
+    files: list[InputFile] = field(default_factory=list)
     captures: dict[Path, tuple[dict[str, Any], str]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
 
@@ -64,13 +63,13 @@ class Sources:
         self.left[reason] = self.left.get(reason, 0) + 1
 
 
-def find(paths: list[Path]) -> Sources:
+def find(paths: list[Path]) -> InputFiles:
     """Every file that the paths stand for.
 
     Raises:
         InputError: slug `unreadable`: not there; `no-traces`: nothing in it can be rewritten.
     """
-    sources = Sources()
+    sources = InputFiles()
     seen: set[Path] = set()
     for path in paths:
         if not path.exists():
@@ -80,15 +79,43 @@ def find(paths: list[Path]) -> Sources:
             _directory(folder, sources, seen, _DEPTH)
         elif path.resolve() not in seen:
             seen.add(path.resolve())
-            sources.files.append(Source(path, kind_of_file(path), rank=_rank(path)))
+            sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
     if not sources.files:
         where = ", ".join(str(path) for path in paths)
         raise InputError("there is no trace in it", slug="no-traces", where=where)
-    _name(sources)
+    # New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several.
+    several = len(sources.captures) > 1 or (
+        bool(sources.captures) and any(source.path.parent not in sources.captures for source in sources.files)
+    )
+    folders = {}
+    for number, folder in enumerate(sources.captures, start=1):
+        folders[folder] = f"capture-{number}/" if several else ""
+        sources.captures[folder] = (sources.captures[folder][0], folders[folder])
+    taken: set[str] = set()
+    for number, source in enumerate(sources.files, start=1):
+        stem = f"rank{source.rank}" if source.rank is not None else f"trace-{number}"
+        packed = ".gz" if source.path.name.lower().endswith(".gz") else ""
+        ending = {
+            KINETO: f"{'.graph' if source.graph else ''}.kineto.json{packed}",
+            HOST: f".host.json{packed}",
+            GROUPS: "",
+            CHAKRA: f".et{packed}",
+        }[source.kind]
+        if source.kind == CHAKRA:
+            stem = f"workload.{source.rank if source.rank is not None else number - 1}"
+        elif source.kind == GROUPS:
+            stem = "comm_groups.json"
+        below = folders.get(source.path.parent, "")
+        name, again = f"{below}{stem}{ending}", 1
+        while name in taken:
+            again += 1
+            name = f"{below}{stem}-{again}{ending}"
+        taken.add(name)
+        source.name = name
     return sources
 
 
-def _directory(folder: Path, sources: Sources, seen: set[Path], depth: int) -> None:
+def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -> None:
     capture = read_capture(folder)
     if capture is not None:
         _capture(folder, capture[0], sources, seen)
@@ -101,55 +128,44 @@ def _directory(folder: Path, sources: Sources, seen: set[Path], depth: int) -> N
                 _directory(path, sources, seen, depth - 1)
         elif path.resolve() not in seen:
             seen.add(path.resolve())
-            _beside(path, sources)
+            if not path.name.lower().endswith((".json", ".json.gz", ".et", ".et.gz")):
+                sources.leave("of no kind that is known")
+                continue
+            try:
+                sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
+            except InputError:
+                sources.leave("unreadable or empty")
 
 
-def _beside(path: Path, sources: Sources) -> None:
-    """A file that was not named by the user."""
-    if not path.name.lower().endswith((".json", ".json.gz", ".et", ".et.gz")):
-        sources.leave("of no kind that is known")
-        return
-    try:
-        kind = kind_of_file(path)
-    except InputError:
-        sources.leave("unreadable or empty")
-        return
-    sources.files.append(Source(path, kind, rank=_rank(path)))
-
-
-def _capture(folder: Path, document: dict[str, Any], sources: Sources, seen: set[Path]) -> None:
+def _capture(folder: Path, document: dict[str, Any], sources: InputFiles, seen: set[Path]) -> None:
     """The files that capture.json names, and only those."""
     sources.captures[folder] = (document, "")
     listed = document.get("ranks")
-    files_by_name: dict[str, Source] = {}
+    files_by_name: dict[str, InputFile] = {}
     for entry in listed if isinstance(listed, list) else []:
         if not isinstance(entry, dict):
             continue
-        for name, kind, graph in _files(entry):
+        windows, step = entry.get("windows"), entry.get("graph_step")
+        named: list[tuple[Any, str, bool]] = [
+            (window.get("file"), KINETO, False)
+            for window in (windows if isinstance(windows, list) else [entry.get("window")])
+            if isinstance(window, dict)
+        ]
+        if isinstance(step, dict):
+            named += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
+        for name, kind, graph in named:
+            if not isinstance(name, str):
+                continue
             path = folder / name
             if Path(name).name == name and path.is_file() and name not in files_by_name:
                 rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
-                files_by_name[name] = Source(path, kind, rank=rank, entry=entry, graph=graph)
+                files_by_name[name] = InputFile(path, kind, rank=rank, entry=entry, graph=graph)
     for path in sorted(folder.iterdir(), key=_natural):
         if path.name in files_by_name:
             seen.add(path.resolve())
             sources.files.append(files_by_name[path.name])
-        elif path.name.endswith("capture.json") or path.name.startswith("."):
-            continue
-        elif not path.is_dir():
+        elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
             sources.leave("of a capture, but of no kind that can be rewritten")
-
-
-def _files(entry: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    windows = entry.get("windows")
-    for window in windows if isinstance(windows, list) else [entry.get("window")]:
-        if isinstance(window, dict) and isinstance(window.get("file"), str):
-            yield window["file"], KINETO, False
-    step = entry.get("graph_step")
-    if isinstance(step, dict):
-        for key, kind in (("file", KINETO), ("host_file", HOST)):
-            if isinstance(step.get(key), str):
-                yield step[key], kind, True
 
 
 def kind_of_file(path: Path) -> str:
@@ -195,35 +211,3 @@ def _rank(path: Path) -> int | None:
 
 def _natural(path: Path) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
-
-
-def _name(sources: Sources) -> None:
-    """New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several."""
-    several = len(sources.captures) > 1 or (
-        bool(sources.captures) and any(source.path.parent not in sources.captures for source in sources.files)
-    )
-    folders = {}
-    for number, folder in enumerate(sources.captures, start=1):
-        folders[folder] = f"capture-{number}/" if several else ""
-        sources.captures[folder] = (sources.captures[folder][0], folders[folder])
-    taken: set[str] = set()
-    for number, source in enumerate(sources.files, start=1):
-        stem = f"rank{source.rank}" if source.rank is not None else f"trace-{number}"
-        packed = ".gz" if source.path.name.lower().endswith(".gz") else ""
-        ending = {
-            KINETO: f"{'.graph' if source.graph else ''}.kineto.json{packed}",
-            HOST: f".host.json{packed}",
-            GROUPS: "",
-            CHAKRA: f".et{packed}",
-        }[source.kind]
-        if source.kind == CHAKRA:
-            stem = f"workload.{source.rank if source.rank is not None else number - 1}"
-        elif source.kind == GROUPS:
-            stem = "comm_groups.json"
-        below = folders.get(source.path.parent, "")
-        name, again = f"{below}{stem}{ending}", 1
-        while name in taken:
-            again += 1
-            name = f"{below}{stem}-{again}{ending}"
-        taken.add(name)
-        source.name = name

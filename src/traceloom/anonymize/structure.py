@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Ints, Spans, difference, union
+from traceloom.analyze.intervals import Spans, difference, union
 from traceloom.anonymize.names import COMMUNICATION, LOADING, STEP
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -50,20 +50,14 @@ def fused(trace: Trace) -> list[Fused]:
         inside = _spans(of_lane.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around))
         spans = difference(inside, _spans(of_lane.filter(pl.col("category").is_in(cat.LAUNCHES) | talking)))
         borders = of_lane.filter(around)
-        spans = _cut(spans, np.concatenate([borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]))
         if spans.start.size:
-            out.append(Fused(process, thread, spans))
+            # The same time in more pieces: none of them crosses a border of a step or of loading.
+            cuts = np.unique(np.concatenate([borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]))
+            at = np.searchsorted(spans.start, cuts, side="right") - 1
+            cuts = cuts[(at >= 0) & (cuts < spans.end[np.maximum(at, 0)]) & (cuts > spans.start[np.maximum(at, 0)])]
+            pieces = (np.sort(np.concatenate([side, cuts])) for side in (spans.start, spans.end))
+            out.append(Fused(process, thread, Spans(*pieces)))
     return out
-
-
-def _cut(spans: Spans, borders: Ints) -> Spans:
-    """The same time in more pieces: none of them crosses a border."""
-    if not spans.start.size:
-        return spans
-    at = np.searchsorted(spans.start, borders, side="right") - 1
-    inner = borders[(at >= 0) & (borders < spans.end[np.maximum(at, 0)]) & (borders > spans.start[np.maximum(at, 0)])]
-    inner = np.array(sorted(set(inner.tolist())), dtype=np.int64)
-    return Spans(np.sort(np.concatenate([spans.start, inner])), np.sort(np.concatenate([spans.end, inner])))
 
 
 def _spans(events: pl.DataFrame) -> Spans:

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from traceloom.anonymize.account import Account
-from traceloom.anonymize.metadata import Metadata, rank_list
-from traceloom.anonymize.names import OPERATIONS, Names
+from traceloom.anonymize.metadata import Metadata, rank_list, text_of
+from traceloom.anonymize.names import OPERATIONS, Pseudonyms
 from traceloom.anonymize.policy import DROP, KEEP, Policy
 from traceloom.anonymize.public import is_type
 from traceloom.anonymize.shapes import Shapes, bucket
@@ -25,7 +25,7 @@ PLAIN, OF_COMMUNICATION, OF_GROUPS = "plain", "communication", "groups"
 class Tensors:
     """Rewrites the values, shapes, strides and types of one side of an operator."""
 
-    def __init__(self, names: Names, shapes: Shapes, policy: Policy, account: Account) -> None:
+    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account) -> None:
         self._names = names
         self._shapes = shapes
         self._policy = policy
@@ -45,9 +45,28 @@ class Tensors:
         if isinstance(item, list):
             if depth >= _MOST_DEPTH:
                 return None
-            return self._tensor(item) if _is_tensor(item) else [self._one(inner, kind, depth + 1) for inner in item]
+            # `[tensor, storage, offset, elements, bytes of each, device]`; old files have no device.
+            if (
+                len(item) not in (_FIELDS, _FIELDS + 1)
+                or not all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_FIELDS])
+                or not all(isinstance(device, str) for device in item[_FIELDS:])
+            ):
+                return [self._one(inner, kind, depth + 1) for inner in item]
+            identity, storage, offset, count, width = item[:_FIELDS]
+            size = self._shapes.size
+            devices = [device if _DEVICE.fullmatch(device) else "" for device in item[_FIELDS:]]
+            return [identity, storage, size(offset) if offset else 0, size(count), width, *devices]
         if isinstance(item, str):
-            return self._text(item, kind)
+            if kind == OF_GROUPS:
+                return self._groups(item)
+            if item in _NOTHING or _DEVICE.fullmatch(item) or item == "":
+                return item
+            if kind == OF_COMMUNICATION:
+                return item if item in OPERATIONS else self._names.description(item)
+            if self._policy.scalars == KEEP and _NUMBER.fullmatch(item):
+                return item
+            self._account.drop("values", text_of(item))
+            return ""
         if item is None or isinstance(item, bool):
             return item if kind == OF_COMMUNICATION or self._policy.scalars == KEEP else None
         if kind == OF_COMMUNICATION and isinstance(item, int):
@@ -59,26 +78,6 @@ class Tensors:
             return item
         return None if self._policy.shapes == DROP or not isinstance(item, int) else bucket(item)
 
-    def _tensor(self, item: list[Any]) -> list[Any]:
-        identity, storage, offset, count, width = item[:_FIELDS]
-        size = self._shapes.size
-        made = [identity, storage, size(offset) if offset else 0, size(count), width]
-        if len(item) > _FIELDS:
-            made.append(item[_FIELDS] if _DEVICE.fullmatch(item[_FIELDS]) else "")
-        return made
-
-    def _text(self, item: str, kind: str) -> Any:
-        if kind == OF_GROUPS:
-            return self._groups(item)
-        if item in _NOTHING or _DEVICE.fullmatch(item) or item == "":
-            return item
-        if kind == OF_COMMUNICATION:
-            return item if item in OPERATIONS else self._names.description(item)
-        if self._policy.scalars == KEEP and _NUMBER.fullmatch(item):
-            return item
-        self._account.drop("values", json.dumps(item, ensure_ascii=False).encode("utf-8", "replace"))
-        return ""
-
     def _groups(self, item: str) -> str:
         """The JSON list of process groups that PyTorch writes as a text."""
         try:
@@ -86,27 +85,26 @@ class Tensors:
         except (ValueError, RecursionError):
             self._account.refuse("process groups", item.encode("utf-8", "replace"))
             return "[]"
-        groups = [self._group(group) for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+        groups = []
+        for group in listed if isinstance(listed, list) else []:
+            if not isinstance(group, dict):
+                continue
+            out: dict[str, Any] = {}
+            if group.get("pg_name") is not None:
+                out["pg_name"] = self._names.group(str(group["pg_name"]))
+            if isinstance(group.get("pg_desc"), str):
+                out["pg_desc"] = self._names.description(group["pg_desc"])
+            if isinstance(group.get("backend_id"), int):
+                out["backend_id"] = self._names.pointer(group["backend_id"])
+            if (backend := self._metadata.backend(group.get("backend_config"))) is not None:
+                out["backend_config"] = backend
+            if (ranks := rank_list(group.get("ranks"))) is not None:
+                out["ranks"] = ranks
+            out |= {key: group[key] for key in ("group_size", "group_count") if isinstance(group.get(key), int)}
+            for key in group.keys() - out.keys():
+                self._account.drop(f"process groups.{key}", json.dumps(group[key]).encode(), unknown=True)
+            groups.append(out)
         return json.dumps(groups)
-
-    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        if group.get("pg_name") is not None:
-            out["pg_name"] = self._names.group(str(group["pg_name"]))
-        if isinstance(group.get("pg_desc"), str):
-            out["pg_desc"] = self._names.description(group["pg_desc"])
-        if isinstance(group.get("backend_id"), int):
-            out["backend_id"] = self._names.pointer(group["backend_id"])
-        backend = self._metadata.backend(group.get("backend_config"))
-        if backend is not None:
-            out["backend_config"] = backend
-        ranks = rank_list(group.get("ranks"))
-        if ranks is not None:
-            out["ranks"] = ranks
-        out |= {key: group[key] for key in ("group_size", "group_count") if isinstance(group.get(key), int)}
-        for key in group.keys() - out.keys():
-            self._account.drop(f"process groups.{key}", json.dumps(group[key]).encode(), unknown=True)
-        return out
 
     def shapes(self, value: Any) -> Any:
         """A list of shapes; where they are left out, one empty shape for each."""
@@ -135,12 +133,3 @@ class Tensors:
         """Sizes of the parts of an uneven exchange."""
         made = self._shapes.splits(json.dumps(text).encode())
         return "[]" if made is None else str(json.loads(made))
-
-
-def _is_tensor(item: list[Any]) -> bool:
-    """`[tensor, storage, offset, elements, bytes of each, device]`; old files have no device."""
-    return (
-        len(item) in (_FIELDS, _FIELDS + 1)
-        and all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_FIELDS])
-        and (len(item) == _FIELDS or isinstance(item[_FIELDS], str))
-    )

@@ -28,7 +28,7 @@ OF_STRUCTURE = frozenset((
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ComparedPart:
     """One part of the comparison.
 
     Attributes:
@@ -129,39 +129,26 @@ def measure_graph(graph: Graph) -> Measure:
     }
 
 
-class LongestPath:
-    """The longest path through nodes that wait for others."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[int, tuple[int, tuple[int, ...]]] = {}
-
-    def add(self, node: int, duration: int, waits: list[int]) -> None:
-        """Take a node; what it waits for may come later."""
-        self._nodes[node] = (duration, tuple(waits))
-
-    def length(self) -> int | None:
-        """Its length; None where nodes wait for each other."""
-        waiting = {
-            node: sum(dependency in self._nodes for dependency in set(waits))
-            for node, (_, waits) in self._nodes.items()
-        }
-        followers: dict[int, list[int]] = {}
-        for node, (_, waits) in self._nodes.items():
-            for dependency in set(waits):
-                followers.setdefault(dependency, []).append(node)
-        ready = [node for node, count in waiting.items() if count == 0]
-        ends: dict[int, int] = dict.fromkeys(self._nodes, 0)
-        done = 0
-        while ready:
-            node = ready.pop()
-            done += 1
-            ends[node] += self._nodes[node][0]
-            for follower in followers.get(node, ()):
-                ends[follower] = max(ends[follower], ends[node])
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    ready.append(follower)
-        return max(ends.values(), default=0) if done == len(self._nodes) else None
+def longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int | None:
+    """Length of the longest path through nodes that wait for others; None where nodes wait for each other."""
+    waiting = {node: sum(dependency in durations for dependency in before) for node, before in waits.items()}
+    followers: dict[int, list[int]] = {}
+    for node, before in waits.items():
+        for dependency in before:
+            followers.setdefault(dependency, []).append(node)
+    ready = [node for node, count in waiting.items() if count == 0]
+    ends = dict.fromkeys(durations, 0)
+    done = 0
+    while ready:
+        node = ready.pop()
+        done += 1
+        ends[node] += durations[node]
+        for follower in followers.get(node, ()):
+            ends[follower] = max(ends[follower], ends[node])
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    return max(ends.values(), default=0) if done == len(durations) else None
 
 
 def measure_chakra(path: Path) -> Measure:
@@ -173,7 +160,8 @@ def measure_chakra(path: Path) -> Measure:
     rows: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, str], int] = {}
     checksum = 0
-    path_us = LongestPath()
+    durations: dict[int, int] = {}
+    waits: dict[int, set[int]] = {}
     with EtReader(path) as reader:
         for node in reader:
             values = {attribute.name: attribute for attribute in node.attr}
@@ -182,7 +170,7 @@ def measure_chakra(path: Path) -> Measure:
             row = rows.setdefault(key, [0, 0, 0, 0])
             for at, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
                 row[at] += amount
-            path_us.add(node.id, node.duration_micros, [*node.data_deps, *node.ctrl_deps])
+            durations[node.id], waits[node.id] = node.duration_micros, {*node.data_deps, *node.ctrl_deps}
             checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
             for name in ("comm_size", "tensor_size", "num_ops"):
                 if name in values:
@@ -195,41 +183,37 @@ def measure_chakra(path: Path) -> Measure:
         "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int64), orient="row"),
         "dependencies": pl.DataFrame({"checksum": [checksum]}),
         "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
-        "ideal time": pl.DataFrame({"path_us": [path_us.length()]}),
+        "ideal time": pl.DataFrame({"path_us": [longest_path(durations, waits)]}),
         SIZES_OF_NODES: pl.DataFrame(
             listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int64}, orient="row"
         ),
     }
 
 
-def compare(before: Measure, after: Measure) -> Iterator[Part]:
+def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
     """Part by part; rows are compared in the order of their values."""
     for name, old in before.items():
         new = after.get(name, old.clear())
         sizes = name in _SIZES or name == SIZES_OF_NODES
+        figures, least = old.height * old.width, min(old.height, new.height)
         if old.equals(new):
-            yield Part(name, old.height * old.width, old.height * old.width, sizes)
+            yield ComparedPart(name, figures, figures, sizes)
             continue
-        yield _differing(name, old, new, sizes=sizes)
-
-
-def _differing(name: str, old: pl.DataFrame, new: pl.DataFrame, *, sizes: bool) -> Part:
-    differences: list[str] = []
-    if old.height != new.height:
-        differences.append(f"{old.height} rows before, {new.height} after")
-    equal, off, counted = 0, 0.0, old.height != new.height
-    for column in old.columns:
-        least = min(old.height, new.height)
-        same = old[column].head(least).eq_missing(new[column].head(least))
-        equal += int(same.sum())
-        if same.all() and old.height == new.height:
-            continue
-        counted |= "bytes" not in column
-        if old[column].dtype.is_numeric():
-            first, second = int(old[column].sum() or 0), int(new[column].sum() or 0)
-            off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
-            differences.append(f"sum of {column}: {first} before, {second} after")
-    return Part(name, old.height * old.width, equal, sizes, off, counted, tuple(differences[:6]))
+        differences: list[str] = []
+        if old.height != new.height:
+            differences.append(f"{old.height} rows before, {new.height} after")
+        equal, off, counted = 0, 0.0, old.height != new.height
+        for column in old.columns:
+            same = old[column].head(least).eq_missing(new[column].head(least))
+            equal += int(same.sum())
+            if same.all() and old.height == new.height:
+                continue
+            counted |= "bytes" not in column
+            if old[column].dtype.is_numeric():
+                first, second = int(old[column].sum() or 0), int(new[column].sum() or 0)
+                off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
+                differences.append(f"sum of {column}: {first} before, {second} after")
+        yield ComparedPart(name, figures, equal, sizes, off, counted, tuple(differences[:6]))
 
 
 def _numbers(frame: pl.DataFrame) -> pl.DataFrame:
@@ -238,49 +222,31 @@ def _numbers(frame: pl.DataFrame) -> pl.DataFrame:
     return kept.sort(kept.columns, nulls_last=True) if kept.width else kept
 
 
-def _host(trace: Trace) -> pl.DataFrame:
-    return analyze.host(trace).account.group_by("step", "phase", "activity").agg(pl.col("ns").sum())
-
-
-def _collectives(trace: Trace) -> pl.DataFrame:
-    return analyze.communication(trace).collectives.drop("bytes")
-
-
-def _message_bytes(trace: Trace) -> pl.DataFrame:
-    return analyze.communication(trace).collectives.select("kind", "group_size", "where", "bytes")
-
-
-def _copies(trace: Trace) -> pl.DataFrame:
-    return trace.copies.group_by("kind").agg(pl.col("bytes").sum())
-
-
-def _memory(trace: Trace) -> pl.DataFrame:
-    return analyze.memory(trace).devices
-
-
-def _launches(trace: Trace) -> pl.DataFrame:
-    """How GPU work hangs on the host, and when it runs: dependencies, not names."""
-    work = trace.gpu_work().select("duration_ns", "stream", launched=pl.col("launch").is_not_null())
-    return work.drop("stream").group_by("launched").agg(pl.len(), pl.col("duration_ns").sum())
-
-
 _PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
     "GPU time by device": lambda trace: analyze.gpu_time(trace).devices,
     "GPU time by step": lambda trace: analyze.gpu_time(trace).steps,
     "steps": lambda trace: analyze.step_times(trace).steps,
     "kernels": lambda trace: analyze.kernels(trace).kernels,
     "kernel categories": lambda trace: analyze.kernels(trace).categories,
-    "launches": _launches,
+    # How GPU work hangs on the host, and when it runs: dependencies, not names.
+    "launches": lambda trace: (
+        trace.gpu_work().select("duration_ns", launched=pl.col("launch").is_not_null())
+        .group_by("launched").agg(pl.len(), pl.col("duration_ns").sum())
+    ),
     "idle causes": lambda trace: analyze.idle(trace).causes,
-    "collectives": _collectives,
+    "collectives": lambda trace: analyze.communication(trace).collectives.drop("bytes"),
     "communication by device": lambda trace: analyze.communication(trace).devices,
-    "host time": _host,
+    "host time": lambda trace: (
+        analyze.host(trace).account.group_by("step", "phase", "activity").agg(pl.col("ns").sum())
+    ),
     "operators": lambda trace: analyze.operators(trace).operators,
     "modules": lambda trace: analyze.modules(trace).tree,
     "data loading": lambda trace: analyze.data_loading(trace).steps,
-}
+}  # fmt: skip
 _SIZES: dict[str, Callable[[Trace], pl.DataFrame]] = {
-    "bytes of collectives": _message_bytes,
-    "bytes of copies": _copies,
-    "memory": _memory,
+    "bytes of collectives": lambda trace: analyze.communication(trace).collectives.select(
+        "kind", "group_size", "where", "bytes"
+    ),
+    "bytes of copies": lambda trace: trace.copies.group_by("kind").agg(pl.col("bytes").sum()),
+    "memory": lambda trace: analyze.memory(trace).devices,
 }

@@ -16,7 +16,7 @@ from traceloom.errors import PartialError
 from traceloom.harmless import harmless
 
 if TYPE_CHECKING:
-    from traceloom.anonymize import Outcome
+    from traceloom.anonymize import Anonymized
 
 _SHOWN = 12
 _EXAMPLES = """\
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(outcome: Outcome) -> Iterator[str]:
+def _lines(outcome: Anonymized) -> Iterator[str]:
     report = outcome.report
     entries = sum(file.get("entries_in", 0) for file in report["files"])
     kept = sum(file.get("entries_out", 0) for file in report["files"])
@@ -156,7 +156,7 @@ def _leaks(leaks: dict[str, Any]) -> Iterator[str]:
             yield f"  {len(shapes['given_away']):>10,}  hidden shapes that bytes, operations, grids or names give away"
 
 
-def _closing(args: argparse.Namespace, outcome: Outcome, *, fresh: bool) -> Iterator[str]:
+def _closing(args: argparse.Namespace, outcome: Anonymized, *, fresh: bool) -> Iterator[str]:
     if fresh:
         yield f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself."
     if args.map:

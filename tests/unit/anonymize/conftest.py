@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from traceloom.anonymize import Key, Outcome, Policy, anonymize
+from traceloom.anonymize import Anonymized, Key, Policy, anonymize
 from traceloom.anonymize import run as run_module
 
-Anonymise = Callable[..., Outcome]
+Anonymise = Callable[..., Anonymized]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Anonymise:
     """Anonymise some paths into `tmp_path / "out"` (or a file)."""
 
-    def anonymise(*inputs: Path, output: str = "out", policy: Policy | None = None, **options: Any) -> Outcome:
+    def anonymise(*inputs: Path, output: str = "out", policy: Policy | None = None, **options: Any) -> Anonymized:
         key = Key(b"a key that only tests have")
         return anonymize(list(inputs), tmp_path / output, policy or Policy(), key, **options)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from traceloom.anonymize import Outcome
+from traceloom.anonymize import Anonymized
 
 SECRET = "QuokkaZebra"
 NUMBER = "8675309867530986"
@@ -114,7 +114,7 @@ def planted(value: Any, *, few: bool = False) -> Iterator[Any]:
         yield made
 
 
-Anonymise = Callable[..., Outcome]
+Anonymise = Callable[..., Anonymized]
 
 
 def write_json(path: Path, value: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Names: what an analysis reads out of a pseudonym is what it read out of the name."""
+"""Pseudonyms: what an analysis reads out of a pseudonym is what it read out of the name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from traceloom.analyze import phases
 from traceloom.analyze.blocking import BY_NAME
 from traceloom.analyze.classify import classify
 from traceloom.analyze.collective_names import kind_of_kernel
-from traceloom.anonymize.kernels import MARKS, Kernels
+from traceloom.anonymize.kernels import MARKS, KernelNames
 from traceloom.anonymize.key import ALPHABET, LETTERS, Key
-from traceloom.anonymize.names import Names
+from traceloom.anonymize.names import Pseudonyms
 from traceloom.anonymize.policy import Policy
 from traceloom.model.copies import copy_kind
 from traceloom.read.collectives import kind_of
@@ -26,12 +26,12 @@ RULES = json.loads(files("traceloom.analyze").joinpath("kernel_rules.json").read
 LETTER = re.compile(rf"[{ALPHABET}]{{{LETTERS}}}")
 
 
-def names(**policy: str) -> Names:
-    return Names(Key(b"a key that only tests have"), Policy(**policy))
+def names(**policy: str) -> Pseudonyms:
+    return Pseudonyms(Key(b"a key that only tests have"), Policy(**policy))
 
 
-def kernels(**policy: str) -> Kernels:
-    return Kernels(names(**policy), Policy(**policy))
+def kernels(**policy: str) -> KernelNames:
+    return KernelNames(names(**policy), Policy(**policy))
 
 
 def _number(table: tuple[tuple[int, str], ...], name: str) -> int:
@@ -180,13 +180,16 @@ def test_names_that_differ_in_digits_only_are_told_to_be_alike() -> None:
 
 
 def test_pseudonyms_depend_on_the_key_alone() -> None:
-    again, other = Names(Key(b"a key that only tests have"), Policy()), Names(Key(b"another key of tests"), Policy())
+    again, other = (
+        Pseudonyms(Key(b"a key that only tests have"), Policy()),
+        Pseudonyms(Key(b"another key of tests"), Policy()),
+    )
     assert names().host("mine") == again.host("mine") != other.host("mine")
     assert names().process(77) == again.process(77) != other.process(77)
 
 
 def test_kept_names_are_listed() -> None:
-    made = Names(Key(b"a key that only tests have"), Policy(keep_names=("my_.*",)))
+    made = Pseudonyms(Key(b"a key that only tests have"), Policy(keep_names=("my_.*",)))
     assert made.host("my_op") == "my_op"
     assert made.host("not my_op") != "not my_op"
     assert made.kept == {"my_op"}

@@ -55,7 +55,7 @@ def ranks(folder: Path, **options: float) -> list[Path]:
     return [job(rank, **options).write(folder / f"worker{rank}_secret.json.gz") for rank in range(2)]
 
 
-def verdicts(outcome: run_module.Outcome) -> dict[str, set[str]]:
+def verdicts(outcome: run_module.Anonymized) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for entry in outcome.report["utility"]:
         for part in entry["parts"]:
