@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traceloom.chakra.conversion import Source
+from traceloom.chakra.conversion import ConversionInput
 from traceloom.chakra.formats import open_messages, write_messages
 from traceloom.chakra.graph import read_graph, write_rank
 from traceloom.errors import TraceloomError
@@ -34,12 +34,12 @@ def whole(ending: str) -> bytes:
 
 
 def one_side(path: Path) -> None:
-    with Source(path) as source:
+    with ConversionInput(path) as source:
         list(source.one_side(0, "communication")[1])
 
 
 def graph(path: Path) -> None:
-    with Source(path) as source:
+    with ConversionInput(path) as source:
         source.graph()
 
 

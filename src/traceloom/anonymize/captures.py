@@ -55,28 +55,32 @@ class Captures:
     ) -> None:
         self._names = names
         self._shapes = shapes
-        self._policy = policy
         self._account = account
-        self._origin_ns = origin_ns
         self._files = files
         self._metadata = Metadata(names, policy, account)
+        moved_ns = 0 if policy.times == KEEP else BASE_NS - origin_ns
+        self._time = _through(lambda time_ns: time_ns + moved_ns)
 
     def rewrite(self, document: dict[str, Any]) -> bytes:
         """The new capture.json."""
         ranks = document.get("ranks")
         timed = dict.fromkeys(("exit_code", "signal"), _whole) | dict.fromkeys(("started_ns", "ended_ns"), self._time)
-        out = {
+        out: dict[str, Any] = {
             "format": "traceloom-capture",
             "version": 1,
             "traceloom": self._metadata.version(document.get("traceloom")),
             "stage": stage if (stage := document.get("stage")) in STAGES else None,
             "run": self._by(document.get("run"), timed, "run"),
-            "ranks": [
-                self._by(entry, self._rank_rules(entry), "rank")
-                for entry in (ranks if isinstance(ranks, list) else [])
-                if isinstance(entry, dict)
-            ],
+            "ranks": [],
         }
+        for entry in ranks if isinstance(ranks, list) else []:
+            if isinstance(entry, dict):  # its name is that of its file, or its number
+                window, rank = entry.get("window"), entry.get("rank")
+                name = f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
+                file = self._file(window.get("file")) if isinstance(window, dict) else None
+                if file is not None:
+                    name = file.rpartition("/")[2].partition(".")[0]
+                out["ranks"].append(self._by(entry, self._rank_rules(name), "rank"))
         for key in document.keys() - out.keys():
             self._account.drop(f"capture.{key}", text_of(document[key]), unknown=True)
         text = json.dumps(out, separators=(",", ":")).encode() + b"\n"
@@ -95,12 +99,10 @@ class Captures:
                 self._account.drop(f"{where}.{key}", text_of(item), unknown=rule is None)
         return out
 
-    def _time(self, value: Any) -> int | None:
-        time_ns = _whole(value)
-        return time_ns if time_ns is None or self._policy.times == KEEP else time_ns - self._origin_ns + BASE_NS
+    def _file(self, value: Any) -> str | None:
+        return self._files.get(value) if isinstance(value, str) else None
 
-    def _rank_rules(self, entry: dict[str, Any]) -> dict[str, Rule]:
-        """The rules for one rank's entry; its name is that of its file, or its number."""
+    def _rank_rules(self, name: str | None) -> dict[str, Rule]:
         names, shapes, metadata = self._names, self._shapes, self._metadata
 
         def objects(rules: dict[str, Rule], where: str) -> Rule:
@@ -110,17 +112,8 @@ class Captures:
             each = {key: _each(rule) for key, rule in rules.items()}
             return lambda value: self._by(value, each, where)
 
-        def file(value: Any) -> str | None:
-            return self._files.get(value) if isinstance(value, str) else None
-
         def group(value: Any) -> str:
             return names.group(str(value))
-
-        def size(value: Any) -> int | None:
-            return None if (number := _whole(value)) is None else shapes.size(number)
-
-        def process(value: Any) -> int | None:
-            return None if (number := _whole(value)) is None else names.process(number)
 
         def live(value: Any) -> dict[str, Any]:
             return {
@@ -129,20 +122,21 @@ class Captures:
                 if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(number, int)
             }
 
-        window, rank = entry.get("window"), entry.get("rank")
-        name = f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
-        new_file = file(window.get("file")) if isinstance(window, dict) else None
-        if new_file is not None:
-            name = new_file.rpartition("/")[2].partition(".")[0]
+        size, process = _through(shapes.size), _through(names.process)
         device: dict[str, Rule] = {
             "device": _whole, "memory_bytes": _whole, "multiprocessors": _whole, "name": metadata.device_name,
             "kind": _word_of(_DEVICES), "current": lambda item: item if isinstance(item, bool) else None,
         }  # fmt: skip
         window_rules: dict[str, Rule] = {
-            "file": file, "kind": _word_of(_KINDS), "first_step": _whole,
+            "file": self._file, "kind": _word_of(_KINDS), "first_step": _whole,
             "step_count": _whole, "start_ns": self._time, "end_ns": self._time,
         }  # fmt: skip
-        graph_step: dict[str, Rule] = {"step": _whole, "duration_ns": _whole, "file": file, "host_file": file}
+        graph_step: dict[str, Rule] = {
+            "step": _whole,
+            "duration_ns": _whole,
+            "file": self._file,
+            "host_file": self._file,
+        }
         groups: dict[str, Rule] = {
             "name": group, "group": group, "description": lambda item: names.description(str(item)),
             "backend": metadata.backend, "ranks": rank_list, "size": _whole,
@@ -193,6 +187,11 @@ def _word_of(words: frozenset[str]) -> Rule:
 def _each(rule: Rule) -> Rule:
     """A rule for every item of a list; None where there is no list."""
     return lambda items: [None if item is None else rule(item) for item in items] if isinstance(items, list) else None
+
+
+def _through(function: Callable[[int], int]) -> Rule:
+    """A rule for whole numbers: what a function makes of them."""
+    return lambda value: None if (number := _whole(value)) is None else function(number)
 
 
 def _whole(value: Any) -> int | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from traceloom.chakra.framing import Block
 from traceloom.chakra.schema import AttributeProto, Node
 from traceloom.chakra.wire import DELIMITED, VARINT, Ints
-from traceloom.chakra.wire_in import Buffer, DamageError, Fields, Names, buffer, fields, packed, texts, unzigzag
+from traceloom.chakra.wire_in import Buffer, DamageError, Fields, NameFinder, buffer, fields, packed, texts, unzigzag
 from traceloom.errors import InputError
 
 _MEMBERS = {member.number: member.name for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
@@ -133,7 +133,7 @@ class Decoder:
 
     def __init__(self, names: Iterable[str], where: str) -> None:
         self._names = tuple(dict.fromkeys(names))
-        self._finder = Names(self._names)
+        self._finder = NameFinder(self._names)
         self._where = where
 
     def columns(self, blocks: Iterable[Block]) -> Iterator[NodeColumns]:
@@ -146,25 +146,24 @@ class Decoder:
             try:
                 columns = self._columns(block)
             except DamageError as error:
-                raise self._damaged(block) from error
+                # The library may refuse one message alone; else it is one of the block.
+                first, last = block.first, block.first + len(block) - 1
+                begin, end = block.at + block.starts[0], block.at + block.stops[-1]
+                number = 0
+                try:
+                    for number, message in enumerate(block.messages()):  # noqa: B007  (the error says the number)
+                        Node.FromString(message)
+                except DecodeError:
+                    first = last = block.first + number
+                    begin, end = block.at + block.starts[number], block.at + block.stops[number]
+                subject = f"message {first}" if first == last else f"one of the messages {first} to {last}"
+                raise InputError(
+                    f"{subject}, bytes {begin} to {end}, is no Chakra node",
+                    slug="chakra-damaged",
+                    where=self._where,
+                    hint="the file is damaged there",
+                ) from error
             yield columns
-
-    def _damaged(self, block: Block) -> InputError:
-        """The error, naming the first message that the library refuses, too."""
-        first, last = block.first, block.first + len(block) - 1
-        begin, end = block.at + block.starts[0], block.at + block.stops[-1]
-        for number, message in enumerate(block.messages()):
-            if not _is_node(message):
-                first = last = block.first + number
-                begin, end = block.at + block.starts[number], block.at + block.stops[number]
-                break
-        subject = f"message {first}" if first == last else f"one of the messages {first} to {last}"
-        return InputError(
-            f"{subject}, bytes {begin} to {end}, is no Chakra node",
-            slug="chakra-damaged",
-            where=self._where,
-            hint="the file is damaged there",
-        )
 
     def _columns(self, block: Block) -> NodeColumns:
         source = buffer(block.data)
@@ -205,14 +204,6 @@ class Decoder:
             if len(indices):
                 by_name[name] = _Attributes(messages.row[indices], *(column[indices] for column in columns))
         return by_name
-
-
-def _is_node(message: bytes) -> bool:
-    try:
-        Node.FromString(message)
-    except DecodeError:
-        return False
-    return True
 
 
 def _numbers(parsed: Fields, number: int, count: int) -> Ints:

@@ -39,12 +39,8 @@ DIRECTORY_FILES: Sequence[str] = ("*.et", "*.et.gz", *_GROUP_FILES)
 Say = Callable[[str], None]
 
 
-def _silent(_: str) -> None:
-    """Say nothing."""
-
-
 @dataclass
-class Source:
+class ConversionInput:
     """Something to convert; a context, which closes what is still open behind an error.
 
     Attributes:
@@ -57,7 +53,7 @@ class Source:
 
     path: Path
     strict: bool = False
-    say: Say = _silent
+    say: Say = lambda _: None
     notices: list[Notice] = field(default_factory=list)
     nodes: int = 0
 
@@ -79,7 +75,7 @@ class Source:
             number = _RANK.search(self.path.name)
             self._files = [(int(number[1]) if number else 0, self.path)]
 
-    def __enter__(self) -> Source:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+    def __enter__(self) -> ConversionInput:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,20 +112,21 @@ class Source:
         self.say(f"reading {path}")
         reader = open_messages(path, strict=self.strict)
         self._readers.append(reader)
-        return reader.metadata, self._told(reader, path)
+
+        def nodes() -> Iterator[Node]:
+            for number, node in enumerate(reader, 1):
+                if not number % 65536:
+                    self.say(f"{path}: {number:,} nodes")
+                yield node
+            reader.__exit__(None, None, None)
+            self.notices.extend(reader.notices)
+
+        return reader.metadata, nodes()
 
     def _leaving(self, graph: Graph) -> Outgoing:
         if self._outgoing is None:
             self._outgoing = Outgoing(graph)
         return self._outgoing
-
-    def _told(self, reader: EtReader | JsonReader, path: Path) -> Iterator[Node]:
-        for number, node in enumerate(reader, 1):
-            if not number % 65536:
-                self.say(f"{path}: {number:,} nodes")
-            yield node
-        reader.__exit__(None, None, None)
-        self.notices.extend(reader.notices)
 
     def one_side(self, rank: int, side: Side) -> Messages:
         """The messages of one rank that are left of it with only one side."""
@@ -190,9 +187,10 @@ class Source:
 
             return write_rank(self._leaving(self._graph), path, rank=rank, force=force, step=tell)
         metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)
-        return write_messages(path, metadata, self._counted(nodes), form=form, force=force)
 
-    def _counted(self, nodes: Iterator[Node]) -> Iterator[Node]:
-        for node in nodes:
-            self.nodes += 1
-            yield node
+        def counted() -> Iterator[Node]:
+            for node in nodes:
+                self.nodes += 1
+                yield node
+
+        return write_messages(path, metadata, counted(), form=form, force=force)

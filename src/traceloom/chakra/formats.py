@@ -8,7 +8,7 @@ from typing import BinaryIO, Literal
 
 from traceloom import files
 from traceloom.chakra.json_stream import JsonReader, write_json, write_lines
-from traceloom.chakra.packed import Pieces, Step, open_file, packing
+from traceloom.chakra.packed import Step, UnpackedFile, open_file, packing
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.chakra.stream import EtReader, EtWriter
 from traceloom.errors import InputError
@@ -32,15 +32,13 @@ def open_messages(path: str | Path, *, strict: bool = False, step: Step | None =
     """
     path = Path(path)
     form = form_of(path)
-    if form == "et" or (form is None and not _looks_like_json(path)):
+    if form is None:
+        with open_file(path) as handle:
+            head = next(iter(UnpackedFile(handle)), b"")[:64]
+        form = "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
+    if form == "et":
         return EtReader(path, strict=strict, step=step)
     return JsonReader(path, strict=strict, step=step)
-
-
-def _looks_like_json(path: Path) -> bool:
-    with open_file(path) as handle:
-        head = next(iter(Pieces(handle)), b"")[:64]
-    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"["))
 
 
 def write_messages(
@@ -76,15 +74,8 @@ def write_messages(
     return files.write(path, into, force=force)
 
 
-def _write_et(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
-    writer = EtWriter(handle)
-    writer.message(metadata)
-    for node in nodes:
-        writer.message(node)
-
-
 _WRITERS: dict[Form, Callable[[BinaryIO, GlobalMetadata, Iterable[Node]], None]] = {
-    "et": _write_et,
+    "et": lambda handle, metadata, nodes: EtWriter(handle).messages(metadata, nodes),
     "json": write_json,
     "jsonl": write_lines,
 }

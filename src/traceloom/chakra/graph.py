@@ -211,7 +211,14 @@ class _Source:
 def _graph(sources: Sequence[_Source], where: str) -> Graph:
     from_graph = [is_ours(source.metadata) for source in sources]
     if all(from_graph) and from_graph:
-        return _ours(sources, where)
+        parts = [graph_in.part(Header(s.metadata, s.where), s.blocks, s.where) for s in sources]
+        try:
+            graph = graph_in.together(parts, where)
+            graph.check_columns()
+        except (pl.exceptions.PolarsError, InvariantError, ValueError, LookupError, TypeError, OverflowError) as error:
+            message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
+            raise InputError(message, slug="chakra-damaged", where=where) from error
+        return graph
     if any(from_graph):
         raise InputError(
             "some of the files were written from a graph, others not",
@@ -224,17 +231,6 @@ def _graph(sources: Sequence[_Source], where: str) -> Graph:
     stated = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
     stage: Stage = next((name for name in STAGES if stated == {name}), "profiled")
     return replace(concatenated(foreign, where), stage=stage)
-
-
-def _ours(sources: Sequence[_Source], where: str) -> Graph:
-    parts = [graph_in.part(Header(source.metadata, source.where), source.blocks, source.where) for source in sources]
-    try:
-        graph = graph_in.together(parts, where)
-        graph.check_columns()
-    except (pl.exceptions.PolarsError, InvariantError, ValueError, LookupError, TypeError, OverflowError) as error:
-        message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-        raise InputError(message, slug="chakra-damaged", where=where) from error
-    return graph
 
 
 def blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:

@@ -8,13 +8,13 @@ control dependency is an op's place in the call stack: the op starts after the s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from traceloom.chakra.columns import Decoder, Lists, NodeColumns
+from traceloom.chakra.columns import Decoder
 from traceloom.chakra.et_pb2 import CollectiveCommType, NodeType
 from traceloom.chakra.framing import Block
 from traceloom.chakra.node_table import ADDED
@@ -69,31 +69,6 @@ _COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType
 _LONGEST_US = 2**60 // 1000  # 36 years; sums of such times fit into 64 bits of nanoseconds
 
 
-@dataclass
-class _Found:
-    """Columns that grow block by block; dependencies as pairs of row and id."""
-
-    nodes: list[pl.DataFrame] = field(default_factory=list)
-    control: list[tuple[Ints, Ints]] = field(default_factory=list)
-    data: list[tuple[Ints, Ints]] = field(default_factory=list)
-    added: list[tuple[Ints, Ints]] = field(default_factory=list)  # those of the data that a target needed
-    count: int = 0
-
-    def add(self, columns: NodeColumns) -> None:
-        own = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
-        frame = pl.DataFrame({**own, "name": columns.names}).with_columns(
-            *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
-        )
-        self.nodes.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
-        self.control.append(self._pairs(columns.control))
-        self.data.append(self._pairs(columns.data))
-        self.added.append(self._pairs(columns.lists(ADDED, "uint64_list")))
-        self.count += len(columns)
-
-    def _pairs(self, lists: Lists) -> tuple[Ints, Ints]:
-        return np.repeat(lists.row, lists.count) + self.count, lists.values
-
-
 def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     """The graph of one file.
 
@@ -105,87 +80,78 @@ def graph_of(blocks: Iterable[Block], rank: int, where: str) -> Graph:
     Raises:
         InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
     """
-    collected = _Found()
+    frames = [pl.DataFrame(schema=_COLUMNS)]
+    # Pairs of row and id; `added` are those of the data dependencies that only a target needed.
+    pairs: dict[str, list[pl.DataFrame]] = {"call": [], "data": [], "added": []}
+    count = 0
     try:
         for columns in Decoder(ATTRIBUTES, where).columns(blocks):
-            collected.add(columns)
+            own = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
+            frame = pl.DataFrame({**own, "name": columns.names}).with_columns(
+                *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
+            )
+            frames.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
+            added = columns.lists(ADDED, "uint64_list")
+            for kind, lists in (("call", columns.control), ("data", columns.data), ("added", added)):
+                rows = np.repeat(lists.row, lists.count) + count
+                pairs[kind].append(pl.DataFrame({"target": rows, "id": lists.values}))
+            count += len(columns)
     except DamageError as error:
         raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=where) from error
-    nodes = pl.concat([pl.DataFrame(schema=_COLUMNS), *collected.nodes])
+    nodes = pl.concat(frames)
     fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
     if not fine.all():
         raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=where)
     notices: list[Notice] = []
-    edges = _edges(nodes["id"], collected, notices, rank, where)
-    edges, start = _laid_out(nodes, edges, notices, rank, where)
-    edges = _marked(edges, nodes["id"], collected.added)
+    none = pl.DataFrame(schema={"target": pl.Int64, "id": pl.Int64})
+    dependencies = {kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()}
+    edges, simulated = _edges(nodes["id"], dependencies, notices, rank, where)
+    try:
+        start = _starts(nodes, edges)
+    except InvariantError:
+        data = edges.filter(kind="data")
+        try:
+            start = _starts(nodes, data)
+        except InvariantError as error:
+            raise InputError(
+                "nodes wait for each other in a circle",
+                slug="chakra-circle",
+                where=where,
+                hint=f"traceloom validate {where} says which",
+            ) from error
+        dropped = edges.height - data.height
+        message = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, where))
+        edges = data
+    # What the file says that only a target needed is an edge of kind `simulation`.
+    edges = edges.join(simulated, on=["source", "target"], how="left", maintain_order="left")
+    only = pl.col("only") & (pl.col("kind") == "data")
+    edges = edges.with_columns(kind=pl.when(only).then(pl.lit("simulation")).otherwise("kind")).drop("only")
     return replace(_graph(nodes, edges, start, rank), name=where, notices=tuple(notices))
 
 
-def _edges(ids: pl.Series, collected: _Found, notices: list[Notice], rank: int, where: str) -> pl.DataFrame:
-    """Edges between rows of the nodes; names of nodes that do not exist are counted."""
+def _edges(
+    ids: pl.Series, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, where: str
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Edges between rows of the nodes, and which only a target needed; ids that no node has are counted."""
     rows_by_id = pl.DataFrame({"id": ids, "source": np.arange(len(ids))})
     if twice := len(ids) - ids.n_unique():
         message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
         notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, where))
         rows_by_id = rows_by_id.unique("id", keep="first")
-    frames = []
-    for kind, pairs in (("call", collected.control), ("data", collected.data)):
-        dependencies = pl.DataFrame(
-            {
-                "target": np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in pairs)]),
-                "id": np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in pairs)]),
-            }
-        )
-        frames.append(
-            dependencies.join(rows_by_id, on="id", how="left").select(
-                "source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data")
-            )
-        )
-    edges = pl.concat(frames)
+    edges = pl.concat(
+        [
+            dependencies[kind]
+            .join(rows_by_id, on="id", how="left")
+            .select("source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data"))
+            for kind in ("call", "data")
+        ]
+    )
     if dangling := edges["source"].null_count():
         message = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
         notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, where))
-    return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True)
-
-
-def _marked(edges: pl.DataFrame, ids: pl.Series, added: list[tuple[Ints, Ints]]) -> pl.DataFrame:
-    """The edges, of kind `simulation` where the file says that only a target needed them."""
-    nothing = np.zeros(0, np.int64)
-    rows = np.concatenate([nothing, *(rows for rows, _ in added)])
-    awaited = np.concatenate([nothing, *(ids for _, ids in added)])
-    rows_by_id = pl.DataFrame({"id": ids, "source": np.arange(len(ids))}).unique(
-        "id", keep="first", maintain_order=True
-    )
-    pairs = (
-        pl.DataFrame({"target": rows, "id": awaited}).join(rows_by_id, on="id").select("source", "target", only=True)
-    )
-    marked = edges.join(pairs.unique(), on=["source", "target"], how="left", maintain_order="left")
-    simulated = pl.col("only") & (pl.col("kind") == "data")
-    return marked.with_columns(kind=pl.when(simulated).then(pl.lit("simulation")).otherwise("kind")).drop("only")
-
-
-def _laid_out(
-    nodes: pl.DataFrame, edges: pl.DataFrame, notices: list[Notice], rank: int, where: str
-) -> tuple[pl.DataFrame, Ints]:
-    """The edges that can hold, and the start of each node in ns."""
-    try:
-        return edges, _starts(nodes, edges)
-    except InvariantError:
-        data = edges.filter(kind="data")
-    try:
-        start = _starts(nodes, data)
-    except InvariantError as error:
-        raise InputError(
-            "nodes wait for each other in a circle",
-            slug="chakra-circle",
-            where=where,
-            hint=f"traceloom validate {where} says which",
-        ) from error
-    dropped = edges.height - data.height
-    message = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
-    notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, where))
-    return data, start
+    added = dependencies["added"].join(rows_by_id, on="id").select("source", "target", only=True).unique()
+    return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True), added
 
 
 def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
@@ -235,28 +201,14 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, rank: int) -
         "clock_offset_ns": 0,
         "clock_drift": 0.0,
     }
-    missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
-    nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
-    return Graph(
-        nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
-        edges=_with_origin(edges, start),
-        lanes=lanes,
-        communication=_communication(decoded, nodes["kind"].slice(1)),
-        ranks=pl.DataFrame([window], schema=GRAPH_SCHEMAS["ranks"]),
-    )
-
-
-def _with_origin(edges: pl.DataFrame, start: Ints) -> pl.DataFrame:
-    """The edges by target; what has none of its own waits for the origin, for as long as its file says."""
+    # What has no edge of its own waits for the origin, for as long as its file says.
     alone = np.ones(len(start), np.bool_)
     alone[edges["target"].to_numpy()] = False
     first = pl.DataFrame({"target": np.flatnonzero(alone)}).with_columns(
         source=pl.lit(-1), kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[alone])
     )
-    both = pl.concat(
-        [edges.with_columns(residual_ns=pl.lit(0)), first.select(*edges.columns, "residual_ns")], how="vertical_relaxed"
-    )
-    whole = both.with_columns(
+    edges = edges.with_columns(residual_ns=pl.lit(0))
+    edges = pl.concat([edges, first.select(edges.columns)], how="vertical_relaxed").with_columns(
         pl.col("source") + 1,
         pl.col("target") + 1,
         evidence=pl.lit("assumed"),
@@ -264,7 +216,15 @@ def _with_origin(edges: pl.DataFrame, start: Ints) -> pl.DataFrame:
         to_end=pl.lit(value=False),
     )
     schema = GRAPH_SCHEMAS["edges"]
-    return whole.select(schema.names()).cast(schema).sort("target", maintain_order=True)
+    missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
+    nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
+    return Graph(
+        nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
+        edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
+        lanes=lanes,
+        communication=_communication(decoded, nodes["kind"].slice(1)),
+        ranks=pl.DataFrame([window], schema=GRAPH_SCHEMAS["ranks"]),
+    )
 
 
 def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: int) -> tuple[pl.Series, pl.DataFrame]:

@@ -40,7 +40,7 @@ _HOST_OPS = pl.Schema({"row": pl.Int64(), **GRAPH_SCHEMAS["host_ops"]})
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """What one file holds, with the ids of the whole graph."""
 
     header: Header
@@ -52,20 +52,20 @@ class Part:
     host_ops: pl.DataFrame
 
 
-def part(header: Header, blocks: Iterable[Block], where: str) -> Part:
+def part(header: Header, blocks: Iterable[Block], where: str) -> GraphPart:
     """Decode one file.
 
     Raises:
         InputError: `chakra-damaged`.
     """
-    collected: dict[str, list[pl.DataFrame]] = {name: [] for name in Part.__annotations__ if name != "header"}
+    collected: dict[str, list[pl.DataFrame]] = {name: [] for name in GraphPart.__annotations__ if name != "header"}
     try:
         for columns in Decoder(ATTRIBUTES, where).columns(blocks):
             for name, frame in _frames(columns, header).items():
                 collected[name].append(frame)
         more = {"carried": GRAPH_SCHEMAS["nodes"], "edges": _WIDE_EDGES, "host_ops": _HOST_OPS}
         empty = GRAPH_SCHEMAS | more
-        return Part(
+        return GraphPart(
             header,
             **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in collected.items()},
         )
@@ -75,34 +75,20 @@ def part(header: Header, blocks: Iterable[Block], where: str) -> Part:
 
 
 def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
-    real = columns.id < header.node_count
-    nodes = _nodes(columns, header.rank).filter(pl.Series(real))
+    """What a block holds, by the fields of `GraphPart`."""
+    nodes = (
+        pl.DataFrame({"node": columns.id, "name": columns.names})
+        .with_columns(_attributes(columns, layout.NODE_NUMBERS, layout.NODE_TEXTS), rank=pl.lit(header.rank))
+        .with_columns(pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0))
+        .select(GRAPH_SCHEMAS["nodes"].names())
+        .cast(GRAPH_SCHEMAS["nodes"])
+        .filter(pl.Series(columns.id < header.node_count))
+    )
     if missing := next((name for name in ("kind", "start_ns", "duration_ns") if nodes[name].null_count()), None):
         raise ValueError(f"one has no `{missing}`")
     carried_texts = columns.strings(layout.CARRIED_NODES).drop_nulls().to_list()
     carried = [row for text in carried_texts for row in json.loads(text)]
-    return {
-        "nodes": nodes,
-        "carried": pl.DataFrame(carried, schema=GRAPH_SCHEMAS["nodes"], orient="row"),
-        "edges": _edges(columns),
-        "communication": _communication(columns),
-        "transfers": _transfers(columns),
-        "host_ops": _host_ops(columns, header.rank),
-    }
-
-
-def _nodes(columns: NodeColumns, rank: int) -> pl.DataFrame:
-    frame = pl.DataFrame({"node": columns.id, "name": columns.names}).with_columns(
-        *(columns.numbers(name).alias(column) for name, column in layout.NODE_NUMBERS.items()),
-        *(columns.strings(name).alias(column) for name, column in layout.NODE_TEXTS.items()),
-        rank=pl.lit(rank),
-    )
-    frame = frame.with_columns(pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0))
-    return frame.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"])
-
-
-def _edges(columns: NodeColumns) -> pl.DataFrame:
-    frames = []
+    edges = []
     for name, own_end, other_end in ((layout.EDGES, "target", "source"), (layout.EDGES_OUT, "source", "target")):
         lists = columns.lists(name, "sint64_list")
         numbers = lists.values.reshape(-1, layout.PER_EDGE)
@@ -111,26 +97,37 @@ def _edges(columns: NodeColumns) -> pl.DataFrame:
             "code": numbers[:, 1],
             "delay_ns": numbers[:, 2],
             "residual_ns": numbers[:, 3],
+            own_end: np.repeat(columns.id[lists.row], lists.count // layout.PER_EDGE),
         }
-        values[own_end] = np.repeat(columns.id[lists.row], lists.count // layout.PER_EDGE)
-        frames.append(pl.DataFrame(values, schema=_WIDE_EDGES))
-    return pl.concat(frames)
+        edges.append(pl.DataFrame(values, schema=_WIDE_EDGES))
+    frames = {
+        "nodes": nodes,
+        "carried": pl.DataFrame(carried, schema=GRAPH_SCHEMAS["nodes"], orient="row"),
+        "edges": pl.concat(edges),
+    }
+    for name, row_of, numbers_of, texts_of, lists_of in (
+        (
+            "communication", layout.ROW_OF_COMMUNICATION, layout.COMMUNICATION_NUMBERS, layout.COMMUNICATION_TEXTS,
+            layout.COMMUNICATION_LISTS,
+        ),
+        ("transfers", layout.ROW_OF_TRANSFER, {}, layout.TRANSFER_TEXTS, {}),
+    ):  # fmt: skip
+        schema, present = GRAPH_SCHEMAS[name], columns.has(row_of)
+        frames[name] = pl.DataFrame(schema=schema)
+        if present.any():
+            frame = pl.DataFrame({"node": columns.id}).with_columns(
+                *_attributes(columns, numbers_of, texts_of),
+                *(_list_column(columns, key).alias(column) for key, column in lists_of.items()),
+            )
+            frames[name] = frame.filter(pl.Series(present)).select(schema.names()).cast(schema)
+    return frames | {"host_ops": _host_ops(columns, header.rank)}
 
 
-def _communication(columns: NodeColumns) -> pl.DataFrame:
-    present = columns.has(layout.ROW_OF_COMMUNICATION)
-    if not present.any():
-        return pl.DataFrame(schema=GRAPH_SCHEMAS["communication"])
-    frame = pl.DataFrame({"node": columns.id}).with_columns(
-        *(columns.numbers(name).alias(column) for name, column in layout.COMMUNICATION_NUMBERS.items()),
-        *(columns.strings(name).alias(column) for name, column in layout.COMMUNICATION_TEXTS.items()),
-        *(_list_column(columns, name).alias(column) for name, column in layout.COMMUNICATION_LISTS.items()),
-    )
-    return (
-        frame.filter(pl.Series(present))
-        .select(GRAPH_SCHEMAS["communication"].names())
-        .cast(GRAPH_SCHEMAS["communication"])
-    )
+def _attributes(columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]) -> list[pl.Series]:
+    """Columns of whole numbers and of texts, each from the attribute that holds it."""
+    return [columns.numbers(name).alias(column) for name, column in numbers.items()] + [
+        columns.strings(name).alias(column) for name, column in texts.items()
+    ]
 
 
 def _list_column(columns: NodeColumns, name: str) -> pl.Series:
@@ -143,14 +140,6 @@ def _list_column(columns: NodeColumns, name: str) -> pl.Series:
     return pl.Series(name, out, dtype=pl.List(pl.Int64))
 
 
-def _transfers(columns: NodeColumns) -> pl.DataFrame:
-    present = columns.has(layout.ROW_OF_TRANSFER)
-    frame = pl.DataFrame({"node": columns.id}).with_columns(
-        columns.strings(name).alias(column) for name, column in layout.TRANSFER_TEXTS.items()
-    )
-    return frame.filter(pl.Series(present)).select(GRAPH_SCHEMAS["transfers"].names()).cast(GRAPH_SCHEMAS["transfers"])
-
-
 def _host_ops(columns: NodeColumns, rank: int) -> pl.DataFrame:
     present = pl.Series(columns.has(layout.ROW_OF_HOST_OP))
     texts: dict[str, list[str | None]] = {}
@@ -160,15 +149,13 @@ def _host_ops(columns: NodeColumns, rank: int) -> pl.DataFrame:
             for row, text in zip(tensors[number][0].tolist(), tensors[number][1], strict=True):
                 texts[name][row] = text
     frame = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
-        *(columns.numbers(name).alias(column) for name, column in layout.HOST_NUMBERS.items()),
-        *(columns.strings(name).alias(column) for name, column in layout.HOST_TEXTS.items()),
-        rank=pl.lit(rank, pl.Int32),
+        _attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS), rank=pl.lit(rank, pl.Int32)
     )
     frame = frame.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name")).filter(present)
     return frame.select(_HOST_OPS.names()).cast(_HOST_OPS)
 
 
-def together(parts: Sequence[Part], where: str) -> Graph:
+def together(parts: Sequence[GraphPart], where: str) -> Graph:
     """The graph of all files. Where ranks are missing, rows are numbered anew and what points to them is left out.
 
     Raises:
@@ -188,51 +175,44 @@ def together(parts: Sequence[Part], where: str) -> Graph:
     lanes = pl.concat([head.frames["lanes"] for head in heads]).sort("lane")
     nodes = nodes.with_columns(lane=_renumbered(nodes["lane"], lanes["lane"]))
     ids = nodes["node"]
-    edges = pl.concat(
-        [
-            *(_plain(part) for part in parts),
-            *(head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads),
-        ]
-    )
+    schema = GRAPH_SCHEMAS["edges"]
+    worded = []
+    for part in parts:  # the code of an edge is kind, evidence and ends, as the header's words
+        code = part.edges["code"]
+        frame = part.edges.with_columns(
+            kind=pl.Series(part.header.edge_kinds).gather(code // 16),
+            evidence=pl.Series(part.header.evidence_kinds).gather(code // 4 % 4),
+            from_end=code // 2 % 2 == 1,
+            to_end=code % 2 == 1,
+        )
+        kinds = {name: kind for name, kind in schema.items() if name not in {"source", "target"}}
+        worded.append(frame.select(schema.names()).cast(kinds))
+    loose = [head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads]
+    edges = pl.concat([*worded, *loose])
     edges = edges.with_columns(source=_renumbered(edges["source"], ids), target=_renumbered(edges["target"], ids))
     complete = edges.drop_nulls(["source", "target"])
     notices = first.notices
     if lost := edges.height - complete.height:
         message = f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
         notices = (*notices, Notice("chakra-missing-ranks", "warning", message, lost))
+    beside = {name: pl.concat([getattr(part, name) for part in parts]) for name in ("communication", "transfers")}
+    of_ranks = {name: pl.concat([head.frames[name] for head in heads]) for name in ("ranks", "coverage")}
     return Graph(
-        nodes=_rows(nodes, "node").cast(GRAPH_SCHEMAS["nodes"]),
-        edges=complete.select(GRAPH_SCHEMAS["edges"].names())
-        .cast(GRAPH_SCHEMAS["edges"])
-        .sort("target", maintain_order=True),
-        lanes=_rows(lanes.drop("row"), "lane").cast(GRAPH_SCHEMAS["lanes"]),
-        communication=_side(parts, "communication", ids),
-        transfers=_side(parts, "transfers", ids),
+        nodes=nodes.with_columns(node=pl.int_range(pl.len())).cast(GRAPH_SCHEMAS["nodes"]),
+        edges=complete.select(schema.names()).cast(schema).sort("target", maintain_order=True),
+        lanes=lanes.drop("row").with_columns(lane=pl.int_range(pl.len())).cast(GRAPH_SCHEMAS["lanes"]),
+        **{
+            name: frame.with_columns(node=_renumbered(frame["node"], ids).cast(pl.UInt32)).sort("node")
+            for name, frame in beside.items()
+        },
+        **{name: frame.unique("row", keep="first").sort("row").drop("row") for name, frame in of_ranks.items()},
         host_ops=pl.concat([part.host_ops for part in parts]).sort("row").drop("row"),
-        ranks=_in_order(heads, "ranks"),
         delays=first.frames["delays"],
-        coverage=_in_order(heads, "coverage"),
         name=first.name,
         epoch_ns=first.epoch_ns,
         world_size=first.world_size,
         stage=first.stage,
         notices=notices,
-    )
-
-
-def _plain(part: Part) -> pl.DataFrame:
-    """The edges of a part with their words."""
-    code, header = part.edges["code"], part.header
-    kinds, evidences = pl.Series(header.edge_kinds), pl.Series(header.evidence_kinds)
-    edges = part.edges.with_columns(
-        kind=kinds.gather(code // 16),
-        evidence=evidences.gather(code // 4 % 4),
-        from_end=code // 2 % 2 == 1,
-        to_end=code % 2 == 1,
-    )
-    kept = GRAPH_SCHEMAS["edges"]
-    return edges.select(kept.names()).cast(
-        {name: kind for name, kind in kept.items() if name not in {"source", "target"}}
     )
 
 
@@ -247,20 +227,6 @@ def _renumbered(values: pl.Series, ids: pl.Series) -> pl.Series:
         (at < len(id_array)) & (id_array[np.minimum(at, len(id_array) - 1)] == queries) if len(id_array) else at < 0
     )
     return pl.Series(values.name, at).set(pl.Series(~matches), None)
-
-
-def _rows(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    return frame.with_columns(pl.int_range(pl.len()).alias(column))
-
-
-def _side(parts: Sequence[Part], name: str, ids: pl.Series) -> pl.DataFrame:
-    frame: pl.DataFrame = pl.concat([getattr(part, name) for part in parts])
-    return frame.with_columns(node=_renumbered(frame["node"], ids).cast(pl.UInt32)).sort("node")
-
-
-def _in_order(heads: Sequence[Header], name: str) -> pl.DataFrame:
-    frame = pl.concat([head.frames[name] for head in heads])
-    return frame.unique("row", keep="first").sort("row").drop("row")
 
 
 def _mixed(why: str, where: str) -> InputError:

@@ -87,28 +87,27 @@ class Header:
                 hint="use the version of Traceloom that wrote it, or a later one",
             )
         try:
-            self._decode(values)
+            self.rank = int(values["rank"])
+            self.name: str = values["name"]
+            self.epoch_ns = int(values["epoch_ns"])
+            self.world_size: int | None = values.get("world_size")
+            self.stage: Any = values["stage"]
+            self.node_count = int(values["node_count"])
+            self.host_op_count = int(values["host_op_count"])
+            self.edge_kinds: list[str] = values["edge_kinds"]
+            self.evidence_kinds: list[str] = values["evidence_kinds"]
+            notice_fields = {field.name for field in fields(Notice)}
+            notices = json.loads(values["notices"])
+            self.notices = tuple(
+                Notice(**{k: v for k, v in notice.items() if k in notice_fields}) for notice in notices
+            )
+            self.frames = {name: _frame(values[name], name, "row") for name in _OF_A_RANK}
+            self.frames["delays"] = _frame(values["delays"], "delays")
+            self.loose_nodes = _frame(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)
+            self.loose_edges = _frame(values["loose_edges"], "edges")
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError, pl.exceptions.PolarsError) as error:
             message = f"its metadata is not that of a graph: {str(error).splitlines()[0]}"
             raise InputError(message, slug="chakra-damaged", where=where) from error
-
-    def _decode(self, values: dict[str, Any]) -> None:
-        self.rank = int(values["rank"])
-        self.name: str = values["name"]
-        self.epoch_ns = int(values["epoch_ns"])
-        self.world_size: int | None = values.get("world_size")
-        self.stage: Any = values["stage"]
-        self.node_count = int(values["node_count"])
-        self.host_op_count = int(values["host_op_count"])
-        self.edge_kinds: list[str] = values["edge_kinds"]
-        self.evidence_kinds: list[str] = values["evidence_kinds"]
-        notice_fields = {field.name for field in fields(Notice)}
-        notices = json.loads(values["notices"])
-        self.notices = tuple(Notice(**{k: v for k, v in notice.items() if k in notice_fields}) for notice in notices)
-        self.frames = {name: _frame(values[name], name, "row") for name in _OF_A_RANK}
-        self.frames["delays"] = _frame(values["delays"], "delays")
-        self.loose_nodes = _frame(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)
-        self.loose_edges = _frame(values["loose_edges"], "edges")
 
 
 def _frame(text: str, name: str, *more: str) -> pl.DataFrame:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from traceloom.chakra import graph_layout as layout
 from traceloom.chakra import wire
-from traceloom.chakra.dependencies import Dependencies, dependencies, written
 from traceloom.chakra.et_pb2 import NodeType
 from traceloom.chakra.graph_metadata import metadata_of
 from traceloom.chakra.schema import GlobalMetadata
@@ -27,7 +26,7 @@ _COMMUNICATION = [NODE_KINDS.index(name) for name in COMMUNICATION]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lists:
+class _NumberLists:
     """Numbers of many nodes: those of node `key[i]` are together, keys ascending; `width` numbers for each key."""
 
     key: Ints
@@ -53,12 +52,19 @@ class Outgoing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._written = written(graph)
-        control, data = dependencies(graph)
-        self._control, self._data = _lists(control), _lists(data)
+        self._written: Flags = graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
+        self._control, self._data = dependencies(graph, self._written)
         self._carried, self._loose_nodes, self._loose_edges = _carried(graph, self._written)
-        self._in, self._out = self._edge_lists()
-        self._hosts = _carriers(graph)
+        self._in, self._out = _edge_lists(graph.edges, self._written)
+        # Host ops with their row and the node that stands for them: the first of each op; null where there is none.
+        first = (
+            graph.nodes.filter(pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED))
+            .select("rank", "host_op", "node")
+            .unique(["rank", "host_op"], keep="first", maintain_order=True)
+        )
+        ops = graph.host_ops.with_row_index("row").with_columns(first=pl.struct("rank", "id").is_first_distinct())
+        hosts = ops.join(first, left_on=["rank", "id"], right_on=["rank", "host_op"], how="left", maintain_order="left")
+        self._hosts = hosts.with_columns(node=pl.when("first").then("node")).drop("first")
         # Of each lane, and last of nodes of no lane.
         self._of_host = np.append((graph.lanes["kind"] == "host").to_numpy(), True)
         lane_columns = {name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")}
@@ -66,10 +72,13 @@ class Outgoing:
             wire.joined(table) for name, column in lane_columns.items() if (table := _numbers(name, column))
         ]
         self._beside = {
-            "communication": _nodes_of(graph.communication),
-            "transfers": _nodes_of(graph.transfers),
-            "hosts": _nodes_of(self._hosts),
-            "carried": _nodes_of(self._carried),
+            "communication": graph.communication,
+            "transfers": graph.transfers,
+            "hosts": self._hosts,
+            "carried": self._carried,
+        }
+        self._nodes_beside = {
+            name: frame["node"].drop_nulls().cast(pl.Int64).sort().to_numpy() for name, frame in self._beside.items()
         }
 
     @property
@@ -95,29 +104,24 @@ class Outgoing:
             yield window.height, wire.framed(self._fields(window))
         bare = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
         for at in range(0, bare.height, WINDOW):
-            window = bare.slice(at, WINDOW)
-            yield window.height, self._bare(window)
-
-    def _edge_lists(self) -> tuple[_Lists, _Lists]:
-        edges = self.graph.edges
-        source, target = (edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
-        code = layout.edge_code(edges).to_numpy()
-        delay, residual = edges["delay_ns"].to_numpy(), edges["residual_ns"].to_numpy()
-        into, out = self._written[target], self._written[source] & ~self._written[target]
-
-        def lists(rows: Flags, key: Ints, other: Ints) -> _Lists:
-            order = np.flatnonzero(rows)[np.argsort(key[rows], kind="stable")]
-            values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
-            return _Lists(key[order], values.ravel(), layout.PER_EDGE)
-
-        return lists(into, target, source), lists(out, source, target)
+            # Host ops that no node stands for: metadata nodes, whose ids come after those of all other nodes.
+            ops = bare.slice(at, WINDOW).with_columns(node_name=pl.col("name"))
+            rows_of_ops = [
+                wire.number_field(b"\x08", ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height),
+                wire.delimited(b"\x12", wire.texts(ops["name"])),
+                wire.number_field(b"\x18", np.full(ops.height, int(NodeType.METADATA_NODE))),
+                _tensors(b"\x42", ops, layout.HOST_INPUTS),
+                _tensors(b"\x4a", ops, layout.HOST_OUTPUTS),
+                *_host_attributes(ops),
+            ]
+            yield ops.height, wire.framed(rows_of_ops)
 
     def _fields(self, nodes: pl.DataFrame) -> list[wire.Rows]:
         """All fields of some nodes of one rank."""
         ids = nodes["node"].to_numpy().astype(np.int64)
         kind = nodes["kind"].to_physical().to_numpy()
-        transfer = self._joined(nodes.select("node"), ids, "transfers", self.graph.transfers)
-        host = self._joined(nodes.select("node", node_name="name"), ids, "hosts", self._hosts)
+        transfer = self._joined(nodes.select("node"), ids, "transfers")
+        host = self._joined(nodes.select("node", node_name="name"), ids, "hosts")
         types: Ints = np.array([int(layout.NODE_TYPES.get(name, NodeType.COMP_NODE)) for name in NODE_KINDS])[kind]
         if transfer is not None:
             stores = transfer["kind"].is_in(layout.STORES).fill_null(value=False).to_numpy()
@@ -125,7 +129,7 @@ class Outgoing:
         start = nodes["start_ns"].to_numpy()
         end = start + nodes["duration_ns"].to_numpy()
         micros = np.maximum(start, 0) // 1000
-        return [
+        fields = [
             wire.number_field(b"\x08", ids),
             wire.delimited(b"\x12", wire.texts(nodes["name"])),
             wire.number_field(b"\x18", types),
@@ -137,68 +141,88 @@ class Outgoing:
             *([] if host is None else [_tensors(b"\x42", host, layout.HOST_INPUTS)]),
             *([] if host is None else [_tensors(b"\x4a", host, layout.HOST_OUTPUTS)]),
             *self._node_attributes(nodes, types),
-            *self._communication_attributes(nodes, ids, kind),
-            *_transfer_attributes(transfer, nodes, types),
-            *([] if host is None else _host_attributes(host)),
-            *self._edge_attributes(ids),
         ]
+        communication = self._joined(nodes.select("node"), ids, "communication")
+        if communication is not None or np.isin(kind, _COMMUNICATION).any():
+            if communication is None:
+                communication = _with_rows(nodes.select("node"), self.graph.communication.clear())
+            fields += _communication_attributes(communication, nodes)
+        moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
+        has_size = moved & nodes["bytes"].is_not_null().to_numpy()
+        if has_size.any():
+            sizes = nodes["bytes"].fill_null(0).to_numpy()
+            fields += wire.number_attribute("tensor_size", "uint64_val", sizes, has_size)
+        if transfer is not None and transfer["node_there"].null_count() < transfer.height:
+            for name, column in layout.TRANSFER_TEXTS.items():
+                fields += wire.text_attribute(name, transfer[column])
+            bare = (transfer["node_there"].is_not_null() & transfer["kind"].is_null()).to_numpy()
+            fields += wire.bare_attribute(layout.ROW_OF_TRANSFER, bare)
+        fields += [] if host is None else _host_attributes(host)
+        for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
+            counts, values = lists.of(ids)
+            fields += wire.number_list_attribute(name, "sint64_list", counts, values, counts > 0)
+        carried = self._joined(pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}), ids, "carried")
+        return fields + ([] if carried is None else wire.text_attribute(layout.CARRIED_NODES, carried["rows"]))
 
-    def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str, beside: pl.DataFrame) -> pl.DataFrame | None:
+    def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str) -> pl.DataFrame | None:
         """The rows of a side frame for these nodes (ascending), null where a node has none; None if none has any."""
-        nodes_beside = self._beside[name]
-        if np.searchsorted(nodes_beside, ids[0]) == np.searchsorted(nodes_beside, ids[-1], "right"):
+        beside = self._nodes_beside[name]
+        if np.searchsorted(beside, ids[0]) == np.searchsorted(beside, ids[-1], "right"):
             return None
-        return _beside(nodes, beside)
+        return _with_rows(nodes, self._beside[name])
 
     def _node_attributes(self, nodes: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
         lane = nodes["lane"].fill_null(self.graph.lanes.height).to_numpy()
         # What other tools call a CPU node: compute of the host. Communication is none, wherever it ran.
-        yield _kind_attributes(nodes, self._of_host[lane] & ~np.isin(types, layout.COMMUNICATION_TYPES))
+        cpu = self._of_host[lane] & ~np.isin(types, layout.COMMUNICATION_TYPES)
+        # `is_cpu_op` and what kind a node is: few differ, so that each combination is spelled once.
+        key = cpu.astype(np.int64)
+        for column in layout.NODE_TEXTS.values():
+            codes = nodes[column].to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
+            key = key * (int(codes.max(initial=0)) + 1) + codes
+        _, example, number = np.unique(key, return_index=True, return_inverse=True)
+        few = nodes.select(list(layout.NODE_TEXTS.values()))[example].cast(pl.String)
+        parts = wire.number_attribute(
+            "is_cpu_op", "bool_val", cpu[example].astype(np.int64), np.ones(len(few), np.bool_)
+        )
+        for name, column in layout.NODE_TEXTS.items():
+            parts += wire.text_attribute(name, few[column])
+        yield wire.picked(wire.joined(parts), number)
         changed = {
             "work_ns": (nodes["work_ns"] != nodes["duration_ns"]).to_numpy(),
             "residual_ns": (nodes["residual_ns"] != 0).to_numpy(),
         }
-        yield from _columns(nodes, layout.NODE_NUMBERS, changed)
+        # All numbers of the nodes at once.
+        missing = {name: nodes[column].null_count() for name, column in layout.NODE_NUMBERS.items()}
+        filled = [name for name in layout.NODE_NUMBERS if missing[name] < nodes.height]
+        whole = {name: pl.col(layout.NODE_NUMBERS[name]).cast(pl.Int64) for name in filled}
+        values = nodes.select(
+            **{name: column.fill_null(0) if missing[name] else column for name, column in whole.items()},
+            **{f"{name} there": pl.col(layout.NODE_NUMBERS[name]).is_not_null() for name in filled if missing[name]},
+        )
+        everywhere = np.ones(nodes.height, np.bool_)
+        for name in filled:
+            flags = changed.get(name)
+            if flags is None:
+                flags = values[f"{name} there"].to_numpy() if missing[name] else everywhere
+            yield from wire.number_attribute(name, "int64_val", values[name].to_numpy(), flags)
         yield from (wire.picked(table, lane) for table in self._places)
 
-    def _communication_attributes(self, nodes: pl.DataFrame, ids: Ints, kind: Ints) -> Iterator[wire.Rows]:
-        frame = nodes.select("node", "rank", _kind=pl.col("kind"))
-        joined = self._joined(frame, ids, "communication", self.graph.communication)
-        if joined is not None:
-            yield from _communication_attributes(joined, nodes)
-        elif np.isin(kind, _COMMUNICATION).any():
-            yield from _communication_attributes(_beside(frame, self.graph.communication.clear()), nodes)
 
-    def _edge_attributes(self, ids: Ints) -> Iterator[wire.Rows]:
-        for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
-            counts, values = lists.of(ids)
-            yield from wire.number_list_attribute(name, "sint64_list", counts, values, counts > 0)
-        carried = self._joined(pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}), ids, "carried", self._carried)
-        if carried is not None:
-            yield from wire.text_attribute(layout.CARRIED_NODES, carried["rows"])
-
-    def _bare(self, ops: pl.DataFrame) -> bytes:
-        """Host ops that no node stands for: metadata nodes, whose ids come after those of all other nodes."""
-        ids = ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height
-        ops = ops.with_columns(node_name=pl.col("name"))
-        return wire.framed(
-            [
-                wire.number_field(b"\x08", ids),
-                wire.delimited(b"\x12", wire.texts(ops["name"])),
-                wire.number_field(b"\x18", np.full(ops.height, int(NodeType.METADATA_NODE))),
-                _tensors(b"\x42", ops, layout.HOST_INPUTS),
-                _tensors(b"\x4a", ops, layout.HOST_OUTPUTS),
-                *_host_attributes(ops),
-            ]
-        )
+def _edge_lists(edges: pl.DataFrame, solid: Flags) -> Iterator[_NumberLists]:
+    """The edges of written nodes by their target; then those of written nodes to others, by their source."""
+    source, target = (edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
+    code = layout.edge_code(edges).to_numpy()
+    delay, residual = edges["delay_ns"].to_numpy(), edges["residual_ns"].to_numpy()
+    into, out = solid[target], solid[source] & ~solid[target]
+    for rows, key, other in ((into, target, source), (out, source, target)):
+        order = np.flatnonzero(rows)[np.argsort(key[rows], kind="stable")]
+        values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
+        yield _NumberLists(key[order], values.ravel(), layout.PER_EDGE)
 
 
-def _beside(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
+def _with_rows(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
     return nodes.join(frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there")
-
-
-def _lists(pairs: Dependencies) -> _Lists:
-    return _Lists(pairs.target, pairs.source)
 
 
 def _numbers(name: str, values: pl.Series, present: Flags | None = None) -> list[wire.Rows]:
@@ -209,43 +233,6 @@ def _numbers(name: str, values: pl.Series, present: Flags | None = None) -> list
         present = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
     whole = values.cast(pl.Int64)
     return wire.number_attribute(name, "int64_val", (whole.fill_null(0) if missing else whole).to_numpy(), present)
-
-
-def _columns(frame: pl.DataFrame, columns: dict[str, str], present: dict[str, Flags]) -> Iterator[wire.Rows]:
-    """Like `_numbers`, for several columns (by attribute name) at once."""
-    missing = {name: frame[column].null_count() for name, column in columns.items()}
-    filled = [name for name in columns if missing[name] < frame.height]
-    whole = {name: pl.col(columns[name]).cast(pl.Int64) for name in filled}
-    values = frame.select(
-        **{name: column.fill_null(0) if missing[name] else column for name, column in whole.items()},
-        **{f"{name} there": pl.col(columns[name]).is_not_null() for name in filled if missing[name]},
-    )
-    everywhere = np.ones(frame.height, np.bool_)
-    for name in filled:
-        flags = present.get(name)
-        if flags is None:
-            flags = values[f"{name} there"].to_numpy() if missing[name] else everywhere
-        yield from wire.number_attribute(name, "int64_val", values[name].to_numpy(), flags)
-
-
-def _kind_attributes(nodes: pl.DataFrame, cpu: Flags) -> wire.Rows:
-    """`is_cpu_op` and what kind a node is: few differ, so that each combination is spelled once."""
-    texts = [nodes[column] for column in layout.NODE_TEXTS.values()]
-    key = cpu.astype(np.int64)
-    for text in texts:
-        codes = text.to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
-        key = key * (int(codes.max(initial=0)) + 1) + codes
-    _, example, number = np.unique(key, return_index=True, return_inverse=True)
-    few = nodes.select(list(layout.NODE_TEXTS.values()))[example].cast(pl.String)
-    parts = wire.number_attribute("is_cpu_op", "bool_val", cpu[example].astype(np.int64), np.ones(len(few), np.bool_))
-    for name, column in layout.NODE_TEXTS.items():
-        parts += wire.text_attribute(name, few[column])
-    return wire.picked(wire.joined(parts), number)
-
-
-def _nodes_of(frame: pl.DataFrame) -> Ints:
-    """The nodes that have a row in a frame, ascending."""
-    return frame["node"].drop_nulls().cast(pl.Int64).sort().to_numpy()
 
 
 def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[wire.Rows]:
@@ -259,7 +246,12 @@ def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Itera
         {name: int(number) for name, number in layout.COMM_TYPES.items()}, default=None, return_dtype=pl.Int64
     )
     yield from _numbers("comm_type", comm_type.set((kind != "collective"), None))
-    yield from _numbers("comm_size", _comm_size(frame, nodes, receives))
+    # Bytes as simulators count them: what this rank puts in; what comes out, of a receive or where nothing goes in.
+    sizes = frame.select("in_bytes", "out_bytes").with_columns(bytes=nodes["bytes"], receives=receives)
+    into, out = pl.col("in_bytes"), pl.col("out_bytes")
+    size = pl.when((into > 0) & ~pl.col("receives")).then(into).otherwise(pl.coalesce(out, into))
+    is_part = pl.lit(kind.is_in(["collective", "send", "receive"]))
+    yield from _numbers("comm_size", sizes.select(pl.when(is_part).then(pl.coalesce(size, "bytes"))).to_series())
     rank, peer = nodes["rank"].cast(pl.Int64), frame["peer"].cast(pl.Int64)
     ends = pl.DataFrame({"rank": rank, "peer": peer, "sends": sends, "receives": receives, "tag": frame["tag"]}).select(
         comm_src=pl.when("sends").then("rank").when("receives").then("peer"),
@@ -278,28 +270,6 @@ def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Itera
         yield from _numbers(name, frame[column])
     for name, column in layout.COMMUNICATION_LISTS.items():
         yield from wire.list_attribute(name, "int64_list", frame[column])
-
-
-def _comm_size(frame: pl.DataFrame, nodes: pl.DataFrame, receives: pl.Series) -> pl.Series:
-    """Bytes as simulators count them: what this rank puts in; what comes out, of a receive or where nothing goes in."""
-    sizes = frame.select("in_bytes", "out_bytes", "kind").with_columns(bytes=nodes["bytes"], receives=receives)
-    into, out = pl.col("in_bytes"), pl.col("out_bytes")
-    first = pl.when((into > 0) & ~pl.col("receives")).then(into).otherwise(pl.coalesce(out, into))
-    is_part = nodes["kind"].cast(pl.String).is_in(["collective", "send", "receive"])
-    return sizes.select(pl.when(pl.lit(is_part)).then(pl.coalesce(first, "bytes"))).to_series()
-
-
-def _transfer_attributes(frame: pl.DataFrame | None, nodes: pl.DataFrame, types: Ints) -> Iterator[wire.Rows]:
-    moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
-    has_size = moved & nodes["bytes"].is_not_null().to_numpy()
-    if has_size.any():
-        yield from wire.number_attribute("tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), has_size)
-    if frame is None or frame["node_there"].null_count() == frame.height:
-        return
-    has_row = frame["node_there"].is_not_null()
-    for name, column in layout.TRANSFER_TEXTS.items():
-        yield from wire.text_attribute(name, frame[column])
-    yield from wire.bare_attribute(layout.ROW_OF_TRANSFER, (has_row & frame["kind"].is_null()).to_numpy())
 
 
 def _host_attributes(frame: pl.DataFrame) -> Iterator[wire.Rows]:
@@ -321,18 +291,6 @@ def _tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> 
         for key, name in zip((b"\x0a", b"\x12", b"\x1a"), columns, strict=True)
     ]
     return wire.delimited(tag, wire.joined(parts))
-
-
-def _carriers(graph: Graph) -> pl.DataFrame:
-    """Host ops with their row and the node that stands for them: the first of each op; null where there is none."""
-    first = (
-        graph.nodes.filter(pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED))
-        .select("rank", "host_op", "node")
-        .unique(["rank", "host_op"], keep="first", maintain_order=True)
-    )
-    ops = graph.host_ops.with_row_index("row").with_columns(first=pl.struct("rank", "id").is_first_distinct())
-    carriers = ops.join(first, left_on=["rank", "id"], right_on=["rank", "host_op"], how="left", maintain_order="left")
-    return carriers.with_columns(node=pl.when("first").then("node")).drop("first")
 
 
 def _carried(graph: Graph, solid: Flags) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
@@ -361,3 +319,45 @@ def _carried(graph: Graph, solid: Flags) -> tuple[pl.DataFrame, pl.DataFrame, pl
         unwritten, left_on="target", right_on="node", how="semi"
     )
     return rows, alone, between
+
+
+def dependencies(graph: Graph, solid: Flags) -> Iterator[_NumberLists]:
+    """Control, then data dependencies between written nodes of the same rank, so that nothing waits in a circle.
+
+    Chakra knows one relation: a node starts after other nodes have ended. An edge of a Graph says more (from start or
+    end, to start or end), so:
+    - end to start is a dependency; a `call` edge is a control dependency, everything else a data dependency;
+    - a launch, which holds from the start of the call, is one too: all Chakra tools let the work start after its call;
+    - what holds back the *end* of a node (a synchronisation awaits a kernel): a dependency of that node where the
+      awaited one started before it; otherwise (a blocking copy, which the call itself submits) of what follows it;
+    - other edges from a start (kernels that overlap on one stream) order no ends, and are not said.
+    Every dependency points to a node that starts earlier, or at the same time and before it in the order of the graph's
+    points. A circle is therefore impossible; the few edges against the order of the starts are left out.
+    """
+    source, target = (graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
+    rank, start = graph.nodes["rank"].to_numpy(), graph.nodes["start_ns"].to_numpy()
+    near = solid[source] & solid[target] & (rank[source] == rank[target]) & (source != target)
+    kind, from_end, to_end = (graph.edges[name] for name in ("kind", "from_end", "to_end"))
+    after, into_end = from_end.to_numpy(), to_end.to_numpy()
+    call, launch = (kind == "call").to_numpy(), (kind == "launch").to_numpy()
+    forward = start[source] <= start[target]
+    before = start[source] < start[target]
+
+    plain = near & ~into_end & (after | launch) & forward
+    awaited = near & into_end & after
+    late = awaited & ~before
+    # What follows a node whose end awaits something later awaits it too.
+    awaits = pl.DataFrame({"node": target[late], "awaited": source[late]})
+    pairs = awaits.join(pl.DataFrame({"node": source[plain], "follower": target[plain]}), on="node")
+    followers, inherited = pairs["follower"].to_numpy(), pairs["awaited"].to_numpy()
+    fine = start[inherited] < start[followers]
+    rest = plain & ~call | awaited & before
+    for targets, sources in (
+        (target[plain & call], source[plain & call]),
+        (np.concatenate([target[rest], followers[fine]]), np.concatenate([source[rest], inherited[fine]])),
+    ):
+        order = np.lexsort((sources, targets))
+        key, values = targets[order], sources[order]
+        new = np.ones(len(key), np.bool_)
+        new[1:] = (key[1:] != key[:-1]) | (values[1:] != values[:-1])
+        yield _NumberLists(key[new], values[new])

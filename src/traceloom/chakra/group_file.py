@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ MOST_GROUP_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupFile:
     """The group file of a set.
 
     Attributes:
@@ -29,7 +29,7 @@ class Groups:
     faults: tuple[str, ...] = ()
 
 
-def read_groups(path: Path) -> Groups:
+def read_groups(path: Path) -> GroupFile:
     """A group file: a JSON object with the name of each group and the list of its ranks.
 
     Raises:
@@ -58,9 +58,9 @@ def read_groups(path: Path) -> Groups:
                 faults.append(f"group `{name}` names a rank twice")
         else:
             faults.append(f"group `{name}` is not a list of ranks")
-    return Groups(str(path), members, tuple(faults))
+    return GroupFile(str(path), members, tuple(faults))
 
 
-def group_text(groups: dict[str, Iterable[int]]) -> str:
+def group_text(groups: Mapping[str, Iterable[int]]) -> str:
     """A group file's text, as simulators read it."""
     return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"

@@ -103,7 +103,18 @@ def isolate(file: Shape, side: Side, where: str) -> Isolated:
     kept = [(kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE for kind in file.types]
     stays = list(kept)
     notices: list[Notice] = []
-    by_control = _without_circle(file, notices, where)
+    if file.dangling:
+        message = f"{file.dangling:,} dependencies name nodes that the file does not have, and are left out"
+        notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=where))
+    by_control = file.control
+    try:
+        for _ in _in_order(file.control, where):
+            pass
+    except InputError:
+        dropped = sum(map(len, file.control))
+        message = f"the {dropped:,} control dependencies lead in a circle, and are left out"
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, where=where))
+        by_control = [[] for _ in file.ids]
     while True:
         (control, more), (data, others) = (_bridged(waits, stays, where) for waits in (by_control, file.data))
         if not more and not others:
@@ -121,23 +132,6 @@ def isolate(file: Shape, side: Side, where: str) -> Isolated:
     return Isolated(kept, joints, named(control), named(data), tuple(notices))
 
 
-def _without_circle(file: Shape, notices: list[Notice], where: str) -> list[list[int]]:
-    """The control dependencies, or none where they lead in a circle; counts dependencies on missing nodes, too."""
-    if file.dangling:
-        message = f"{file.dangling:,} dependencies name nodes that the file does not have, and are left out"
-        notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=where))
-    followers = [0] * len(file.ids)
-    try:
-        for _ in _in_order(file.control, followers, where):
-            pass
-    except InputError:
-        dropped = sum(map(len, file.control))
-        message = f"the {dropped:,} control dependencies lead in a circle, and are left out"
-        notices.append(Notice("chakra-control-circle", "warning", message, dropped, where=where))
-        return [[] for _ in file.ids]
-    return file.control
-
-
 def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> tuple[dict[int, list[int]], list[int]]:
     """What each node that stays waits for, directly or through removed nodes, and the removed ones that must stay."""
     followers = [0] * len(waits)
@@ -148,7 +142,7 @@ def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> t
     bridged: dict[int, list[int]] = {}
     passed: dict[int, list[int]] = {}  # of a removed node: what those behind it wait for
     joints: list[int] = []
-    for row in _in_order(waits, followers, where):
+    for row in _in_order(waits, where):
         needed = waits[row]
         direct = [other for other in needed if stays[other]]
         lists = [passed[other] for other in needed if not stays[other]]
@@ -199,9 +193,9 @@ class _Chains:
         return [row for _, row in best.values()]
 
 
-def _in_order(waits: Sequence[list[int]], followers: Sequence[int], where: str) -> Iterator[int]:
+def _in_order(waits: Sequence[list[int]], where: str) -> Iterator[int]:
     """All rows, each after those it waits for."""
-    behind: list[list[int]] = [[] for _ in followers]
+    behind: list[list[int]] = [[] for _ in waits]
     missing = [len(needed) for needed in waits]
     for row, needed in enumerate(waits):
         for other in needed:

@@ -12,6 +12,7 @@ import base64
 import math
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -26,9 +27,10 @@ from traceloom.errors import InputError
 UNKNOWN = "unknown_fields"
 _EXACT = 2**53
 _Message = TypeVar("_Message", GlobalMetadata, Node)
+_Kind = TypeVar("_Kind", str, bool)
 _TYPES = {number: name for name, number in NodeType.items()}
 _NUMBERS = dict(NodeType.items())
-_VALUES = {member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
+_VALUES: dict[str, Any] = {member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
 _WIDE = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64}
 _WIDE |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
 _REAL = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
@@ -59,38 +61,32 @@ def to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
     exact = plain.ByteSize() == len(data)
     out: dict[str, Any] = {}
     if isinstance(message, Node):
-        out = _node(message, exact)
+        if message.id:
+            out["id"] = _whole(message.id)
+        if message.name:
+            out["name"] = message.name
+        if message.type:
+            out["type"] = _TYPES.get(message.type, message.type)
+        if message.ctrl_deps:
+            out["ctrl_deps"] = list(map(_whole, message.ctrl_deps))
+        if message.data_deps:
+            out["data_deps"] = list(map(_whole, message.data_deps))
+        if message.start_time_micros:
+            out["start_time_micros"] = _whole(message.start_time_micros)
+        if message.duration_micros:
+            out["duration_micros"] = _whole(message.duration_micros)
+        for name in ("inputs", "outputs"):
+            if message.HasField(name):
+                info = getattr(message, name)
+                out[name] = {key: text for key in ("values", "shapes", "types") if (text := getattr(info, key))}
+                if not exact:
+                    _add_unknown(out[name], info)
     elif message.version:
         out["version"] = message.version
     if message.attr:
         out["attr"] = [_attribute(attribute, exact) for attribute in message.attr]
     if not exact:
         _add_unknown(out, message)
-    return out
-
-
-def _node(node: Node, exact: bool) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    if node.id:
-        out["id"] = _whole(node.id)
-    if node.name:
-        out["name"] = node.name
-    if node.type:
-        out["type"] = _TYPES.get(node.type, node.type)
-    if node.ctrl_deps:
-        out["ctrl_deps"] = list(map(_whole, node.ctrl_deps))
-    if node.data_deps:
-        out["data_deps"] = list(map(_whole, node.data_deps))
-    if node.start_time_micros:
-        out["start_time_micros"] = _whole(node.start_time_micros)
-    if node.duration_micros:
-        out["duration_micros"] = _whole(node.duration_micros)
-    for name in ("inputs", "outputs"):
-        if node.HasField(name):
-            info = getattr(node, name)
-            out[name] = {key: text for key in ("values", "shapes", "types") if (text := getattr(info, key))}
-            if not exact:
-                _add_unknown(out[name], info)
     return out
 
 
@@ -106,8 +102,8 @@ def _attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
         convert = _TO_JSON[kind]
         if kind.endswith("_list"):
             out[kind] = [convert(item) for item in value.values]
-            if not exact and len(UnknownFieldSet(value)):
-                out[UNKNOWN + "_of_value"] = _unknown(value)
+            if not exact:
+                _add_unknown(out, value, UNKNOWN + "_of_value")
         else:
             out[kind] = convert(value)
     if not exact:
@@ -132,34 +128,24 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _element(name: str) -> FieldDescriptor:
-    """The field that holds the value, or each of its elements."""
-    member: Any = _VALUES[name]
-    element: FieldDescriptor = member.message_type.fields_by_name["values"] if name.endswith("_list") else member
-    return element
-
-
+# The field that holds each kind of value, or each of its elements.
+_ELEMENTS: dict[str, int] = {
+    name: (member.message_type.fields_by_name["values"] if name.endswith("_list") else member).type
+    for name, member in _VALUES.items()
+}
 _TYPE_TO_JSON: dict[int, Callable[[Any], Any]] = {
     **dict.fromkeys(_WIDE, _whole),
     **dict.fromkeys(_REAL, _real),
     FieldDescriptor.TYPE_BYTES: _base64,
 }
-_TO_JSON: dict[str, Callable[[Any], Any]] = {name: _TYPE_TO_JSON.get(_element(name).type, _same) for name in _VALUES}
+_TO_JSON = {name: _TYPE_TO_JSON.get(element, lambda value: value) for name, element in _ELEMENTS.items()}
 
 
-def _add_unknown(out: dict[str, Any], message: Message) -> None:
-    if data := _unknown(message):
-        out[UNKNOWN] = data
-
-
-def _unknown(message: Message) -> str:
+def _add_unknown(out: dict[str, Any], message: Message, key: str = UNKNOWN) -> None:
     """The wire bytes of the fields that the schema does not have, in base64."""
     unknown_fields: Any = UnknownFieldSet(message)
-    return _base64(b"".join(map(_unknown_field, unknown_fields)))
+    if data := b"".join(map(_unknown_field, unknown_fields)):
+        out[key] = _base64(data)
 
 
 def _unknown_field(field: Any) -> bytes:
@@ -190,9 +176,8 @@ def from_object(value: Any, kind: type[_Message], where: str) -> _Message:
         InputError: `chakra-json`: it is no such message.
     """
     try:
-        fields = _fields(value, _OF_NODE if kind is Node else _OF_METADATA)
         message = kind()
-        for name, field_value in fields.items():
+        for name, field_value in _fields(value, _OF_NODE if kind is Node else _OF_METADATA).items():
             _set(message, name, field_value)
     except _OddError as error:
         raise InputError(str(error), slug="chakra-json", where=where) from error
@@ -219,7 +204,7 @@ def _fields(value: Any, spellings: dict[str, str]) -> dict[str, Any]:
 def _set(message: Any, name: str, value: Any) -> None:
     if name == "attr":
         for item in _list(value, name):
-            _read_attribute(item, message.attr.add())
+            _set_attribute(message.attr.add(), item)
     elif name in {"ctrl_deps", "data_deps"}:
         getattr(message, name).extend(_number(item) for item in _list(value, name))
     elif name in {"inputs", "outputs"}:
@@ -237,10 +222,9 @@ def _set(message: Any, name: str, value: Any) -> None:
         setattr(message, name, _number(value))
 
 
-def _read_attribute(raw: Any, attribute: AttributeProto) -> None:
+def _set_attribute(attribute: AttributeProto, raw: Any) -> None:
     extra = raw.pop(UNKNOWN + "_of_value", None) if isinstance(raw, dict) else None
-    fields = _fields(raw, _OF_ATTRIBUTE)
-    for name, value in fields.items():
+    for name, value in _fields(raw, _OF_ATTRIBUTE).items():
         if name in {"name", "doc_string"}:
             setattr(attribute, name, _text(value))
         elif name == UNKNOWN:
@@ -262,10 +246,13 @@ def _list(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _OddError(f"expected a text, got {_shown(value)}")
+def _of_kind(value: Any, kind: type[_Kind], words: str) -> _Kind:
+    if not isinstance(value, kind):
+        raise _OddError(f"expected {words}, got {_shown(value)}")
     return value
+
+
+_text = partial(_of_kind, kind=str, words="a text")
 
 
 def _number(value: Any) -> int:
@@ -287,12 +274,6 @@ def _float(value: Any) -> float:
     raise _OddError(f"expected a number, got {_shown(value)}")
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _OddError(f"expected true or false, got {_shown(value)}")
-    return value
-
-
 def _bytes(value: Any) -> bytes:
     try:
         return base64.b64decode(_text(value), validate=True)
@@ -309,15 +290,15 @@ _TYPE_FROM_JSON: dict[int, Callable[[Any], Any]] = {
     **dict.fromkeys(_REAL, _float),
     FieldDescriptor.TYPE_BYTES: _bytes,
     FieldDescriptor.TYPE_STRING: _text,
-    FieldDescriptor.TYPE_BOOL: _flag,
+    FieldDescriptor.TYPE_BOOL: partial(_of_kind, kind=bool, words="true or false"),
 }
-_FROM_JSON: dict[str, Callable[[Any], Any]] = {
-    name: _TYPE_FROM_JSON.get(_element(name).type, _number) for name in _VALUES
-}
+_FROM_JSON = {name: _TYPE_FROM_JSON.get(element, _number) for name, element in _ELEMENTS.items()}
 
 # Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
 _FED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_priority": "int32_val", "tensor_size": "uint64_val"}
 _FED |= {"comm_src": "int32_val", "comm_dst": "int32_val", "comm_tag": "int32_val", "is_cpu_op": "bool_val"}
+_FED_FIELDS = {"Id": "id", "Name": "name", "NodeType": "type", "runtime": "duration_micros", "ctrlDeps": "ctrl_deps"}
+_FED_FIELDS |= {"data_deps": "data_deps"}
 _FED_TYPES = dict(CollectiveCommType.items())
 
 
@@ -331,17 +312,9 @@ def from_feeder(value: Any, where: str) -> Node:
         raise InputError(f"expected an object, got {type(value).__name__}", slug="chakra-json", where=where)
     node: dict[str, Any] = {}
     attributes: list[dict[str, Any]] = []
-    renamed: dict[str, str] = {
-        "Id": "id",
-        "Name": "name",
-        "NodeType": "type",
-        "runtime": "duration_micros",
-        "ctrlDeps": "ctrl_deps",
-    }
     for key, field_value in value.items():
-        name = "data_deps" if key == "data_deps" else renamed.get(key)
-        if name is not None:
-            node[name] = field_value
+        if key in _FED_FIELDS:
+            node[_FED_FIELDS[key]] = field_value
         elif key in _FED:
             fed_value = field_value
             if key == "is_cpu_op" and isinstance(field_value, int):
@@ -350,7 +323,6 @@ def from_feeder(value: Any, where: str) -> Node:
                 fed_value = _FED_TYPES.get(field_value, field_value)
             attributes.append({"name": key, _FED[key]: fed_value})
         else:
-            attributes.append(
-                {"name": key, "string_val": field_value if isinstance(field_value, str) else repr(field_value)}
-            )
+            text = field_value if isinstance(field_value, str) else repr(field_value)
+            attributes.append({"name": key, "string_val": text})
     return from_object({**node, "attr": attributes}, Node, where)

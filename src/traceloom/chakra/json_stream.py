@@ -9,13 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
 from traceloom.chakra.json_messages import from_feeder, from_object, to_object
-from traceloom.chakra.packed import Pieces, Step, open_file
+from traceloom.chakra.packed import Step, UnpackedFile, open_file
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
@@ -81,17 +82,16 @@ class JsonReader:
         )
 
     def _open(self) -> tuple[Iterator[Node], GlobalMetadata]:
-        """What kind of JSON it is, by its first object."""
-        text = self._text
+        """The nodes and the metadata; what kind of JSON it is, its first object says."""
+        text, where = self._text, f"{self.path}, metadata"
         first = text.peek()
         if not first:
             raise self._refused("the file is empty", "empty-file")
-        if first == "[":
-            text.take()
-            return (self._node(value, n) for n, value in enumerate(text.items("]"))), GlobalMetadata()
-        if first != "{":
+        if first not in "[{":
             raise self._refused("this is neither JSON nor a Chakra trace", "not-chakra")
         text.take()
+        if first == "[":
+            return self._nodes(text.items("]")), GlobalMetadata()
         members: dict[str, Any] = {}
         try:
             while (key := text.key()) is not None:
@@ -99,9 +99,18 @@ class JsonReader:
                     text.take()
                     return self._listed(key, members)
                 members[key] = text.value()
-            return self._sequence(members)
         except _CutError as error:
             raise self._refused(str(error), "chakra-cut") from error
+        # Objects one after the other; the first is the metadata, unless it is a node.
+        if members.keys() & {"id", "name", "type", "dataDeps", "data_deps"}:
+            message = "the file begins with a node, not with metadata"
+            self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
+            return self._nodes(chain([members], text.values())), GlobalMetadata()
+        if "metadata" in members:
+            return iter(()), from_object(members["metadata"], GlobalMetadata, where)
+        if members and not members.keys() <= {"version", "attr", "unknown_fields", "unknownFields"}:
+            raise self._no_chakra(members)
+        return self._nodes(text.values()), from_object(members, GlobalMetadata, where)
 
     def _listed(self, key: str, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
         """One object that holds the nodes in a list; what stands behind the list is read when it is reached."""
@@ -111,7 +120,7 @@ class JsonReader:
             metadata.attr.add(name="schema", string_val="feeder JSON")
             for name, value in members.items():
                 metadata.attr.add(name=name, string_val=value if isinstance(value, str) else json.dumps(value))
-            return (from_feeder(value, self._where(n)) for n, value in enumerate(values)), metadata
+            return (from_feeder(value, f"{self.path}, node {n}") for n, value in enumerate(values)), metadata
         held = members.pop("metadata", None)
         if "schema" in members:  # the host trace of PyTorch
             raise self._no_chakra(members)
@@ -122,39 +131,14 @@ class JsonReader:
                 Notice("chakra-no-metadata", "warning", "no metadata stands before the nodes", where=str(self.path))
             )
         metadata = from_object(held or {}, GlobalMetadata, f"{self.path}, metadata")
-        return self._to_the_end(values), metadata
+        return self._nodes(values, inside=True), metadata
 
-    def _to_the_end(self, values: Iterator[Any]) -> Iterator[Node]:
+    def _nodes(self, values: Iterable[Any], *, inside: bool = False) -> Iterator[Node]:
+        """The nodes of values; with `inside` nothing may follow in the object that holds their list."""
         for number, value in enumerate(values):
-            yield self._node(value, number)
-        if (key := self._text.key()) is not None:
+            yield from_object(value, Node, f"{self.path}, node {number}")
+        if inside and (key := self._text.key()) is not None:
             raise self._refused(f"`{key}` behind the nodes is not known; metadata stands before them", "chakra-json")
-
-    def _sequence(self, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
-        """Objects one after the other; the first is the metadata, unless it is a node."""
-        if members.keys() & {"id", "name", "type", "dataDeps", "data_deps"}:
-            message = "the file begins with a node, not with metadata"
-            self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
-            return self._following([members]), GlobalMetadata()
-        if "metadata" in members:
-            return iter(()), from_object(members["metadata"], GlobalMetadata, f"{self.path}, metadata")
-        if members and not members.keys() <= {"version", "attr", "unknown_fields", "unknownFields"}:
-            raise self._no_chakra(members)
-        return self._following([]), from_object(members, GlobalMetadata, f"{self.path}, metadata")
-
-    def _following(self, first: list[Any]) -> Iterator[Node]:
-        number = -1
-        for number, value in enumerate(first):
-            yield self._node(value, number)
-        while self._text.peek():
-            number += 1
-            yield self._node(self._text.value(), number)
-
-    def _node(self, value: Any, number: int) -> Node:
-        return from_object(value, Node, self._where(number))
-
-    def _where(self, number: int) -> str:
-        return f"{self.path}, node {number}"
 
 
 class _CutError(Exception):
@@ -165,7 +149,7 @@ class _Text:
     """JSON text, value by value; holds the value at hand and a piece of what follows."""
 
     def __init__(self, handle: BinaryIO, where: str, step: Step | None) -> None:
-        self._pieces = Pieces(handle, step)
+        self._pieces = UnpackedFile(handle, step)
         self._source = iter(self._pieces)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="strict")
         self._scan = json.JSONDecoder().raw_decode
@@ -206,9 +190,17 @@ class _Text:
                 raise self._wrong("a value is nested too deeply") from error
             except ValueError as error:
                 offset = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
-                if not self._more():
-                    raise self._broken(error, offset) from error
-                continue
+                if self._more():
+                    continue
+                # At the end of the text: cut, or no JSON (`offset` into the value).
+                rest = self._text[self._at + offset :].rstrip()
+                in_text = isinstance(error, json.JSONDecodeError) and (
+                    error.msg.startswith("Unterminated string")
+                    or (error.msg.startswith("Invalid") and len(rest) < _ESCAPE)
+                )
+                # An empty rest begins each of the words.
+                unfinished = in_text or any(word.startswith(rest) for word in _WORDS)
+                raise (self._cut() if unfinished else self._wrong(f"the text is no JSON: {error}")) from error
             # A number at the end of the piece may go on in the next one.
             if end == len(self._text) and self._text[end - 1] not in '}]"' and self._more():
                 continue
@@ -248,6 +240,11 @@ class _Text:
             else:
                 yield self.value()
 
+    def values(self) -> Iterator[Any]:
+        """The values up to the end of the text."""
+        while self.peek():
+            yield self.value()
+
     def _more(self) -> bool:
         """Another piece of text behind what is held; False at the end."""
         if self._done:
@@ -265,15 +262,6 @@ class _Text:
 
     def _cut(self) -> _CutError:
         return _CutError(self._pieces.fault or "the JSON text ends inside a value")
-
-    def _broken(self, error: ValueError, offset: int) -> Exception:
-        """The error at the end of the text where no value could be read: cut, or no JSON (`offset` into the value)."""
-        rest = self._text[self._at + offset :].rstrip()
-        in_text = isinstance(error, json.JSONDecodeError) and (
-            error.msg.startswith("Unterminated string") or (error.msg.startswith("Invalid") and len(rest) < _ESCAPE)
-        )
-        unfinished = in_text or any(word.startswith(rest) for word in _WORDS)  # an empty rest begins each of them
-        return self._cut() if unfinished else self._wrong(f"the text is no JSON: {error}")
 
     def _wrong(self, message: str) -> InputError:
         return InputError(message, slug="chakra-json", where=self._where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.chakra.columns import Decoder, Lists, NodeColumns
+from traceloom.chakra.columns import Decoder, NodeColumns
 from traceloom.chakra.framing import Block
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
 from traceloom.chakra.stream import EtReader
@@ -37,12 +37,11 @@ SEQUENCE = "comm_seq"  # number of a collective in its group, as recorded; ours,
 ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
 NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
 KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
-_NO_VALUE = "no value"
 _NUMBER = {name: number for number, name in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Dependencies:
+class NodeDependencies:
     """The dependencies of all nodes of one kind, in the order of the nodes.
 
     Attributes:
@@ -52,6 +51,9 @@ class Dependencies:
 
     row: Ints
     id: NDArray[np.uint64]
+
+
+_Part = tuple[pl.DataFrame, pl.DataFrame, NodeDependencies, NodeDependencies, NodeDependencies]
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class NodeTable:
     path: str
     nodes: pl.DataFrame
     odd: pl.DataFrame
-    data: Dependencies
-    control: Dependencies
-    added: Dependencies
+    data: NodeDependencies
+    control: NodeDependencies
+    added: NodeDependencies
     metadata: GlobalMetadata
     notices: tuple[Notice, ...] = ()
 
@@ -91,19 +93,36 @@ def read_table(path: str | Path) -> NodeTable:
         InputError: Not even its beginning is a Chakra trace, or it cannot be read.
     """
     with EtReader(path) as reader:
+        decoder = Decoder([*EXPECTED, SEQUENCE, ADDED], str(path))
+        parts: list[_Part] = []
+        row = 0
         damage: list[Notice] = []
-        parts = list(_columns(reader, Decoder([*EXPECTED, SEQUENCE, ADDED], str(path)), damage))
-        first = np.cumsum([0, *(len(part.nodes) for part in parts)]).tolist()
-        data, control, added = (_joined([part.dependencies[kind] for part in parts], first) for kind in range(3))
+        blocks, block = reader.blocks(), None
+        try:
+            while (block := next(blocks, None)) is not None:
+                parts.append(_part(next(decoder.columns([block])), row))
+                row += parts[-1][0].height
+        except InputError as error:
+            count = 0
+            with suppress(InputError):  # where the damage is; the nodes before it are read
+                for _ in reader.decoded(block) if block is not None else ():
+                    count += 1
+            if block is not None and count:
+                whole = Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
+                parts.append(_part(next(decoder.columns([whole])), row))
+            message = f"{error.message}; what comes before it is read, what comes after it is not"
+            damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
+        data, control, added = (
+            NodeDependencies(
+                np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in of_kind)]),
+                np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in of_kind)]),
+            )
+            for of_kind in ([part[kind] for part in parts] for kind in (2, 3, 4))
+        )
         return NodeTable(
             str(path),
-            pl.concat([_NO_NODES, *(part.nodes for part in parts)], rechunk=True),
-            pl.concat(
-                [
-                    _NOTHING_ODD,
-                    *(p.odd.with_columns(pl.col("row") + at) for p, at in zip(parts, first, strict=False)),
-                ]
-            ),
+            pl.concat([_NO_NODES, *(part[0] for part in parts)], rechunk=True),
+            pl.concat([_NOTHING_ODD, *(part[1] for part in parts)]),
             data,
             control,
             added,
@@ -112,41 +131,8 @@ def read_table(path: str | Path) -> NodeTable:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A block of the file; rows count from its beginning."""
-
-    nodes: pl.DataFrame
-    odd: pl.DataFrame
-    dependencies: tuple[Dependencies, Dependencies, Dependencies]  # data, control, added
-
-
-def _columns(reader: EtReader, decoder: Decoder, damage: list[Notice]) -> Iterator[_Part]:
-    """The blocks of a file up to its end or its damage, which is noted."""
-    blocks, block = reader.blocks(), None
-    try:
-        while (block := next(blocks, None)) is not None:
-            yield _part(next(decoder.columns([block])))
-    except InputError as error:
-        whole = _before_damage(reader, block) if block is not None else None
-        if whole is not None and whole.starts:
-            yield _part(next(decoder.columns([whole])))
-        message = f"{error.message}; what comes before it is read, what comes after it is not"
-        damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
-
-
-def _before_damage(reader: EtReader, block: Block) -> Block:
-    """The nodes of a damaged block before the first that is none."""
-    count = 0
-    try:
-        for _ in reader.decoded(block):
-            count += 1
-    except InputError:
-        pass  # this is where the damage is
-    return Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
-
-
-def _part(columns: NodeColumns) -> _Part:
+def _part(columns: NodeColumns, first: int) -> _Part:
+    """The nodes of a block whose first one has the row `first`: nodes, odd attributes, dependencies."""
     nodes = pl.DataFrame(
         {
             "id": columns.id.view(np.uint64),
@@ -159,29 +145,20 @@ def _part(columns: NodeColumns) -> _Part:
         },
         schema_overrides={"name": pl.String},
     ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
-    odd = [_odd(name, held.row, held.member) for name, held in columns.attributes.items() if name in EXPECTED]
-    added = columns.lists(ADDED, "uint64_list")
-    return _Part(nodes, pl.concat([_NOTHING_ODD, *odd]), (_pairs(columns.data), _pairs(columns.control), _pairs(added)))
-
-
-def _odd(name: str, row: Ints, member: Ints) -> pl.DataFrame:
-    """Where an attribute is not of the expected kind, or stands a second time."""
-    again = np.zeros(len(row), np.bool_)
-    again[1:] = row[1:] == row[:-1]
-    odd = np.flatnonzero((member != _NUMBER[EXPECTED[name]]) | again)
-    kinds = [KINDS.get(number, _NO_VALUE) for number in member[odd].tolist()]
-    frame = pl.DataFrame({"row": row[odd], "attribute": [name] * len(odd), "kind": kinds, "again": again[odd]})
-    return frame.cast(_NOTHING_ODD.schema)
-
-
-def _pairs(lists: Lists) -> Dependencies:
-    return Dependencies(np.repeat(lists.row, lists.count), lists.values.view(np.uint64))
-
-
-def _joined(parts: Sequence[Dependencies], first: Sequence[int]) -> Dependencies:
-    rows = [part.row + at for part, at in zip(parts, first, strict=False)]
-    ids = [part.id for part in parts]
-    return Dependencies(np.concatenate([np.zeros(0, np.int64), *rows]), np.concatenate([np.zeros(0, np.uint64), *ids]))
+    odd = [_NOTHING_ODD]
+    for name, held in columns.attributes.items():
+        if name in EXPECTED:  # where it is not of the expected kind, or stands a second time
+            again = np.zeros(len(held.row), np.bool_)
+            again[1:] = held.row[1:] == held.row[:-1]
+            at = np.flatnonzero((held.member != _NUMBER[EXPECTED[name]]) | again)
+            kinds = [KINDS.get(number, "no value") for number in held.member[at].tolist()]
+            rows = {"row": held.row[at] + first, "attribute": [name] * len(at), "kind": kinds, "again": again[at]}
+            odd.append(pl.DataFrame(rows).cast(_NOTHING_ODD.schema))
+    data, control, added = (
+        NodeDependencies(np.repeat(lists.row, lists.count) + first, lists.values.view(np.uint64))
+        for lists in (columns.data, columns.control, columns.lists(ADDED, "uint64_list"))
+    )
+    return nodes, pl.concat(odd), data, control, added
 
 
 _NO_NODES = pl.DataFrame(

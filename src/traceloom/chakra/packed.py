@@ -25,7 +25,7 @@ _FAULT: Any = IsalError  # its type stubs call it a value
 Step = Callable[[int], None]
 
 
-class Pieces:
+class UnpackedFile:
     """Iterates the unpacked bytes of a file.
 
     Attributes:
@@ -41,7 +41,17 @@ class Pieces:
         self.fault = ""
 
     def __iter__(self) -> Iterator[bytes]:
-        return self._unpacked() if self.packed else self._plain()
+        if self.packed:
+            yield from self._unpacked()
+            return
+        waiting: list[bytes] = []
+        for piece in self._read():
+            waiting.append(piece)
+            if len(waiting) * _READ >= PIECE:
+                yield b"".join(waiting)
+                waiting = []
+        if waiting:
+            yield b"".join(waiting)
 
     def _read(self) -> Iterator[bytes]:
         piece, total = self._head, 0
@@ -51,16 +61,6 @@ class Pieces:
             if self._step:
                 self._step(total)
             piece = self._handle.read(_READ)
-
-    def _plain(self) -> Iterator[bytes]:
-        waiting: list[bytes] = []
-        for piece in self._read():
-            waiting.append(piece)
-            if len(waiting) * _READ >= PIECE:
-                yield b"".join(waiting)
-                waiting = []
-        if waiting:
-            yield b"".join(waiting)
 
     def _unpacked(self) -> Iterator[bytes]:
         inflate = isal_zlib.decompressobj(31)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -79,27 +79,25 @@ class PlainNodes:
     def windows(self) -> Iterator[bytes]:
         """Messages with their lengths, some ten thousand at a time."""
         for at in range(0, self.nodes.height, WINDOW):
-            yield self._window(self.nodes.slice(at, WINDOW), at)
-
-    def _window(self, nodes: pl.DataFrame, at: int) -> bytes:
-        everywhere = np.ones(nodes.height, np.bool_)
-        on_host = nodes["is_cpu_op"].fill_null(value=False).cast(pl.Int64).to_numpy()
-        counts, ids = _of(self.dependencies, at, nodes.height)
-        fields = [
-            wire.number_field(b"\x08", nodes["id"].to_numpy()),
-            wire.delimited(b"\x12", wire.texts(nodes["name"])),
-            wire.number_field(b"\x18", nodes["type"].to_numpy()),
-            wire.packed_field(b"\x2a", counts, ids),
-            wire.number_field(b"\x38", nodes["duration_us"].to_numpy()),
-            *wire.number_attribute("is_cpu_op", "bool_val", on_host, everywhere),
-        ]
-        for name, member in _MEMBERS.items():
-            present = nodes[name].is_not_null().to_numpy()
-            fields += wire.number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
-        fields += wire.text_attribute("pg_name", nodes["pg_name"])
-        counts, ids = _of(self.added, at, nodes.height)
-        fields += wire.number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)
-        return wire.framed(fields)
+            nodes = self.nodes.slice(at, WINDOW)
+            everywhere = np.ones(nodes.height, np.bool_)
+            on_host = nodes["is_cpu_op"].fill_null(value=False).cast(pl.Int64).to_numpy()
+            counts, ids = _of(self.dependencies, at, nodes.height)
+            fields = [
+                wire.number_field(b"\x08", nodes["id"].to_numpy()),
+                wire.delimited(b"\x12", wire.texts(nodes["name"])),
+                wire.number_field(b"\x18", nodes["type"].to_numpy()),
+                wire.packed_field(b"\x2a", counts, ids),
+                wire.number_field(b"\x38", nodes["duration_us"].to_numpy()),
+                *wire.number_attribute("is_cpu_op", "bool_val", on_host, everywhere),
+            ]
+            for name, member in _MEMBERS.items():
+                present = nodes[name].is_not_null().to_numpy()
+                fields += wire.number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
+            fields += wire.text_attribute("pg_name", nodes["pg_name"])
+            counts, ids = _of(self.added, at, nodes.height)
+            fields += wire.number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)
+            yield wire.framed(fields)
 
 
 def _of(pairs: Pairs, at: int, count: int) -> tuple[Ints, Ints]:
@@ -135,18 +133,14 @@ def write_plain(
 
     def produce(folder: Path) -> None:
         for rank, (metadata, nodes) in enumerate(ranks):
-            write_with(folder / f"workload.{rank}.et", lambda w, m=metadata, n=nodes: _fill(w, m, n))  # type: ignore[misc]
-        text = group_text({name: list(members) for name, members in groups.items()})
 
-        def fill(handle: BinaryIO) -> None:
-            handle.write(text.encode())
+            def fill(writer: EtWriter, metadata: GlobalMetadata = metadata, nodes: PlainNodes = nodes) -> None:
+                writer.message(metadata)
+                for window in nodes.windows():
+                    writer.framed(window)
 
-        files.write(folder / GROUP_FILES[0], fill, force=False)
+            write_with(folder / f"workload.{rank}.et", fill)
+        text = group_text(groups).encode()
+        files.write(folder / GROUP_FILES[0], lambda handle: handle.write(text), force=False)
 
     return files.write_directory(directory, produce, ("workload.*.et", "workload.*.et.gz", GROUP_FILES[0]), force=force)
-
-
-def _fill(writer: EtWriter, metadata: GlobalMetadata, nodes: PlainNodes) -> None:
-    writer.message(metadata)
-    for window in nodes.windows():
-        writer.framed(window)

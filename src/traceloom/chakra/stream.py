@@ -6,6 +6,7 @@ Neither reading nor writing holds more than a window of the file, however large 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from traceloom import files
 from traceloom.chakra.framing import Block, Cut, blocks, length_prefix
-from traceloom.chakra.packed import Pieces, Step, open_file, packing
+from traceloom.chakra.packed import Step, UnpackedFile, open_file, packing
 from traceloom.chakra.schema import GlobalMetadata, Node
 from traceloom.errors import InputError
 from traceloom.model.notice import Notice
@@ -65,7 +66,7 @@ class EtReader:
         self._cut = Cut()
         self._handle = open_file(self.path)
         try:
-            self._pieces = Pieces(self._handle, step)
+            self._pieces = UnpackedFile(self._handle, step)
             self._blocks = self._placed(blocks(self._pieces, self._cut))
             self.metadata, self._rest = self._head()
         except BaseException:
@@ -141,16 +142,12 @@ class EtReader:
             raise self._refusal(None)
         first = block.data[block.starts[0] : block.stops[0]]
         rest = Block(block.data, block.starts[1:], block.stops[1:], block.at, 1)
-        if first.startswith(_FIRST_FIELD_VARINT) and _parses(Node, first):
-            self.notices.append(
-                Notice(
-                    "chakra-no-metadata",
-                    "warning",
-                    "the file begins with a node, not with metadata",
-                    where=str(self.path),
-                )
-            )
-            return GlobalMetadata(), Block(block.data, block.starts, block.stops, block.at, 0)
+        if first.startswith(_FIRST_FIELD_VARINT):
+            with suppress(DecodeError):
+                Node.FromString(first)
+                message = "the file begins with a node, not with metadata"
+                self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
+                return GlobalMetadata(), Block(block.data, block.starts, block.stops, block.at, 0)
         try:
             metadata = GlobalMetadata.FromString(first)
         except DecodeError as error:
@@ -162,7 +159,7 @@ class EtReader:
     def _refusal(self, error: InputError | None) -> InputError:
         """Why nothing of the file can be read."""
         self._handle.seek(0)
-        head = next(iter(Pieces(self._handle)), b"")
+        head = next(iter(UnpackedFile(self._handle)), b"")
         text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
         kind = next((kind for magic, kind in _OTHER_KINDS.items() if text.startswith(magic)), "")
         where = str(self.path)
@@ -180,14 +177,6 @@ class EtReader:
         return InputError(f"this is not a Chakra trace{detail}", slug="not-chakra", where=where)
 
 
-def _parses(kind: type[Node], message: bytes) -> bool:
-    try:
-        kind.FromString(message)
-    except DecodeError:
-        return False
-    return True
-
-
 class EtWriter:
     """Writes messages to an open file, each after its length."""
 
@@ -198,6 +187,12 @@ class EtWriter:
         """Write one message; the first must be the metadata."""
         data = message.SerializeToString()
         self._write(length_prefix(len(data)) + data)
+
+    def messages(self, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
+        """Write the messages of a file."""
+        self.message(metadata)
+        for node in nodes:
+            self.message(node)
 
     def framed(self, data: bytes | memoryview) -> None:
         """Write messages that already have their lengths."""
@@ -222,13 +217,7 @@ def write(
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
-
-    def produce(writer: EtWriter) -> None:
-        writer.message(metadata)
-        for node in nodes:
-            writer.message(node)
-
-    return write_with(path, produce, force=force, gzip=gzip)
+    return write_with(path, lambda writer: writer.messages(metadata, nodes), force=force, gzip=gzip)
 
 
 def write_with(

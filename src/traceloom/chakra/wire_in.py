@@ -100,7 +100,9 @@ def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     first = np.cumsum(counts) - counts
     # The n-th step holds the n-th field of its messages; what was left is in order already.
     positions = [first[step.row] + number for number, step in enumerate(steps)]
-    positions.append(first[last.row] + len(steps) + _number_within(last.row))
+    within = np.arange(len(last.row))  # 0, 1, 2, ... in each run of equal rows
+    within[1:] -= np.maximum.accumulate(np.where(last.row[1:] != last.row[:-1], within[1:], 0))
+    positions.append(first[last.row] + len(steps) + within)
     position = np.concatenate(positions)
     columns = []
     for name in ("row", "number", "kind", "value", "begin"):
@@ -108,13 +110,6 @@ def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
         column[position] = np.concatenate([getattr(step, name) for step in (*steps, last)])
         columns.append(column)
     return Fields(*columns)
-
-
-def _number_within(rows: Ints) -> Ints:
-    """0, 1, 2, ... within each run of equal rows."""
-    number = np.arange(len(rows))
-    begins: Any = np.concatenate([[True], rows[1:] != rows[:-1]]) if len(rows) else np.zeros(0, np.bool_)
-    return number - np.maximum.accumulate(np.where(begins, number, 0)) if len(rows) else number
 
 
 def _step(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> tuple[Fields, Ints]:
@@ -223,7 +218,7 @@ def unzigzag(values: Ints) -> Ints:
     return (bits >> np.uint64(1)).view(np.int64) ^ -(values & 1)
 
 
-class Names:
+class NameFinder:
     """Finds which of some known names (of at most 24 bytes) stands at a place.
 
     Args:

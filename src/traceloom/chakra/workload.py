@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from traceloom.chakra.group_file import GROUP_FILES, Groups, read_groups
+from traceloom.chakra.group_file import GROUP_FILES, GroupFile, read_groups
 from traceloom.chakra.node_table import NodeTable, read_table
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
@@ -17,7 +17,7 @@ _ENDINGS = (".et", ".et.gz")
 
 
 @dataclass(frozen=True)
-class Place:
+class FileSet:
     """Where a set lies: its files by rank, None for a file without a number in its name.
 
     Attributes:
@@ -37,13 +37,13 @@ class Place:
 class Workload:
     """A set that was read."""
 
-    place: Place
+    place: FileSet
     ranks: tuple[int | None, ...]
     tables: tuple[NodeTable, ...]
-    groups: Groups
+    groups: GroupFile
 
 
-def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Place]:
+def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[FileSet]:
     """The sets that files and directories belong to, in the order of their names.
 
     Args:
@@ -70,7 +70,7 @@ def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Pla
                 files_of_set[key].append(entry)
             from_directory[key] = from_directory.get(key, False) or path.is_dir()
     return [
-        Place(
+        FileSet(
             str(home / prefix),
             tuple(sorted(files, key=lambda f: (-1 if f[0] is None else f[0], f[1]))),
             from_directory[home, prefix] or len(files) > 1,
@@ -80,7 +80,7 @@ def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Pla
     ]
 
 
-def read_workload(location: Place, step: Callable[[Path], None] | None = None) -> Workload:
+def read_workload(location: FileSet, step: Callable[[Path], None] | None = None) -> Workload:
     """Read all files of a set into columns.
 
     Args:
@@ -99,4 +99,4 @@ def read_workload(location: Place, step: Callable[[Path], None] | None = None) -
     ranks = tuple(rank for rank, _ in location.files)
     if location.groups:
         note_input(location.groups)
-    return Workload(location, ranks, tuple(tables), read_groups(location.groups) if location.groups else Groups())
+    return Workload(location, ranks, tuple(tables), read_groups(location.groups) if location.groups else GroupFile())

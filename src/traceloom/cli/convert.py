@@ -14,7 +14,7 @@ from traceloom.cli.progress import Progress
 from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from traceloom.chakra.conversion import Source
+    from traceloom.chakra.conversion import ConversionInput
     from traceloom.model import Notice
 
 _FORMATS = {
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.output)
     with (
         Progress(shown=not args.quiet) as progress,
-        conversion.Source(args.input, args.strict, progress.say) as source,
+        conversion.ConversionInput(args.input, args.strict, progress.say) as source,
     ):
         files, nodes, notices, following = _converted(source, target, form, args)
     size = sum(file.stat().st_size for file in files)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _converted(
-    source: Source, target: Path, form: str, args: argparse.Namespace
+    source: ConversionInput, target: Path, form: str, args: argparse.Namespace
 ) -> tuple[list[Path], int, list[Notice], str]:
     """What was written: the files, how many nodes, the notices, and the next useful step."""
     if args.target == "astra-sim":

@@ -14,7 +14,7 @@ from traceloom.errors import CheckError
 from traceloom.harmless import harmless
 
 if TYPE_CHECKING:
-    from traceloom.chakra.validation import Problem, Verdict
+    from traceloom.chakra.validation import Problem, ValidationResult
 
 _TARGETS = ("chakra", "astra-sim")
 _SIGN = {"error": "✖", "warning": "▲"}
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(verdict: Verdict, *, quiet: bool) -> Iterator[str]:
+def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     # What breaks one rule, equally badly, in all files is said once.
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in verdict.problems:
@@ -110,7 +110,7 @@ def _problem(alike: list[Problem]) -> Iterator[str]:
     yield f"    → {first.remedy}"
 
 
-def _summary(verdict: Verdict) -> str:
+def _summary(verdict: ValidationResult) -> str:
     if not verdict.problems:
         return "nothing is wrong"
     wrong, checked = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}

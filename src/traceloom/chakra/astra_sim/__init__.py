@@ -3,7 +3,7 @@
 ASTRA-sim honours dependencies between ends and starts only, runs one CPU operation, one GPU operation and one
 communication of a rank at a time, and starts what is ready in the order of ids. So:
 - host nodes run together to units (see `units`), and with `gpu_only` their order is folded into dependencies;
-- what is left out passes on what it waited for (see `awaiting`): nothing dangles, and no order is lost;
+- what is left out passes on what it waited for (see `order`): nothing dangles, and no order is lost;
 - communication that it does not have becomes something that it has (see `communication`);
 - communication gets one order over all ranks, where nothing orders it: ranks in different orders hang silently.
 """

@@ -32,7 +32,7 @@ ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = "alone", "unknown-kind", "unkn
 
 
 @dataclass(frozen=True)
-class Communication:
+class WrittenCommunication:
     """What is written for each communication node.
 
     Attributes:
@@ -49,7 +49,7 @@ class Communication:
     groups: dict[str, list[int]]
 
 
-def communication_of(graph: Graph, numbers: dict[int, int]) -> Communication:
+def communication_of(graph: Graph, numbers: dict[int, int]) -> WrittenCommunication:
     """Map the communication of a graph.
 
     Args:
@@ -90,9 +90,16 @@ def communication_of(graph: Graph, numbers: dict[int, int]) -> Communication:
         pl.when(fine).then("members").otherwise(pl.col("number").cast(pl.String)).alias("members"),
         pl.when(fine).then("parts").otherwise(1).alias("parts"),
     )
-    groups = _groups(rows.filter(~(pair & fine)), len(numbers))
+    # Members, as text -> a number, in the order of their first operation; all ranks need none.
+    lone = pl.col("why").is_not_null() & (len(numbers) > 1)
+    sets = (
+        rows.filter(~(pair & fine) & ((pl.col("parts") < len(numbers)) | lone))
+        .sort("met_ns", "node")["members"]
+        .unique(maintain_order=True)
+    )
+    groups = {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
     members = {name: [int(member) for member in member_text.split(",")] for member_text, name in groups.items()}
-    return Communication(_written(rows, groups), by_order, members)
+    return WrittenCommunication(_written(rows, groups), by_order, members)
 
 
 def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
@@ -117,12 +124,18 @@ def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     )
     number = {"old": list(numbers), "new": list(numbers.values())}
     renamed = pl.DataFrame(number, schema={"old": pl.Int64, "new": pl.Int64})
+    # Bytes with ASTRA-sim's meaning: what a rank puts in, of all_gather its own part.
+    kind, out, ranks = pl.col("kind"), pl.col("out_bytes"), pl.col("group_size").cast(pl.Int64)
+    scaled = pl.when(kind == "all_gather").then(out // ranks).when(kind == "reduce_scatter").then(out * ranks)
+    from_out = scaled.otherwise(out)
+    put_in = pl.when(pl.col("node_kind") == gs.RECEIVE).then(None).otherwise("in_bytes")
+    size = pl.coalesce(pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes")
     begun = pl.max_horizontal("start_ns", pl.min_horizontal(pl.col("met"), "end_ns"))
     return (
         rows.with_columns(pl.col("peer").cast(pl.Int64))
         .join(renamed.rename({"old": "rank", "new": "number"}), on="rank", how="left", maintain_order="left")
         .join(renamed.rename({"old": "peer", "new": "peer_number"}), on="peer", how="left", maintain_order="left")
-        .with_columns(begun.alias("met_ns"), (pl.col("end_ns") - begun).alias("transfer_ns"), _size().alias("size"))
+        .with_columns(begun.alias("met_ns"), (pl.col("end_ns") - begun).alias("transfer_ns"), size.alias("size"))
     )
 
 
@@ -155,31 +168,6 @@ def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
         pl.coalesce("instance", "order").alias("instance"), pl.coalesce("last", "met_ns").alias("met_ns")
     )
     return numbered.drop("order", "last"), turn["order"].n_unique()
-
-
-def _size() -> pl.Expr:
-    """Bytes with ASTRA-sim's meaning: what a rank puts in, of all_gather its own part."""
-    into, out = pl.col("in_bytes"), pl.col("out_bytes")
-    size = pl.col("group_size").cast(pl.Int64)
-    from_out = (
-        pl.when(pl.col("kind") == "all_gather")
-        .then(out // size)
-        .when(pl.col("kind") == "reduce_scatter")
-        .then(out * size)
-        .otherwise(out)
-    )
-    put_in = pl.when(pl.col("node_kind") == gs.RECEIVE).then(None).otherwise(into)
-    return pl.coalesce(pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes")
-
-
-def _groups(rows: pl.DataFrame, ranks: int) -> dict[str, str]:
-    """Members, as text -> a number, in the order of their first operation; all ranks need none."""
-    sets = (
-        rows.filter((pl.col("parts") < ranks) | (pl.col("why").is_not_null() & (ranks > 1)))
-        .sort("met_ns", "node")["members"]
-        .unique(maintain_order=True)
-    )
-    return {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
 
 
 def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.chakra.astra_sim.awaiting import awaited
 from traceloom.chakra.astra_sim.communication import communication_of
-from traceloom.chakra.astra_sim.job_order import last_before, order_of_job
-from traceloom.chakra.astra_sim.said import Changes, say
+from traceloom.chakra.astra_sim.order import awaited, last_before, order_of_job
+from traceloom.chakra.astra_sim.said import Changes, notices_of
 from traceloom.chakra.astra_sim.units import Units, units_of
 from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes
 from traceloom.chakra.schema import NodeType
@@ -41,7 +39,15 @@ def lay_out(
     """The nodes of every rank's file, the groups, and what was changed."""
     units = units_of(graph)
     communication = communication_of(graph, {rank: number for number, rank in enumerate(ranks)})
-    frame = _timed(units.frame.join(communication.rows, on="node", how="left", maintain_order="left", suffix="_of"))
+    frame = units.frame.join(communication.rows, on="node", how="left", maintain_order="left", suffix="_of")
+    # Whole microseconds: what a chain of nodes loses in one, the next one gets.
+    total = pl.col("work_ns").cum_sum().over("lane")
+    chain = total // _US - (total - pl.col("work_ns")) // _US
+    transfers = pl.col("transfer_ns").is_not_null() & ~pl.col("on_host")
+    frame = frame.with_columns(
+        pl.when(transfers).then((pl.col("transfer_ns") + _US // 2) // _US).otherwise(chain).alias("duration_us"),
+        pl.col("type").fill_null(int(NodeType.COMP_NODE)),
+    )
     leading = _leads_to_work(units, frame)
     works = ~frame["on_host"].to_numpy()
     kept = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
@@ -53,26 +59,26 @@ def lay_out(
     delays = nodes.frame[frame.height :]
     if not gpu_only:
         nodes, kept = _with_starts(nodes, kept, begin)
-    nodes, loose = _in_one_order(nodes)
+    # The communication of every rank in one order, so that all ranks agree; what waits in a circle fits none.
+    position = order_of_job(nodes.frame, nodes.pairs)
+    in_turn = nodes.frame["type"].is_in(_IN_TURN)
+    turn = nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
+    loose = turn.filter(pl.col("place") < 0).height
+    rows = (
+        turn.filter(pl.col("place") >= 0)
+        .sort("rank", "place", "row")
+        .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
+        .drop_nulls()
+        .to_numpy()
+    )
+    last = last_before(position, in_turn.to_numpy(), nodes.pairs)
+    added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
+    nodes = _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]))
     files = [_file(nodes, kept, rank) for rank in ranks]
     changes = Changes(
         graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
     )
-    return files, communication.groups, say(changes, ranks, len(nodes.added), gpu_only=gpu_only)
-
-
-def _timed(frame: pl.DataFrame) -> pl.DataFrame:
-    """With whole microseconds: what a chain of nodes loses in one, the next one gets."""
-    total = pl.col("work_ns").cum_sum().over("lane")
-    chain = total // _US - (total - pl.col("work_ns")) // _US
-    recorded = (pl.col("transfer_ns") + _US // 2) // _US
-    return frame.with_columns(
-        pl.when(pl.col("transfer_ns").is_not_null() & ~pl.col("on_host"))
-        .then(recorded)
-        .otherwise(chain)
-        .alias("duration_us"),
-        pl.col("type").fill_null(int(NodeType.COMP_NODE)),
-    )
+    return files, communication.groups, list(notices_of(changes, ranks, len(nodes.added), gpu_only=gpu_only))
 
 
 def _leads_to_work(units: Units, frame: pl.DataFrame) -> Flags:
@@ -175,52 +181,17 @@ def _with_delays(nodes: _Nodes, kept: Flags, begin: int, unexplained: pl.DataFra
     delay_of[rows] = new
     target, source = nodes.pairs[:, 0], nodes.pairs[:, 1]
     moved = np.stack([np.where(delay_of[target] >= 0, delay_of[target], target), source], axis=1)
-    last = _last_ended(work).filter(pl.col("gap_us") > 0)["last"]
+    # The row of the work that ended last, of all that started before on the same rank.
+    record = pl.when(pl.col("end_ns") > pl.col("free").fill_null(-(2**62))).then("row").forward_fill().over("rank")
+    work = work.with_columns(record.alias("record")).with_columns(pl.col("record").shift(1).over("rank").alias("last"))
+    last = work.filter(pl.col("gap_us") > 0)["last"]
     added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
-    added = _new_pairs(added[added[:, 1] >= 0], moved)
+    added = added[added[:, 1] >= 0]
+    if len(added):  # only pairs that are not there already
+        width = 1 + max(int(added.max()), int(moved.max(initial=0)))
+        added = added[~np.isin(added[:, 0] * width + added[:, 1], moved[:, 0] * width + moved[:, 1])]
     pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
     return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
-
-
-def _last_ended(work: pl.DataFrame) -> pl.DataFrame:
-    """With the row of the work that ended last, of all that started before on the same rank."""
-    ends_new_record = pl.col("end_ns") > pl.col("free").fill_null(-(2**62))
-    record = pl.when(ends_new_record).then("row").forward_fill().over("rank")
-    return work.with_columns(record.alias("record")).with_columns(pl.col("record").shift(1).over("rank").alias("last"))
-
-
-def _in_one_order(nodes: _Nodes) -> tuple[_Nodes, int]:
-    """Orders the communication of every rank so that all ranks agree.
-
-    Also returns how much of it fits no such order, because ranks wait for each other in a circle.
-    """
-    position = order_of_job(nodes.frame, nodes.pairs)
-    turn = (
-        nodes.frame.with_columns(pl.Series("place", position))
-        .with_row_index("row")
-        .filter(pl.col("type").is_in(_IN_TURN))
-    )
-    lost = turn.filter(pl.col("place") < 0).height
-    chain = (
-        turn.filter(pl.col("place") >= 0)
-        .sort("rank", "place", "row")
-        .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
-        .drop_nulls()
-    )
-    rows = chain.to_numpy()
-    last = last_before(position, nodes.frame["type"].is_in(_IN_TURN).to_numpy(), nodes.pairs)
-    added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
-    return _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), lost
-
-
-def _new_pairs(pairs: Ints, existing: Ints) -> Ints:
-    """The pairs that are not in `existing`."""
-    if not len(pairs):
-        return pairs.reshape(0, 2)
-    width = 1 + max(int(pairs.max()), int(existing.max(initial=0)))
-    fresh: Any = ~np.isin(pairs[:, 0] * width + pairs[:, 1], existing[:, 0] * width + existing[:, 1])
-    chosen: Ints = pairs[fresh]
-    return chosen
 
 
 def _file(nodes: _Nodes, kept: Flags, rank: int) -> PlainNodes:
@@ -240,12 +211,11 @@ def _file(nodes: _Nodes, kept: Flags, rank: int) -> PlainNodes:
         pl.when(moves).then("bytes").alias("tensor_size"),
         pl.col("duration_us").clip(lower_bound=0),
     ).select(list(PLAIN))
-    return PlainNodes(plain.cast(PLAIN), _numbered(nodes.pairs, row_in_file), _numbered(nodes.added, row_in_file))
-
-
-def _numbered(pairs: Ints, row_in_file: Ints) -> Pairs:
-    row, awaited_row = row_in_file[pairs[:, 0]], row_in_file[pairs[:, 1]]
-    in_file = (row >= 0) & (awaited_row >= 0)
-    row, awaited_row = row[in_file], awaited_row[in_file]
-    order = np.lexsort((awaited_row, row))
-    return Pairs(row[order], awaited_row[order] + 1)
+    dependencies = []
+    for pairs in (nodes.pairs, nodes.added):
+        row, awaited_row = row_in_file[pairs[:, 0]], row_in_file[pairs[:, 1]]
+        in_file = (row >= 0) & (awaited_row >= 0)
+        row, awaited_row = row[in_file], awaited_row[in_file]
+        order = np.lexsort((awaited_row, row))
+        dependencies.append(Pairs(row[order], awaited_row[order] + 1))
+    return PlainNodes(plain.cast(PLAIN), *dependencies)

@@ -49,16 +49,15 @@ class Changes:
     delays: pl.DataFrame
 
 
-def say(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> list[Notice]:
-    """The notices of a conversion."""
-    return [
-        *_about_communication(changes),
-        *_about_host(changes, gpu_only=gpu_only),
-        *_about_order(changes, ranks, added),
-    ]
+def notices_of(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool) -> Iterator[Notice]:
+    """The notices of a conversion.
 
-
-def _about_communication(changes: Changes) -> Iterator[Notice]:
+    Args:
+        changes: What was done.
+        ranks: The ranks in the graph.
+        added: How many dependencies were added.
+        gpu_only: Whether host work was left out.
+    """
     if count := changes.by_order:
         message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
         yield Notice("target-joined-by-order", "info", message, count)
@@ -93,6 +92,27 @@ def _about_communication(changes: Changes) -> Iterator[Notice]:
         total = text.duration(int((copies["end_ns"] - copies["start_ns"]).sum()))
         message = f"{copies.height} copies and fills ({total}) are GPU computation of their recorded duration"
         yield Notice("target-copies", "info", message, copies.height)
+    yield from _about_host(changes, gpu_only=gpu_only)
+    if changes.queued:
+        message = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
+        yield Notice("target-overlap", "info", message, changes.queued)
+    if added:
+        message = (
+            f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
+        )
+        yield Notice("target-added-order", "info", message, added)
+    if changes.loose:
+        message = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
+        yield Notice("target-no-order", "warning", message, changes.loose)
+    if ranks != list(range(len(ranks))):
+        message = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
+        yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
+    edges = changes.graph.edges
+    delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
+    total = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
+    if total:
+        message = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(total)} in all"
+        yield Notice("target-dropped-delays", "info", message, delay.height)
 
 
 def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
@@ -121,43 +141,16 @@ def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
         lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
         message = f"{lanes} threads that no GPU work waits for are left out ({text.duration(int(work[idle].sum()))})"
         yield Notice("target-left-out-threads", "info", message, lanes)
-    overlap = _side_by_side(changes.frame.filter(pl.Series(on_host & changes.kept)))
+    # How long threads of a rank worked at the same time, ns over all ranks.
+    spans = changes.frame.filter(pl.Series(on_host & changes.kept)).select(
+        "rank", "start_ns", (pl.col("start_ns") + pl.col("work_ns")).alias("to")
+    )
+    free = pl.col("to").cum_max().shift(1).over("rank").fill_null(-(2**62))
+    both = (pl.min_horizontal("to", free) - pl.col("start_ns")).clip(lower_bound=0)
+    overlap = int(spans.sort("rank", "start_ns").select(both.sum()).item())
     if overlap:
         message = (
             "ASTRA-sim runs one host operation of a rank at a time: "
             f"{text.duration(overlap)} that threads worked side by side runs one after the other"
         )
         yield Notice("target-one-thread", "warning", message)
-
-
-def _side_by_side(work: pl.DataFrame) -> int:
-    """How long threads of a rank worked at the same time, ns over all ranks."""
-    spans = work.select("rank", "start_ns", (pl.col("start_ns") + pl.col("work_ns")).alias("to")).sort(
-        "rank", "start_ns"
-    )
-    free = pl.col("to").cum_max().shift(1).over("rank").fill_null(-(2**62))
-    both = pl.min_horizontal("to", free) - pl.col("start_ns")
-    return int(spans.select(both.clip(lower_bound=0).sum()).item())
-
-
-def _about_order(changes: Changes, ranks: list[int], added: int) -> Iterator[Notice]:
-    if changes.queued:
-        message = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
-        yield Notice("target-overlap", "info", message, changes.queued)
-    if added:
-        message = (
-            f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
-        )
-        yield Notice("target-added-order", "info", message, added)
-    if changes.loose:
-        message = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
-        yield Notice("target-no-order", "warning", message, changes.loose)
-    if ranks != list(range(len(ranks))):
-        message = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
-        yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
-    edges = changes.graph.edges
-    delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
-    total = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
-    if total:
-        message = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(total)} in all"
-        yield Notice("target-dropped-delays", "info", message, delay.height)

@@ -67,7 +67,28 @@ def units_of(graph: Graph) -> Units:
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     from_end, to_end = edges["from_end"].to_numpy(), edges["to_end"].to_numpy()
     unit = np.cumsum(_cuts(nodes, source, target, from_end, to_end)) - 1
-    frame = _frame(nodes, unit)
+    on_host = pl.col("kind").is_in(HOST_KINDS)
+    waits = pl.col("kind") == gs.WAIT
+    # A thread that waits does nothing itself; GPU work takes what it took.
+    work = pl.when(waits).then(0).when(on_host).then(pl.col("work_ns") + pl.col("residual_ns")).otherwise("duration_ns")
+    heaviest = pl.col("name").get(pl.col("work").arg_max())
+    more = pl.col("name").n_unique() - 1
+    frame = (
+        nodes.with_columns(
+            pl.Series("unit", unit), work.alias("work"), on_host.alias("on_host"), pl.col("rank").cast(pl.Int64)
+        )
+        .group_by("unit", maintain_order=True)
+        .agg(
+            pl.col("node").first(),
+            pl.when(more > 0).then(pl.format("{} and {} more", heaviest, more)).otherwise(heaviest).alias("name"),
+            pl.col("rank", "lane", "kind", "on_host", "start_ns").first(),
+            (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
+            pl.col("work").sum().alias("work_ns"),
+            pl.col("bytes").first(),
+            pl.len().alias("members"),
+        )
+        .with_columns(pl.int_range(pl.len()).over("lane").alias("position"))
+    )
     source, target = unit[source], unit[target]
     other = source != target
     lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
@@ -91,33 +112,3 @@ def _cuts(nodes: pl.DataFrame, source: Ints, target: Ints, from_end: Flags, to_e
     ends = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
     begins[ends[ends + 1 < len(begins)] + 1] = True
     return begins
-
-
-def _frame(nodes: pl.DataFrame, unit: Ints) -> pl.DataFrame:
-    on_host = pl.col("kind").is_in(HOST_KINDS)
-    # A thread that waits does nothing itself; GPU work takes what it took.
-    work = (
-        pl.when(pl.col("kind") == gs.WAIT)
-        .then(0)
-        .when(on_host)
-        .then(pl.col("work_ns") + pl.col("residual_ns"))
-        .otherwise("duration_ns")
-    )
-    heaviest = pl.col("name").get(pl.col("work").arg_max())
-    more = pl.col("name").n_unique() - 1
-    return (
-        nodes.with_columns(
-            pl.Series("unit", unit), work.alias("work"), on_host.alias("on_host"), pl.col("rank").cast(pl.Int64)
-        )
-        .group_by("unit", maintain_order=True)
-        .agg(
-            pl.col("node").first(),
-            pl.when(more > 0).then(pl.format("{} and {} more", heaviest, more)).otherwise(heaviest).alias("name"),
-            pl.col("rank", "lane", "kind", "on_host", "start_ns").first(),
-            (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
-            pl.col("work").sum().alias("work_ns"),
-            pl.col("bytes").first(),
-            pl.len().alias("members"),
-        )
-        .with_columns(pl.int_range(pl.len()).over("lane").alias("position"))
-    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from traceloom.chakra.generate.collectives import ALGORITHMS, KINDS, CollectiveOptions, collectives
 from traceloom.chakra.generate.pipeline import SCHEDULES, PipelineOptions, pipeline
-from traceloom.chakra.generate.program import Generated, Program
+from traceloom.chakra.generate.program import Generated, RankProgram
 from traceloom.chakra.generate.transformer import TransformerOptions, transformer
 from traceloom.chakra.plain import plain_metadata, write_plain
 
@@ -22,7 +22,7 @@ __all__ = [
     "CollectiveOptions",
     "Generated",
     "PipelineOptions",
-    "Program",
+    "RankProgram",
     "TransformerOptions",
     "collectives",
     "pipeline",

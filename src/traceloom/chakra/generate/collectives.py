@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from traceloom.chakra.generate.program import Generated, Program, parts
+from traceloom.chakra.generate.program import Generated, RankProgram, parts
 from traceloom.chakra.schema import CollectiveCommType
 from traceloom.errors import UsageError
 
@@ -43,7 +43,7 @@ def collectives(options: CollectiveOptions) -> Generated:
     Raises:
         UsageError: `cannot-generate`: the algorithm cannot do the collective, or the size has too few bytes for parts.
     """
-    programs = [Program(rank) for rank in range(options.ranks)]
+    programs = [RankProgram(rank) for rank in range(options.ranks)]
     write = _ALGORITHMS.get((options.algorithm, options.collective))
     if options.algorithm != "one-node" and write is None:
         able = sorted(kind for name, kind in _ALGORITHMS if name == options.algorithm)
@@ -80,7 +80,7 @@ def collectives(options: CollectiveOptions) -> Generated:
 class _Turn:
     """One collective of one rank, as messages: what is added, and what comes next waits for it."""
 
-    def __init__(self, program: Program, options: CollectiveOptions, number: int, before: list[int]) -> None:
+    def __init__(self, program: RankProgram, options: CollectiveOptions, number: int, before: list[int]) -> None:
         self.program, self.options, self.number = program, options, number
         self.ranks, self.rank = options.ranks, program.rank
         self.begin = before
@@ -113,117 +113,77 @@ class _Turn:
         self.program.compute(f"end of {self.options.collective} {self.number}", nodes, us=0)
 
 
-def _ring_steps(turn: _Turn, first: int, steps: int, *, reduce: bool, offset: int) -> None:
-    """`steps` times: hand a piece to the next rank, take one from the previous; pieces go round."""
-    count, rank = turn.ranks, turn.rank
-    for step in range(steps):
-        out, into = (rank + offset - step) % count, (rank + offset - 1 - step) % count
-        turn.send((rank + 1) % count, turn.pieces[out], first + step)
-        turn.receive((rank - 1) % count, turn.pieces[into], first + step, reduce=reduce)
-
-
-def _ring_all_reduce(turn: _Turn) -> None:
-    _ring_steps(turn, 0, turn.ranks - 1, reduce=True, offset=0)
-    _ring_steps(turn, turn.ranks - 1, turn.ranks - 1, reduce=False, offset=1)
+def _ring(turn: _Turn) -> None:
+    """Every rank hands pieces to the next one and takes them from the previous one; a broadcast goes round once."""
+    kind, count, rank, size = turn.options.collective, turn.ranks, turn.rank, turn.options.size
+    if kind == "broadcast":
+        if rank > 0:
+            turn.receive(rank - 1, size, rank - 1)
+        if rank < count - 1:
+            turn.send(rank + 1, size, rank)
+    elif kind == "all_gather":
+        turn.pieces = [size] * count
+    rounds = {  # tag of the first step, whether pieces are reduced, the piece that a rank sends first
+        "all_reduce": ((0, True, 0), (count - 1, False, 1)),
+        "reduce_scatter": ((0, True, -1),),
+        "all_gather": ((0, False, 0),),
+    }
+    for first, reduce, offset in rounds.get(kind, ()):
+        for step in range(count - 1):
+            out, into = (rank + offset - step) % count, (rank + offset - 1 - step) % count
+            turn.send((rank + 1) % count, turn.pieces[out], first + step)
+            turn.receive((rank - 1) % count, turn.pieces[into], first + step, reduce=reduce)
     turn.finish([*turn.last, *turn.last_send])
 
 
-def _ring_reduce_scatter(turn: _Turn) -> None:
-    _ring_steps(turn, 0, turn.ranks - 1, reduce=True, offset=-1)
-    turn.finish([*turn.last, *turn.last_send])
-
-
-def _ring_all_gather(turn: _Turn) -> None:
-    turn.pieces = [turn.options.size] * turn.ranks
-    _ring_steps(turn, 0, turn.ranks - 1, reduce=False, offset=0)
-    turn.finish([*turn.last, *turn.last_send])
-
-
-def _ring_broadcast(turn: _Turn) -> None:
-    if turn.rank > 0:
-        turn.receive(turn.rank - 1, turn.options.size, turn.rank - 1)
-    if turn.rank < turn.ranks - 1:
-        turn.send(turn.rank + 1, turn.options.size, turn.rank)
-    turn.finish(list({*turn.last, *turn.last_send}))
-
-
-def _up(turn: _Turn) -> None:
-    """Reduce to rank 0 along a binomial tree."""
-    step = 1
-    while step < turn.ranks:
-        if turn.rank & step:
-            turn.send(turn.rank - step, turn.options.size, step.bit_length())
-            return
-        if turn.rank + step < turn.ranks:
-            turn.receive(turn.rank + step, turn.options.size, step.bit_length(), reduce=True)
+def _tree(turn: _Turn) -> None:
+    """Reduce to rank 0 along a binomial tree, broadcast from it along the same one, or both."""
+    kind, ranks, rank, size = turn.options.collective, turn.ranks, turn.rank, turn.options.size
+    step = 1 if kind != "broadcast" else ranks
+    while step < ranks:
+        if rank & step:
+            turn.send(rank - step, size, step.bit_length())
+            break
+        if rank + step < ranks:
+            turn.receive(rank + step, size, step.bit_length(), reduce=True)
         step *= 2
-
-
-def _down(turn: _Turn) -> None:
-    """Broadcast from rank 0 along the same tree; its tags come after those of the way up."""
-    step = 1 << (turn.ranks - 1).bit_length() - 1
-    low = turn.rank & -turn.rank if turn.rank else 2 * step
-    while step:
+    step = 1 << (ranks - 1).bit_length() - 1 if kind != "reduce" else 0
+    low = rank & -rank if rank else 2 * step
+    while step:  # the tags of the way down come after those of the way up
         if step == low:
-            turn.receive(turn.rank - step, turn.options.size, turn.ranks + step.bit_length())
-        elif step < low and turn.rank + step < turn.ranks:
-            turn.send(turn.rank + step, turn.options.size, turn.ranks + step.bit_length())
+            turn.receive(rank - step, size, ranks + step.bit_length())
+        elif step < low and rank + step < ranks:
+            turn.send(rank + step, size, ranks + step.bit_length())
         step //= 2
+    turn.finish([*turn.last, *turn.last_send])
 
 
-def _tree_all_reduce(turn: _Turn) -> None:
-    _up(turn)
-    _down(turn)
-    turn.finish(list({*turn.last, *turn.last_send}))
+def _direct(turn: _Turn) -> None:
+    """Everybody sends to everybody at once: whole buffers, or the k-th part of every buffer to rank k."""
+    kind = turn.options.collective
+    compute_us = turn.options.compute_us * len(turn.others)
+
+    def exchange(step: int, out: Sequence[int], into: Sequence[int], *, reduce: bool) -> list[int]:
+        """Exchange `out[peer]` bytes for `into[peer]` with each peer."""
+        before = turn.last
+        sent = [turn.program.send(peer, out[peer], before, tag=turn.tag(step)) for peer in turn.others]
+        turn.last = [turn.program.receive(peer, into[peer], before, tag=turn.tag(step)) for peer in turn.others]
+        if reduce and compute_us:
+            turn.last = [turn.program.compute("reduce", turn.last, us=compute_us)]
+        return [*sent, *turn.last]
+
+    # What comes in is as large as this rank's own part.
+    own, whole = [turn.pieces[turn.rank]] * turn.ranks, [turn.options.size] * turn.ranks
+    if kind == "all_gather":
+        nodes = exchange(0, whole, whole, reduce=False)
+    else:
+        nodes = exchange(0, turn.pieces, own, reduce=kind != "all_to_all")
+        if kind == "all_reduce":
+            nodes += exchange(1, own, turn.pieces, reduce=False)
+    turn.finish(nodes)
 
 
-def _tree_reduce(turn: _Turn) -> None:
-    _up(turn)
-    turn.finish(list({*turn.last, *turn.last_send}))
-
-
-def _tree_broadcast(turn: _Turn) -> None:
-    _down(turn)
-    turn.finish(list({*turn.last, *turn.last_send}))
-
-
-def _exchange(
-    turn: _Turn, first: int, out: Callable[[int], int], into: Callable[[int], int], *, reduce: bool
-) -> list[int]:
-    """Everybody sends to everybody at once: `out(peer)` bytes to a peer, `into(peer)` bytes from it."""
-    begin = turn.last
-    sent = [turn.program.send(peer, out(peer), begin, tag=turn.tag(first)) for peer in turn.others]
-    came = [turn.program.receive(peer, into(peer), begin, tag=turn.tag(first)) for peer in turn.others]
-    if reduce and turn.options.compute_us:
-        came = [turn.program.compute("reduce", came, us=turn.options.compute_us * len(turn.others))]
-    turn.last = came
-    return [*sent, *came]
-
-
-def _direct_all_reduce(turn: _Turn) -> None:
-    own_piece = turn.pieces[turn.rank]
-    first = _exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: own_piece, reduce=True)
-    second = _exchange(turn, 1, lambda _: own_piece, lambda peer: turn.pieces[peer], reduce=False)
-    turn.finish([*first, *second])
-
-
-def _direct_reduce_scatter(turn: _Turn) -> None:
-    own_piece = turn.pieces[turn.rank]
-    turn.finish(_exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: own_piece, reduce=True))
-
-
-def _direct_all_to_all(turn: _Turn) -> None:
-    # The k-th part of every buffer goes to rank k: what comes in is as large as this rank's own part.
-    own_piece = turn.pieces[turn.rank]
-    turn.finish(_exchange(turn, 0, lambda peer: turn.pieces[peer], lambda _: own_piece, reduce=False))
-
-
-def _direct_all_gather(turn: _Turn) -> None:
-    size = turn.options.size
-    turn.finish(_exchange(turn, 0, lambda _: size, lambda _: size, reduce=False))
-
-
-def _direct_rooted(turn: _Turn) -> None:
+def _rooted(turn: _Turn) -> None:
     """Rank 0 exchanges with every other one: broadcast, scatter from it; reduce, gather to it."""
     kind, size = turn.options.collective, turn.options.size
     outward = kind in ("broadcast", "scatter")
@@ -242,19 +202,8 @@ def _direct_rooted(turn: _Turn) -> None:
 
 
 _ALGORITHMS: dict[tuple[str, str], Callable[[_Turn], None]] = {
-    ("ring", "all_reduce"): _ring_all_reduce,
-    ("ring", "reduce_scatter"): _ring_reduce_scatter,
-    ("ring", "all_gather"): _ring_all_gather,
-    ("ring", "broadcast"): _ring_broadcast,
-    ("tree", "all_reduce"): _tree_all_reduce,
-    ("tree", "reduce"): _tree_reduce,
-    ("tree", "broadcast"): _tree_broadcast,
-    ("direct", "all_reduce"): _direct_all_reduce,
-    ("direct", "reduce_scatter"): _direct_reduce_scatter,
-    ("direct", "all_to_all"): _direct_all_to_all,
-    ("direct", "all_gather"): _direct_all_gather,
-    ("direct", "broadcast"): _direct_rooted,
-    ("direct", "reduce"): _direct_rooted,
-    ("direct", "gather"): _direct_rooted,
-    ("direct", "scatter"): _direct_rooted,
+    **{("ring", kind): _ring for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")},
+    **{("tree", kind): _tree for kind in ("all_reduce", "reduce", "broadcast")},
+    **{("direct", kind): _direct for kind in ("all_reduce", "reduce_scatter", "all_to_all", "all_gather")},
+    **{("direct", kind): _rooted for kind in ("broadcast", "reduce", "gather", "scatter")},
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from traceloom.chakra.generate.program import Generated, Program
+from traceloom.chakra.generate.program import Generated, RankProgram
 
 Step = tuple[Literal["forward", "backward"], int]
 SCHEDULES = ("1f1b", "gpipe")
@@ -52,41 +52,34 @@ def pipeline(options: PipelineOptions) -> Generated:
     (stages - 1) x (forward + backward) are bubble on every stage; and `activations`, the micro-batches that a stage
     holds at most.
     """
-    programs = [Program(rank) for rank in range(options.ranks)]
+    programs = [RankProgram(rank) for rank in range(options.ranks)]
+    activations = []
     for program in programs:
-        _stage(program, options)
+        previous, following = program.rank - 1, program.rank + 1
+        held = most = 0
+        last: list[int] = []
+        got: dict[str, list[int]] = {"forward": [], "backward": []}
+        for direction, number in schedule_of(options.schedule, program.rank, options.ranks, options.micro_batches):
+            forward = direction == "forward"
+            source, to = (previous, following) if forward else (following, previous)
+            us = options.forward_us if forward else options.backward_us
+            tag = 2 * number + (not forward)
+            after = list(last)
+            if 0 <= source < options.ranks:
+                got[direction] = [program.receive(source, options.size, got[direction], tag=tag)]
+                after += got[direction]
+            last = [program.compute(f"{direction} {number}", after, us=us)]
+            if 0 <= to < options.ranks:
+                program.send(to, options.size, last, tag=tag)
+            held += 1 if forward else -1
+            most = max(most, held)
+        activations.append(most)
     both = options.forward_us + options.backward_us
     totals = {
         "step_us": (options.micro_batches + options.ranks - 1) * both,
         "bubble_us": (options.ranks - 1) * both,
         "compute_us": [program.compute_us() for program in programs],
         "sent_bytes": [program.sent()[1] for program in programs],
-        "activations": [_most_held(options, stage) for stage in range(options.ranks)],
+        "activations": activations,
     }
     return Generated("pipeline", asdict(options), programs, {}, totals)
-
-
-def _stage(program: Program, options: PipelineOptions) -> None:
-    previous, following = program.rank - 1, program.rank + 1
-    last: list[int] = []
-    got: dict[str, list[int]] = {"forward": [], "backward": []}
-    for direction, number in schedule_of(options.schedule, program.rank, options.ranks, options.micro_batches):
-        forward = direction == "forward"
-        source, to = (previous, following) if forward else (following, previous)
-        us = options.forward_us if forward else options.backward_us
-        tag = 2 * number + (not forward)
-        after = list(last)
-        if 0 <= source < options.ranks:
-            got[direction] = [program.receive(source, options.size, got[direction], tag=tag)]
-            after += got[direction]
-        last = [program.compute(f"{direction} {number}", after, us=us)]
-        if 0 <= to < options.ranks:
-            program.send(to, options.size, last, tag=tag)
-
-
-def _most_held(options: PipelineOptions, stage: int) -> int:
-    held = most = 0
-    for direction, _ in schedule_of(options.schedule, stage, options.ranks, options.micro_batches):
-        held += 1 if direction == "forward" else -1
-        most = max(most, held)
-    return most

@@ -13,7 +13,7 @@ from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes
 from traceloom.chakra.schema import CollectiveCommType, NodeType
 
 
-class Program:
+class RankProgram:
     """The nodes of one rank in the order in which they are added; ids count from 1.
 
     Args:
@@ -106,7 +106,7 @@ class Generated:
 
     kind: str
     options: Mapping[str, Any]
-    programs: Sequence[Program]
+    programs: Sequence[RankProgram]
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     totals: Mapping[str, Any] = field(default_factory=dict)
 

@@ -7,11 +7,10 @@ data parallel ranks, layer by layer beside the last backward; an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from traceloom.chakra.generate.pipeline import schedule_of
-from traceloom.chakra.generate.program import Generated, Program
+from traceloom.chakra.generate.program import Generated, RankProgram
 from traceloom.errors import UsageError
 
 _ADAM_OPERATIONS, _ADAM_BYTES = 12, 24  # per parameter: moments and update; read and written in 4 bytes each
@@ -52,7 +51,7 @@ class TransformerOptions:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     """Where a rank stands: tensor parallel ranks are neighbours, then data parallel ones, then stages."""
 
     tensor: int
@@ -79,15 +78,25 @@ def transformer(options: TransformerOptions) -> Generated:
             hint="choose numbers that divide",
         )
     positions = [
-        _Place(tensor, data, stage)
+        _Position(tensor, data, stage)
         for stage in range(options.pipeline_parallel)
         for data in range(options.data_parallel)
         for tensor in range(options.tensor_parallel)
     ]
-    names, groups = _groups(options, positions)
-    programs = [Program(position.rank(options)) for position in positions]
+    # Groups of one need no communication; a group of all ranks has no name.
+    by_key: dict[tuple[str, int, int], list[int]] = {}
+    for position in positions:
+        by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
+        by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
+    names: dict[tuple[int, ...], str | None] = {}
+    for members in by_key.values():
+        if len(members) > 1 and tuple(members) not in names:
+            number = 1 + len([name for name in names.values() if name])
+            names[tuple(members)] = None if len(members) == len(positions) else str(number)
+    groups = {name: list(members) for members, name in names.items() if name}
+    programs = [RankProgram(position.rank(options)) for position in positions]
     for program, position in zip(programs, positions, strict=True):
-        _Rank(program, position, options, names).write()
+        _RankProgram(program, position, options, names).write()
     totals = {
         "operations": [program.operations() for program in programs],
         "compute_us": [program.compute_us() for program in programs],
@@ -97,32 +106,19 @@ def transformer(options: TransformerOptions) -> Generated:
     return Generated("transformer", asdict(options), programs, groups, totals)
 
 
-def _groups(
-    options: TransformerOptions, positions: Sequence[_Place]
-) -> tuple[dict[tuple[int, ...], str | None], dict[str, list[int]]]:
-    """Names by members: None for a group of all ranks; groups of one have no name, as they need no communication."""
-    by_key: dict[tuple[str, int, int], list[int]] = {}
-    for position in positions:
-        by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
-        by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
-    names: dict[tuple[int, ...], str | None] = {}
-    for members in by_key.values():
-        if len(members) > 1 and tuple(members) not in names:
-            names[tuple(members)] = (
-                None if len(members) == len(positions) else str(1 + len([n for n in names.values() if n]))
-            )
-    return names, {name: list(members) for members, name in names.items() if name}
-
-
-class _Rank:
+class _RankProgram:
     """Writes the program of one rank."""
 
     def __init__(
-        self, program: Program, position: _Place, options: TransformerOptions, names: dict[tuple[int, ...], str | None]
+        self,
+        program: RankProgram,
+        position: _Position,
+        options: TransformerOptions,
+        names: dict[tuple[int, ...], str | None],
     ) -> None:
-        self.program, self.place, self.options = program, position, options
-        tensor = [_Place(k, position.data, position.stage).rank(options) for k in range(options.tensor_parallel)]
-        data = [_Place(position.tensor, k, position.stage).rank(options) for k in range(options.data_parallel)]
+        self.program, self.position, self.options = program, position, options
+        tensor = [_Position(k, position.data, position.stage).rank(options) for k in range(options.tensor_parallel)]
+        data = [_Position(position.tensor, k, position.stage).rank(options) for k in range(options.data_parallel)]
         self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
         self.tokens = options.batch * options.sequence
         self.activation = self.tokens * options.hidden * options.element_bytes
@@ -133,7 +129,9 @@ class _Rank:
     def write(self) -> None:
         """The whole step."""
         options, got = self.options, dict[str, list[int]]()
-        steps = list(schedule_of(options.schedule, self.place.stage, options.pipeline_parallel, options.micro_batches))
+        steps = list(
+            schedule_of(options.schedule, self.position.stage, options.pipeline_parallel, options.micro_batches)
+        )
         for turn, (direction, number) in enumerate(steps):
             forward = direction == "forward"
             tag = 2 * number + (not forward)
@@ -150,46 +148,34 @@ class _Rank:
         self.program.compute("optimizer", after, us=self._us(operations, size), operations=operations, size=size)
 
     def _neighbour(self, step: int) -> int | None:
-        stage = self.place.stage + step
+        stage = self.position.stage + step
         inside = 0 <= stage < self.options.pipeline_parallel
-        return _Place(self.place.tensor, self.place.data, stage).rank(self.options) if inside else None
+        return _Position(self.position.tensor, self.position.data, stage).rank(self.options) if inside else None
 
     def _layers(self, number: int, *, forward: bool, final: bool) -> None:
-        first = self.place.stage * self.own_layers
+        options, program = self.options, self.program
+        first = self.position.stage * self.own_layers
         layers = range(first, first + self.own_layers)
         for layer in layers if forward else reversed(layers):
             for part in ("attention", "mlp") if forward else ("mlp", "attention"):
-                self._part(
-                    f"layer {layer} {part} {'forward' if forward else 'backward'} {number}", part, forward=forward
-                )
-            if final and self.options.data_parallel > 1:
-                size = sum(_WEIGHTS.values()) * self.options.hidden**2 // self.options.tensor_parallel
-                self.gradients.append(
-                    self.program.collective(
-                        "ALL_REDUCE",
-                        size * self.options.element_bytes,
-                        [*self.last, *self.gradients[-1:]],
-                        group=self.data_group,
-                        name=f"layer {layer} gradients",
-                    )
-                )
-
-    def _part(self, name: str, part: str, *, forward: bool) -> None:
-        """Matrix products: 2 operations per weight and token, twice that backward; attention also has its scores."""
-        options = self.options
-        weights = _WEIGHTS[part] * options.hidden**2
-        operations = 2 * weights * self.tokens
-        if part == "attention":
-            operations += 4 * options.hidden * options.sequence * self.tokens
-        operations = operations * (1 if forward else 2) // options.tensor_parallel
-        size = weights * options.element_bytes // options.tensor_parallel + 2 * self.activation
-        node = self.program.compute(name, self.last, us=self._us(operations, size), operations=operations, size=size)
-        self.last = [node]
-        if options.tensor_parallel > 1:
-            reduce = self.program.collective(
-                "ALL_REDUCE", self.activation, self.last, group=self.tensor_group, name=f"{name} all-reduce"
-            )
-            self.last = [reduce]
+                # Matrix products: 2 operations per weight and token, twice that backward; attention has its scores.
+                name = f"layer {layer} {part} {'forward' if forward else 'backward'} {number}"
+                weights = _WEIGHTS[part] * options.hidden**2
+                operations = 2 * weights * self.tokens
+                if part == "attention":
+                    operations += 4 * options.hidden * options.sequence * self.tokens
+                operations = operations * (1 if forward else 2) // options.tensor_parallel
+                size = weights * options.element_bytes // options.tensor_parallel + 2 * self.activation
+                us = self._us(operations, size)
+                self.last = [program.compute(name, self.last, us=us, operations=operations, size=size)]
+                if options.tensor_parallel > 1:
+                    name, group = f"{name} all-reduce", self.tensor_group
+                    self.last = [program.collective("ALL_REDUCE", self.activation, self.last, group=group, name=name)]
+            if final and options.data_parallel > 1:
+                size = sum(_WEIGHTS.values()) * options.hidden**2 // options.tensor_parallel * options.element_bytes
+                after, name = [*self.last, *self.gradients[-1:]], f"layer {layer} gradients"
+                node = program.collective("ALL_REDUCE", size, after, group=self.data_group, name=name)
+                self.gradients.append(node)
 
     def _us(self, operations: int, size: int) -> int:
         """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""

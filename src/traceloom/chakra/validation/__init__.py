@@ -23,16 +23,26 @@ from traceloom.chakra.validation.problem import (
     Example,
     Findings,
     Problem,
-    Rule,
     Severity,
     Target,
-    Verdict,
+    ValidationResult,
+    ValidationRule,
     ranked,
 )
 from traceloom.chakra.validation.rules import RULES
 from traceloom.chakra.workload import Workload, places, read_workload
 
-__all__ = ["RULES", "TARGETS", "Example", "Problem", "Rule", "Target", "Verdict", "validate", "validate_workload"]
+__all__ = [
+    "RULES",
+    "TARGETS",
+    "Example",
+    "Problem",
+    "Target",
+    "ValidationResult",
+    "ValidationRule",
+    "validate",
+    "validate_workload",
+]
 
 
 def validate(
@@ -40,7 +50,7 @@ def validate(
     target: Target = "chakra",
     groups: str | Path | None = None,
     step: Callable[[Path], None] | None = None,
-) -> Verdict:
+) -> ValidationResult:
     """Everything that is wrong with `.et` files.
 
     Args:
@@ -59,7 +69,7 @@ def validate(
         workload = read_workload(file_set, step)
         files += [(table.path, rank, len(table)) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
         problems += validate_workload(workload, target)
-    return Verdict(target, tuple(files), ranked(problems, RULES))
+    return ValidationResult(target, tuple(files), ranked(problems, RULES))
 
 
 def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
@@ -71,7 +81,22 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
         check_attributes(table, at, findings)
     check_groups(workload, findings)
     check_peers(workload, findings)
-    _check_ranks(workload, findings)
+    present = [rank for rank in workload.ranks if rank is not None]
+    numbers, times = np.unique(present, return_counts=True)
+    for rank in numbers[times > 1].tolist():
+        paths = [t.path for r, t in zip(workload.ranks, workload.tables, strict=True) if r == rank]
+        findings.add("repeated-rank", (paths[0], rank), [(None, f"rank {rank} is in {' and in '.join(paths)}")])
+    named = named_ranks(workload) if present else {}
+    gaps = {rank: f"the numbers of the files go up to {max(present)}" for rank in range(max(present, default=0))}
+    absent = {rank: why for rank, why in {**gaps, **named}.items() if rank not in present}
+    if absent:
+        first, several = min(absent), len(absent) > 1
+        sentence = (
+            f"rank{'s' if several else ''} {ranks_text(absent)} {'have' if several else 'has'} no file; "
+            f"rank {first} is expected, as {absent[first]}" + (" names it" if first in named else "")
+        )
+        severity: Severity | None = None if workload.place.whole else "warning"
+        findings.add("missing-rank", locations[0], [(None, sentence)], count=len(absent), severity=severity)
     parts = ordered(workload, [settled for _, settled in checked])
     if len(parts) > 1:
         joined = match(workload, parts, findings)
@@ -80,26 +105,3 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
     if target == "astra-sim":
         check_astra_sim(workload, findings)
     return findings.problems
-
-
-def _check_ranks(workload: Workload, findings: Findings) -> None:
-    present = [rank for rank in workload.ranks if rank is not None]
-    if not present:
-        return
-    numbers, times = np.unique(present, return_counts=True)
-    for rank in numbers[times > 1].tolist():
-        paths = [t.path for r, t in zip(workload.ranks, workload.tables, strict=True) if r == rank]
-        findings.add("repeated-rank", (paths[0], rank), [(None, f"rank {rank} is in {' and in '.join(paths)}")])
-    named = named_ranks(workload)
-    gaps = {rank: f"the numbers of the files go up to {max(present)}" for rank in range(max(present))}
-    absent = {rank: why for rank, why in {**gaps, **named}.items() if rank not in present}
-    if absent:
-        first = min(absent)
-        several = len(absent) > 1
-        sentence = (
-            f"rank{'s' if several else ''} {ranks_text(absent)} {'have' if several else 'has'} no file; "
-            f"rank {first} is expected, as {absent[first]}" + (" names it" if first in named else "")
-        )
-        severity: Severity | None = None if workload.place.whole else "warning"
-        at = (workload.tables[0].path, workload.ranks[0])
-        findings.add("missing-rank", at, [(None, sentence)], count=len(absent), severity=severity)

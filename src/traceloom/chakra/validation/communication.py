@@ -37,27 +37,6 @@ def kind_name(number: int | None) -> str:
 
 def check_attributes(table: NodeTable, location: Place, findings: Findings) -> None:
     """The rules for attributes of communication nodes."""
-    _check_missing(table, location, findings)
-    communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
-    for rule, broken, predicate in (
-        (
-            "collective-type",
-            (pl.col("type") == COLLECTIVE) & ~pl.col("comm_type").is_in(CollectiveCommType.values()),
-            "has a comm_type that is none",
-        ),
-        (
-            "communication-size",
-            communication & (pl.col("comm_size") <= 0) & (pl.col("comm_type") != CollectiveCommType.BARRIER),
-            "has a comm_size that is not above 0",
-        ),
-        ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
-    ):
-        rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
-        if len(rows):
-            findings.add(rule, location, each(table, rows, predicate), ids(table, rows))
-
-
-def _check_missing(table: NodeTable, location: Place, findings: Findings) -> None:
     lacks: dict[int, list[str]] = {}
     for kind, needed in _NEEDED.items():
         rows = rows_of(table, kind)
@@ -76,6 +55,23 @@ def _check_missing(table: NodeTable, location: Place, findings: Findings) -> Non
             (table.nodes["id"][r], f"{label(table, r)} has no {' and no '.join(lacks[r])}") for r in rows.tolist()
         )
         findings.add("communication-attribute", location, examples, ids(table, rows))
+    communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
+    for rule, broken, predicate in (
+        (
+            "collective-type",
+            (pl.col("type") == COLLECTIVE) & ~pl.col("comm_type").is_in(CollectiveCommType.values()),
+            "has a comm_type that is none",
+        ),
+        (
+            "communication-size",
+            communication & (pl.col("comm_size") <= 0) & (pl.col("comm_type") != CollectiveCommType.BARRIER),
+            "has a comm_size that is not above 0",
+        ),
+        ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
+    ):
+        rows = np.flatnonzero(table.nodes.select(broken.fill_null(value=False)).to_series().to_numpy())
+        if len(rows):
+            findings.add(rule, location, each(table, rows, predicate), ids(table, rows))
 
 
 def check_groups(workload: Workload, findings: Findings) -> None:

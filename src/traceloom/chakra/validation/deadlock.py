@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from traceloom.chakra.validation.communication import COLLECTIVE, SEND, rows_of
-from traceloom.chakra.validation.matching import Joined, Ordered
+from traceloom.chakra.validation.matching import JoinedOperations, Ordered
 from traceloom.chakra.validation.nodes import label
 from traceloom.chakra.validation.problem import Findings, Severity
 from traceloom.chakra.validation.waiting import Arcs, Ints, circles, settle
@@ -21,14 +21,18 @@ class _Job:
     """All ranks' nodes under one numbering; `meets` says which are one operation: the lowest number of its parts."""
 
     first: Ints  # number of each file's first node
-    count: int
     meets: Ints
     arcs: Arcs
-    queue: Arcs  # the order in which a rank issues its communication
-    queued: bool = False  # whether that order is among the arcs
+
+    def where(self, number: int) -> tuple[int, int]:
+        """File and row of a node."""
+        file = int(np.searchsorted(self.first, number, side="right")) - 1
+        return file, number - int(self.first[file])
 
 
-def check_deadlock(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: Joined, findings: Findings) -> None:
+def check_deadlock(
+    parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: JoinedOperations, findings: Findings
+) -> None:
     """Name circles in which ranks wait for each other.
 
     A circle of dependencies is one for every reader. Where there is none, but the order in which ranks issue their
@@ -36,76 +40,60 @@ def check_deadlock(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joine
     """
     if joined.meetings.is_empty() and joined.messages.is_empty():
         return
-    job = _job(parts, dependencies, joined, as_recorded=findings.target == "chakra")
-    rings = _rings(job)
-    if rings:
-        _report(parts, job, rings, findings)
-        return
-    job = replace(job, arcs=job.arcs + job.queue, queued=True)
-    _report(parts, job, _rings(job), findings)
-
-
-def _job(parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: Joined, *, as_recorded: bool) -> _Job:
-    sizes = [len(part.table) for part in parts]
-    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    first = np.concatenate([[0], np.cumsum([len(part.table) for part in parts])]).astype(np.int64)
+    messages, meetings = joined.messages, joined.meetings
     arcs = Arcs(
         np.concatenate([a.source + first[k] for k, a in enumerate(dependencies)]),
         np.concatenate([a.target + first[k] for k, a in enumerate(dependencies)]),
-    )
-    messages = joined.messages
-    arcs += Arcs(
+    ) + Arcs(
         first[messages["file"].to_numpy()] + messages["row"].to_numpy(),
         first[messages["file_right"].to_numpy()] + messages["row_right"].to_numpy(),
     )
     meets = np.arange(first[-1], dtype=np.int64)
-    meeting = joined.meetings["meeting"].to_numpy()
-    number = first[joined.meetings["file"].to_numpy()] + joined.meetings["row"].to_numpy()
-    _, meeting_index = np.unique(meeting, return_inverse=True)
-    lowest = np.full(meeting_index.max() + 1 if len(meeting_index) else 0, first[-1], dtype=np.int64)
-    np.minimum.at(lowest, meeting_index, number)
-    meets[number] = lowest[meeting_index]
-    return _Job(first, int(first[-1]), meets, arcs, _queue(parts, first, as_recorded=as_recorded))
-
-
-def _queue(parts: Sequence[Ordered], first: Ints, *, as_recorded: bool) -> Arcs:
-    """From each collective or send of a rank to the next one that it issues.
-
-    Where the files hold when each began, that is their order for those who take it `as_recorded`.
-    """
+    part_of = first[meetings["file"].to_numpy()] + meetings["row"].to_numpy()
+    _, index = np.unique(meetings["meeting"].to_numpy(), return_inverse=True)
+    lowest = np.full(index.max() + 1 if len(index) else 0, first[-1], dtype=np.int64)
+    np.minimum.at(lowest, index, part_of)
+    meets[part_of] = lowest[index]
+    # From each collective or send of a rank to the next one that it issues. Where the files hold when each began, that
+    # is their order for those who take it as recorded.
     sources, targets = [], []
     for number, part in enumerate(parts):
         rows = rows_of(part.table, COLLECTIVE, SEND)
         rows = rows[part.position[rows] >= 0]
-        began = part.table.nodes["start_us"].to_numpy()[rows] if as_recorded else np.zeros(len(rows), np.uint64)
+        started = part.table.nodes["start_us"].to_numpy()[rows]
+        began = started if findings.target == "chakra" else np.zeros(len(rows), np.uint64)
         rows = rows[np.lexsort((part.position[rows], began))] + first[number]
         sources.append(rows[:-1])
         targets.append(rows[1:])
-    return Arcs(np.concatenate(sources), np.concatenate(targets))
-
-
-def _rings(job: _Job) -> list[list[int]]:
-    merged = Arcs(job.meets[job.arcs.source], job.meets[job.arcs.target])
-    ends = settle(job.count, merged, np.arange(job.count))
-    own = merged.source == merged.target
-    return circles(Arcs(merged.source[~own], merged.target[~own]), ends.stuck) if ends.stuck.any() else []
-
-
-def _report(parts: Sequence[Ordered], job: _Job, rings: list[list[int]], findings: Findings) -> None:
-    several = [ring for ring in rings if len(ring) > 1]
-    if not several:
-        return
-    file, row = _where(job, several[0][0])
-    nodes = [parts[file].table.nodes["id"][row]]
-    examples = [(nodes[0], _circle(parts, job, ring)) for ring in several[:5]]
-    rule = "collective-order" if job.queued else "deadlock"
-    severity: Severity | None = "warning" if job.queued and findings.target == "chakra" else None
-    location = (parts[file].table.path, parts[file].rank)
-    findings.add(rule, location, examples, nodes, count=len(several), severity=severity)
+    queue = Arcs(np.concatenate(sources), np.concatenate(targets))
+    for rule, job in (("deadlock", _Job(first, meets, arcs)), ("collective-order", _Job(first, meets, arcs + queue))):
+        merged = Arcs(meets[job.arcs.source], meets[job.arcs.target])
+        stuck = settle(len(meets), merged, np.arange(len(meets))).stuck
+        own = merged.source == merged.target
+        rings = circles(Arcs(merged.source[~own], merged.target[~own]), stuck) if stuck.any() else []
+        several = [ring for ring in rings if len(ring) > 1]
+        if several:
+            file, row = job.where(several[0][0])
+            nodes = [parts[file].table.nodes["id"][row]]
+            examples = [(nodes[0], _circle(parts, job, ring)) for ring in several[:5]]
+            queued = rule == "collective-order"
+            severity: Severity | None = "warning" if queued and findings.target == "chakra" else None
+            findings.add(rule, parts[file].location, examples, nodes, count=len(several), severity=severity)
+        if rings:
+            return
 
 
 def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
     """Who waits for whom: on each rank of the circle, what waits there, and for what before it."""
-    steps = _steps(job, ring)
+    # For every two neighbours of the circle, the dependency between them: what waits, and for what (file, row).
+    inside = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
+    source, target = job.arcs.source[inside], job.arcs.target[inside]
+    first_arc: dict[tuple[int, int], int] = {}
+    for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
+        first_arc.setdefault(pair, k)
+    arcs = [first_arc[pair] for pair in zip(ring, [*ring[1:], ring[0]], strict=True)]
+    steps = [(job.where(int(target[k])), job.where(int(source[k]))) for k in arcs]
 
     def breaks(k: int) -> bool:  # whether the wait of step k is another one than that of the step before
         (from_file, _), middle = steps[k - 1]
@@ -128,22 +116,3 @@ def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
         )
     more = [f"and {len(runs) - _LONGEST} more"] if len(runs) > _LONGEST else []
     return "; ".join([*clauses, *more])
-
-
-def _steps(job: _Job, ring: list[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """For every two neighbours of a circle, the dependency between them: what waits, and for what (file, row)."""
-    inside = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
-    source, target = job.arcs.source[inside], job.arcs.target[inside]
-    first_arc: dict[tuple[int, int], int] = {}
-    for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
-        first_arc.setdefault(pair, k)
-    steps = []
-    for waits, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
-        k = first_arc[waits, awaited]
-        steps.append((_where(job, int(target[k])), _where(job, int(source[k]))))
-    return steps
-
-
-def _where(job: _Job, number: int) -> tuple[int, int]:
-    file = int(np.searchsorted(job.first, number, side="right")) - 1
-    return file, number - int(job.first[file])

@@ -18,6 +18,7 @@ from traceloom.chakra.validation.waiting import Ints, Settled
 from traceloom.chakra.workload import Workload
 
 _NONE = -1  # no type, no size
+_ENDS = pl.DataFrame(schema=dict.fromkeys(("source", "target", "tag", "size", "file", "row"), pl.Int64))
 # Operations that move different amounts on different ranks, where the program asks for that.
 _UNEVEN = (
     CollectiveCommType.ALL_TO_ALL,
@@ -36,9 +37,14 @@ class Ordered:
     table: NodeTable
     position: Ints
 
+    @property
+    def location(self) -> tuple[str, int]:
+        """File and rank."""
+        return self.table.path, self.rank
+
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedOperations:
     """Nodes of different ranks that are one operation.
 
     Attributes:
@@ -63,9 +69,9 @@ def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
     return parts
 
 
-def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> Joined:
+def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> JoinedOperations:
     """Compare what the ranks say of their common operations."""
-    return Joined(_match_collectives(workload, parts, findings), _match_messages(parts, findings))
+    return JoinedOperations(_match_collectives(workload, parts, findings), _match_messages(parts, findings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +120,24 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
         # What was recorded knows which operation is which, however its threads and streams stand in the files.
         all_numbered = all(sequence.numbers is not None for sequence in issued)
         sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
-        if _fits(workload, parts, name, sequences, findings):
+        first = sequences[0]
+        members = (workload.groups.members or {}).get(name)
+        if members is None and name in ("", "0"):
+            members = tuple(part.rank for part in parts)
+        issuing = {parts[s.part].rank for s in sequences}
+        silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
+        if silent:
+            at = parts[first.part]
+            sentence = (
+                f"rank {at.rank} issues {len(first.rows)} in {_group(name)}, "
+                f"rank{'s' if len(silent) > 1 else ''} {ranks_text(p.rank for p in silent)} none"
+            )
+            findings.add("collective-count", at.location, [(None, sentence)], ids(at.table, first.rows))
+        fits = [_compare(parts, name, first, other, findings) for other in sequences[1:]]
+        if fits and all(fits):
             # The k-th of each rank are one operation; it is numbered by its first part.
             count = min(len(s.rows) for s in sequences)
-            meeting = (sequences[0].part << 40) + sequences[0].rows[:count]
+            meeting = (first.part << 40) + first.rows[:count]
             frames += [
                 pl.DataFrame({"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]})
                 for s in sequences
@@ -125,42 +145,30 @@ def _match_collectives(workload: Workload, parts: Sequence[Ordered], findings: F
     return pl.concat(frames)
 
 
-def _fits(
-    workload: Workload, parts: Sequence[Ordered], name: str, sequences: Sequence[_Sequence], findings: Findings
-) -> bool:
-    """Compare the ranks of one group; True where the collectives they issue can be joined."""
-    members = (workload.groups.members or {}).get(name)
-    if members is None and name in ("", "0"):
-        members = tuple(part.rank for part in parts)
-    issuing = {parts[s.part].rank for s in sequences}
-    silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
-    if silent:
-        first = sequences[0]
-        sentence = (
-            f"rank {parts[first.part].rank} issues {len(first.rows)} in {_group(name)}, "
-            f"rank{'s' if len(silent) > 1 else ''} {ranks_text(p.rank for p in silent)} none"
-        )
-        findings.add(
-            "collective-count", _place(parts[first.part]), [(None, sentence)], ids(parts[first.part].table, first.rows)
-        )
-    fits = [_compare(_Pair(parts, name, sequences[0], other), findings) for other in sequences[1:]]
-    return bool(fits) and all(fits)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Two ranks of a group."""
-
-    parts: Sequence[Ordered]
-    group: str
-    one: _Sequence
-    other: _Sequence
-
-
-def _compare(pair: _Pair, findings: Findings) -> bool:
+def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequence, findings: Findings) -> bool:
     """Compare two ranks' sequences in a group; False where they cannot be joined."""
-    parts, name, first, other = pair.parts, pair.group, pair.one, pair.other
     first_part, other_part = parts[first.part], parts[other.part]
+
+    def say(rule: str, at: Ints) -> None:
+        waits = ": each waits for the other" if rule == "collective-order" else ""
+
+        def sentence(k: int) -> str:
+            one, two = (
+                kind_name(None if s.kinds[k] == _NONE else int(s.kinds[k]))
+                + ("" if s.sizes[k] == _NONE else f" of {int(s.sizes[k]):,} bytes")
+                for s in (first, other)
+            )
+            return (
+                f"collective {k + 1} of {_group(name)} is {one} on rank {first_part.rank} "
+                f"({label(first_part.table, int(first.rows[k]))}), {two} on rank {other_part.rank} "
+                f"({label(other_part.table, int(other.rows[k]))}){waits}"
+            )
+
+        examples = ((first_part.table.nodes["id"][int(first.rows[k])], sentence(int(k))) for k in at)
+        uneven = rule == "collective-size" and bool(np.isin(first.kinds[at], _UNEVEN).all())
+        severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
+        findings.add(rule, first_part.location, examples, ids(first_part.table, first.rows[at]), severity=severity)
+
     common = min(len(first.rows), len(other.rows))
     if len(first.rows) != len(other.rows):
         longer, at = (first, first_part) if len(first.rows) > common else (other, other_part)
@@ -170,7 +178,7 @@ def _compare(pair: _Pair, findings: Findings) -> bool:
             f"{label(at.table, int(longer.rows[common]))}"
         )
         surplus = ids(at.table, longer.rows[common:])
-        findings.add("collective-count", _place(at), [(None, sentence)], surplus)
+        findings.add("collective-count", at.location, [(None, sentence)], surplus)
     kinds = first.kinds[:common] != other.kinds[:common]
     sizes = (first.sizes[:common] != other.sizes[:common]) & ~kinds
     if not kinds.any() and not sizes.any():
@@ -179,50 +187,23 @@ def _compare(pair: _Pair, findings: Findings) -> bool:
         zip(other.kinds.tolist(), other.sizes.tolist(), strict=True)
     )
     if same:
-        _report(pair, "collective-order", np.flatnonzero(kinds | sizes), findings)
+        say("collective-order", np.flatnonzero(kinds | sizes))
         return False
     if kinds.any():
-        _report(pair, "collective-kind", np.flatnonzero(kinds), findings)
+        say("collective-kind", np.flatnonzero(kinds))
     uneven = np.isin(first.kinds[:common], _UNEVEN)
     for at in (sizes & ~uneven, sizes & uneven):
         if at.any():
-            _report(pair, "collective-size", np.flatnonzero(at), findings)
+            say("collective-size", np.flatnonzero(at))
     return not kinds.any()
-
-
-def _report(pair: _Pair, rule: str, at: Ints, findings: Findings) -> None:
-    parts, name, first, other = pair.parts, pair.group, pair.one, pair.other
-    first_part, other_part = parts[first.part], parts[other.part]
-    waits = ": each waits for the other" if rule == "collective-order" else ""
-
-    def say(k: int) -> str:
-        return (
-            f"collective {k + 1} of {_group(name)} is {_what(first, k)} on rank {first_part.rank} "
-            f"({label(first_part.table, int(first.rows[k]))}), {_what(other, k)} on rank {other_part.rank} "
-            f"({label(other_part.table, int(other.rows[k]))}){waits}"
-        )
-
-    examples = ((first_part.table.nodes["id"][int(first.rows[k])], say(int(k))) for k in at)
-    uneven = rule == "collective-size" and bool(np.isin(first.kinds[at], _UNEVEN).all())
-    severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
-    findings.add(rule, _place(first_part), examples, ids(first_part.table, first.rows[at]), severity=severity)
-
-
-def _what(sequence: _Sequence, k: int) -> str:
-    kind, size = int(sequence.kinds[k]), int(sequence.sizes[k])
-    return kind_name(None if kind == _NONE else kind) + ("" if size == _NONE else f" of {size:,} bytes")
 
 
 def _group(name: str) -> str:
     return "the group of all ranks" if name in ("", "0") else f"group `{name}`"
 
 
-def _place(part: Ordered) -> tuple[str, int]:
-    return part.table.path, part.rank
-
-
 def _match_messages(parts: Sequence[Ordered], findings: Findings) -> pl.DataFrame:
-    ends = {SEND: [_empty_ends()], RECEIVE: [_empty_ends()]}
+    ends = {SEND: [_ENDS], RECEIVE: [_ENDS]}
     for number, part in enumerate(parts):
         for kind, own, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
             other = "target" if own == "source" else "source"
@@ -239,7 +220,7 @@ def _match_messages(parts: Sequence[Ordered], findings: Findings) -> pl.DataFram
                     pl.lit(number, dtype=pl.Int64).alias("file"),
                     pl.col("row").cast(pl.Int64),
                 )
-                .select(_empty_ends().columns)
+                .select(_ENDS.columns)
             )
     keys = ["source", "target", "tag"]
     sent, received = (
@@ -260,15 +241,9 @@ def _match_messages(parts: Sequence[Ordered], findings: Findings) -> pl.DataFram
                 )
                 for row in rows.iter_rows(named=True)
             )
-            findings.add("unmatched-message", _place(part), examples, ids(part.table, rows["row"].to_numpy()))
+            findings.add("unmatched-message", part.location, examples, ids(part.table, rows["row"].to_numpy()))
     both = sent.join(received, on=[*keys, "turn"], how="inner", maintain_order="left")
-    _compare_sizes(parts, both, findings)
-    return both
-
-
-def _compare_sizes(parts: Sequence[Ordered], both: pl.DataFrame, findings: Findings) -> None:
-    differ = both.filter(pl.col("size") != pl.col("size_right"))
-    for (number,), rows in differ.group_by("file", maintain_order=True):
+    for (number,), rows in both.filter(pl.col("size") != pl.col("size_right")).group_by("file", maintain_order=True):
         part = parts[int(str(number))]
         examples = (
             (
@@ -281,8 +256,5 @@ def _compare_sizes(parts: Sequence[Ordered], both: pl.DataFrame, findings: Findi
             )
             for row in rows.iter_rows(named=True)
         )
-        findings.add("message-size", _place(part), examples, ids(part.table, rows["row"].to_numpy()))
-
-
-def _empty_ends() -> pl.DataFrame:
-    return pl.DataFrame(schema=dict.fromkeys(("source", "target", "tag", "size", "file", "row"), pl.Int64))
+        findings.add("message-size", part.location, examples, ids(part.table, rows["row"].to_numpy()))
+    return both

@@ -28,7 +28,29 @@ def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[R
             findings.add("file-damage", location, [(None, notice.message)])
     if not len(table):
         findings.add("no-nodes", location, [(None, "there is no node in it")])
-    _check_nodes(table, location, findings)
+    kinds, values = table.nodes["type"].to_numpy(), table.nodes["id"].to_numpy()
+    odd = np.flatnonzero((kinds < 1) | (kinds > max(NodeType.values())))
+    if len(odd):
+        types = ((table.nodes["id"][int(r)], f"{label(table, int(r))} has the type {kinds[r]}") for r in odd)
+        findings.add("node-type", location, types, ids(table, odd))
+    expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
+    wrong = table.odd.filter(pl.col("kind") != expected)
+    for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
+        at = rows["row"].to_numpy()
+        predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
+        findings.add("attribute-type", location, each(table, at, predicate), ids(table, np.unique(at)))
+    twice = table.odd.filter("again").sort("row")
+    if twice.height:
+        repeats = (
+            (table.nodes["id"][row], f"{label(table, row)} has {name} more than once")
+            for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
+        )
+        findings.add("repeated-attribute", location, repeats, ids(table, twice["row"].unique().sort().to_numpy()))
+    by_id = np.argsort(values, kind="stable")
+    again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
+    if len(again):
+        again = np.sort(again)
+        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
     return _check_dependencies(table, location, findings)
 
 
@@ -49,37 +71,6 @@ def each(table: NodeTable, rows: Any, complaint: str) -> Iterator[tuple[int, str
     """(id, sentence) of every row, made lazily."""
     for row in rows:
         yield table.nodes["id"][int(row)], f"{label(table, int(row))} {complaint}"
-
-
-def _check_nodes(table: NodeTable, location: Place, findings: Findings) -> None:
-    kinds = table.nodes["type"].to_numpy()
-    odd = np.flatnonzero((kinds < 1) | (kinds > max(NodeType.values())))
-    if len(odd):
-        examples = ((table.nodes["id"][int(r)], f"{label(table, int(r))} has the type {kinds[r]}") for r in odd)
-        findings.add("node-type", location, examples, ids(table, odd))
-    _check_attributes(table, location, findings)
-    values = table.nodes["id"].to_numpy()
-    by_id = np.argsort(values, kind="stable")
-    again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
-    if len(again):
-        again = np.sort(again)
-        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
-
-
-def _check_attributes(table: NodeTable, location: Place, findings: Findings) -> None:
-    expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
-    wrong = table.odd.filter(pl.col("kind") != expected)
-    for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
-        at = rows["row"].to_numpy()
-        predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
-        findings.add("attribute-type", location, each(table, at, predicate), ids(table, np.unique(at)))
-    twice = table.odd.filter("again").sort("row")
-    if twice.height:
-        examples = (
-            (table.nodes["id"][row], f"{label(table, row)} has {name} more than once")
-            for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
-        )
-        findings.add("repeated-attribute", location, examples, ids(table, twice["row"].unique().sort().to_numpy()))
 
 
 def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
@@ -104,13 +95,7 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
         if len(again):
             repeats = each(table, again, "lists a dependency more than once")
             findings.add("repeated-dependency", location, repeats, ids(table, again))
-    settled = _settle(table, location, resolved, findings)
-    _check_isolated(table, location, resolved, findings)
-    return resolved, settled
-
-
-def _settle(table: NodeTable, location: Place, resolved: Resolved, findings: Findings) -> Settled:
-    """The order by data and control dependencies; by data dependencies alone where both together form circles."""
+    # The order by data and control dependencies; by data dependencies alone where both together form circles.
     key = table.nodes["id"].rank("ordinal").to_numpy().astype(np.int64)
     held = np.union1d(resolved.dangling[0], resolved.own)
     by_data = settle(len(table), resolved.data, key, held)
@@ -131,33 +116,28 @@ def _settle(table: NodeTable, location: Place, resolved: Resolved, findings: Fin
     if len(rows):
         examples = each(table, rows, "waits for a node that never ends")
         findings.add("never-starts", location, examples, ids(table, rows))
-    return settled
+    arcs = resolved.data + resolved.control
+    if len(arcs.source):
+        alone = np.ones(len(table), dtype=bool)
+        for part in (table.data.row, table.control.row, arcs.source):
+            alone[part] = False
+        work = table.nodes.select(
+            pl.col("type").is_in([NodeType.COMP_NODE, NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE])
+            & (pl.col("duration_us") > 0)
+        ).to_series()
+        rows = np.flatnonzero(alone & work.to_numpy())
+        if len(rows):
+            findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))
+    return resolved, settled
 
 
 def _say_circles(rule: str, table: NodeTable, location: Place, rings: list[list[int]], findings: Findings) -> None:
-    examples = ((table.nodes["id"][ring[0]], _circle(table, ring)) for ring in rings)
+    def sentence(ring: list[int]) -> str:
+        shown = ring[:_LONGEST_CIRCLE]
+        more = f" … and {len(ring) - len(shown)} more" if len(shown) < len(ring) else ""
+        chain = ", which waits for ".join(label(table, row) for row in shown).replace(", which", "", 1)
+        return f"{chain}{more}, which waits for {label(table, ring[0])}"
+
+    examples = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in rings)
     members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
     findings.add(rule, location, examples, ids(table, members), count=len(rings))
-
-
-def _circle(table: NodeTable, ring: list[int]) -> str:
-    shown = ring[:_LONGEST_CIRCLE]
-    more = f" … and {len(ring) - len(shown)} more" if len(shown) < len(ring) else ""
-    chain = ", which waits for ".join(label(table, row) for row in shown).replace(", which", "", 1)
-    return f"{chain}{more}, which waits for {label(table, ring[0])}"
-
-
-def _check_isolated(table: NodeTable, location: Place, resolved: Resolved, findings: Findings) -> None:
-    arcs = resolved.data + resolved.control
-    if not len(arcs.source):
-        return
-    alone = np.ones(len(table), dtype=bool)
-    for part in (table.data.row, table.control.row, arcs.source):
-        alone[part] = False
-    work = table.nodes.select(
-        pl.col("type").is_in([NodeType.COMP_NODE, NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE])
-        & (pl.col("duration_us") > 0)
-    ).to_series()
-    rows = np.flatnonzero(alone & work.to_numpy())
-    if len(rows):
-        findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))

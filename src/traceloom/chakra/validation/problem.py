@@ -18,7 +18,7 @@ RULES_PAGE = "docs/reference/validation-rules.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ValidationRule:
     """One thing that can be wrong.
 
     Attributes:
@@ -33,7 +33,7 @@ class Rule:
     what: str
     remedy: str
     chakra: Severity | None
-    astra_sim: Severity | None
+    astra_sim: Severity | None = "error"
 
     def severity(self, target: Target) -> Severity | None:
         """How bad a break of the rule is for a target."""
@@ -90,7 +90,7 @@ class Problem:
 class Findings:
     """Collects the problems of a set of files for one target."""
 
-    def __init__(self, target: Target, rules: dict[str, Rule]) -> None:
+    def __init__(self, target: Target, rules: dict[str, ValidationRule]) -> None:
         self.target = target
         self._rules = rules
         self.problems: list[Problem] = []
@@ -130,7 +130,7 @@ class Findings:
 
 
 @dataclass(frozen=True, eq=False)
-class Verdict:
+class ValidationResult:
     """What validation says of a set of files.
 
     Attributes:

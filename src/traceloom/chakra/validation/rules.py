@@ -2,96 +2,92 @@
 
 from __future__ import annotations
 
-from traceloom.chakra.validation.problem import Rule, Severity
+from traceloom.chakra.validation.problem import Severity, ValidationRule
 
 ERROR: Severity = "error"
 WARNING: Severity = "warning"
 
 
-def _rule(name: str, what: str, remedy: str, chakra: Severity | None, astra_sim: Severity | None = ERROR) -> Rule:
-    return Rule(name, what, remedy, chakra, astra_sim)
-
-
 _FILE = (
-    _rule(
+    ValidationRule(
         "file-damage",
         "the file is cut or damaged",
         "copy or write the file again; whatever comes after the damage is lost",
         ERROR,
     ),
-    _rule("no-metadata", "the file does not begin with metadata", "write the metadata message first", ERROR),
-    _rule("no-nodes", "the file has no nodes", "leave the file away, or write its nodes", WARNING, WARNING),
-    _rule(
+    ValidationRule("no-metadata", "the file does not begin with metadata", "write the metadata message first", ERROR),
+    ValidationRule("no-nodes", "the file has no nodes", "leave the file away, or write its nodes", WARNING, WARNING),
+    ValidationRule(
         "file-name",
         "the file's name does not end in a rank",
         "name the files PREFIX.RANK.et, with ranks from 0",
         None,
     ),
-    _rule(
+    ValidationRule(
         "file-compressed",
         "the file is compressed, which ASTRA-sim does not read",
         "decompress it, or convert it to .et",
         None,
     ),
-    _rule(
+    ValidationRule(
         "missing-rank",
         "ranks are named, but have no file",
         "add their files, or leave these ranks out of groups and messages",
         ERROR,
     ),
-    _rule("repeated-rank", "two files are of one rank", "keep one of them", ERROR),
+    ValidationRule("repeated-rank", "two files are of one rank", "keep one of them", ERROR),
 )
 _NODES = (
-    _rule(
+    ValidationRule(
         "node-type",
         "the node's type is not one that the schema has",
         "give the node one of the types 1 to 7 of the Chakra schema",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "attribute-type",
         "the attribute's value is of another type than readers look for, who then take it for 0",
         "write is_cpu_op as bool, comm_type, comm_size and num_ops as int64, comm_src, comm_dst, comm_tag and "
         "comm_priority as int32, tensor_size as uint64, pg_name as string, involved_dim as a list of bool",
         ERROR,
     ),
-    _rule("repeated-attribute", "the node has an attribute twice", "keep one of them", ERROR),
-    _rule("duplicate-id", "several nodes have one id", "give every node of a file its own id", ERROR),
+    ValidationRule("repeated-attribute", "the node has an attribute twice", "keep one of them", ERROR),
+    ValidationRule("duplicate-id", "several nodes have one id", "give every node of a file its own id", ERROR),
 )
 _DEPENDENCIES = (
-    _rule(
+    ValidationRule(
         "dangling-dependency",
         "the node depends on a node that is not in the file",
         "remove the dependency, or add the node; a reader that honours it never starts this node",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "dangling-control-dependency",
         "the node's caller is not in the file",
         "remove it from ctrl_deps; readers that honour control dependencies refuse the file",
         ERROR,
     ),
-    _rule("self-dependency", "the node depends on itself", "remove the dependency", ERROR),
-    _rule(
+    ValidationRule("self-dependency", "the node depends on itself", "remove the dependency", ERROR),
+    ValidationRule(
         "dependency-cycle",
         "nodes depend on each other in a circle, so that none can start",
         "remove one of the dependencies of the circle",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "control-dependency-cycle",
         "nodes and their callers wait for each other in a circle, so that readers that honour both start none",
         "repair ctrl_deps: a caller never waits for what it calls; or leave them empty",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "never-starts",
         "the node is behind a circle or a node that does not exist, so that it never starts",
         "repair what it waits for",
         ERROR,
     ),
-    _rule("repeated-dependency", "a dependency is listed twice", "list it once", WARNING, WARNING),
-    _rule(
+    ValidationRule("repeated-dependency", "a dependency is listed twice", "list it once", WARNING, WARNING),
+    ValidationRule(
         "isolated-node",
         "the node takes time, but waits for nothing and nothing waits for it",
         "give it a place in the order, or it runs at the very beginning",
@@ -100,34 +96,36 @@ _DEPENDENCIES = (
     ),
 )
 _COMMUNICATION = (
-    _rule(
+    ValidationRule(
         "communication-attribute",
         "the communication lacks an attribute",
         "collectives need comm_type and comm_size, messages comm_size, comm_dst or comm_src, and comm_tag",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "collective-type",
         "the collective's comm_type is not one that the schema has",
         "use one of the numbers 0 to 9 of CollectiveCommType",
         ERROR,
     ),
-    _rule("communication-size", "the communication moves no bytes", "give comm_size the bytes it moves", WARNING),
-    _rule(
+    ValidationRule(
+        "communication-size", "the communication moves no bytes", "give comm_size the bytes it moves", WARNING
+    ),
+    ValidationRule(
         "communication-on-host",
         "the communication is marked as work of the CPU, so that older readers skip it and ASTRA-sim stops",
         "write is_cpu_op as false on communication, or type the node COMP",
         WARNING,
     ),
-    _rule("message-peer", "the message's other end cannot be", "name the rank of the other side", ERROR),
-    _rule("group-file", "the group file is not as it should be", 'write {"1": [0, 1], "2": [2, 3]}', ERROR),
-    _rule(
+    ValidationRule("message-peer", "the message's other end cannot be", "name the rank of the other side", ERROR),
+    ValidationRule("group-file", "the group file is not as it should be", 'write {"1": [0, 1], "2": [2, 3]}', ERROR),
+    ValidationRule(
         "unknown-group",
         "the group is not in the group file",
         "add the group to the group file, or leave pg_name away where all ranks take part",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "not-a-member",
         "the rank is not in the group it communicates in",
         "add the rank to the group, or name another group",
@@ -135,43 +133,43 @@ _COMMUNICATION = (
     ),
 )
 _BETWEEN = (
-    _rule(
+    ValidationRule(
         "collective-count",
         "the ranks of a group issue different numbers of collectives, so that some wait for ever",
         "let every rank of the group take part",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "collective-order",
         "ranks issue their collectives in different orders: they wait for each other for ever",
         "issue them in one order on all ranks: order them by dependencies",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "collective-kind",
         "ranks do different things in one collective",
         "write the same comm_type on all ranks of the group",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "collective-size",
         "ranks give one collective different sizes",
         "write the same comm_size on all ranks; its meaning depends on the collective",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "unmatched-message",
         "a message is sent and not received, or the other way round",
         "add the other side, with the same tag",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "message-size",
         "sender and receiver name different sizes",
         "write the same comm_size on both sides",
         ERROR,
     ),
-    _rule(
+    ValidationRule(
         "deadlock",
         "ranks wait for each other in a circle, so that none can go on",
         "remove one of the dependencies of the circle, or issue the communication in one order",
@@ -179,46 +177,46 @@ _BETWEEN = (
     ),
 )
 _ASTRA_SIM = (
-    _rule(
+    ValidationRule(
         "unsupported-node",
         "ASTRA-sim stops at metadata nodes, and treats invalid ones as communication",
         "convert with --target astra-sim",
         None,
     ),
-    _rule(
+    ValidationRule(
         "unsupported-collective",
         "ASTRA-sim has no such collective",
         "convert with --target astra-sim, which says what it writes instead",
         None,
     ),
-    _rule(
+    ValidationRule(
         "replayed-broadcast",
         "ASTRA-sim replays a broadcast at its recorded duration, and this one has none",
         "write duration_micros",
         None,
         WARNING,
     ),
-    _rule(
+    ValidationRule(
         "group-name",
         "ASTRA-sim reads group names as numbers above 0",
         "number the groups, in the nodes and in the group file; convert with --target astra-sim does",
         None,
     ),
-    _rule(
+    ValidationRule(
         "control-dependency",
         "ASTRA-sim takes call-stack parents for an order: the node waits until its caller has ended",
         "convert with --target astra-sim, or leave ctrl_deps empty",
         None,
         WARNING,
     ),
-    _rule(
+    ValidationRule(
         "host-node",
         "ASTRA-sim gives up its own statistics where there is work of the CPU; its times are right all the same",
         "convert with --target astra-sim --gpu-only if you need them",
         None,
         WARNING,
     ),
-    _rule(
+    ValidationRule(
         "memory-node",
         "ASTRA-sim sends it to remote memory, which its configuration must describe",
         "give a --remote-memory-configuration, or convert with --target astra-sim",
@@ -227,6 +225,6 @@ _ASTRA_SIM = (
     ),
 )
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ValidationRule] = {
     rule.name: rule for rule in (*_FILE, *_NODES, *_DEPENDENCIES, *_COMMUNICATION, *_BETWEEN, *_ASTRA_SIM)
 }

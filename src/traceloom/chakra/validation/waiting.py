@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traceloom.chakra.node_table import Dependencies, NodeTable
+from traceloom.chakra.node_table import NodeTable
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -50,31 +50,20 @@ def resolve(table: NodeTable) -> Resolved:
     """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one counts."""
     ids = table.nodes["id"].to_numpy()
     by_id = np.argsort(ids, kind="stable")
-    all_arcs, dangling = [], []
+    arcs, own, dangling = [], [], []
     for dependencies in (table.data, table.control):
-        arcs, lost = _rows(ids, by_id, dependencies)
-        all_arcs.append(arcs)
-        dangling.append(lost)
-    (data, own), (control, own_control) = map(_apart, all_arcs)
-    return Resolved(data, control, own, own_control, *dangling)
-
-
-def _apart(arcs: Arcs) -> tuple[Arcs, Ints]:
-    """Dependencies between different nodes, and the nodes that depend on themselves."""
-    own = arcs.source == arcs.target
-    return Arcs(arcs.source[~own], arcs.target[~own]), np.unique(arcs.target[own])
-
-
-def _rows(
-    ids: NDArray[np.uint64], by_id: Ints, dependencies: Dependencies
-) -> tuple[Arcs, tuple[Ints, NDArray[np.uint64]]]:
-    if not len(dependencies.id):
-        return Arcs(dependencies.row, dependencies.row), (dependencies.row, dependencies.id)
-    position = np.searchsorted(ids, dependencies.id, sorter=by_id)
-    source = by_id[np.minimum(position, len(ids) - 1)]
-    exists = ids[source] == dependencies.id
-    lost = dependencies.row[~exists], dependencies.id[~exists]
-    return Arcs(source[exists].astype(np.int64), dependencies.row[exists]), lost
+        row, awaited = dependencies.row, dependencies.id
+        source = row
+        lost = np.zeros(len(row), np.bool_)
+        if len(row):
+            source = by_id[np.minimum(np.searchsorted(ids, awaited, sorter=by_id), len(ids) - 1)].astype(np.int64)
+            lost = ids[source] != awaited
+        dangling.append((row[lost], awaited[lost]))
+        source, row = source[~lost], row[~lost]
+        same = source == row
+        arcs.append(Arcs(source[~same], row[~same]))
+        own.append(np.unique(row[same]))
+    return Resolved(*arcs, *own, *dangling)
 
 
 @dataclass(frozen=True, slots=True)
