@@ -185,8 +185,8 @@ def together(parts: Sequence[GraphPart], where: str) -> Graph:
             from_end=code // 2 % 2 == 1,
             to_end=code % 2 == 1,
         )
-        kinds = {name: kind for name, kind in schema.items() if name not in {"source", "target"}}
-        worded.append(frame.select(schema.names()).cast(kinds))
+        numbers = ("source", "target")  # they get their type with their new numbers
+        worded.append(frame.select(schema.names()).cast({n: kind for n, kind in schema.items() if n not in numbers}))
     loose = [head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads]
     edges = pl.concat([*worded, *loose])
     edges = edges.with_columns(source=_renumbered(edges["source"], ids), target=_renumbered(edges["target"], ids))

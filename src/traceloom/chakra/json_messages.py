@@ -138,7 +138,9 @@ _TYPE_TO_JSON: dict[int, Callable[[Any], Any]] = {
     **dict.fromkeys(_REAL, _real),
     FieldDescriptor.TYPE_BYTES: _base64,
 }
-_TO_JSON = {name: _TYPE_TO_JSON.get(element, lambda value: value) for name, element in _ELEMENTS.items()}
+_TO_JSON: dict[str, Callable[[Any], Any]] = {
+    name: _TYPE_TO_JSON.get(element, lambda value: value) for name, element in _ELEMENTS.items()
+}
 
 
 def _add_unknown(out: dict[str, Any], message: Message, key: str = UNKNOWN) -> None:
@@ -292,7 +294,9 @@ _TYPE_FROM_JSON: dict[int, Callable[[Any], Any]] = {
     FieldDescriptor.TYPE_STRING: _text,
     FieldDescriptor.TYPE_BOOL: partial(_of_kind, kind=bool, words="true or false"),
 }
-_FROM_JSON = {name: _TYPE_FROM_JSON.get(element, _number) for name, element in _ELEMENTS.items()}
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    name: _TYPE_FROM_JSON.get(element, _number) for name, element in _ELEMENTS.items()
+}
 
 # Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
 _FED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_priority": "int32_val", "tensor_size": "uint64_val"}

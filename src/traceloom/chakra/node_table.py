@@ -53,7 +53,7 @@ class NodeDependencies:
     id: NDArray[np.uint64]
 
 
-_Part = tuple[pl.DataFrame, pl.DataFrame, NodeDependencies, NodeDependencies, NodeDependencies]
+_Part = tuple[pl.DataFrame, pl.DataFrame, list[NodeDependencies]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def read_table(path: str | Path) -> NodeTable:
                 np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in of_kind)]),
                 np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in of_kind)]),
             )
-            for of_kind in ([part[kind] for part in parts] for kind in (2, 3, 4))
+            for of_kind in ([part[2][kind] for part in parts] for kind in range(3))
         )
         return NodeTable(
             str(path),
@@ -154,11 +154,11 @@ def _part(columns: NodeColumns, first: int) -> _Part:
             kinds = [KINDS.get(number, "no value") for number in held.member[at].tolist()]
             rows = {"row": held.row[at] + first, "attribute": [name] * len(at), "kind": kinds, "again": again[at]}
             odd.append(pl.DataFrame(rows).cast(_NOTHING_ODD.schema))
-    data, control, added = (
+    dependencies = [
         NodeDependencies(np.repeat(lists.row, lists.count) + first, lists.values.view(np.uint64))
         for lists in (columns.data, columns.control, columns.lists(ADDED, "uint64_list"))
-    )
-    return nodes, pl.concat(odd), data, control, added
+    ]
+    return nodes, pl.concat(odd), dependencies
 
 
 _NO_NODES = pl.DataFrame(

@@ -109,9 +109,11 @@ def notices_of(changes: Changes, ranks: list[int], added: int, *, gpu_only: bool
         yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
     edges = changes.graph.edges
     delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
-    total = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
-    if total:
-        message = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(total)} in all"
+    lost_ns = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
+    if lost_ns:
+        message = (
+            f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(lost_ns)} in all"
+        )
         yield Notice("target-dropped-delays", "info", message, delay.height)
 
 

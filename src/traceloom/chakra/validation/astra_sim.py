@@ -74,8 +74,8 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     names = workload.groups.members or {}
     wrong = [name for name in names if not _is_number(name, least=1)]
     if wrong:
-        examples = [(None, f"the group file names the group `{name}`") for name in wrong]
-        findings.add("group-name", (workload.groups.path, None), examples, count=len(wrong))
+        sentences = [(None, f"the group file names the group `{name}`") for name in wrong]
+        findings.add("group-name", (workload.groups.path, None), sentences, count=len(wrong))
 
 
 def _is_number(name: str, least: int) -> bool:

@@ -114,8 +114,7 @@ def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -
     behind[held] = False
     rows = np.flatnonzero(behind)
     if len(rows):
-        examples = each(table, rows, "waits for a node that never ends")
-        findings.add("never-starts", location, examples, ids(table, rows))
+        findings.add("never-starts", location, each(table, rows, "waits for a node that never ends"), ids(table, rows))
     arcs = resolved.data + resolved.control
     if len(arcs.source):
         alone = np.ones(len(table), dtype=bool)

@@ -63,7 +63,7 @@ def resolve(table: NodeTable) -> Resolved:
         same = source == row
         arcs.append(Arcs(source[~same], row[~same]))
         own.append(np.unique(row[same]))
-    return Resolved(*arcs, *own, *dangling)
+    return Resolved(arcs[0], arcs[1], own[0], own[1], dangling[0], dangling[1])
 
 
 @dataclass(frozen=True, slots=True)
