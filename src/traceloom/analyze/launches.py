@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
-from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
 from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
@@ -62,12 +62,7 @@ _PER_STEP = ("launch_count", "work_count", "call_ns", "short_count", "held_ns")
 STEPS = pl.Schema(
     {
         "device": pl.Int32(),
-        **{
-            f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
-            for value in _PER_STEP
-            for how in ("mean", "min", "max")
-        },
-        "step_count": pl.Int64(),
+        **spread_schema(*_PER_STEP),
     }
 )
 

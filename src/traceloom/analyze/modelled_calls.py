@@ -11,8 +11,10 @@ import polars as pl
 from traceloom.analyze.ancestry import Forest, forest
 from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.flops import MODELS, Call, Work
-from traceloom.analyze.flops.attention import BATCH
+from traceloom.analyze.flops.attention import BATCH, PAGED
 from traceloom.analyze.flops.call import Launched, parsed
+from traceloom.analyze.graph_capture import mapped_nodes
+from traceloom.analyze.graph_launches import graph_launches, replayed_work
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.vocabulary import vocabulary
@@ -20,6 +22,9 @@ from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, lookup
 from traceloom.read.again import readable, whole
+
+_OTHER_GRID = "the capture ran this kernel with another grid, so with other shapes"
+_NO_CALL = "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
 
 _ANNOTATION = cat.CATEGORIES.index(cat.ANNOTATION)
 LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")
@@ -64,10 +69,10 @@ class ModelledCalls:
         work_owner: For each piece of GPU work (rows of `trace.gpu_work()`) the modelled call it belongs to; -1 for
             none, and for copies that a link bounds.
         link: Which GPU work is such a copy.
-        above: For each host event itself; for calls that were read from another recording (see `replayed_calls`), which
+        above: For each host event itself; for calls that were read from another recording (see `with_replays`), which
             come after these in `group` and `owner`, the position of the graph launch that made them.
         unmapped: Work of graph replays (event) for which the other recording tells no call, with the reason.
-        recorded: What was recorded of each group, as its model saw it; see `remodelled`.
+        recorded: What was recorded of each group, as its model saw it.
     """
 
     groups: pl.DataFrame
@@ -90,19 +95,13 @@ def modelled_calls(trace: Trace) -> ModelledCalls:
     """Model the operators of a trace; remembered for the last trace, until a model is registered."""
     kept = _kept(trace)
     if MODELS.generation not in kept:
-        calls = calls_around(trace)
+        calls = _calls_around(trace)
         kept.clear()
         kept[MODELS.generation] = calls
     return kept[MODELS.generation]
 
 
-def remodelled(calls: ModelledCalls, groups: Ints, batch: str) -> pl.DataFrame:
-    """Some groups as they are with another batch: rows as in `groups`."""
-    recorded = calls.recorded[groups].with_columns(pl.lit(batch).alias("batch"))
-    return _modelled(recorded, {})
-
-
-def batches(trace: Trace, events: pl.Series) -> pl.Series:
+def _batches(trace: Trace, events: pl.Series) -> pl.Series:
     """Of host events the innermost annotation around each that tells the batch of a serving engine, else ""."""
     tree = forest(trace)
     words = vocabulary(trace)
@@ -118,7 +117,7 @@ def batches(trace: Trace, events: pl.Series) -> pl.Series:
     return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
 
 
-def calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
+def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
     """The modelled calls of a recording, remembered nowhere.
 
     Args:
@@ -161,7 +160,7 @@ def _recorded(trace: Trace, tree: Forest, relevant: Bools, batch: str) -> pl.Dat
     calls = calls.with_columns(names.alias("name")).filter(pl.col("name").is_in(modelled))
     strides = pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").fill_null("")
     calls = calls.with_columns(strides.alias("strides"), pl.col("concrete").fill_null(""))
-    calls = calls.with_columns(batches(trace, calls["event"]), pl.lit("").alias("list_type"))
+    calls = calls.with_columns(_batches(trace, calls["event"]), pl.lit("").alias("list_type"))
     # Element types of the tensors in lists: from the name of the kernel that the call launched itself.
     lists = calls.filter(pl.col("types").str.contains("TensorList", literal=True))
     if lists.height:
@@ -252,3 +251,110 @@ def float_evidence(names: pl.Series) -> pl.Series:
         .when(pl.col("name").str.contains(_PLAIN_FLOAT))
         .then(pl.lit("fp32"))
     ).to_series()
+
+
+def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
+    """The modelled calls of a trace and those that its graph replays make, by the operators of the capture.
+
+    Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count once per replay, of
+    attention those of the batch that is replayed: the annotation around the launch tells it, the capture has none.
+    Where both recordings tell the grid of a kernel they must agree: other grids mean other shapes, as in the capture of
+    the same graph for another batch size.
+
+    The calls of replays follow those of the forest: `above` is the graph launch that made them, `unmapped` says of the
+    rest of the replayed work why it has none.
+    """
+    base = modelled_calls(trace)
+    work = replayed_work(trace).with_columns(pl.col("graph", "node").cast(pl.UInt32))
+    if not work.height:
+        return base
+    # by graph and node the position of the operator in the capture's forest, or the reason why there is none
+    replays = graph_launches(trace)
+    mapped = mapped_nodes(replays, capture, launches=True)
+    grids = _grids(capture, mapped["kernel"]), _grids(trace, replays.nodes["example"])
+    comparable = grids[0].is_not_null() & grids[1].is_not_null()
+    other_grid = comparable & (grids[0] != grids[1]).fill_null(value=False)
+    op = mapped["op"].fill_null(0).to_numpy()
+    positions = forest(capture).position
+    op_position = pl.Series("position", positions[op] if positions.size else np.full(op.size, -1, dtype=np.int64))
+    has_position = mapped["op"].is_not_null() & ~other_grid & (op_position >= 0)
+    nodes = mapped.select(
+        "graph",
+        "node",
+        pl.when(has_position).then(op_position).alias("position"),
+        pl.when(other_grid).then(pl.lit(_OTHER_GRID)).otherwise("reason").alias("reason"),
+    )
+    launches = work["launch"].unique().sort()
+    batch_of = pl.DataFrame({"launch": launches, "batch": _batches(trace, launches)})
+    batch_names = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
+    below = _calls_around(capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else "")
+    position = nodes["position"].fill_null(-1).to_numpy()
+    capture_call = np.append(below.owner, -1)[position]
+    nodes = nodes.with_columns(
+        pl.Series("captured", capture_call),
+        pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0)).then(pl.lit(_NO_CALL)).otherwise("reason")
+        .alias("reason"),
+    )  # fmt: skip
+    work = work.join(nodes, on=["graph", "node"], how="left", maintain_order="left")
+    events = trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select("event").collect()["event"]
+    at = np.searchsorted(events.to_numpy(), work["event"].to_numpy())
+    free = (base.work_owner[at] < 0) & ~base.link[at]
+    made = work.with_columns(pl.Series("at", at)).filter(pl.Series(free), pl.col("captured") >= 0)
+    calls = made.select("launch", "captured").unique(maintain_order=True).with_row_index("call")
+    made = made.join(calls, on=["launch", "captured"], how="left", maintain_order="left")
+    first = base.group.size
+    work_owner = base.work_owner.copy()
+    work_owner[made["at"].to_numpy()] = first + made["call"].to_numpy().astype(np.int64)
+    numbers = np.arange(first, first + calls.height, dtype=np.int64)
+    groups, group = _of_batches(
+        below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), batch_names
+    )
+    offset = base.groups.height
+    return replace(
+        base,
+        groups=pl.concat([base.groups, groups.with_columns(pl.col("group") + offset)]),
+        group=np.append(base.group, group + offset),
+        owner=np.append(base.owner, numbers),
+        above=np.append(base.above, forest(trace).position[calls["launch"].to_numpy()]),
+        work_owner=work_owner,
+        unmapped=work.filter(pl.col("reason").is_not_null()).select("event", "reason"),
+    )
+
+
+def _of_batches(below: ModelledCalls, calls: pl.DataFrame, batch_names: list[str]) -> tuple[pl.DataFrame, Ints]:
+    """The groups of the calls that launches made (`captured`, `batch`): of attention one for each batch.
+
+    Args:
+        below: The calls of the capture, attention as it is with the first batch.
+        calls: One row per call.
+        batch_names: The batches.
+
+    Returns:
+        All groups, and the number of the group of each call.
+    """
+    group = below.group[calls["captured"].to_numpy()]
+    names = [name for name in below.groups["name"].unique().to_list() if MODELS.family(name) == PAGED]
+    paged = below.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
+    groups, height = [below.groups], below.groups.height
+    for batch in batch_names[1:] if paged.size else []:
+        of_batch = np.isin(group, paged) & (calls["batch"] == batch).to_numpy()
+        if of_batch.any():
+            used, index = np.unique(group[of_batch], return_inverse=True)
+            group[of_batch] = height + index
+            batch_groups = _modelled(below.recorded[used].with_columns(pl.lit(batch).alias("batch")), {})
+            groups.append(batch_groups.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
+            height += batch_groups.height
+    return pl.concat(groups), group
+
+
+def _grids(trace: Trace, rows: pl.Series) -> pl.Series:
+    """The grid of each of these events as text; null where it is not recorded."""
+    none = pl.Series("grid", [None], dtype=pl.String).new_from_index(0, rows.len())
+    distinct = rows.drop_nulls().unique().sort()
+    if not distinct.len() or not readable(trace):
+        return none
+    events: Ints = distinct.to_numpy().astype(np.int64)
+    grids = [args.get("grid") for args in whole(trace, events)]
+    grid_by_row = pl.DataFrame({"row": distinct, "grid": [None if grid is None else str(grid) for grid in grids]})
+    grid_by_row = grid_by_row.with_columns(pl.col("grid").cast(pl.String))
+    return rows.alias("row").to_frame().join(grid_by_row, on="row", how="left", maintain_order="left")["grid"]

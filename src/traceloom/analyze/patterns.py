@@ -13,7 +13,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.repeats import chosen, maximal_repeats
 from traceloom.analyze.submissions import Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
@@ -47,12 +47,7 @@ OCCURRENCES = pl.Schema(
 STEPS = pl.Schema(
     {
         "sequence": pl.UInt32(),
-        **{
-            f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
-            for value in ("call_count", "span_ns")
-            for how in ("mean", "min", "max")
-        },
-        "step_count": pl.Int64(),
+        **spread_schema("call_count", "span_ns"),
     }
 )
 

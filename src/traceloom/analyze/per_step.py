@@ -14,6 +14,15 @@ def whole_steps(trace: Trace) -> pl.DataFrame:
     return trace.steps.filter("complete").select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"))
 
 
+_HOW = ("mean", "min", "max")
+
+
+def spread_schema(*values: str) -> dict[str, pl.DataType]:
+    """The columns that `per_step` gives for these values, without the keys."""
+    spread = {f"{how}_{v}": pl.Float64() if how == "mean" else pl.Int64() for v in values for how in _HOW}
+    return {**spread, "step_count": pl.Int64()}
+
+
 def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame) -> pl.DataFrame:
     """Sums per key and step, told as mean, least and most over the steps.
 
@@ -29,9 +38,8 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
     """
     many = steps.height
     schema = {key: frame.schema[key] for key in keys}
-    schema |= {f"{how}_{v}": pl.Float64() if how == "mean" else pl.Int64() for v in values for how in _TOLD}
     if not many:
-        return pl.DataFrame(schema={**schema, "step_count": pl.Int64()})
+        return pl.DataFrame(schema={**schema, **spread_schema(*values)})
     inside = frame.filter(pl.col("step").is_in(steps["step"].implode()))
     sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64))
     everywhere = pl.col("step").len() == many
@@ -47,6 +55,3 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
         ),
         step_count=pl.len().cast(pl.Int64),
     )
-
-
-_TOLD = ("mean", "min", "max")

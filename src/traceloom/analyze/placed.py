@@ -9,10 +9,9 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls
+from traceloom.analyze.modelled_calls import ModelledCalls, float_evidence, modelled_calls, with_replays
 from traceloom.analyze.peaks import Peak, peaks
 from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.replayed_calls import with_replays
 from traceloom.model import Trace
 from traceloom.model import category as cat
 

@@ -8,25 +8,14 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import meaning
 from traceloom.model import Trace
 from traceloom.model.category import GPU_WORK
 from traceloom.model.result import Result
 
 KERNELS, OPERATORS = (
-    pl.Schema(
-        {
-            "name": pl.String(),
-            **{
-                f"{how}_{value}": pl.Float64() if how == "mean" else pl.Int64()
-                for value in (time, "call_count")
-                for how in ("mean", "min", "max")
-            },
-            "step_count": pl.Int64(),
-        }
-    )
-    for time in ("total_ns", "self_ns")
+    pl.Schema({"name": pl.String(), **spread_schema(time, "call_count")}) for time in ("total_ns", "self_ns")
 )
 
 

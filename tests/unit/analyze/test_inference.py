@@ -9,7 +9,7 @@ import pytest
 
 import traceloom
 from traceloom.analyze import inference
-from traceloom.analyze.serving_steps import FACTS
+from traceloom.analyze.inference import FACTS
 from traceloom.errors import UsageError
 from traceloom.model import Session
 from traceloom.testing import TraceBuilder
