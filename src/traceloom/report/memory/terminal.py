@@ -19,7 +19,8 @@ from traceloom.report.options import ReportOptions
 from traceloom.report.table import Table
 from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import Column, heading, lines
-from traceloom.report.views.terminal.look import DIM, SEVERITY
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
@@ -53,7 +54,8 @@ def _lines(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
         for memory in tables.worth_showing(entry["memories"]):
             yield from _memory(entry, memory, document, options, width)
     yield from _untold_growth(document, width)
-    yield from _notices(document, width)
+    messages = [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]]
+    yield from notice_lines(messages, width)
 
 
 def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text]:
@@ -71,11 +73,11 @@ def _ran_out(document: Row, options: MemoryOptions, width: int) -> Iterator[Text
         if entry["where"]:
             yield from wrapped(f"at {entry['where']}", width)
         for device in entry["devices"]:
-            number = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
+            index = "" if device["device"] is None or device["device"] < 0 else f":{device['device']}"
             retries = f", {units.count(device['retries'])} retries of the allocator before" if device["retries"] else ""
             size = {key: units.size(device[key]) for key in device if key.endswith("_bytes")}
             sentence = (
-                f"{device['device_type']}{number}: {size['allocated_bytes']} allocated of {size['reserved_bytes']} "
+                f"{device['device_type']}{index}: {size['allocated_bytes']} allocated of {size['reserved_bytes']} "
                 f"reserved, {size['free_bytes']} of {size['total_bytes']} free, {size['outside_bytes']} outside this "
                 f"allocator{retries}"
             )
@@ -205,19 +207,6 @@ def _untold_growth(document: Row, width: int) -> Iterator[Text]:
     if untold:
         yield Text("")
         yield from wrapped(f"What grows from step to step cannot be told: {untold[0]}.", width)
-
-
-def _notices(document: Row, width: int) -> Iterator[Text]:
-    if not document["notices"]:
-        return
-    yield from heading("Notices", "what to know about the data", width)
-    for notice in document["notices"]:
-        sign, style = SEVERITY[notice["severity"]]
-        message = harmless(f"{notice['message']} [{notice['slug']}]")
-        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
-        yield Text.assemble(" ", (sign, style), " ", first)
-        for line in rest:
-            yield Text("   " + line)
 
 
 def wrapped(words: str, width: int) -> Iterator[Text]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,28 +10,25 @@ from rich.text import Text
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.views.terminal.columns import Column, heading, lines
-from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
+from traceloom.report.options import ReportOptions
+from traceloom.report.table import Col, Table
+from traceloom.report.views.terminal.columns import heading
+from traceloom.report.views.terminal.look import DIM
+from traceloom.report.views.terminal.notices import notice_lines
+from traceloom.report.views.terminal.sections import table_lines
 
 Row = dict[str, Any]
-_MOST_RANKS = 8
-_MOST_NEIGHBOURS = 40
-_LOOKS = {
-    **dict.fromkeys(("kernel", "compute"), FILLS["compute"]),
-    **dict.fromkeys(("collective", "send", "receive"), FILLS["communication"]),
-    **dict.fromkeys(("copy", "fill", "load", "store"), FILLS["memory"]),
-}
+_MOST_ROWS = 40  # of a table
 
 
 def render(summary: Row, width: int) -> Iterator[Text]:
     """The lines of a summary."""
     yield from _head(summary, width)
-    yield from _table("Nodes", "by kind", summary["kinds"], "kind", width)
-    yield from _table("Names", "the most time", summary["names"], "name", width)
-    yield from _communication(summary, width)
-    yield from _dependencies(summary, width)
-    yield from _ranks(summary, width)
-    yield from _notices(summary, width)
+    for table in _tables(summary):
+        yield from table_lines(table, ReportOptions(top=_MOST_ROWS), width)
+    yield from notice_lines(
+        [(row["severity"], f"{row['message']} [{row['slug']}]") for row in summary["notices"]], width
+    )
 
 
 def _head(summary: Row, width: int) -> Iterator[Text]:
@@ -54,91 +50,33 @@ def _head(summary: Row, width: int) -> Iterator[Text]:
     yield Text(" " + text, DIM)
 
 
-def _table(title: str, note: str, rows: list[Row], key: str, width: int) -> Iterator[Text]:
-    if not rows:
-        return
-    yield from heading(title, note, width)
-    with_bytes = any(row["bytes"] is not None for row in rows)
-    cells: list[list[str | Text]] = [
-        [
-            units.count(row["count"]),
-            units.duration(row["time_ns"]),
-            units.duration(row["longest_ns"]),
-            *([units.size(row["bytes"])] if with_bytes else []),
+def _tables(summary: Row) -> Iterator[Table]:
+    """Nodes by kind and by name, communication, dependencies, ranks."""
+    held = [
+        Col("count", "Count", "count"),
+        Col("time_ns", "Time", "time"),
+        Col("longest_ns", "Longest", "time"),
+        Col("bytes", "Bytes", "bytes"),
+    ]
+    yield Table("kinds", "Nodes", [*held, Col("kind", "Kind", "name")], summary["kinds"], note="by kind")
+    named = [{**row, "name": row["name"] or "(no name)"} for row in summary["names"]]
+    columns = [*held, Col("kind", "Kind"), Col("name", "Name", "name")]
+    yield Table("names", "Names", columns, named, note="the most time")
+    columns = [*held[:2], held[3], Col("ranks", "Ranks", "count"), Col("group", "Group"), Col("what", "What", "name")]
+    yield Table("communication", "Communication", columns, summary["communication"], note="by kind and group")
+    evidence = any(row["evidence"] for row in summary["dependencies"])
+    columns = [held[0], *([Col("evidence", "Evidence")] if evidence else []), Col("kind", "Kind", "name")]
+    note = "by kind" + (" and evidence" if evidence else "")
+    yield Table("dependencies", "Dependencies", columns, summary["dependencies"], note=note)
+    if len(summary["ranks"]) > 1:
+        columns = [
+            Col("rank", "Rank", "count"),
+            Col("nodes", "Nodes", "count"),
+            Col("edges", "Dependencies", "count"),
+            Col("compute_ns", "Compute", "time"),
+            Col("sent_bytes", "Sent", "bytes"),
         ]
-        for row in rows
-    ]
-    columns = [Column("count"), Column("time"), Column("longest"), *([Column("bytes")] if with_bytes else [])]
-
-    def name(i: int, room: int) -> Text:
-        mark = _LOOKS.get(rows[i]["kind"], ("·", DIM))
-        return Text.assemble(mark, " ", short(rows[i][key] or "(no name)", room - 2))
-
-    yield from lines(columns, cells, (key, name), width)
-
-
-def _communication(summary: Row, width: int) -> Iterator[Text]:
-    rows = summary["communication"]
-    if not rows:
-        return
-    yield from heading("Communication", "by kind and group", width)
-    cells: list[list[str | Text]] = [
-        [units.count(r["count"]), units.size(r["bytes"]), units.duration(r["time_ns"]), units.count(r["ranks"])]
-        for r in rows[:_MOST_NEIGHBOURS]
-    ]
-
-    def name(i: int, room: int) -> Text:
-        group = rows[i]["group"]
-        return Text(short(f"{rows[i]['what']}" + (f", group {group}" if group not in (None, "") else ""), room))
-
-    columns = [Column("count"), Column("bytes"), Column("time"), Column("ranks")]
-    yield from lines(columns, cells, ("what", name), width)
-    yield from _more(len(rows) - _MOST_NEIGHBOURS)
-
-
-def _dependencies(summary: Row, width: int) -> Iterator[Text]:
-    rows = summary["dependencies"]
-    if not rows:
-        return
-    yield from heading("Dependencies", "by kind" + (" and evidence" if rows[0]["evidence"] else ""), width)
-
-    def name(i: int, room: int) -> Text:
-        evidence = rows[i]["evidence"]
-        return Text(short(rows[i]["kind"] + (f", {evidence}" if evidence else ""), room))
-
-    yield from lines([Column("count")], [[units.count(row["count"])] for row in rows], ("kind", name), width)
-
-
-def _ranks(summary: Row, width: int) -> Iterator[Text]:
-    rows = summary["ranks"]
-    if len(rows) < 2:
-        return
-    yield from heading("Ranks", "", width)
-    shown = rows[:_MOST_RANKS]
-    cells: list[list[str | Text]] = [
-        [str(r["rank"]), units.count(r["nodes"]), units.count(r["edges"]), units.duration(r["compute_ns"])]
-        for r in shown
-    ]
-    columns = [Column("rank"), Column("nodes"), Column("dependencies"), Column("compute")]
-    yield from lines(columns, cells, ("sent", lambda i, _: units.size(shown[i]["sent_bytes"])), width)
-    yield from _more(len(rows) - len(shown))
-
-
-def _notices(summary: Row, width: int) -> Iterator[Text]:
-    if not summary["notices"]:
-        return
-    yield from heading("Notices", "what to know about the data", width)
-    for notice in summary["notices"]:
-        sign, style = SEVERITY[notice["severity"]]
-        message = harmless(f"{notice['message']} [{notice['slug']}]")
-        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
-        yield Text.assemble(" ", (sign, style), " ", first)
-        yield from (Text("   " + line) for line in rest)
-
-
-def _more(count: int) -> Iterator[Text]:
-    if count > 0:
-        yield Text(f" … and {units.count(count)} more", DIM)
+        yield Table("ranks", "Ranks", columns, summary["ranks"])
 
 
 def render_node(document: Row, width: int) -> Iterator[Text]:
@@ -155,23 +93,21 @@ def render_node(document: Row, width: int) -> Iterator[Text]:
     for name, value in document["attributes"].items():
         yield Text.assemble(" ", (harmless(name), DIM), " ", short(value, max(width - len(name) - 3, 16)))
     for key, title in (("before", "Waits for"), ("after", "Is awaited by")):
-        yield from _beside(document[key], title, width)
-
-
-def _beside(rows: list[Row], title: str, width: int) -> Iterator[Text]:
-    yield from heading(title, "" if rows else "nothing", width)
-    shown = rows[:_MOST_NEIGHBOURS]
-    if not shown:
-        return
-    cells: list[list[str | Text]] = [
-        [
-            f"{row['id']}" + (f" of rank {row['rank']}" if row["rank"] is not None else ""),
-            row["edge"] + (f", {row['evidence']}" if row["evidence"] else ""),
-            row["kind"],
-            units.duration(row["time_ns"]),
+        rows = [
+            {
+                **row,
+                "node": f"{row['id']}" + (f" of rank {row['rank']}" if row["rank"] is not None else ""),
+                "dependency": row["edge"] + (f", {row['evidence']}" if row["evidence"] else ""),
+            }
+            for row in document[key]
         ]
-        for row in shown
-    ]
-    columns = [Column("node"), Column("dependency", right=False), Column("kind", right=False), Column("time")]
-    yield from lines(columns, cells, ("name", lambda i, room: short(shown[i]["name"], room)), width)
-    yield from _more(len(rows) - len(shown))
+        columns = [
+            Col("node", "Node"),
+            Col("dependency", "Dependency"),
+            Col("kind", "Kind"),
+            Col("time_ns", "Time", "time"),
+            Col("name", "Name", "name"),
+        ]
+        if not rows:
+            yield from heading(title, "nothing", width)
+        yield from table_lines(Table(key, title, columns, rows), ReportOptions(top=_MOST_ROWS), width)

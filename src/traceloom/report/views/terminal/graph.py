@@ -12,7 +12,7 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.views.terminal import tables
+from traceloom.report.views.terminal import notices
 from traceloom.report.views.terminal.bars import cells, plain
 from traceloom.report.views.terminal.columns import Column, heading, lines, with_bars
 from traceloom.report.views.terminal.look import DIM
@@ -41,7 +41,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield from _edges(document, width)
     yield from _clocks(document, width)
     yield from _delays(document, width)
-    yield from tables.notices(document, ReportOptions(), width)
+    yield from notices.notices(document, ReportOptions(), width)
 
 
 def _head(document: Row, width: int) -> Iterator[Text]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -18,18 +18,22 @@ Row = dict[str, Any]
 
 
 def notices(document: Row, options: ReportOptions, width: int) -> Iterator[Text]:
-    """What the user must know about the data, worst first."""
+    """What the user must know about the data of a report, worst first."""
     distinct = said_once(document["notices"], len(document["ranks"]))
-    if not distinct:
-        return
-    yield from heading("Notices", "what to know about the data", width)
-    for notice in distinct[: options.top]:
-        sign, style = SEVERITY[notice.severity]
+    messages = []
+    for notice in distinct:
         weakens = f"; weakens {', '.join(notice.weakens)}" if notice.weakens else ""
-        message = harmless(f"{notice.sentence}{weakens} [{notice.slug}]")
-        first, *rest = textwrap.wrap(message, max(width - 4, 20), break_on_hyphens=False)
-        yield Text.assemble(" ", (sign, style), " ", first)
-        for line in rest:
-            yield Text("   " + line)
+        messages.append((notice.severity, f"{notice.sentence}{weakens} [{notice.slug}]"))
+    yield from notice_lines(messages[: options.top], width)
     if len(distinct) > options.top:
         yield Text(f" … and {len(distinct) - options.top} more, in the JSON report", DIM)
+
+
+def notice_lines(messages: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
+    """Severity and text of each; nothing where there are none."""
+    if messages:
+        yield from heading("Notices", "what to know about the data", width)
+    for severity, message in messages:
+        first, *rest = textwrap.wrap(harmless(message), max(width - 4, 20), break_on_hyphens=False)
+        yield Text.assemble(" ", SEVERITY[severity], " ", first)
+        yield from (Text("   " + line) for line in rest)
