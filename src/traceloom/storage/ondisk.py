@@ -12,7 +12,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,16 @@ def stored(values: Array) -> Array:
     return result
 
 
+def _gathered(count: int, dtype: Any, parts: Iterable[Array]) -> Array:
+    """An array on disk, shape (count,), from its parts, one after the other."""
+    result = empty(count, dtype)
+    at = 0
+    for part in parts:
+        result[at : at + len(part)] = part
+        at += len(part)
+    return result
+
+
 def _start(value: Any, count: int) -> Any:
     return value[:1] if getattr(value, "ndim", 0) == 1 and len(value) == count else value
 
@@ -228,19 +238,11 @@ def rows_of(values: Array, key: Array) -> Array:
     """`values[key]` on disk, for one-dimensional arrays; `key` are row numbers or a mask."""
     values, key = _plain(values), _plain(key)
     if key.dtype != np.bool_:
-        result = empty(len(key), values.dtype)
-        for piece in pieces(len(key)):
-            result[piece] = values[key[piece]]
-        return result
+        return _gathered(len(key), values.dtype, (values[key[piece]] for piece in pieces(len(key))))
     if len(key) != len(values):
         raise IndexError(f"a mask of {len(key)} for {len(values)} rows")
-    result = empty(int(np.count_nonzero(key)), values.dtype)
-    at = 0
-    for piece in pieces(len(key)):
-        selected = values[piece][key[piece]]
-        result[at : at + len(selected)] = selected
-        at += len(selected)
-    return result
+    selected = (values[piece][key[piece]] for piece in pieces(len(key)))
+    return _gathered(int(np.count_nonzero(key)), values.dtype, selected)
 
 
 def _scatter(values: Array, key: Array, new: Any) -> None:
@@ -262,36 +264,25 @@ def _where(condition: Any, *choices: Any) -> Any:
         return _nonzero(condition)
     parts = [_plain(value) for value in (condition, *choices)]
     count = max(len(value) for value in parts if getattr(value, "ndim", 0) == 1)
-    result = empty(count, np.where(*(_start(value, count) for value in parts)).dtype)
-    for piece in pieces(count):
-        operands = (
-            value[piece] if getattr(value, "ndim", 0) == 1 and len(value) == count else value for value in parts
-        )
-        result[piece] = np.where(*operands)
-    return result
+    whole = [getattr(value, "ndim", 0) == 1 and len(value) == count for value in parts]
+    chosen = (
+        np.where(*(value[piece] if long else value for value, long in zip(parts, whole, strict=True)))
+        for piece in pieces(count)
+    )
+    return _gathered(count, np.where(*(_start(value, count) for value in parts)).dtype, chosen)
 
 
 def _nonzero(values: Any) -> tuple[Array]:
     values = _plain(values)
-    result = empty(int(np.count_nonzero(values)), np.intp)
-    at = 0
-    for piece in pieces(len(values)):
-        positions = np.flatnonzero(values[piece])
-        result[at : at + len(positions)] = positions + piece.start
-        at += len(positions)
-    return (result,)
+    rows = (np.flatnonzero(values[piece]) + piece.start for piece in pieces(len(values)))
+    return (_gathered(int(np.count_nonzero(values)), np.intp, rows),)
 
 
 def _concatenate(arrays: Any, axis: int = 0, *_: Any, dtype: Any = None, **__: Any) -> Array:
     parts = [np.atleast_1d(_plain(part)) for part in arrays]
     if any(part.ndim > 1 for part in parts):  # tables stay in memory
         return np.concatenate(parts, axis=axis, dtype=dtype)
-    result = empty(sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype)
-    at = 0
-    for part in parts:
-        result[at : at + len(part)] = part
-        at += len(part)
-    return result
+    return _gathered(sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype, parts)
 
 
 def _argsort(values: Any, *_: Any, **__: Any) -> Array:
@@ -302,21 +293,19 @@ def _argsort(values: Any, *_: Any, **__: Any) -> Array:
     """
     plain = _plain(values)
     count = len(plain)
-    result = empty(count, np.intp)
     sample = np.sort(plain[:: max(1, count // _SAMPLED)])
     bounds = np.unique(sample[:: max(1, len(sample) * SORTED // max(count, 1))])
     range_number = empty(count, np.uint16)
     for piece in pieces(count):
         chunk = plain[piece]
         range_number[piece] = np.searchsorted(bounds, chunk, side="left") + np.searchsorted(bounds, chunk, side="right")
-    at = 0
-    for number in range(2 * len(bounds) + 1):
-        (rows,) = _nonzero(range_number == number)
-        if number % 2 == 0:
-            rows = rows[np.argsort(plain[_plain(rows)], kind="stable")]
-        result[at : at + len(rows)] = rows
-        at += len(rows)
-    return result
+
+    def ranges() -> Iterator[Array]:
+        for number in range(2 * len(bounds) + 1):
+            (rows,) = _nonzero(range_number == number)
+            yield rows[np.argsort(plain[_plain(rows)], kind="stable")] if number % 2 == 0 else rows
+
+    return _gathered(count, np.intp, ranges())
 
 
 def _lexsort(keys: Any, *_: Any, **__: Any) -> Any:
@@ -333,21 +322,14 @@ def _searchsorted(values: Any, targets: Any, side: Any = "left") -> Any:
     common = np.result_type(values, targets)
     if values.dtype != common:
         values = _plain(stored(values).astype(common))
-    result = empty(len(targets), np.intp)
-    for piece in pieces(len(targets)):
-        result[piece] = np.searchsorted(values, targets[piece], side=side)
-    return result
+    places = (np.searchsorted(values, targets[piece], side=side) for piece in pieces(len(targets)))
+    return _gathered(len(targets), np.intp, places)
 
 
 def _repeat(values: Any, repeats: Any, *_: Any, **__: Any) -> Array:
     values, repeats = _plain(values), np.broadcast_to(_plain(repeats), len(values))
-    result = empty(int(repeats.sum()), values.dtype)
-    at = 0
-    for piece in pieces(len(values)):
-        repeated = np.repeat(values[piece], repeats[piece])
-        result[at : at + len(repeated)] = repeated
-        at += len(repeated)
-    return result
+    repeated = (np.repeat(values[piece], repeats[piece]) for piece in pieces(len(values)))
+    return _gathered(int(repeats.sum()), values.dtype, repeated)
 
 
 def _cumsum(values: Any, *_: Any, **__: Any) -> Array:
@@ -372,11 +354,9 @@ def _bincount(values: Any, weights: None = None, minlength: int = 0) -> Array:
 
 
 def _isin(element: Any, test_elements: Any, **kwargs: Any) -> Array:
-    element = _plain(element)
-    result = empty(len(element), np.bool_)
-    for piece in pieces(len(element)):
-        result[piece] = np.isin(element[piece], _plain(test_elements), **kwargs)
-    return result
+    element, among = _plain(element), _plain(test_elements)
+    members = (np.isin(element[piece], among, **kwargs) for piece in pieces(len(element)))
+    return _gathered(len(element), np.bool_, members)
 
 
 def _sort(values: Any, *_: Any, **__: Any) -> Array:
@@ -408,10 +388,9 @@ def _full(shape: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Array:
 
 def _arange(start: int, stop: int | None = None, *, dtype: Any = np.int64, **_: Any) -> Array:
     low, high = (0, int(start)) if stop is None else (int(start), int(stop))
-    result = empty(max(high - low, 0), dtype)
-    for piece in pieces(len(result)):
-        result[piece] = np.arange(low + piece.start, low + piece.stop, dtype=dtype)
-    return result
+    count = max(high - low, 0)
+    numbers = (np.arange(low + piece.start, low + piece.stop, dtype=dtype) for piece in pieces(count))
+    return _gathered(count, dtype, numbers)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -433,5 +412,4 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.ones: lambda shape, dtype=float, **_: _full(shape, 1, dtype),
     np.empty: lambda shape, dtype=float, **_: empty(shape, dtype),
     np.arange: _arange,
-    np.copy: lambda values, **_: stored(_plain(values)),
 }
