@@ -18,31 +18,18 @@ KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
 KIND_SCHEMA = pl.Schema(
     {
         "device": pl.Int32(),
-        "kind": pl.String(),
-        "source_memory": pl.String(),
-        "target_memory": pl.String(),
-        "by_kernel": pl.Boolean(),
-        "pageable": pl.Boolean(),
-        "count": pl.Int64(),
-        "bytes": pl.Int64(),
-        "unsized_count": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "union_ns": pl.Int64(),
-        "instant_count": pl.Int64(),
-        "instant_bytes": pl.Int64(),
-        "bytes_per_s": pl.Float64(),
-        "min_bytes_per_s": pl.Float64(),
-        "max_bytes_per_s": pl.Float64(),
+        **dict.fromkeys(("kind", "source_memory", "target_memory"), pl.String()),
+        **dict.fromkeys(("by_kernel", "pageable"), pl.Boolean()),
+        **dict.fromkeys(("count", "bytes", "unsized_count", "total_ns", "union_ns"), pl.Int64()),
+        **dict.fromkeys(("instant_count", "instant_bytes"), pl.Int64()),
+        **dict.fromkeys(("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), pl.Float64()),
     }
 )
 OP_SCHEMA = pl.Schema(
     {
-        "op": pl.String(),
-        "kind": pl.String(),
+        **dict.fromkeys(("op", "kind"), pl.String()),
         "pageable": pl.Boolean(),
-        "count": pl.Int64(),
-        "bytes": pl.Int64(),
-        "total_ns": pl.Int64(),
+        **dict.fromkeys(("count", "bytes", "total_ns"), pl.Int64()),
     }
 )
 CURVE_SCHEMA = pl.Schema(
@@ -76,21 +63,28 @@ class Copies(Result):
     curve: pl.DataFrame
 
 
+_TIMED = (pl.col("ns") > 0) & pl.col("bytes").is_not_null()
+_BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
+
+
 def copies(trace: Trace) -> Copies:
     """Add up copies and fills."""
     rows = _rows(trace)
-    return Copies(_kinds(rows), _ops(trace, rows), _usual(trace, rows), _curve(rows))
-
-
-def _usual(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
-    """Copies of a usual step."""
+    ops = (
+        rows.with_columns(op=trace.events["name"].gather(rows["op"]))
+        .group_by("op", "kind", "pageable")
+        .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
+        .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
+        .select(list(OP_SCHEMA))
+        .cast(OP_SCHEMA)
+    )
     keys = ["device", "kind"]
     counted = rows.with_columns(
         call_count=pl.lit(1, pl.Int64), copied_bytes=pl.col("bytes").fill_null(0), total_ns="ns"
     )
     spread = per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], whole_steps(trace))
     unsized = rows.filter(pl.col("bytes").is_null()).select(keys).unique().with_columns(unsized=pl.lit(True))
-    return (
+    spread = (
         spread.join(unsized, on=keys, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(
             pl.when(pl.col("unsized").is_null()).then(f"{how}_copied_bytes").alias(f"{how}_copied_bytes")
@@ -98,6 +92,7 @@ def _usual(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
         )
         .drop("unsized")
     )
+    return Copies(_kinds(rows), ops, spread, _curve(rows))
 
 
 def _rows(trace: Trace) -> pl.DataFrame:
@@ -138,14 +133,7 @@ def _rows(trace: Trace) -> pl.DataFrame:
     )
 
 
-_TIMED = (pl.col("ns") > 0) & pl.col("bytes").is_not_null()
-_RATE = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
-_BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
-
-
 def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
-    if not rows.height:
-        return pl.DataFrame(schema=KIND_SCHEMA)
     unions = [
         (*key, union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total)
         for key, part in rows.group_by(KEYS, maintain_order=True)
@@ -154,6 +142,7 @@ def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
         unions, schema={**{key: KIND_SCHEMA[key] for key in KEYS}, "union_ns": pl.Int64}, orient="row"
     )
     instant = pl.col("ns") == 0
+    rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
     table = rows.group_by(KEYS).agg(
         pl.col("pageable").first(),
         pl.len().alias("count"),
@@ -165,25 +154,14 @@ def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
         (pl.col("bytes").filter(_TIMED).sum() / pl.col("ns").filter(_TIMED).sum() * 1e9)
         .fill_nan(None)
         .alias("bytes_per_s"),
-        _RATE.min().alias("min_bytes_per_s"),
-        _RATE.max().alias("max_bytes_per_s"),
+        rate.min().alias("min_bytes_per_s"),
+        rate.max().alias("max_bytes_per_s"),
     )
     return (
         table.join(together, on=KEYS, how="left", nulls_equal=True)
         .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
         .select(list(KIND_SCHEMA))
         .cast(KIND_SCHEMA)
-    )
-
-
-def _ops(trace: Trace, rows: pl.DataFrame) -> pl.DataFrame:
-    named = rows.with_columns(op=trace.events["name"].gather(rows["op"]))
-    return (
-        named.group_by("op", "kind", "pageable")
-        .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
-        .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
-        .select(list(OP_SCHEMA))
-        .cast(OP_SCHEMA)
     )
 
 

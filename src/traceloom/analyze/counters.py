@@ -20,14 +20,9 @@ from traceloom.read.again import readable, whole
 KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
 SERIES_SCHEMA = pl.Schema(
     {
-        "source": pl.String(),
-        "counter": pl.String(),
-        "samples": pl.Int64(),
-        "first_ns": pl.Int64(),
-        "last_ns": pl.Int64(),
-        "min": pl.Float64(),
-        "mean": pl.Float64(),
-        "max": pl.Float64(),
+        **dict.fromkeys(("source", "counter"), pl.String()),
+        **dict.fromkeys(("samples", "first_ns", "last_ns"), pl.Int64()),
+        **dict.fromkeys(("min", "mean", "max"), pl.Float64()),
     }
 )
 RANGE_SCHEMA = pl.Schema(
@@ -73,28 +68,8 @@ class Counters(Result):
 
 def counters(trace: Trace) -> Counters:
     """Gather counters, and pair those of kernels with their launches."""
-    category = column(trace, "category")
-    rows = np.flatnonzero(category == cat.CATEGORIES.index(cat.COUNTER_RANGE))
-    launches = kernel_launches(trace) if rows.size else rows
-    paired = rows.size == launches.size
-    unpaired = None if paired else "counts-differ"
-    readable_ = readable(trace)
-    ranges = _ranges(trace, rows, launches if paired else None) if readable_ else pl.DataFrame(schema=RANGE_SCHEMA)
-    by_op = (
-        ranges.filter(pl.col("launch").is_not_null())
-        .group_by("op", "counter", maintain_order=True)
-        .agg(pl.len().alias("ranges"), pl.col("value").sum())
-        .sort("value", "op", "counter", descending=[True, False, False], nulls_last=True)
-        .select(list(OP_SCHEMA))
-        .cast(OP_SCHEMA)
-    )
-    absent = "file-gone" if rows.size and not readable_ else None
-    return Counters(_series(trace), ranges, by_op, unpaired, int(rows.size), int(launches.size), absent)
-
-
-def _series(trace: Trace) -> pl.DataFrame:
     value = pl.col("value")
-    return (
+    series = (
         trace.counters.drop_nulls("value")
         .with_columns(counter=pl.concat_str(["name", "key"], separator=" ").str.strip_chars())
         .group_by("counter", source="process", maintain_order=True)
@@ -110,6 +85,43 @@ def _series(trace: Trace) -> pl.DataFrame:
         .select(list(SERIES_SCHEMA))
         .cast(SERIES_SCHEMA)
     )
+    rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
+    launches = kernel_launches(trace) if rows.size else rows
+    paired = rows.size == launches.size
+    readable_ = readable(trace)
+    records = []
+    if readable_ and rows.size:
+        names, ops = trace.events["name"], trace.events["op"]
+        nobody: list[Any] = [None] * rows.size
+        kernels = [None if name == "__missing__" else name for name in names.gather(rows).to_list()]
+        launch_of = launches.tolist() if paired else nobody
+        op_of = names.gather(ops.gather(launches)).to_list() if paired else nobody
+        records = [  # one per range and counter
+            (number, kernel, launch, op, key, float(amount))
+            for number, (args, kernel, launch, op) in enumerate(
+                zip(whole(trace, rows), kernels, launch_of, op_of, strict=True)
+            )
+            for key, amount in args.items()
+            if isinstance(amount, (int, float)) and not isinstance(amount, bool) and np.isfinite(amount)
+        ]
+    ranges = pl.DataFrame(records, schema=RANGE_SCHEMA, orient="row")
+    by_op = (
+        ranges.filter(pl.col("launch").is_not_null())
+        .group_by("op", "counter", maintain_order=True)
+        .agg(pl.len().alias("ranges"), value.sum())
+        .sort("value", "op", "counter", descending=[True, False, False], nulls_last=True)
+        .select(list(OP_SCHEMA))
+        .cast(OP_SCHEMA)
+    )
+    return Counters(
+        series,
+        ranges,
+        by_op,
+        unpaired=None if paired else "counts-differ",
+        range_count=int(rows.size),
+        launch_count=int(launches.size),
+        absent="file-gone" if rows.size and not readable_ else None,
+    )
 
 
 def kernel_launches(trace: Trace) -> Ints:
@@ -119,21 +131,3 @@ def kernel_launches(trace: Trace) -> Ints:
     inside = np.isin(column(trace, "parent", -1)[rows], rows)
     launches: Ints = rows[~inside]
     return launches
-
-
-def _ranges(trace: Trace, rows: Any, launches: Any) -> pl.DataFrame:
-    """Long form: one row per range and counter."""
-    all_args = list(whole(trace, rows))
-    names = trace.events["name"].gather(rows).to_list()
-    ops: list[Any] = [None] * rows.size
-    if launches is not None and rows.size:
-        ops = trace.events["name"].gather(trace.events["op"].gather(launches)).to_list()
-    records = [
-        (number, None if names[number] == "__missing__" else names[number], launch, ops[number], key, float(value))
-        for number, (args, launch) in enumerate(
-            zip(all_args, [None] * rows.size if launches is None else launches.tolist(), strict=True)
-        )
-        for key, value in args.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
-    ]
-    return pl.DataFrame(records, schema=RANGE_SCHEMA, orient="row")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest, host_pieces
-from traceloom.analyze.intervals import Bools, Ints, Spans, complement, coverage, union
+from traceloom.analyze.ancestry import forest, host_pieces
+from traceloom.analyze.intervals import EMPTY, Bools, Ints, Spans, complement, coverage, union
 from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.splitting import NO_STEP, split_at_steps
@@ -33,13 +33,7 @@ WAITS = pl.Schema(
     }
 )
 STEPS = pl.Schema(
-    {
-        "step": pl.Int32,
-        "wait_ns": pl.Int64,
-        "fraction": pl.Float64,
-        "gpu_idle_ns": pl.Int64,
-        "bottleneck": pl.Boolean,
-    }
+    {"step": pl.Int32, "wait_ns": pl.Int64, "fraction": pl.Float64, "gpu_idle_ns": pl.Int64, "bottleneck": pl.Boolean}
 )
 SPENT = pl.Schema({"step": pl.Int32(), "part": pl.Enum(PARTS), "ns": pl.Int64()})
 
@@ -86,7 +80,7 @@ class DataLoading(Result):
 @per_trace
 def data_loading(trace: Trace) -> DataLoading:
     """Find the waits of the training loop for its DataLoader, per step."""
-    tree = forest(trace)
+    tree, words = forest(trace), vocabulary(trace)
     evidence, called = _calls(trace)
     rows = np.flatnonzero(called)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
@@ -94,44 +88,36 @@ def data_loading(trace: Trace) -> DataLoading:
     on_gpu = union(work["start_ns"].to_numpy(), (work["start_ns"] + work["duration_ns"]).to_numpy())
     idle = complement(on_gpu, trace.start_ns, trace.end_ns) if work.height else None
     waiting = union(tree.start_ns[rows], tree.end_ns[rows])
+    # who makes the batch of each call: by its name or by the names inside it
+    by_workers, in_the_loop = (
+        pl.Series(tree.subtree_sums(lookup(words.matching(pattern), words.code[tree.row]).astype(np.int64))[rows] > 0)
+        for pattern in (_BY_WORKERS, _IN_THE_LOOP)
+    )
     waits = (
         trace.events[pl.Series(tree.row[rows], dtype=pl.UInt32)]
         .with_columns(
             duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
-            maker=_makers(trace, tree, rows),
-            gpu_idle_ns=_idle(idle, tree.start_ns[rows], tree.end_ns[rows]),
+            maker=pl.when(by_workers).then(pl.lit("workers")).when(in_the_loop).then(pl.lit("main_thread")),
+            gpu_idle_ns=None if idle is None else pl.Series(coverage(idle, tree.start_ns[rows], tree.end_ns[rows])),
         )
         .select(list(WAITS))
         .cast(WAITS)
     )
-    nothing = evidence == "none"
-    return DataLoading(
-        waits,
-        _steps(trace, waiting, idle, unknown=nothing),
-        _spent(trace, tree, called),
-        None if nothing else waiting.total,
-        evidence,
-    )
+    unknown = evidence == "none"
+    steps = _steps(trace, waiting, idle, unknown=unknown)
+    return DataLoading(waits, steps, _spent(trace, called), None if unknown else waiting.total, evidence)
 
 
 def _steps(trace: Trace, waiting: Spans, idle: Spans | None, *, unknown: bool) -> pl.DataFrame:
     pieces, step = split_at_steps(trace, waiting.start, waiting.end)
-    waited = (
-        pl.DataFrame(
-            {
-                "step": step,
-                "wait_ns": pieces.end_ns - pieces.start_ns,
-                "gpu_idle_ns": _idle(idle, pieces.start_ns, pieces.end_ns),
-            }
-        )
-        .group_by("step")
-        .agg(pl.col("wait_ns", "gpu_idle_ns").sum())
-    )
+    idle_ns = coverage(EMPTY if idle is None else idle, pieces.start_ns, pieces.end_ns)
+    waited = pl.DataFrame({"step": step, "wait_ns": pieces.end_ns - pieces.start_ns, "gpu_idle_ns": idle_ns})
+    waited = waited.group_by("step").agg(pl.col("wait_ns", "gpu_idle_ns").sum())
     steps = trace.steps.select(pl.col("step").cast(pl.Int64), length=pl.col("end_ns") - pl.col("start_ns"))
     steps = steps.join(waited, on="step", how="left", maintain_order="left")
-    wait = pl.lit(None, dtype=pl.Int64) if unknown else pl.col("wait_ns").fill_null(0)
-    no_gpu = unknown or idle is None
-    idling = pl.lit(None, dtype=pl.Int64) if no_gpu else pl.col("gpu_idle_ns").fill_null(0)
+    null = pl.lit(None, dtype=pl.Int64)
+    wait = null if unknown else pl.col("wait_ns").fill_null(0)
+    idling = null if unknown or idle is None else pl.col("gpu_idle_ns").fill_null(0)
     share = pl.when(pl.col("length") > 0).then(wait / pl.col("length"))
     starving = (share >= LEAST_FRACTION) & (idling >= LEAST_IDLE * wait if idle is not None else pl.lit(True))
     return steps.select(
@@ -143,57 +129,29 @@ def _steps(trace: Trace, waiting: Spans, idle: Spans | None, *, unknown: bool) -
     ).cast(STEPS)
 
 
-def _idle(idle: Spans | None, start: Ints, end: Ints) -> pl.Series:
-    """Time without GPU work in each stretch; null without any GPU work in the trace."""
-    if idle is None:
-        return pl.Series([None] * start.size, dtype=pl.Int64)
-    return pl.Series(coverage(idle, start, end))
-
-
-def _makers(trace: Trace, tree: Forest, rows: Ints) -> pl.Series:
-    """Who makes the batch of each call, by its name or by the frames inside it."""
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    matches = []
-    for pattern in (_BY_WORKERS, _IN_THE_LOOP):
-        inside = tree.subtree_sums(lookup(words.matching(pattern), code).astype(np.int64))
-        matches.append(pl.Series(inside[rows] > 0))
-    return pl.select(
-        pl.when(matches[0]).then(pl.lit("workers")).when(matches[1]).then(pl.lit("main_thread"))
-    ).to_series()
-
-
-def _spent(trace: Trace, tree: Forest, called: Bools) -> pl.DataFrame:
-    """Tile the waits by what the thread did."""
+def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
+    """Tile the waits by what the thread did: by the code around it, else by the activity."""
     if not called.any():
         return SPENT.to_frame()
-    pieces = host_pieces(trace)
-    inside = tree.nearest_or_self(called) >= 0
-    rows = np.flatnonzero(inside[pieces.owner])
-    part = _part(trace, tree)[pieces.owner[rows]]
+    tree, words, pieces = forest(trace), vocabulary(trace), host_pieces(trace)
+    by_code = np.full(tree.row.size, -1, like=tree.row)
+    for name, pattern in _PLACES:
+        by_code[lookup(words.matching(pattern), words.code[tree.row])] = PARTS.index(name)
+    by_code = np.append(by_code, -1)[tree.nearest_or_self(by_code >= 0)]
+    activities = activity(trace)
+    by_activity = np.full(tree.row.size, PARTS.index("other"))
+    by_activity[activities == OP] = PARTS.index("operators")
+    by_activity[activities == BLOCKING_CALL] = PARTS.index("workers")
+    part = np.where(by_code >= 0, by_code, by_activity)
+    rows = np.flatnonzero((tree.nearest_or_self(called) >= 0)[pieces.owner])
     frame = pl.DataFrame(
         {
             "step": pl.Series(pieces.step[rows]).replace(int(NO_STEP), None),
-            "part": pl.Series(PARTS).gather(part),
+            "part": pl.Series(PARTS).gather(part[pieces.owner[rows]]),
             "ns": pieces.ns[rows],
         }
     )
     return frame.cast(SPENT).group_by("step", "part").agg(pl.col("ns").sum()).sort("step", "part")
-
-
-def _part(trace: Trace, tree: Forest) -> Ints:
-    """Index in PARTS of each host event: by the code around it, else by what the thread does."""
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    marked_part = np.full(tree.row.size, -1, like=tree.row)
-    for name, pattern in _PLACES:
-        marked_part[lookup(words.matching(pattern), code)] = PARTS.index(name)
-    part = np.append(marked_part, -1)[tree.nearest_or_self(marked_part >= 0)]
-    activities = activity(trace)
-    otherwise = np.full(tree.row.size, PARTS.index("other"))
-    otherwise[activities == OP] = PARTS.index("operators")
-    otherwise[activities == BLOCKING_CALL] = PARTS.index("workers")
-    return np.where(part >= 0, part, otherwise)
 
 
 def loader_calls(trace: Trace) -> Ints:

@@ -17,6 +17,8 @@ from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
 from traceloom.model.result import Result
 
+_TIMES = dict.fromkeys(("calls", "self_ns", "total_ns", "self_device_ns", "device_ns"), pl.Int64())
+_NAME = {"name": pl.String(), "file": pl.String(), "line": pl.Int32()}
 FRAMES = pl.Schema(
     {
         "rank": pl.Int32(),
@@ -25,31 +27,18 @@ FRAMES = pl.Schema(
         "depth": pl.UInt16(),
         "lane": pl.UInt32(),
         "kind": pl.Enum(KINDS),
-        "name": pl.String(),
-        "file": pl.String(),
-        "line": pl.Int32(),
-        "calls": pl.Int64(),
-        "self_ns": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "self_device_ns": pl.Int64(),
-        "device_ns": pl.Int64(),
+        **_NAME,
+        **_TIMES,
     }
 )
-_SPREAD = {f"{how}_self_ns": pl.Float64() if how == "mean" else pl.Int64() for how in ("mean", "min", "max")}
 FUNCTIONS = pl.Schema(
     {
         "rank": pl.Int32(),
         "kind": pl.Enum(KINDS),
-        "name": pl.String(),
-        "file": pl.String(),
-        "line": pl.Int32(),
-        "calls": pl.Int64(),
-        "self_ns": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "self_device_ns": pl.Int64(),
-        "device_ns": pl.Int64(),
-        **_SPREAD,
-        "step_count": pl.Int64(),
+        **_NAME,
+        **_TIMES,
+        "mean_self_ns": pl.Float64(),
+        **dict.fromkeys(("min_self_ns", "max_self_ns", "step_count"), pl.Int64()),
     }
 )
 _PLACE = r"^(.*)\((\d+)\): (.*)$"  # file.py(12): function
@@ -105,51 +94,9 @@ def flame(run: Trace | Session, steps: tuple[int, int] | None = None, lane: int 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """What is counted: innermost stretches by event and step, which events count, GPU work by event."""
-
-    owner: Ints
-    ns: Ints
-    step: Ints
-    called: Ints
-    origin: Ints
-    device_ns: Ints
-    gpu_work_ns: int
-
-
 def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> Flame:
-    folded = call_tree(trace)
-    times = _times(trace, steps, lane)
-    own = _added(folded.parent.size, folded.node[times.owner], times.ns)
-    device = _added(folded.parent.size, folded.node[times.origin], times.device_ns)
-    calls = np.bincount(folded.node[times.called], minlength=folded.parent.size)
-    total, device_total = folded.totals(own), folded.totals(device)
-    used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
-    values = {
-        "calls": calls,
-        "self_ns": own,
-        "total_ns": total,
-        "self_device_ns": device,
-        "device_ns": device_total,
-    }
-    named = places(folded.names)
-    frames = _frames(trace, folded, used, values, named)
-    functions = _functions(trace, folded, times, values, named)
-    return Flame(frames, functions, int(own.sum()), times.gpu_work_ns, times.gpu_work_ns - int(device.sum()))
-
-
-def _added(size: int, index: Ints, values: Ints) -> Ints:
-    total = np.zeros(size, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total
-
-
-def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Times:
-    tree, pieces = forest(trace), host_pieces(trace)
-    called = np.arange(tree.row.size)
-    work = launched_work(trace)
-    launched = work.origin >= 0
+    tree, pieces, folded, work = forest(trace), host_pieces(trace), call_tree(trace), launched_work(trace)
+    called, launched = np.arange(tree.row.size), work.origin >= 0
     counted = np.ones(pieces.ns.size, dtype=np.bool_)
     chosen = np.ones(work.origin.size, dtype=np.bool_)
     if steps is not None:
@@ -163,16 +110,29 @@ def _times(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> _Ti
         counted &= pieces.lane == lane
         called = called[tree.lane[called] == lane]
         launched &= np.append(tree.lane, -1)[work.origin] == lane
-    work_rows, rows = np.flatnonzero(launched & chosen), np.flatnonzero(counted)
-    return _Times(
-        pieces.owner[rows],
-        pieces.ns[rows],
-        pieces.step[rows],
-        called,
-        work.origin[work_rows],
-        work.duration_ns[work_rows],
-        int(work.duration_ns[chosen].sum()),
+    rows, work_rows = np.flatnonzero(counted), np.flatnonzero(launched & chosen)
+    owner, ns, step = pieces.owner[rows], pieces.ns[rows], pieces.step[rows]
+    own = _added(folded.parent.size, folded.node[owner], ns)
+    device = _added(folded.parent.size, folded.node[work.origin[work_rows]], work.duration_ns[work_rows])
+    calls = np.bincount(folded.node[called], minlength=folded.parent.size)
+    total, device_total = folded.totals(own), folded.totals(device)
+    values = dict(zip(_TIMES, (calls, own, total, device, device_total), strict=True))
+    used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
+    named = places(folded.names)
+    gpu_work = int(work.duration_ns[chosen].sum())
+    return Flame(
+        _frames(trace, folded, used, values, named),
+        _functions(trace, folded, values, named, _usual(trace, folded, owner, ns, step)),
+        int(own.sum()),
+        gpu_work,
+        gpu_work - int(device.sum()),
     )
+
+
+def _added(size: int, index: Ints, values: Ints) -> Ints:
+    total = np.zeros(size, dtype=np.int64)
+    np.add.at(total, index, values)
+    return total
 
 
 def thread_names(trace: Trace) -> pl.Series:
@@ -218,7 +178,7 @@ def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints]
 
 
 def _functions(
-    trace: Trace, folded: CallTree, times: _Times, values: dict[str, Ints], places: pl.DataFrame
+    trace: Trace, folded: CallTree, values: dict[str, Ints], places: pl.DataFrame, usual: pl.DataFrame
 ) -> pl.DataFrame:
     """Sums by name; of nested calls of one name only the outermost counts to the totals."""
     top = np.zeros(folded.parent.size, dtype=np.bool_)
@@ -234,11 +194,10 @@ def _functions(
         .filter((pl.col("calls") > 0) | (pl.col("self_ns") > 0) | (pl.col("device_ns") > 0))
         .collect()
     )
-    spread = _spread(trace, folded, times)
     named = places[summed["label"].cast(pl.UInt32)]
     return (
         pl.concat([summed, named], how="horizontal")
-        .join(spread, on="label", how="left")
+        .join(usual, on="label", how="left")
         .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS).gather(summed["kind"]))
         .select(list(FUNCTIONS))
         .cast(FUNCTIONS)
@@ -246,15 +205,15 @@ def _functions(
     )
 
 
-def _spread(trace: Trace, folded: CallTree, times: _Times) -> pl.DataFrame:
-    steps = whole_steps(trace)
-    rows = np.flatnonzero(times.step != NO_STEP)
+def _usual(trace: Trace, folded: CallTree, owner: Ints, ns: Ints, step: Ints) -> pl.DataFrame:
+    """Own time of each name in a usual step."""
+    rows = np.flatnonzero(step != NO_STEP)
     numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
-    step_index = np.searchsorted(numbers, times.step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
+    step_index = np.searchsorted(numbers, step[rows]) if numbers.size > 1 else np.zeros(rows.size, dtype=np.int64)
     width = max(numbers.size, 1)
     size = len(folded.names) * width
-    key = folded.name_of[times.owner[rows]] * width + step_index
-    sums, seen = _added(size, key, times.ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
-    step = numbers[seen % width] if numbers.size else seen
-    frame = pl.DataFrame({"label": seen // width, "step": step, "self_ns": sums[seen]})
-    return per_step(frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], steps)
+    key = folded.name_of[owner[rows]] * width + step_index
+    sums, seen = _added(size, key, ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
+    number = numbers[seen % width] if numbers.size else seen
+    frame = pl.DataFrame({"label": seen // width, "step": number, "self_ns": sums[seen]})
+    return per_step(frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], whole_steps(trace))

@@ -43,14 +43,22 @@ class Gaps:
 
 def gaps(trace: Trace) -> Gaps:
     """Find the gaps. Work without duration (or with a negative one, in a damaged file) bounds them like any other."""
-    duration = column(trace, "duration_ns")
     row = gpu_rows(trace)
     device = column(trace, "device", -1)[row]
     order = np.argsort(device, kind="stable")
     row, device = row[order], device[order]
     start = column(trace, "start_ns")[row]
-    end = start + np.maximum(duration[row], 0)
-    after, before = _bounds(device, start, end)
+    end = start + np.maximum(column(trace, "duration_ns")[row], 0)
+    same = device[1:] == device[:-1]
+    latest = np.zeros(start.size, dtype=np.int64, like=start)  # position of the work that ended last
+    reach = np.zeros(start.size, dtype=np.int64, like=start)
+    bounds = np.concatenate(([0], 1 + np.flatnonzero(~same), [start.size]))
+    for low, high in pairwise(bounds):  # devices
+        reach[low:high] = np.maximum.accumulate(end[low:high])
+        raised = np.where(end[low:high] == reach[low:high], np.arange(low, high, like=start), low)
+        latest[low:high] = np.maximum.accumulate(raised)
+    after = 1 + np.flatnonzero(same & (start[1:] > reach[:-1]))
+    before = latest[after - 1]
     launch = column(trace, "launch", -1)[row]
     first = np.zeros(row.size, dtype=np.bool_, like=row)
     pair = (launch + 1) * (int(device.max(initial=0)) + 2) + device + 1
@@ -66,22 +74,6 @@ def gaps(trace: Trace) -> Gaps:
         first[after],
         stream[after] == stream[before],
     )
-
-
-def _bounds(device: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Positions of the work that ends a gap and of the work before it; rows by device and start."""
-    if not start.size:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    same = device[1:] == device[:-1]
-    latest = np.zeros(start.size, dtype=np.int64, like=start)
-    reach = np.zeros(start.size, dtype=np.int64, like=start)
-    bounds = np.concatenate(([0], 1 + np.flatnonzero(~same), [start.size]))
-    for low, high in pairwise(bounds):  # devices
-        reach[low:high] = np.maximum.accumulate(end[low:high])
-        raised = np.where(end[low:high] == reach[low:high], np.arange(low, high, like=start), low)
-        latest[low:high] = np.maximum.accumulate(raised)
-    after = 1 + np.flatnonzero(same & (start[1:] > reach[:-1]))
-    return after, latest[after - 1]
 
 
 def gpu_rows(trace: Trace) -> Ints:

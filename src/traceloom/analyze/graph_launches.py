@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.intervals import Ints
 from traceloom.analyze.submissions import plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -25,39 +25,24 @@ _ENOUGH = 3  # replays for a spread
 _ALIKE = 0.8  # share of nodes that two graphs have in common
 _MOST_COMPARED = 64  # graphs that are compared with each other
 
+_MEDIANS = ("work_median_ns", "idle_median_ns", "call_median_ns")
 GRAPHS = pl.Schema(
     {
         "graph": pl.UInt32(),
         "graph_id": pl.Int64(),
         "evidence": pl.Enum(["correlated", "inferred"]),
         "launch_name": pl.String(),
-        "replay_count": pl.Int64(),
-        "node_count": pl.Int64(),
-        "stream_count": pl.Int64(),
-        "span_median_ns": pl.Int64(),
-        "span_min_ns": pl.Int64(),
-        "span_max_ns": pl.Int64(),
-        "work_median_ns": pl.Int64(),
-        "idle_median_ns": pl.Int64(),
-        "call_median_ns": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "deviating_count": pl.Int64(),
+        **dict.fromkeys(("replay_count", "node_count", "stream_count"), pl.Int64()),
+        **dict.fromkeys(("span_median_ns", "span_min_ns", "span_max_ns", *_MEDIANS), pl.Int64()),
+        **dict.fromkeys(("total_ns", "deviating_count"), pl.Int64()),
         "like": pl.UInt32(),
     }
 )
 REPLAYS = pl.Schema(
     {
-        "graph": pl.UInt32(),
-        "replay": pl.UInt32(),
-        "launch": pl.UInt32(),
+        **dict.fromkeys(("graph", "replay", "launch"), pl.UInt32()),
         "step": pl.Int32(),
-        "start_ns": pl.Int64(),
-        "span_ns": pl.Int64(),
-        "work_ns": pl.Int64(),
-        "idle_ns": pl.Int64(),
-        "call_ns": pl.Int64(),
-        "delay_ns": pl.Int64(),
-        "node_count": pl.Int64(),
+        **dict.fromkeys(("start_ns", "span_ns", "work_ns", "idle_ns", "call_ns", "delay_ns", "node_count"), pl.Int64()),
         "deviation": pl.String(),
         "worst_node": pl.UInt32(),
         "worst_excess_ns": pl.Int64(),
@@ -65,19 +50,14 @@ REPLAYS = pl.Schema(
 )
 NODES = pl.Schema(
     {
-        "graph": pl.UInt32(),
-        "node": pl.UInt32(),
+        **dict.fromkeys(("graph", "node"), pl.UInt32()),
         "node_id": pl.Int64(),
         "name": pl.String(),
-        "replay_count": pl.Int64(),
-        "mean_ns": pl.Int64(),
-        "min_ns": pl.Int64(),
-        "max_ns": pl.Int64(),
-        "total_ns": pl.Int64(),
-        "gap_mean_ns": pl.Int64(),
+        **dict.fromkeys(("replay_count", "mean_ns", "min_ns", "max_ns", "total_ns", "gap_mean_ns"), pl.Int64()),
         "example": pl.UInt32(),
     }
 )
+_NODE = ["graph", "node_id", "place", "code"]  # what tells a node: its id where there is one, else position and name
 
 
 @dataclass(frozen=True)
@@ -110,32 +90,31 @@ class GraphLaunches(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
+class _LaunchedWork:
     """Work of graph launches, by launch, then start; `replay` numbers the launches by row."""
 
     row: Ints
     replay: Ints
     start: Ints
     length: Ints
-    gap: Ints
+    gap: Ints  # time before it in which nothing of its replay ran; 0 for the first of a replay
     stream: Ints
     code: Ints
     launch: Ints  # of each replay
     call_start: Ints  # of each replay
     call_end: Ints  # of each replay
     first: Ints  # where each replay begins
+    all_ns: int  # summed time of all GPU work
 
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
     """Replays laid upon each other; `graph`, `graph_id` and `sequence` per replay."""
 
-    pieces: _Pieces
-    whole_ns: int
+    work: _LaunchedWork
     graph: Ints
     graph_id: Ints
     sequence: NDArray[np.uint64]
-    usual: NDArray[np.uint64]
     placed: pl.DataFrame
     nodes: pl.DataFrame
 
@@ -143,48 +122,59 @@ class _Laid:
 def graph_launches(trace: Trace) -> GraphLaunches:
     """Find the graph launches and lay their replays upon each other."""
     laid = _laid(trace)
-    pieces, graph, sequence, usual, nodes = laid.pieces, laid.graph, laid.sequence, laid.usual, laid.nodes
-    other = sequence != usual[graph]
-    usual_nodes = np.zeros(usual.size, dtype=np.int64)
-    usual_nodes[graph[~other]] = np.bincount(pieces.replay, minlength=graph.size)[~other]
-    replays = _replays(trace, pieces, graph, other, usual_nodes)
-    replays = replays.join(_worst(laid.placed, nodes), on=["graph", "launch"], how="left", maintain_order="left")
-    replays = replays.select(list(REPLAYS)).cast(REPLAYS)
-    nodes = nodes.select(list(NODES)).cast(NODES)
-    graphs = _graphs(trace, pieces, graph, laid.graph_id, replays)
+    replays = _replays(trace, laid)
+    nodes = laid.nodes.select(list(NODES)).cast(NODES)
+    graphs = _graphs(trace, laid, replays)
     graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
-    work = int(pieces.length.sum())
-    return GraphLaunches(graphs, replays, nodes, pieces.row.size, work / laid.whole_ns if laid.whole_ns else None)
+    work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
+    return GraphLaunches(graphs, replays, nodes, laid.work.row.size, work_ns / all_ns if all_ns else None)
 
 
 def replayed_work(trace: Trace) -> pl.DataFrame:
     """The GPU work of graph launches: event, launch (row of the call), graph and node as in `graph_launches`."""
     laid = _laid(trace)
-    node_numbers = laid.nodes.select(pl.col("told").alias("node_id"), "graph", "place", "code", "node")
+    node_numbers = laid.nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node")
     return laid.placed.join(node_numbers, on=_NODE, how="left", maintain_order="left").select(
         pl.col("row").alias("event"), "launch", "graph", "node"
     )
 
 
 def _laid(trace: Trace) -> _Laid:
-    pieces, whole = _pieces(trace)
-    graph_id, node_id = _ids(trace, pieces)
-    order = np.lexsort((pieces.start, pieces.stream, pieces.replay))
+    work = _launched_work(trace)
+    graph_id, node_id = _ids(trace, work)
+    order = np.lexsort((work.start, work.stream, work.replay))
     position = np.empty(order.size, dtype=np.int64)
-    position[order] = np.arange(order.size) - pieces.first[pieces.replay[order]]
-    sequence = _sequences(pieces.code, position, pieces.replay, pieces.launch.size)
+    position[order] = np.arange(order.size) - work.first[work.replay[order]]
+    # one number per replay that stands for its names in order: equal for equal sequences
+    with np.errstate(over="ignore"):
+        mixed = work.code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        sequence = np.zeros(work.launch.size, dtype=np.uint64)
+        np.add.at(sequence, work.replay, mixed ^ (mixed >> np.uint64(31)))
     has_id = graph_id >= 0
     # numbers of graphs in the order of their first launch
     key = np.where(has_id, graph_id, -1 - np.unique(sequence, return_inverse=True)[1])
     _, first, graph = np.unique(key, return_index=True, return_inverse=True)
-    graph = np.argsort(np.argsort(first, kind="stable"), kind="stable")[graph] if graph.size else graph
-    usual = _most_frequent(graph, sequence)
-    placed = _placed(pieces, graph, np.where(has_id[pieces.replay], node_id, -1), position)
-    return _Laid(pieces, whole, graph, graph_id, sequence, usual, placed, _nodes(trace, placed))
+    graph = np.argsort(np.argsort(first, kind="stable"), kind="stable")[graph]
+    node_id = np.where(has_id[work.replay], node_id, -1)
+    placed = pl.DataFrame(
+        {
+            "graph": graph[work.replay],
+            "launch": work.launch[work.replay],
+            "node_id": node_id,
+            "place": np.where(node_id < 0, position, -1),
+            "code": np.where(node_id < 0, work.code, -1),
+            "at": position,
+            "row": work.row,
+            "length": work.length,
+            "gap": work.gap,
+        }
+    ).cast({"graph": pl.UInt32, "launch": pl.UInt32})
+    return _Laid(work, graph, graph_id, sequence, placed, _nodes(trace, placed))
 
 
-def _pieces(trace: Trace) -> tuple[_Pieces, int]:
-    """The work of graph launches, and the summed time of all GPU work."""
+def _launched_work(trace: Trace) -> _LaunchedWork:
     submitted = submissions(trace)
     words = vocabulary(trace)
     called = words.matching(GRAPH_CALLS)
@@ -192,140 +182,45 @@ def _pieces(trace: Trace) -> tuple[_Pieces, int]:
     at = at[called[plain(words.code)[submitted.launch[at]]]]
     at = at[np.lexsort((submitted.start[at], submitted.launch[at]))]
     launch, first, replay = np.unique(submitted.launch[at], return_index=True, return_inverse=True)
-    start, length = submitted.start[at], (submitted.end - submitted.start)[at]
-    row = submitted.row[at]
-    pieces = _Pieces(
+    start, end, row = submitted.start[at], submitted.end[at], submitted.row[at]
+    # replays one after the other on a clock that begins anew with each, so that none reaches into the next
+    zero = start[first][replay]
+    shift = replay * (int((end - zero).max(initial=0)) + 1) - zero
+    reach = np.maximum.accumulate(end + shift)
+    gap = np.maximum(start + shift - np.append(0, reach[:-1])[: start.size], 0)
+    gap[first] = 0
+    return _LaunchedWork(
         row=row,
         replay=replay,
         start=start,
-        length=length,
-        gap=_gaps(replay, first, start, start + length),
+        length=end - start,
+        gap=gap,
         stream=submitted.lane[at],
         code=plain(words.code)[row].astype(np.int64),
         launch=launch,
         call_start=submitted.call_start[at[first]],
         call_end=submitted.call_end[at[first]],
         first=first,
+        all_ns=int((submitted.end - submitted.start).sum()),
     )
-    return pieces, int((submitted.end - submitted.start).sum())
 
 
-def _gaps(replay: Ints, first: Ints, start: Ints, end: Ints) -> Ints:
-    """Time before each piece in which nothing of its replay ran; 0 for the first of a replay."""
-    if not start.size:
-        return start
-    zero = start[first][replay]
-    stride = int((end - zero).max()) + 1
-    reach = np.maximum.accumulate(end - zero + replay * stride)
-    before = np.concatenate([[0], reach[:-1]])
-    gap: Ints = np.maximum(start - zero + replay * stride - before, 0)
-    gap[first] = 0
-    return gap
-
-
-def _ids(trace: Trace, pieces: _Pieces) -> tuple[Ints, Ints]:
+def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
     """Graph id of each replay and node id of each piece, where the recorder wrote them; -1 elsewhere."""
-    graph_id = np.full(pieces.launch.size, -1, dtype=np.int64)
-    node_id = np.full(pieces.row.size, -1, dtype=np.int64)
-    named = trace.events["name"].gather(pieces.launch)
-    if not pieces.row.size or named.str.starts_with("hip").all() or not readable(trace):
+    graph_id = np.full(work.launch.size, -1, dtype=np.int64)
+    node_id = np.full(work.row.size, -1, dtype=np.int64)
+    named = trace.events["name"].gather(work.launch)
+    if not work.row.size or named.str.starts_with("hip").all() or not readable(trace):
         return graph_id, node_id
-    order = np.argsort(pieces.row, kind="stable")
-    read = numbers(trace, pieces.row[order], {"graph": "graph id", "node": "graph node id"})
-    ids = np.full((2, pieces.row.size), -1, dtype=np.int64)
+    order = np.argsort(work.row, kind="stable")
+    read = numbers(trace, work.row[order], {"graph": "graph id", "node": "graph node id"})
+    ids = np.full((2, work.row.size), -1, dtype=np.int64)
     for values, name in zip(ids, ("graph", "node"), strict=True):
         values[order] = read[name].fill_null(0).cast(pl.Int64).to_numpy()
-    graph_id[:] = ids[0][pieces.first]
+    graph_id[:] = ids[0][work.first]
     graph_id[graph_id <= 0] = -1
     node_id[:] = np.where(ids[1] > 0, ids[1], -1)
     return graph_id, node_id
-
-
-def _sequences(code: Ints, position: Ints, replay: Ints, count: int) -> NDArray[np.uint64]:
-    """One number per replay that stands for its names in order: equal for equal sequences."""
-    with np.errstate(over="ignore"):
-        mixed = code.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        sums = np.zeros(count, dtype=np.uint64)
-        np.add.at(sums, replay, mixed ^ (mixed >> np.uint64(31)))
-    return sums
-
-
-def _most_frequent(graph: Ints, sequence: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The most frequent sequence of each graph; of equals the one that came first."""
-    frame = pl.DataFrame({"graph": graph, "sequence": sequence}).with_row_index("at")
-    counted = frame.group_by("graph", "sequence").agg(pl.len().alias("often"), pl.col("at").min())
-    best = counted.sort("graph", "often", "at", descending=[False, True, False]).unique(
-        "graph", keep="first", maintain_order=True
-    )
-    sequences: NDArray[np.uint64] = best["sequence"].to_numpy()
-    return sequences
-
-
-def _replays(trace: Trace, pieces: _Pieces, graph: Ints, other: Bools, usual_nodes: Ints) -> pl.DataFrame:
-    size = pieces.launch.size
-    end = np.full(size, np.iinfo(np.int64).min)
-    np.maximum.at(end, pieces.replay, pieces.start + pieces.length)
-    sums = {name: np.zeros(size, dtype=np.int64) for name in ("work", "idle")}
-    np.add.at(sums["work"], pieces.replay, pieces.length)
-    np.add.at(sums["idle"], pieces.replay, pieces.gap)
-    start = pieces.start[pieces.first]
-    span = end - start
-    nodes = np.bincount(pieces.replay, minlength=size)
-    frame = pl.DataFrame(
-        {
-            "graph": graph,
-            "launch": pieces.launch,
-            "step": trace.events["step"].gather(pieces.launch),
-            "start_ns": start,
-            "span_ns": span,
-            "work_ns": sums["work"],
-            "idle_ns": sums["idle"],
-            "call_ns": pieces.call_end - pieces.call_start,
-            "delay_ns": np.maximum(start - pieces.call_end, 0),
-            "node_count": nodes,
-            "usual_nodes": usual_nodes[graph] if size else nodes,
-            "other": other,
-        }
-    )
-    middle = pl.col("span_ns").median().over("graph")
-    spread = (pl.col("span_ns") - middle).abs().median().over("graph")
-    longer = (pl.col("span_ns") > middle * _LONGER) & (pl.col("span_ns") > middle + _SPREADS * spread)
-    enough = pl.len().over("graph") >= _ENOUGH
-    times = (pl.col("span_ns") / middle).round(2).cast(pl.String)
-    fewer = pl.format("{} nodes instead of {}", "node_count", "usual_nodes")
-    deviation = (
-        pl.when(pl.col("other") & (pl.col("node_count") != pl.col("usual_nodes"))).then(fewer)
-        .when("other").then(pl.lit("other nodes"))
-        .when(longer & enough).then(pl.format("{} times as long as the median", times))
-    )  # fmt: skip
-    return (
-        frame.with_columns(deviation.alias("deviation"))
-        .sort("graph", "launch")
-        .with_columns(pl.int_range(pl.len()).over("graph").alias("replay"))
-        .cast({"graph": pl.UInt32, "launch": pl.UInt32})
-    )
-
-
-_NODE = ["graph", "node_id", "place", "code"]
-
-
-def _placed(pieces: _Pieces, graph: Ints, node_id: Ints, position: Ints) -> pl.DataFrame:
-    """The work with what tells its node: the node id where there is one, else position and name."""
-    return pl.DataFrame(
-        {
-            "graph": graph[pieces.replay] if graph.size else pieces.replay,
-            "launch": pieces.launch[pieces.replay] if graph.size else pieces.replay,
-            "node_id": node_id,
-            "place": np.where(node_id < 0, position, -1),
-            "code": np.where(node_id < 0, pieces.code, -1),
-            "at": position,
-            "row": pieces.row,
-            "length": pieces.length,
-            "gap": pieces.gap,
-        }
-    ).cast({"graph": pl.UInt32, "launch": pl.UInt32})
 
 
 def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
@@ -351,46 +246,91 @@ def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
         )
     )
     named = added.with_columns(trace.events["name"].gather(added["example"]).alias("name"))
-    return named.rename({"node_id": "told", "id": "node_id"})
+    return named.rename({"node_id": "own_id", "id": "node_id"})
 
 
-def _worst(placed: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
-    """For each replay the node that is most above its median."""
-    medians = nodes.select(pl.col("told").alias("node_id"), "graph", "place", "code", "node", "median")
+def _replays(trace: Trace, laid: _Laid) -> pl.DataFrame:
+    work, graph = laid.work, laid.graph
+    start, node_count = work.start[work.first], np.diff(np.append(work.first, work.row.size))
+    frame = pl.DataFrame(
+        {
+            "graph": graph,
+            "launch": work.launch,
+            "step": trace.events["step"].gather(work.launch),
+            "start_ns": start,
+            "span_ns": np.maximum.reduceat(work.start + work.length, work.first) - start,
+            "work_ns": np.add.reduceat(work.length, work.first),
+            "idle_ns": np.add.reduceat(work.gap, work.first),
+            "call_ns": work.call_end - work.call_start,
+            "delay_ns": np.maximum(start - work.call_end, 0),
+            "node_count": node_count,
+            "sequence": laid.sequence,
+        }
+    )
+    # the most frequent sequence of each graph; of equals the one that came first
+    counted = (
+        frame.with_row_index("at")
+        .group_by("graph", "sequence")
+        .agg(pl.len().alias("often"), pl.col("at").min(), pl.col("node_count").last().alias("usual_nodes"))
+    )
+    usual = counted.sort("graph", "often", "at", descending=[False, True, False]).unique("graph", keep="first")
+    usual = usual.select("graph", "usual_nodes", usual="sequence")
+    middle = pl.col("span_ns").median().over("graph")
+    spread = (pl.col("span_ns") - middle).abs().median().over("graph")
+    longer = (pl.col("span_ns") > middle * _LONGER) & (pl.col("span_ns") > middle + _SPREADS * spread)
+    enough = pl.len().over("graph") >= _ENOUGH
+    times = (pl.col("span_ns") / middle).round(2).cast(pl.String)
+    other = pl.col("sequence") != pl.col("usual")
+    fewer = pl.format("{} nodes instead of {}", "node_count", "usual_nodes")
+    deviation = (
+        pl.when(other & (pl.col("node_count") != pl.col("usual_nodes"))).then(fewer)
+        .when(other).then(pl.lit("other nodes"))
+        .when(longer & enough).then(pl.format("{} times as long as the median", times))
+    )  # fmt: skip
+    # of each replay the node that is most above its median
+    medians = laid.nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median")
     excess = (pl.col("length") - pl.col("median")).floor()
-    return (
-        placed.join(medians, on=_NODE, how="left")
+    worst = (
+        laid.placed.join(medians, on=_NODE, how="left")
         .with_columns(excess.alias("worst_excess_ns"))
         .filter(pl.col("worst_excess_ns") > 0)
         .sort("worst_excess_ns", "node", descending=[True, False])
         .unique(["graph", "launch"], keep="first", maintain_order=True)
         .select("graph", "launch", pl.col("node").alias("worst_node"), "worst_excess_ns")
     )
+    return (
+        frame.join(usual, on="graph", how="left", maintain_order="left")
+        .with_columns(deviation.alias("deviation"))
+        .sort("graph", "launch")
+        .with_columns(pl.int_range(pl.len()).over("graph").alias("replay"))
+        .cast({"graph": pl.UInt32, "launch": pl.UInt32})
+        .join(worst, on=["graph", "launch"], how="left", maintain_order="left")
+        .select(list(REPLAYS))
+        .cast(REPLAYS)
+    )
 
 
-def _graphs(trace: Trace, pieces: _Pieces, graph: Ints, graph_id: Ints, replays: pl.DataFrame) -> pl.DataFrame:
-    span = pl.col("span_ns")
-
-    def middle(name: str) -> pl.Expr:
-        return pl.col(f"{name}_ns").median().floor().alias(f"{name}_median_ns")
-
+def _graphs(trace: Trace, laid: _Laid, replays: pl.DataFrame) -> pl.DataFrame:
+    """The columns of `GRAPHS` but `like`."""
+    span, schema = pl.col("span_ns"), {name: kind for name, kind in GRAPHS.items() if name != "like"}
     added = replays.group_by("graph").agg(
         pl.len().alias("replay_count"),
         pl.col("node_count").mode().min(),
-        middle("span"),
         span.min().alias("span_min_ns"),
         span.max().alias("span_max_ns"),
-        *(middle(name) for name in ("work", "idle", "call")),
+        *(
+            pl.col(f"{name}_ns").median().floor().alias(f"{name}_median_ns")
+            for name in ("span", "work", "idle", "call")
+        ),
         pl.col("work_ns").sum().alias("total_ns"),
         pl.col("deviation").is_not_null().sum().alias("deviating_count"),
         pl.col("launch").first(),
     )
-    numbers_of = (
-        pl.DataFrame({"graph": graph, "graph_id": graph_id}).unique("graph", keep="first").cast({"graph": pl.UInt32})
-    )
-    streams = pl.DataFrame({"graph": graph[pieces.replay] if graph.size else graph, "stream": pieces.stream})
-    streams = streams.group_by(pl.col("graph").cast(pl.UInt32)).agg(pl.col("stream").n_unique().alias("stream_count"))
-    rows = added.join(numbers_of, on="graph").join(streams, on="graph").sort("graph")
+    work, graph = laid.work, pl.Series("graph", laid.graph, dtype=pl.UInt32)
+    ids = pl.DataFrame([graph, pl.Series("graph_id", laid.graph_id)]).unique("graph", keep="first")
+    streams = pl.DataFrame([graph.gather(work.replay), pl.Series("stream", work.stream)])
+    streams = streams.group_by("graph").agg(pl.col("stream").n_unique().alias("stream_count"))
+    rows = added.join(ids, on="graph").join(streams, on="graph").sort("graph")
     has_id = pl.col("graph_id") >= 0
     return (
         rows.with_columns(
@@ -398,8 +338,8 @@ def _graphs(trace: Trace, pieces: _Pieces, graph: Ints, graph_id: Ints, replays:
             pl.when(has_id).then(pl.lit("correlated")).otherwise(pl.lit("inferred")).alias("evidence"),
             trace.events["name"].gather(rows["launch"]).alias("launch_name"),
         )
-        .select(name for name in GRAPHS if name != "like")
-        .cast({name: kind for name, kind in GRAPHS.items() if name != "like"})
+        .select(list(schema))
+        .cast(schema)
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import Forest, forest, host_segments
-from traceloom.analyze.intervals import Bools, Ints, Spans, union
+from traceloom.analyze.intervals import Bools, Ints, union
 from traceloom.analyze.phases import (
     ACTIVITIES,
     BACKWARD,
@@ -35,12 +35,8 @@ from traceloom.model.result import Result
 THREADS = pl.Schema(
     {
         "lane": pl.UInt32(),
-        "process": pl.String(),
-        "thread": pl.String(),
-        "name": pl.String(),
-        "window_ns": pl.Int64(),
-        "busy_ns": pl.Int64(),
-        "event_count": pl.Int64(),
+        **dict.fromkeys(("process", "thread", "name"), pl.String()),
+        **dict.fromkeys(("window_ns", "busy_ns", "event_count"), pl.Int64()),
         "main": pl.Boolean(),
     }
 )
@@ -58,7 +54,7 @@ _STEP: Any = np.int32
 _CODE: Any = np.int8  # of phases and activities
 
 
-class _Pieces(NamedTuple):
+class _LaneParts(NamedTuple):
     """Stretches of lanes, each within one step; arrays of one length."""
 
     lane: Ints
@@ -68,9 +64,9 @@ class _Pieces(NamedTuple):
     phase: Ints
     activity: Ints
 
-    def take(self, rows: Ints) -> _Pieces:
+    def take(self, rows: Ints) -> _LaneParts:
         """Some of the pieces, in the order of `rows`."""
-        return _Pieces(*(column[rows] for column in self))
+        return _LaneParts(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def host(trace: Trace) -> HostTime:
     how = engine(trace)
     rows = []
     while pieces:  # no two sets share a lane; each is given up once it is added up
-        rows.append(_added(pieces.pop(), how))
+        rows.append(_summed(pieces.pop(), how))
     account = pl.concat(rows).sort("lane", "step", "phase", "activity")
     return HostTime(threads, account.with_columns(pl.col("step").replace(int(NO_STEP), None)).cast(ACCOUNT))
 
@@ -150,7 +146,7 @@ def main_lane(trace: Trace) -> int | None:
     return int(counts["lane"][0])
 
 
-def _pieces(trace: Trace, main: int | None) -> list[_Pieces]:
+def _pieces(trace: Trace, main: int | None) -> list[_LaneParts]:
     """Pieces of lanes with their step, phase and activity; together they tile every lane's window."""
     tree = forest(trace)
     segments = host_segments(trace)
@@ -160,7 +156,7 @@ def _pieces(trace: Trace, main: int | None) -> list[_Pieces]:
     # one more entry at the end, which the owner -1 (nothing recorded) finds
     phase = np.append(phase_of, _UNKNOWN).astype(_CODE)[owner]
     activity_code = np.append(activity(trace), UNOBSERVED).astype(_CODE)[owner]
-    pieces = _Pieces(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, activity_code)
+    pieces = _LaneParts(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, activity_code)
     del cuts, owner, step
     if main is None:
         return [pieces]
@@ -196,7 +192,7 @@ def _phase(trace: Trace, tree: Forest, event_meaning: Meaning) -> Ints:
     return np.where((of_top == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], of_event)
 
 
-def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Pieces) -> _Pieces:
+def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _LaneParts) -> _LaneParts:
     """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
     lanes = trace.lanes
     process = lanes.filter(pl.col("lane") == main)["process"][0]
@@ -204,44 +200,38 @@ def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _Piece
     is_other = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)  # for every lane number
     is_other[others["lane"].to_numpy()] = True
     elsewhere = lookup(is_other, tree.lane)
-    for new_phase, only_unobserved in ((BACKWARD, False), (COMMUNICATION, True)):
+    for new_phase in (BACKWARD, COMMUNICATION):
         rows = np.flatnonzero(elsewhere & (phase_of == new_phase) & (tree.parent < 0))
         busy = union(tree.start_ns[rows], tree.end_ns[rows])
-        if busy.start.size:
-            pieces = _overlapped(pieces, busy, new_phase, only_unobserved)
-    return pieces._replace(phase=_filled(pieces.phase, pieces.step))
-
-
-def _overlapped(pieces: _Pieces, busy: Spans, new_phase: int, only_unobserved: bool) -> _Pieces:
-    """Give `new_phase` to the parts of phaseless pieces that lie in the busy time; others are left whole."""
-    free = pieces.phase < 0
-    if new_phase == BACKWARD:  # a closure of the optimizer waits for it
-        free |= (pieces.phase == OPTIMIZER) & (pieces.activity == UNOBSERVED)
-    if only_unobserved:
-        free &= pieces.activity == UNOBSERVED
-    narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
-    parts, free = pieces.take(narrow.source), free[narrow.source]
-    start = np.where(free, narrow.start_ns, parts.start_ns)
-    phase = np.where(free & contains(busy, start), new_phase, parts.phase)
-    return parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
-
-
-def _filled(phase: Ints, step: Ints) -> Ints:
-    """Phaseless pieces between two pieces of one phase in one step take that phase; pieces are in time order."""
-    positions = np.arange(phase.size, like=phase)
+        if not busy.start.size:
+            continue
+        unobserved = pieces.activity == UNOBSERVED
+        if new_phase == BACKWARD:  # a closure of the optimizer waits for it
+            free = (pieces.phase < 0) | ((pieces.phase == OPTIMIZER) & unobserved)
+        else:
+            free = (pieces.phase < 0) & unobserved
+        # the parts of free pieces that lie in the busy time; others are left whole
+        narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
+        parts, free = pieces.take(narrow.source), free[narrow.source]
+        start = np.where(free, narrow.start_ns, parts.start_ns)
+        phase = np.where(free & contains(busy, start), new_phase, parts.phase)
+        pieces = parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
+    # phaseless pieces between two pieces of one phase in one step take that phase
+    phase, step = pieces.phase, pieces.step
     has_phase = phase >= 0
+    positions = np.arange(phase.size, like=phase)
     before = np.maximum.accumulate(np.where(has_phase, positions, -1))
     after = np.minimum.accumulate(np.where(has_phase, positions, phase.size)[::-1])[::-1]
-    gap = ~has_phase & (before >= 0) & (after < phase.size) & (step != NO_STEP)
+    gap = np.flatnonzero(~has_phase & (before >= 0) & (after < phase.size) & (step != NO_STEP))
     left, right = before[gap], after[gap]
     same = (phase[left] == phase[right]) & np.isin(phase[left], (FORWARD, BACKWARD, OPTIMIZER))
     same &= (step[left] == step[gap]) & (step[right] == step[gap])
-    out = phase.copy()
-    out[np.flatnonzero(gap)[same]] = phase[left][same]
-    return out
+    filled = phase.copy()
+    filled[gap[same]] = phase[left][same]
+    return pieces._replace(phase=filled)
 
 
-def _added(pieces: _Pieces, how: Engine) -> pl.DataFrame:
+def _summed(pieces: _LaneParts, how: Engine) -> pl.DataFrame:
     """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
     lane, start, end, step, phase, activity_code = pieces
     steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs

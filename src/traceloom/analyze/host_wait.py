@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, HostSegments, forest, host_segments
+from traceloom.analyze.ancestry import forest, host_segments
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.intervals import Bools, Ints, Spans, overlaps
 from traceloom.analyze.phases import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, meaning
@@ -63,7 +63,7 @@ class Stretches(NamedTuple):
     end: Ints
 
 
-class _Pieces(NamedTuple):
+class _WaitParts(NamedTuple):
     """Stretches of stretches with one innermost host event each; arrays of one length.
 
     Attributes:
@@ -98,10 +98,12 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
         longest innermost event, -1 where none is open); durations add up to those of `waiting`.
     """
     tree = forest(trace)
-    pieces = _observed(trace, tree, waiting, lane, device)
-    cause = _cause(trace, tree, pieces)
+    pieces = _observed(trace, waiting, lane, device)
+    cause = np.full(pieces.owner.size, _UNOBSERVED)
+    observed = pieces.owner >= 0
+    cause[observed] = _causes(trace)[pieces.owner[observed]]
     rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
-    event_row = np.where(pieces.owner >= 0, rows, -1)
+    event_row = np.where(observed, rows, -1)
     length = pieces.end - pieces.start
     kind = pieces.part * len(_CAUSES) + cause
     order = np.lexsort((-length, kind))  # the longest of each part and cause first
@@ -113,79 +115,58 @@ def split_by_activity(trace: Trace, waiting: Stretches, lane: Ints, device: Ints
         {
             "gap": waiting.gap[part],
             "step_row": waiting.step_row[part],
-            "start_ns": _by_group(np.minimum, pieces.start[order], first),
-            "duration_ns": _by_group(np.add, length[order], first),
+            "start_ns": np.minimum.reduceat(pieces.start[order], first),
+            "duration_ns": np.add.reduceat(length[order], first),
             "cause": cause[order[first]],
-            "sure": _by_group(np.logical_and, sure[order], first),
+            "sure": np.logical_and.reduceat(sure[order], first),
             "activity": event_row[order[first]],
         }
     )
 
 
-def _by_group(operation: np.ufunc, values: np.ndarray, first: Ints) -> np.ndarray:
-    """The values from each `first` to the next made one."""
-    return operation.reduceat(values, first) if first.size else values
+def _observed(trace: Trace, waiting: Stretches, lane: Ints, device: Ints) -> _WaitParts:
+    """Cut the stretches at every change of the innermost event of the launching thread.
 
-
-def _observed(trace: Trace, tree: Forest, waiting: Stretches, lane: Ints, device: Ints) -> _Pieces:
-    """Cut the stretches at every change of the innermost event."""
+    Where that has nothing open, the main thread's events are taken. That the main thread waits for autograd's threads
+    does not count: those are the launching threads.
+    """
     nothing = np.zeros(0, dtype=np.int64)
-    if not lane.size:
-        return _Pieces(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))
-    main = main_lane(trace)
-    segments = host_segments(trace)
-    all_pieces = []
-    pair = device * (int(lane.max()) + 1) + lane
+    parts = [_WaitParts(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))]
+    tree, segments, main = forest(trace), host_segments(trace), main_lane(trace)
+
+    def on_lane(of: int, part: Ints, spans: Spans) -> _WaitParts:
+        rows = np.flatnonzero(segments.lane == of)
+        shared = overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
+        owner = segments.owner[rows[shared.left]]
+        return _WaitParts(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
+
+    pair = device * (int(lane.max(initial=0)) + 1) + lane
     for group in np.unique(pair):
         part = np.flatnonzero(pair == group)
         launch_lane = int(lane[part[0]])
-        own = _on_lane(segments, launch_lane, part, Spans(waiting.start[part], waiting.end[part]))
-        all_pieces.append(own if main is None or launch_lane == main else _helped(trace, tree, own, segments, main))
-    return _Pieces(*(np.concatenate(arrays) for arrays in zip(*all_pieces, strict=True)))
+        own = on_lane(launch_lane, part, Spans(waiting.start[part], waiting.end[part]))
+        if main is None or launch_lane == main:
+            parts.append(own)
+            continue
+        blank = np.flatnonzero(own.owner < 0)
+        blank = blank[np.argsort(own.start[blank], kind="stable")]
+        helped = on_lane(main, own.part[blank], Spans(own.start[blank], own.end[blank]))
+        names = trace.events["name"].gather(tree.row[np.maximum(helped.owner, 0)])
+        counts = (helped.owner >= 0) & ~names.str.starts_with("<built-in method run_backward").to_numpy()
+        parts.append(_WaitParts(*(values[own.owner >= 0] for values in own)))
+        parts.append(helped._replace(owner=np.where(counts, helped.owner, -1), other=counts))
+    return _WaitParts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def _on_lane(segments: HostSegments, lane: int, part: Ints, spans: Spans) -> _Pieces:
-    rows = np.flatnonzero(segments.lane == lane)
-    shared = overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
-    owner = segments.owner[rows[shared.left]]
-    return _Pieces(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
-
-
-def _helped(trace: Trace, tree: Forest, own: _Pieces, segments: HostSegments, main: int) -> _Pieces:
-    """Take the main thread's events where the launching thread has nothing open.
-
-    That the main thread waits for autograd's threads does not count: those are the launching threads.
-    """
-    blank = np.flatnonzero(own.owner < 0)
-    blank = blank[np.argsort(own.start[blank], kind="stable")]
-    main_pieces = _on_lane(segments, main, own.part[blank], Spans(own.start[blank], own.end[blank]))
-    names = trace.events["name"].gather(tree.row[np.maximum(main_pieces.owner, 0)])
-    waits = names.str.starts_with("<built-in method run_backward").to_numpy()
-    main_pieces = main_pieces._replace(
-        owner=np.where(waits, -1, main_pieces.owner), other=(main_pieces.owner >= 0) & ~waits
-    )
-    kept = own.owner >= 0
-    return _Pieces(
-        *(
-            np.concatenate((own_column[kept], main_column))
-            for own_column, main_column in zip(own, main_pieces, strict=True)
-        )
-    )
-
-
-def _cause(trace: Trace, tree: Forest, pieces: _Pieces) -> Ints:
-    """Number of the cause of each piece, by its innermost event and what that stands in."""
-    activities = activity(trace)
+def _causes(trace: Trace) -> Ints:
+    """Number of the cause that each host event stands for, by itself and what it stands in; shape (host events,)."""
+    tree, words, activities = forest(trace), vocabulary(trace), activity(trace)
     cause = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
     for code, number in _OF_ACTIVITY.items():
         cause[activities == code] = number
-    words = vocabulary(trace)
     for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
         matching = words.matching(pattern)
         if matching.any():
             cause[tree.outermost_or_self(lookup(matching, words.code[tree.row])) >= 0] = _CAUSES.index(name)
     cause[tree.outermost_or_self(meaning(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
-    observed = pieces.owner >= 0
-    piece_cause = np.full(observed.size, _UNOBSERVED)
-    piece_cause[observed] = cause[pieces.owner[observed]]
-    return piece_cause
+    return cause
