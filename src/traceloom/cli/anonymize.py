@@ -88,17 +88,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(outcome: Anonymized) -> Iterator[str]:
+    """What was left out, what the analyses say before and after, and which texts the output still holds."""
     report = outcome.report
-    entries = sum(file.get("entries_in", 0) for file in report["files"])
+    read = sum(file.get("entries_in", 0) for file in report["files"])
     kept = sum(file.get("entries_out", 0) for file in report["files"])
     files = len(report["files"])
-    yield f"{files} file{'' if files == 1 else 's'}, {entries:,} entries read, {kept:,} written"
-    yield from _dropped(report)
-    yield from _utility(report["utility"])
-    yield from _leaks(report["leaks"])
+    yield f"{files} file{'' if files == 1 else 's'}, {read:,} entries read, {kept:,} written"
 
-
-def _dropped(report: dict[str, Any]) -> Iterator[str]:
     yield "\nLeft out"
     rows = [(f"entries: {reason}", count) for reason, count in report["dropped_entries"].items()]
     rows += [(f"files: {reason}", count) for reason, count in report["left_out"].items()]
@@ -112,9 +108,7 @@ def _dropped(report: dict[str, Any]) -> Iterator[str]:
     if hidden or not rows:
         yield f"  {'':>10}  and {hidden} more, in the report" if hidden else "  nothing"
 
-
-def _utility(entries: list[dict[str, Any]]) -> Iterator[str]:
-    """One line per part of the comparison, over all files."""
+    entries = report["utility"]
     yield "\nUtility: what the analyses say, before and after"
     parts: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -134,8 +128,7 @@ def _utility(entries: list[dict[str, Any]]) -> Iterator[str]:
     if not entries:
         yield "  nothing to compare: no device trace among the inputs"
 
-
-def _leaks(leaks: dict[str, Any]) -> Iterator[str]:
+    leaks = report["leaks"]
     counts, shapes = leaks["counts"], leaks["shapes"]
     yield "\nLeaks: distinct texts in the output"
     yield f"  {counts['pseudonym']:>10,}  pseudonyms"

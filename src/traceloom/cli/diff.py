@@ -13,7 +13,6 @@ from traceloom.errors import UsageError
 from traceloom.plain_text import encoded
 
 if TYPE_CHECKING:
-    from traceloom.analyze.gate import Condition
     from traceloom.model import Notice, Session
 
 _EXAMPLES = f"""\
@@ -91,6 +90,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     """A verdict for each condition; the comparison of the most usual runs of both sides below it."""
+    from dataclasses import replace
+
+    from traceloom.analyze import compare, gate
+    from traceloom.analyze.gate.causes import causes_of
+    from traceloom.report import comparison, verdict
+
     conditions = checking.read_conditions(args.conditions)
     chosen = outputs.targets(args, checking.FORMATS)
     refused: list[Notice] = []
@@ -100,7 +105,18 @@ def _check(args: argparse.Namespace) -> int:
             progress.say(f"reading the {side}")
             sides.append((checking.named(paths), checking.runs(paths, args, refused)))
         progress.say("comparing")
-        document = _verdict(args, conditions, sides)
+        runs = [[gate.summarise(run) for run in sessions] for _, sessions in sides]
+        judged = gate.judge(runs[0], runs[1], conditions)
+        usual = []
+        for (_, sessions), summaries in zip(sides, runs, strict=True):
+            # The run whose recorded steps take a middling time.
+            means = [sum(run.scalars["step_time"]) / len(run.steps) for run in summaries]
+            usual.append(sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]])
+        compared = compare(*usual)
+        judged = replace(judged, causes=causes_of(compared))
+        base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
+        comparison_document = comparison.build(compared, *usual)
+        document = verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
         written = outputs.write(args, chosen, document, progress)
     checking.show(args, document)
     again = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
@@ -108,29 +124,6 @@ def _check(args: argparse.Namespace) -> int:
     checking.conclude(document)
     checking.refuse(refused)
     return 0
-
-
-def _verdict(
-    args: argparse.Namespace, conditions: list[Condition], sides: list[tuple[str, list[Session]]]
-) -> dict[str, Any]:
-    from dataclasses import replace
-
-    from traceloom.analyze import compare, gate
-    from traceloom.analyze.gate.causes import causes_of
-    from traceloom.report import comparison, verdict
-
-    runs = [[gate.summarise(run) for run in sessions] for _, sessions in sides]
-    judged = gate.judge(runs[0], runs[1], conditions)
-    usual = []
-    for (_, sessions), summaries in zip(sides, runs, strict=True):
-        # The run whose recorded steps take a middling time.
-        means = [sum(run.scalars["step_time"]) / len(run.steps) for run in summaries]
-        usual.append(sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]])
-    compared = compare(*usual)
-    judged = replace(judged, causes=causes_of(compared))
-    base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
-    comparison_document = comparison.build(compared, *usual)
-    return verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
 
 
 def _html(document: dict[str, Any], handle: BinaryIO) -> None:

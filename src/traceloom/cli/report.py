@@ -160,8 +160,16 @@ def _memory_alone(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> ReportOptions:
     from traceloom.analyze import load_rules
+    from traceloom.analyze.peaks import peak_of
     from traceloom.report import ReportOptions
 
+    # Peaks that the user gives are checked before anything is read.
+    peak: str | None = args.device if args.peak is None else args.peak
+    if args.peak is not None and "=" not in args.peak:
+        hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
+        raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
+    if peak is not None:
+        peak_of(peak)
     capture = args.graph_capture
     if capture is not None and not capture.exists():
         raise InputError("there is no such file or directory", slug="unreadable", where=str(capture))
@@ -172,7 +180,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         top=args.top,
         sort=args.sort,
         only=args.only,
-        peak=_peak(args),
+        peak=peak,
         link_peak=args.link_peak,
         graph_capture=None if capture is None else str(capture),
         cache=not args.no_cache,
@@ -180,19 +188,6 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         samples_per_step=args.samples_per_step,
         kind_rules=load_rules(args.rules) if args.rules else (),
     )
-
-
-def _peak(args: argparse.Namespace) -> str | None:
-    """The peaks that the user gives, checked before anything is read."""
-    from traceloom.analyze.peaks import peak_of
-
-    peak: str | None = args.device if args.peak is None else args.peak
-    if args.peak is not None and "=" not in args.peak:
-        hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
-        raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
-    if peak is not None:
-        peak_of(peak)
-    return peak
 
 
 def _load(args: argparse.Namespace, progress: Progress) -> Loaded:

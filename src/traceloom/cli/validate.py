@@ -85,29 +85,25 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     for problem in verdict.problems:
         alike.setdefault((problem.rule, problem.severity), []).append(problem)
     for problems in alike.values():
-        yield from _problem(problems)
+        first, others = problems[0], len(problems) - 1
+        of_rank = f", rank {first.rank}" if first.rank is not None else ""
+        count = sum(problem.count for problem in problems)
+        times = f" ({count:,} times)" if count > 1 else ""
+        also = f", and in {others} more file{_s(others)}" if others else ""
+        yield harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
+        for example in first.examples:
+            yield harmless(f"    {example.message}")
+        if count > len(first.examples):
+            yield f"    … and {count - len(first.examples):,} more"
+        yield f"    → {first.remedy}"
         yield ""
     if quiet and not verdict.problems:
         return
     files, nodes = len(verdict.files), sum(count for _, _, count in verdict.files)
     yield f"{files} file{_s(files)}, {nodes:,} nodes, for {verdict.target}: {_summary(verdict)}"
     if not verdict.errors and verdict.files:
-        first = Path(verdict.files[0][0])
-        yield f"Next: traceloom show {first.parent if files > 1 else first}"
-
-
-def _problem(alike: list[Problem]) -> Iterator[str]:
-    first, others = alike[0], len(alike) - 1
-    of_rank = f", rank {first.rank}" if first.rank is not None else ""
-    count = sum(problem.count for problem in alike)
-    times = f" ({count:,} times)" if count > 1 else ""
-    also = f", and in {others} more file{_s(others)}" if others else ""
-    yield harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
-    for example in first.examples:
-        yield harmless(f"    {example.message}")
-    if count > len(first.examples):
-        yield f"    … and {count - len(first.examples):,} more"
-    yield f"    → {first.remedy}"
+        file = Path(verdict.files[0][0])
+        yield f"Next: traceloom show {file.parent if files > 1 else file}"
 
 
 def _summary(verdict: ValidationResult) -> str:

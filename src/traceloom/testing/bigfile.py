@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from traceloom.testing.builder import TraceBuilder
 
@@ -42,7 +41,12 @@ def write_big(path: str | Path, size: int, source: str | Path | None = None) -> 
     assert begin is not None, "the source has no traceEvents"
     end = text.index(b"]", text.rindex(b'"ph"'))
     head, body, tail = text[: begin.end()], text[begin.end() : end].strip(), text[end:]
-    between, numbers, is_time = _taken_apart(body)
+    # The text between the numbers to shift, the numbers, and which of them are times.
+    matches = list(_NUMBERS.finditer(body))
+    borders = [0, *(position for match in matches for position in match.span(2)), len(body)]
+    between = [body[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True)]
+    numbers = np.array([int(match.group(2)) for match in matches], dtype=np.int64)
+    is_time = np.array([match.group(1) == b"ts" for match in matches], dtype=np.bool_)
     window = int(np.ptp(numbers[is_time])) + 10_000_000
     ids = int(numbers[~is_time].max(initial=0)) + 1
     entries = len(re.findall(rb'"ph"\s*:', body))
@@ -52,22 +56,7 @@ def write_big(path: str | Path, size: int, source: str | Path | None = None) -> 
         for copy in range(copies):
             shifted = numbers + np.where(is_time, copy * window, copy * ids)
             file.write(b",\n" if copy else b"\n")
-            file.write(b"".join(chain.from_iterable(zip(between, [*map(_digits, shifted.tolist()), b""], strict=True))))
+            digits = [b"%d" % number for number in shifted.tolist()]
+            file.write(b"".join(chain.from_iterable(zip(between, [*digits, b""], strict=True))))
         file.write(tail)
     return entries * copies
-
-
-def _taken_apart(body: bytes) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.bool_]]:
-    """The text between the numbers to shift, the numbers, and which of them are times."""
-    between, numbers, is_time, at = [], [], [], 0
-    for match in _NUMBERS.finditer(body):
-        between.append(body[at : match.start(2)])
-        numbers.append(int(match.group(2)))
-        is_time.append(match.group(1) == b"ts")
-        at = match.end()
-    between.append(body[at:])
-    return between, np.array(numbers, dtype=np.int64), np.array(is_time, dtype=np.bool_)
-
-
-def _digits(number: int) -> bytes:
-    return b"%d" % number

@@ -52,8 +52,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 CORE = "core"
 FINDINGS = "findings"
-NAMES = (CORE, FINDINGS, *CORE_KEYS, *KEYS)  # that `--only` takes
-"""Parts of a report that `--only` can name beside the sections."""
+NAMES = (CORE, FINDINGS, *CORE_KEYS, *KEYS)
+"""What `--only` can name: parts of a report and sections."""
 
 NOT_ASKED = "not asked for (--only)"
 
