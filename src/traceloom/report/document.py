@@ -47,11 +47,18 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
     """
     options = options or ReportOptions()
     chosen_sections = chosen(options.only)
-    whole = _of_ranks(session, options)
+    whole = selected(session, replace(options, steps=None))
     part = selected(session, options)
     absent = Absent(part.epoch_ns, reasons(chosen_sections))
     faults = Faults(options.only)
-    ranks, results = _measured(whole, part, options, faults)
+    # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten, so
+    # that a run of many ranks needs the memory of one.
+    ranks: list[Measured] = []
+    results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
+    for trace, shown in zip(whole.traces, part.traces, strict=True):
+        ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
+        for each in chosen_sections:
+            results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
     sections = _sections(Study(whole, part, options, ()), results, absent, faults)
     core_study = Study(whole, part, options, ranks)
     findings, context = faults.guard(FINDINGS, lambda: told(whole, options, absent)) or ([], None)
@@ -77,32 +84,8 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
 
 def selected(session: Session, options: ReportOptions) -> Session:
     """The part of a session that a report with these options is about."""
-    whole = _of_ranks(session, options)
+    whole = session if options.ranks is None else session.of_ranks(options.ranks)
     return whole if options.steps is None else of_steps(whole, options.steps)
-
-
-def _of_ranks(session: Session, options: ReportOptions) -> Session:
-    return session if options.ranks is None else session.of_ranks(options.ranks)
-
-
-def _measured(
-    whole: Session, part: Session, options: ReportOptions, faults: Faults
-) -> tuple[list[Measured], dict[str, list[Any]]]:
-    """What the core and the chosen sections measure, rank by rank.
-
-    All of one rank before the next: what several of them need of a trace is worked out once and then forgotten, so
-    that a run of many ranks needs the memory of one.
-    """
-    chosen_sections = chosen(options.only)
-    core: list[Measured] = []
-    results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
-    for trace, shown in zip(whole.traces, part.traces, strict=True):
-        core.append(measure(trace, options.steps, by_shape=options.by_shape))
-        for chosen_section in chosen_sections:
-            results[chosen_section.key].append(
-                faults.guard(chosen_section.key, partial(chosen_section.measure, shown, options))
-            )
-    return core, results
 
 
 def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent, faults: Faults) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from traceloom.model import units
@@ -64,114 +66,65 @@ def _place(colour: str) -> int:
 
 def key_numbers(document: Row) -> str:
     """The four numbers that say most about this run."""
-    numbers = [number for number in (make(document) for make in _CANDIDATES) if number]
     items = "".join(
         f'<div><dt>{text(label)}</dt><dd><b title="{text(exact)}">{text(value)}</b><span>{text(more)}</span></dd></div>'
-        for label, value, exact, more in numbers[:KEY_NUMBERS]
+        for label, value, exact, more in islice(_numbers(document), KEY_NUMBERS)
     )
     return f'<dl class="key">{items}</dl>' if items else ""
 
 
-Number = tuple[str, str, str, str]
-_ON_GPU = ("compute", "communication", "memory")
+def _numbers(document: Row) -> Iterator[tuple[str, str, str, str]]:
+    """All that are known, those that say most first: label, value, exact value, what it is of."""
+    answer, ranks = document.get("answer") or {}, document["ranks"]
+    median = answer.get("step_ns")
+    times = [rank["step_times"] for rank in ranks if (rank.get("step_times") or {}).get("median_ns")]
+    if median is not None and times:
+        count, spread = times[0]["count"], times[0].get("spread_fraction")
+        if len(times) > 1:
+            more = f"median of all ranks; slowest {units.duration(max(int(t['median_ns']) for t in times))}"
+        elif count == 1:
+            more = "the only whole step"
+        else:
+            more = f"median of {count}" + ("" if spread is None else f", middle half within {spread * 100:.1f} %")
+        yield "Step", units.duration(median), f"{median} ns", more
 
+    # The time of the answer, as the sentence and the bar have it, by kind.
+    parts = answer.get("parts") or []
+    devices = [device for rank in ranks for device in rank.get("devices") or []]
+    if devices and any(part["kind"] in ("compute", "communication", "memory") for part in parts):
+        kinds: dict[str, int] = {}
+        for part in parts:
+            kinds[part["kind"]] = kinds.get(part["kind"], 0) + part["ns"]
+        whole = sum(kinds.values())
+        busy, exposed = whole - kinds.get("idle", 0), kinds.get("communication", 0)
+        more = f"{units.duration(busy)} of {units.duration(whole)}" + (", all GPUs" if len(devices) > 1 else "")
+        if whole:
+            yield "GPU busy", units.share(busy, whole), f"{busy} of {whole} ns", more
+        if whole and any(device.get("communication_ns") for device in devices):
+            yield "Communication not hidden", units.share(exposed, whole), f"{exposed} of {whole} ns", "of GPU time"
+        causes = [part for part in parts if part["kind"] == "idle"] if whole else []
+        if causes:
+            worst = max(causes, key=lambda part: int(part["ns"]))
+            more = f"of the idle time: {str(worst['label']).removeprefix('idle: ')}"
+            yield "Idle, mostly", units.share(worst["ns"], kinds["idle"]), f"{worst['ns']} ns", more
 
-def _step_time(document: Row) -> Number | None:
-    median = (document.get("answer") or {}).get("step_ns")
-    times = [r["step_times"] for r in document["ranks"] if r.get("step_times") and r["step_times"].get("median_ns")]
-    if median is None or not times:
-        return None
-    if len(times) > 1:
-        slowest = max(int(t["median_ns"]) for t in times)
-        return "Step", units.duration(median), f"{median} ns", f"median of all ranks; slowest {units.duration(slowest)}"
-    count, spread = times[0]["count"], times[0].get("spread_fraction")
-    more = f"median of {count}" if count > 1 else "the only whole step"
-    if count > 1 and spread is not None:
-        more += f", middle half within {spread * 100:.1f} %"
-    return "Step", units.duration(median), f"{median} ns", more
+    main = [row for rank in ranks for row in main_account(rank)]
+    window = sum(row["ns"] for row in main)
 
+    def of_main(label: str, key: str, value: str, more: str) -> Iterator[tuple[str, str, str, str]]:
+        if ns := sum(row["ns"] for row in main if row[key] == value):
+            yield label, units.share(ns, window), f"{ns} of {window} ns", more
 
-def _devices(document: Row) -> list[Row]:
-    return [device for rank in document["ranks"] for device in rank.get("devices") or []]
-
-
-def _window(document: Row) -> Number | None:
-    longest = max((r["window_ns"] or 0 for r in document["ranks"]), default=0)
-    events = sum(r.get("event_count") or 0 for r in document["ranks"])
-    if not longest:
-        return None
-    return "Recorded", units.duration(longest), f"{longest} ns", f"{units.count(events)} events"
-
-
-def _gpu_parts(document: Row) -> tuple[int, dict[str, int]]:
-    """The time of the answer, as the sentence and the bar have it, and its parts by kind; nothing without GPUs."""
-    parts = (document.get("answer") or {}).get("parts") or []
-    if not _devices(document) or not any(part["kind"] in _ON_GPU for part in parts):
-        return 0, {}
-    kinds: dict[str, int] = {}
-    for part in parts:
-        kinds[part["kind"]] = kinds.get(part["kind"], 0) + part["ns"]
-    return sum(kinds.values()), kinds
-
-
-def _busy(document: Row) -> Number | None:
-    whole, kinds = _gpu_parts(document)
-    if not whole:
-        return None
-    busy = whole - kinds.get("idle", 0)
-    more = f"{units.duration(busy)} of {units.duration(whole)}" + (", all GPUs" if len(_devices(document)) > 1 else "")
-    return "GPU busy", units.share(busy, whole), f"{busy} of {whole} ns", more
-
-
-def _communication(document: Row) -> Number | None:
-    whole, kinds = _gpu_parts(document)
-    if not whole or not sum(device.get("communication_ns") or 0 for device in _devices(document)):
-        return None
-    exposed = kinds.get("communication", 0)
-    return "Communication not hidden", units.share(exposed, whole), f"{exposed} of {whole} ns", "of GPU time"
-
-
-def _idle_cause(document: Row) -> Number | None:
-    whole, kinds = _gpu_parts(document)
-    causes = [part for part in (document["answer"] or {}).get("parts") or [] if part["kind"] == "idle"] if whole else []
-    if not causes:
-        return None
-    worst = max(causes, key=lambda part: int(part["ns"]))
-    cause = str(worst["label"]).removeprefix("idle: ")
-    return "Idle, mostly", units.share(worst["ns"], kinds["idle"]), f"{worst['ns']} ns", f"of the idle time: {cause}"
-
-
-def _memory(document: Row) -> Number | None:
-    devices = (document.get("memory") or {}).get("devices") or []
-    with_peak = [d for d in devices if d.get("peak_bytes") is not None]
-    accelerators = [d for d in with_peak if not d["device_type"].startswith("cpu")] or with_peak
-    if not accelerators:
-        return None
-    highest = max(accelerators, key=lambda d: int(d["peak_bytes"]))
-    return "Peak memory", units.size(highest["peak_bytes"]), f"{highest['peak_bytes']} B", allocator(highest)
-
-
-def _share_of(document: Row, label: str, more: str, **conditions: str) -> Number | None:
-    rows = [row for rank in document["ranks"] for row in main_account(rank)]
-    window = sum(row["ns"] for row in rows)
-    part = sum(row["ns"] for row in rows if all(row[k] == v for k, v in conditions.items()))
-    if not window or not part:
-        return None
-    return label, units.share(part, window), f"{part} of {window} ns", more
-
-
-def _operators(document: Row) -> Number | None:
-    return _share_of(document, "In operators", "of the main thread's time", activity="op")
-
-
-def _loading(document: Row) -> Number | None:
-    return _share_of(document, "Loading data", "of the main thread's time", phase="loading")
-
-
-def _unobserved(document: Row) -> Number | None:
-    return _share_of(document, "Unobserved", "of the main thread: Python or waiting", activity="unobserved")
-
-
-_CANDIDATES = (
-    _step_time, _busy, _communication, _idle_cause, _operators, _loading, _memory, _unobserved, _window,
-)  # fmt: skip
+    yield from of_main("In operators", "activity", "op", "of the main thread's time")
+    yield from of_main("Loading data", "phase", "loading", "of the main thread's time")
+    memories = (document.get("memory") or {}).get("devices") or []
+    memories = [memory for memory in memories if memory.get("peak_bytes") is not None]
+    memories = [m for m in memories if not m["device_type"].startswith("cpu")] or memories
+    if memories:
+        peak = max(memories, key=lambda memory: int(memory["peak_bytes"]))
+        yield "Peak memory", units.size(peak["peak_bytes"]), f"{peak['peak_bytes']} B", allocator(peak)
+    yield from of_main("Unobserved", "activity", "unobserved", "of the main thread: Python or waiting")
+    longest = max((rank["window_ns"] or 0 for rank in ranks), default=0)
+    if longest:
+        events = units.count(sum(rank.get("event_count") or 0 for rank in ranks))
+        yield "Recorded", units.duration(longest), f"{longest} ns", f"{events} events"
