@@ -13,7 +13,6 @@ from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array, point_times, points
 from traceloom.retime.classes import ANY, TRANSFER, Classes, classes, own_times, same_classes, spread, usual_ns
-from traceloom.retime.medians import medians
 from traceloom.retime.running import RUNNING
 
 Ints = NDArray[np.int64]
@@ -106,7 +105,13 @@ def calibrate(graph: Graph) -> Graph:
         The graph with `work_ns`, `residual_ns`, `delay_ns` and `delays` filled in. `Plan(graph).evaluate()` gives its
         measured times to the nanosecond.
     """
-    measured = _measured(graph)
+    source, target = points(graph)
+    times = point_times(graph)
+    order, first, held = _by_point(target)
+    waits = np.zeros(graph.nodes.height, dtype=np.bool_, like=target)
+    waits[target[target % 2 == 1] // 2] = True
+    start, duration = times[0::2], times[1::2] - times[0::2]
+    measured = _Measured(times[source], times[target], target, order, first, held, start, duration, waits)
     edge_classes = classes(graph)
     own = own_times(graph, edge_classes)
     cost = _own_cost(graph, measured)
@@ -116,31 +121,22 @@ def calibrate(graph: Graph) -> Graph:
     blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
     work = np.where(measured.waits & blocked, cost, measured.duration)
     delay = np.minimum(constant, slack)
-    edge_residual, node_residual = _residuals(measured, delay, work)
+    # What is left over is on the last satisfied edge into each point, or on the node whose work ends last.
+    arrival = measured.source + delay
+    edge_residual = np.zeros(delay.size, dtype=np.int64, like=delay)
+    node_residual = np.zeros(work.size, dtype=np.int64, like=work)
+    own_end = start + work
+    node_last = own_end >= measured.latest(arrival)[1::2]
+    node_residual[node_last] = (start + duration - own_end)[node_last]
+    chosen = measured.winners(arrival)
+    point = target[chosen]
+    chosen = chosen[(point % 2 == 0) | ~node_last[point // 2]]
+    edge_residual[chosen] = measured.target[chosen] - arrival[chosen]
     nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
     edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
     calibrated = replace(graph, nodes=nodes, edges=edges, delays=_delays(edge_classes, median, count, own))
     same_classes(calibrated, edge_classes)
     return calibrated
-
-
-def _measured(graph: Graph) -> _Measured:
-    source, target = points(graph)
-    times = point_times(graph)
-    order, first, held = _by_point(target)
-    waits = np.zeros(graph.nodes.height, dtype=np.bool_, like=target)
-    waits[target[target % 2 == 1] // 2] = True
-    return _Measured(
-        source=times[source],
-        target=times[target],
-        point=target,
-        order=order,
-        first=first,
-        held=held,
-        start=times[0::2],
-        duration=times[1::2] - times[0::2],
-        waits=waits,
-    )
 
 
 def _by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
@@ -222,22 +218,6 @@ def _class_medians(
     return np.where(count > 0, median, np.minimum(guess, least)), count
 
 
-def _residuals(measured: _Measured, delay: Ints, work: Ints) -> tuple[Ints, Ints]:
-    """What is left over, on the last satisfied edge into each point or on the node whose work ends last."""
-    arrival = measured.source + delay
-    latest = measured.latest(arrival)
-    edge_residual = np.zeros(delay.size, dtype=np.int64, like=delay)
-    node_residual = np.zeros(work.size, dtype=np.int64, like=work)
-    own_end = measured.start + work
-    node_last = own_end >= latest[1::2]
-    node_residual[node_last] = (measured.start + measured.duration - own_end)[node_last]
-    chosen = measured.winners(arrival)
-    point = measured.point[chosen]
-    chosen = chosen[(point % 2 == 0) | ~node_last[point // 2]]
-    edge_residual[chosen] = measured.target[chosen] - arrival[chosen]
-    return edge_residual, node_residual
-
-
 def _delays(edge_classes: Classes, median: Ints, count: Ints, own: Ints) -> pl.DataFrame:
     """The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers."""
     table = edge_classes.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
@@ -254,3 +234,23 @@ def _delays(edge_classes: Classes, median: Ints, count: Ints, own: Ints) -> pl.D
     schema = gs.GRAPH_SCHEMAS["delays"]
     of_kinds = pl.DataFrame(more, schema=schema, orient="row")
     return pl.concat([table.cast(schema), of_kinds]).sort("kind", "place", maintain_order=True)
+
+
+def medians(of: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> tuple[Ints, Ints]:
+    """The lower median of the values of each class, and how many there are; 0 for a class without values.
+
+    Args:
+        of: Class of each value, 0 <= class < `classes`; shape (values,).
+        values: Anything; shape (values,).
+        classes: Number of classes.
+
+    Returns:
+        Medians and counts; shape (classes,).
+    """
+    order = np.lexsort((values, of))
+    count = np.bincount(of, minlength=classes)
+    first = np.cumsum(count) - count
+    median = np.zeros(classes, dtype=np.int64)
+    nonempty = count > 0
+    median[nonempty] = values[order[(first + (count - 1) // 2)[nonempty]]]
+    return median, count.astype(np.int64)

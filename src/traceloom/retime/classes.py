@@ -64,10 +64,9 @@ def classes(graph: Graph) -> Classes:
     A class is the kind of edge and its place: for launches the call and the kind of work, for what a call waits for
     the kind of work and the call, else the kinds of both nodes.
     """
-    return _KNOWN.of(graph) or _classes(graph)
-
-
-def _classes(graph: Graph) -> Classes:
+    remembered = _KNOWN.of(graph)
+    if remembered is not None:
+        return remembered
     nodes, edges = graph.nodes, graph.edges
     source, target, kind = (array(graph, edges[column]) for column in ("source", "target", "kind"))
     node_kind = array(graph, nodes["kind"])
@@ -97,31 +96,21 @@ def _classes(graph: Graph) -> Classes:
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
     of = np.full(edges.height, -1, dtype=np.int32, like=kind)
     of[at] = number
-    return Classes(of, _table(graph, at[example]), transfer, external, meanwhile)
+    # The kind and place of each class, as one of its edges tells.
+    examples = edges[at[example]]
+    end_names = []
+    for end, by_name in (("source", _CALL_FIRST), ("target", _CALL_LAST)):
+        at_end = nodes.select("name", "kind")[examples[end]].with_columns(pl.col("kind").cast(pl.String))
+        called = examples["kind"].cast(pl.String).is_in(by_name)
+        end_names.append(pl.select(pl.when(called).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
+    starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
+    between = pl.when(starts).then(pl.lit(f"{_START} > ")).otherwise(pl.lit(" > "))
+    place = pl.concat_str(end_names[0].alias("source"), between, end_names[1].alias("target")).alias("place")
+    return Classes(of, pl.select(examples["kind"], place), transfer, external, meanwhile)
 
 
 def _codes(kinds: tuple[str, ...]) -> list[int]:
     return [gs.EDGE_KINDS.index(kind) for kind in kinds if kind in gs.EDGE_KINDS]
-
-
-def _table(graph: Graph, example: Ints) -> pl.DataFrame:
-    """Kind and place of the class of each of these edges."""
-    edges = graph.edges[example]
-    ends = {}
-    for end, calls in (("source", _CALL_FIRST), ("target", _CALL_LAST)):
-        nodes = graph.nodes.select("name", "kind")[edges[end]].with_columns(pl.col("kind").cast(pl.String))
-        called = edges["kind"].cast(pl.String).is_in(calls)
-        ends[end] = pl.select(pl.when(called).then(nodes["name"]).otherwise(nodes["kind"])).to_series()
-    starts = ~edges["from_end"] & ~edges["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
-    return pl.select(
-        edges["kind"],
-        pl.concat_str(
-            ends["source"].alias("source"),
-            pl.when(starts).then(pl.lit(_START)).otherwise(pl.lit("")),
-            pl.lit(" > "),
-            ends["target"].alias("target"),
-        ).alias("place"),
-    )
 
 
 def usual_ns(table: pl.DataFrame) -> Ints:

@@ -56,28 +56,23 @@ def binding_edges(
     own[1::2] = times[0::2] + work
     bound = np.full(len(times), _NOTHING, like=source)
     bound[1::2] = _OWN
-    last = _last_into(target, reached)
+    if not target.size:
+        return bound
+    # For each point with edges, ascending, the edge that reaches it last; of equals the last in the order of edges.
+    order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
+    sorted_target, sorted_reached = (target, reached) if order is None else (target[order], reached[order])
+    first = np.flatnonzero(np.append(True, sorted_target[1:] != sorted_target[:-1]))
+    size = np.diff(np.append(first, target.size))
+    winning = np.flatnonzero(sorted_reached == np.repeat(np.maximum.reduceat(sorted_reached, first), size))
+    winners = sorted_target[winning]
+    last = winning[np.append(winners[1:] != winners[:-1], True)]
+    last = last if order is None else order[last]
     wins = reached[last] > own[target[last]]
     bound[target[last[wins]]] = last[wins]
     return bound
 
 
 _BOUNDS: OfLast[Ints] = OfLast()  # `binding_edges` by the measured times, for the graph that was asked for last
-
-
-def _last_into(target: Ints, reached: Ints) -> Ints:
-    """For each point with edges, ascending, the edge that reaches it last; of equals the last in the order of edges."""
-    if not target.size:
-        return target
-    order = None if (target[1:] >= target[:-1]).all() else np.argsort(target, kind="stable")
-    sorted_target, sorted_reached = (target, reached) if order is None else (target[order], reached[order])
-    first = np.flatnonzero(np.append(True, sorted_target[1:] != sorted_target[:-1]))
-    size = np.diff(np.append(first, target.size))
-    winning = np.flatnonzero(sorted_reached == np.repeat(np.maximum.reduceat(sorted_reached, first), size))
-    points = sorted_target[winning]
-    last = winning[np.append(points[1:] != points[:-1], True)]
-    edges: Ints = last if order is None else order[last]
-    return edges
 
 
 def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None) -> tuple[Ints, Ints]:
@@ -107,12 +102,7 @@ def trail(graph: Graph, last: int, *, times: Ints | None = None, until: int | No
     ends = before == np.arange(len(times), like=bound)
     if until is not None:
         ends |= times <= until
-    walked = _walked(before, ends, last)
-    return walked, plain(bound[walked])
-
-
-def _walked(before: Ints, ends: Bools, last: int) -> Ints:
-    """The points from `last` back to the first that ends; where each comes after its neighbour, a whole run at once."""
+    # Where each point comes after its neighbour, a whole run is walked at once.
     run = np.arange(len(before), like=before)
     run[(before == run - 1) & ~ends] = 0
     np.maximum.accumulate(run, out=run)
@@ -127,8 +117,8 @@ def _walked(before: Ints, ends: Bools, last: int) -> Ints:
         last = earlier[low]
     high = np.array(highs, dtype=np.int64)
     sizes = high + 1 - np.array(lows, dtype=np.int64)
-    down: Ints = np.repeat(high + np.cumsum(sizes) - sizes, sizes) - np.arange(sizes.sum())
-    return down
+    walked: Ints = np.repeat(high + np.cumsum(sizes) - sizes, sizes) - np.arange(sizes.sum())
+    return walked, plain(bound[walked])
 
 
 def critical_path(graph: Graph, times: Ints | None = None) -> Path:

@@ -89,10 +89,9 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
         graph: A calibrated graph.
         plan: Of that graph, where there is one already.
     """
-    return _KNOWN.of(graph) or _KNOWN.put(graph, _law(graph, plan))
-
-
-def _law(graph: Graph, plan: Plan | None) -> Law:
+    remembered = _KNOWN.of(graph)
+    if remembered is not None:
+        return remembered
     measured = point_times(graph)
     plan = plan or Plan(graph)
     started = time.thread_time_ns()  # other threads may be writing the graph
@@ -112,7 +111,19 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
     sample = slice(None, None, measured.size // _SAMPLE + 1)
     points = int(np.percentile(np.abs(plain(honest[sample]) - plain(measured[sample])), 95)) if measured.size else 0
     off = points / max(window, 1)
-    return Law(
+    off_ns = np.abs(exact - measured)
+    by_rank = graph.nodes.select("rank").with_columns(
+        pl.Series("start", measured[0::2]),
+        pl.Series("end", measured[1::2]),
+        pl.Series("honest", honest[1::2]),
+        pl.Series("off", np.maximum(off_ns[0::2], off_ns[1::2])),
+    ).drop_nulls("rank").group_by("rank")  # fmt: skip
+    ranks = by_rank.agg(
+        (pl.col("end").max() - pl.col("start").min()).alias("window_ns"),
+        pl.col("off").max().alias("exact_error_ns"),
+        (pl.col("honest").max() - pl.col("end").max()).alias("honest_error_ns"),
+    ).sort("rank")
+    result = Law(
         sentence=_sentence(exact_error, (fraction, off), window, residual, assumed, largest),
         holds=exact_error == 0 and abs(fraction) <= HONEST,
         window_ns=window,
@@ -127,10 +138,11 @@ def _law(graph: Graph, plan: Plan | None) -> Law:
         assumed_ns=assumed,
         assumed_share=assumed / max(window, 1),
         pass_ns=pass_ns,
-        ranks=_ranks(graph, measured, exact, honest),
+        ranks=ranks.with_columns((pl.col("honest_error_ns") / pl.max_horizontal("window_ns", 1)).alias("honest_error")),
         path=consists,
         unexplained=largest,
     )
+    return _KNOWN.put(graph, result)
 
 
 _NO_PARTS = pl.DataFrame(schema={"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64})
@@ -159,24 +171,3 @@ def _sentence(  # noqa: PLR0917  (the figures in the order in which they are tol
     if assumed > HONEST * window:
         clauses.append(f"{units.share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
     return "; ".join(clauses) + "."
-
-
-def _ranks(graph: Graph, measured: Ints, exact: Ints, honest: Ints) -> pl.DataFrame:
-    off = np.abs(exact - measured)
-    frame = graph.nodes.select("rank").with_columns(
-        pl.Series("start", measured[0::2]),
-        pl.Series("end", measured[1::2]),
-        pl.Series("honest", honest[1::2]),
-        pl.Series("off", np.maximum(off[0::2], off[1::2])),
-    )
-    return (
-        frame.filter(pl.col("rank").is_not_null())
-        .group_by("rank")
-        .agg(
-            (pl.col("end").max() - pl.col("start").min()).alias("window_ns"),
-            pl.col("off").max().alias("exact_error_ns"),
-            (pl.col("honest").max() - pl.col("end").max()).alias("honest_error_ns"),
-        )
-        .with_columns((pl.col("honest_error_ns") / pl.max_horizontal("window_ns", 1)).alias("honest_error"))
-        .sort("rank")
-    )

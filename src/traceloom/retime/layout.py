@@ -33,7 +33,7 @@ class Terms(Struct, frozen=True):
         return Terms(plain(self.edge[index]), plain(self.node[index]))
 
 
-class Slice(Struct, frozen=True):
+class LayerSlice(Struct, frozen=True):
     """Entries that are evaluated together: those of some pieces of chains, which wait for earlier slices only.
 
     Attributes:
@@ -55,7 +55,7 @@ class Slice(Struct, frozen=True):
     few: bool
 
 
-class Layout(Struct, frozen=True):
+class PassLayout(Struct, frozen=True):
     """The places of a graph (starts of nodes, and ends that wait for something) in the order of evaluation.
 
     An end that waits for nothing but its node's work is no place: it follows from the start. An entry is a place that
@@ -96,11 +96,11 @@ class Layout(Struct, frozen=True):
     target_entry: Ints
     link: Terms
     offset: Ints
-    slices: list[Slice]
-    stretches: list[Slice]
+    slices: list[LayerSlice]
+    stretches: list[LayerSlice]
 
 
-def layout(graph: Graph) -> Layout:
+def layout(graph: Graph) -> PassLayout:
     """Lay out a graph.
 
     Raises:
@@ -155,7 +155,7 @@ def layout(graph: Graph) -> Layout:
     offset = plain(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
     piece, slices = _slices(layer[order][entry], begins, roots, source_entry, offset)
     none = np.append(terms.edge, edges), np.append(terms.node, nodes)
-    return Layout(
+    return PassLayout(
         nodes=nodes,
         start=plain(position[start]),
         end=plain(position[end]),
@@ -190,7 +190,7 @@ def _items(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
     return items, items + waits
 
 
-def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) -> tuple[Ints, list[Slice]]:
+def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) -> tuple[Ints, list[LayerSlice]]:
     """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece in its slice."""
     piece = np.zeros(layer.size, dtype=np.int64, like=layer)
     if roots == layer.size:
@@ -204,18 +204,20 @@ def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) 
     links = offset[bounds].tolist()
     places = bounds.tolist()
     return piece, [
-        Slice(low, high, first, last, source[first:last], offset[low:high] - first, last - first < _FEW)
+        LayerSlice(low, high, first, last, source[first:last], offset[low:high] - first, last - first < _FEW)
         for low, high, first, last in zip(places[:-1], places[1:], links[:-1], links[1:], strict=True)
     ]
 
 
-def _stretches(slices: list[Slice]) -> list[Slice]:
+def _stretches(slices: list[LayerSlice]) -> list[LayerSlice]:
     """The slices with neighbours that have few links joined; only their bounds mean anything then."""
-    joined: list[Slice] = []
+    joined: list[LayerSlice] = []
     for part in slices:
         if part.few and joined and joined[-1].few:
             before = joined[-1]
-            joined[-1] = Slice(before.low, part.high, before.first, part.last, before.source, before.offset, few=True)
+            joined[-1] = LayerSlice(
+                before.low, part.high, before.first, part.last, before.source, before.offset, few=True
+            )
         else:
             joined.append(part)
     return joined

@@ -12,7 +12,7 @@ from traceloom.errors import UsageError
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import is_large, points, room
 from traceloom.retime.classes import class_delays
-from traceloom.retime.layout import Layout, Slice, Terms, layout
+from traceloom.retime.layout import LayerSlice, PassLayout, Terms, layout
 from traceloom.retime.running import in_proportion
 
 Ints = NDArray[np.int64]
@@ -41,7 +41,7 @@ class Plan:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._layout: Layout = layout(graph)
+        self._layout: PassLayout = layout(graph)
         self._large = is_large(graph)
         times = np.zeros(self._layout.entry_of.size, dtype=np.int64)
         times[self._layout.start] = graph.nodes["start_ns"].to_numpy()
@@ -112,9 +112,18 @@ class Plan:
             rows = slice(low, low + together)
             work_rows, delay_rows = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
             self._pass(work_rows, delay_rows, times[rows])
-        if delay.size and delay.min() < _GONE:
-            for row in range(scenarios):
-                self._let_go(work[row % len(work)], delay[row % len(delay)], times[row])
+        if not delay.size or delay.min() >= _GONE:
+            return times
+        _, target = points(self.graph)
+        for row in range(scenarios):
+            row_delay = delay[row % len(delay)]
+            absent = row_delay < _GONE
+            left = np.bincount(target[~absent], minlength=times.shape[1])
+            # Where an absent edge was all that held a point, that waits for nothing now: it is evaluated anew.
+            if (left[target[absent & (target % 2 == 0)]] == 0).any():
+                kept = np.flatnonzero(~absent)
+                rest = Plan(replace(self.graph, edges=self.graph.edges[kept]))
+                times[row] = rest._times(work[row % len(work)][np.newaxis], row_delay[np.newaxis, kept])[0]
         return times
 
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
@@ -144,7 +153,17 @@ class Plan:
         ahead -= self._take(lifted, plan.source_entry)
         level = self._room(points.shape[0], plan.entry.size)
         level[:, : plan.roots] = self._roots - before[:, : plan.roots]
-        self._climb(level, np.broadcast_to(ahead, (points.shape[0], ahead.shape[1])))
+        ahead = np.broadcast_to(ahead, (points.shape[0], ahead.shape[1]))
+        alone = len(level) == 1
+        for part in plan.stretches if alone else plan.slices:
+            if alone and part.few:
+                self._link_by_link(part, level[0], ahead[0])
+                continue
+            arrived = level.take(part.source, axis=1)
+            arrived += ahead[:, part.first : part.last]
+            if part.high - part.low < part.last - part.first:
+                arrived = np.maximum.reduceat(arrived, part.offset, axis=1)
+            np.maximum.accumulate(arrived, axis=1, out=level[:, part.low : part.high])
         level -= lifted
         times = self._take(level, plan.entry_of)
         times += sums
@@ -173,20 +192,7 @@ class Plan:
         padded[:, :-1], padded[:, -1] = values, 0
         return padded
 
-    def _climb(self, level: Ints, ahead: Ints) -> None:
-        """The levels of all entries, slice by slice."""
-        alone = len(level) == 1
-        for part in self._layout.stretches if alone else self._layout.slices:
-            if alone and part.few:
-                self._link_by_link(part, level[0], ahead[0])
-                continue
-            arrived = level.take(part.source, axis=1)
-            arrived += ahead[:, part.first : part.last]
-            if part.high - part.low < part.last - part.first:
-                arrived = np.maximum.reduceat(arrived, part.offset, axis=1)
-            np.maximum.accumulate(arrived, axis=1, out=level[:, part.low : part.high])
-
-    def _link_by_link(self, part: Slice, level: Ints, ahead: Ints) -> None:
+    def _link_by_link(self, part: LayerSlice, level: Ints, ahead: Ints) -> None:
         plan = self._layout
         reached, gained, source = level.data, ahead.data, plan.source_entry.data
         offset = plan.offset[part.low : part.high + 1].tolist()
@@ -200,16 +206,6 @@ class Plan:
                     best = candidate
             reached[entry] = best
             at = last
-
-    def _let_go(self, work: Ints, delay: Ints, times: Ints) -> None:
-        """Evaluate anew where an absent edge was all that held a point: that waits for nothing now."""
-        absent = delay < _GONE
-        _, target = points(self.graph)
-        left = np.bincount(target[~absent], minlength=times.size)
-        if (left[target[absent & (target % 2 == 0)]] == 0).any():
-            kept = np.flatnonzero(~absent)
-            rest = Plan(replace(self.graph, edges=self.graph.edges[kept]))
-            times[:] = rest._times(work[np.newaxis], delay[np.newaxis, kept])[0]
 
     def _bound(self, work: Ints, delay: Ints) -> int:
         """No two times, and no sums along pieces, are further apart than this."""

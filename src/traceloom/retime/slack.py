@@ -32,33 +32,10 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
         return times
     last = int(times.max())
     until = last if end_ns is None else end_ns
-    backwards = _reversed(graph, times, last, until)
-    mirrored = Plan(backwards).evaluate()[:-2]
-    latest = np.empty(times.size, dtype=np.int64, like=times)
-    latest[0::2], latest[1::2] = last - mirrored[1::2], last - mirrored[0::2]
-    return latest
-
-
-def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
-    """How much later each node could end without the end coming later; shape (nodes,), ns, never below 0.
-
-    A node may take longer by its slack, but only one of the nodes of a chain may: they share it.
-
-    Args:
-        graph: A calibrated graph.
-        end_ns: As for `latest_times`.
-    """
-    return (latest_times(graph, end_ns) - point_times(graph))[1::2]
-
-
-def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
-    """The graph with time running backwards from `last`: ends become starts, and every edge turns round.
-
-    It has one node more than the graph: the end, which gives its time to every node that nothing waits for.
-    """
+    # The graph with time running backwards from `last`: ends become starts, and every edge turns round. It has one node
+    # more: the end, which gives its time to every node that nothing waits for.
     nodes, edges = graph.nodes, graph.edges
     source, _ = points(graph)
-    count = nodes.height
     awaited = np.zeros(times.size, dtype=np.bool_, like=times)
     awaited[source] = True
     free = np.flatnonzero(~awaited[1::2])
@@ -75,7 +52,7 @@ def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
     end = pl.DataFrame([[None], [0], [0], [0], [0]], schema=turned.schema)
     links = pl.DataFrame(
         {
-            "source": np.concatenate([array(graph, edges["target"]), np.full(free.size, count)]),
+            "source": np.concatenate([array(graph, edges["target"]), np.full(free.size, nodes.height)]),
             "target": np.concatenate([array(graph, edges["source"]), free]),
             "from_end": np.concatenate([~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]),
             "to_end": np.concatenate([~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]),
@@ -83,4 +60,19 @@ def _reversed(graph: Graph, times: Ints, last: int, until: int) -> Graph:
             "residual_ns": np.concatenate([array(graph, edges["residual_ns"]), np.zeros(free.size, dtype=np.int64)]),
         }
     )
-    return Graph(nodes=pl.concat([turned, end]), edges=links)
+    mirrored = Plan(Graph(nodes=pl.concat([turned, end]), edges=links)).evaluate()[:-2]
+    latest = np.empty(times.size, dtype=np.int64, like=times)
+    latest[0::2], latest[1::2] = last - mirrored[1::2], last - mirrored[0::2]
+    return latest
+
+
+def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
+    """How much later each node could end without the end coming later; shape (nodes,), ns, never below 0.
+
+    A node may take longer by its slack, but only one of the nodes of a chain may: they share it.
+
+    Args:
+        graph: A calibrated graph.
+        end_ns: As for `latest_times`.
+    """
+    return (latest_times(graph, end_ns) - point_times(graph))[1::2]

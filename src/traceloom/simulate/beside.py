@@ -52,7 +52,24 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
         kind=pl.when(pl.Series(moved)).then(pl.lit("wait", dtype=gs.EdgeKind)).otherwise(pl.col("kind")),
     )
     within = np.flatnonzero(moved & hidden[target])
-    last, first = _before_optimizers(graph, hidden, optimizer)
+    # An optimizer's first work waits for the last hidden work of each stream before it.
+    times = graph.nodes.select(
+        "node",
+        pl.col("rank").fill_null(-1),
+        "lane",
+        "step",
+        "start_ns",
+        end_ns=pl.col("start_ns") + pl.col("duration_ns"),
+    )
+    device = among(graph.nodes["kind"], gs.NODE_KINDS, _DEVICE)
+    firsts = times.filter(pl.Series(optimizer & device & ~hidden)).sort("start_ns", "node")
+    firsts = firsts.unique(["rank", "step"], keep="first", maintain_order=True).select("rank", "start_ns", first="node")
+    before = times.filter(pl.Series(hidden)).select("rank", "lane", "end_ns", last="node").sort("end_ns", "last")
+    pairs = before.join_asof(
+        firsts, left_on="end_ns", right_on="start_ns", by="rank", strategy="forward", check_sortedness=False
+    ).drop_nulls("first")
+    pairs = pairs.unique(["lane", "first"], keep="last", maintain_order=True)
+    last, first = (pairs[end].cast(pl.Int64).to_numpy() for end in ("last", "first"))
     # What each node takes itself: its work, or the transfer of its communication.
     own_ns = work_ns.copy()
     transfers = among(kind, gs.EDGE_KINDS, ("rendezvous",)) & to_end
@@ -119,24 +136,3 @@ def of_optimizer(graph: Graph) -> Bools:
     of = np.zeros(nodes.height, dtype=np.bool_)
     of[target[launches]] = inside.to_numpy()[source[launches]]
     return of
-
-
-def _before_optimizers(graph: Graph, hidden: Bools, optimizer: Bools) -> tuple[Ints, Ints]:
-    """The last hidden work of each stream before an optimizer, and the first work of that optimizer; node numbers."""
-    nodes = graph.nodes.select(
-        "node",
-        pl.col("rank").fill_null(-1),
-        "lane",
-        "step",
-        "start_ns",
-        end_ns=pl.col("start_ns") + pl.col("duration_ns"),
-    )
-    device = among(graph.nodes["kind"], gs.NODE_KINDS, _DEVICE)
-    firsts = nodes.filter(pl.Series(optimizer & device & ~hidden)).sort("start_ns", "node")
-    firsts = firsts.unique(["rank", "step"], keep="first", maintain_order=True).select("rank", "start_ns", first="node")
-    before = nodes.filter(pl.Series(hidden)).select("rank", "lane", "end_ns", last="node").sort("end_ns", "last")
-    pairs = before.join_asof(
-        firsts, left_on="end_ns", right_on="start_ns", by="rank", strategy="forward", check_sortedness=False
-    ).drop_nulls("first")
-    pairs = pairs.unique(["lane", "first"], keep="last", maintain_order=True)
-    return pairs["last"].cast(pl.Int64).to_numpy(), pairs["first"].cast(pl.Int64).to_numpy()

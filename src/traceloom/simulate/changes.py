@@ -44,10 +44,7 @@ ASSUMES = {
     "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
 }
-_ACTIONS = {
-    "remove": "remove", "async": "async", "drop": "drop", "overlap": "overlap", "fuse": "fuse", "graph": "graph",
-    "balance": "balance",
-}  # fmt: skip
+_ACTIONS = ("remove", "async", "drop", "overlap", "fuse", "graph", "balance")  # without a number
 _TEXT = re.compile(
     r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
     r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
@@ -117,7 +114,7 @@ def parse(text: str) -> Change:
         return Change("drop", chosen)
     if action not in _ACTIONS:
         raise _bad(text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS)}, workers N")
-    return Change(_ACTIONS[action], chosen)
+    return Change(action, chosen)
 
 
 def _bad(text: str, why: str) -> UsageError:
@@ -169,22 +166,21 @@ class Scenario:
         """
         chosen = change.selection.nodes(self.graph)
         if not chosen.any():
-            raise UsageError(
-                f"`{change}` is about nothing in this run", slug="nothing-chosen", hint=_hint(self, change)
-            )
+            hint = ""
+            if isinstance(change.selection, Selection):
+                names = [f"`{name[:_SHOWN]}`" for name in change.selection.nearest(self.graph)]
+                hint = f"the run has no {change.selection.target} at all"
+                hint = f"there are, for example: {', '.join(names)}" if names else hint
+            raise UsageError(f"`{change}` is about nothing in this run", slug="nothing-chosen", hint=hint)
         out = self.copy()
-        _APPLY[change.action](out, change, chosen if inside is None else chosen & inside)
+        chosen = chosen if inside is None else chosen & inside
+        if change.action == "overlap":  # what came behind the chosen work waits for what came before it
+            on_device = chosen & _kind(self.graph, gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+            out.graph, out.delay_ns = set_beside(out.graph, on_device, out.work_ns, out.delay_ns)
+            out.beside = out.beside | on_device
+        else:
+            _APPLY[change.action](out, change, chosen)
         return out
-
-
-def _hint(scenario: Scenario, change: Change) -> str:
-    """Which names it could have meant."""
-    if isinstance(change.selection, Chosen):
-        return ""
-    names = change.selection.nearest(scenario.graph)
-    if not names:
-        return f"the run has no {change.selection.target} at all"
-    return "there are, for example: " + ", ".join(f"`{name[:_SHOWN]}`" for name in names)
 
 
 def _edges(graph: Graph, *kinds: str) -> Bools:
@@ -201,39 +197,21 @@ def _kind(graph: Graph, *kinds: str) -> Bools:
 
 
 def _scale(out: Scenario, change: Change, chosen: Bools) -> None:
-    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * change.factor).astype(np.int64)
+    factor = 0.0 if change.action == "remove" else 1 / change.factor if change.action == "network" else change.factor
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * factor).astype(np.int64)
     # What leads out of a meeting to the end of a part is that communication's transfer.
     _, target = _ends(out.graph)
     transfer = _edges(out.graph, "rendezvous") & out.graph.edges["to_end"].to_numpy() & chosen[target]
     transfer &= out.delay_ns > ABSENT // 2
-    out.delay_ns[transfer] = np.rint(out.delay_ns[transfer] * change.factor).astype(np.int64)
+    out.delay_ns[transfer] = np.rint(out.delay_ns[transfer] * factor).astype(np.int64)
 
 
-def _remove(out: Scenario, change: Change, chosen: Bools) -> None:
-    _scale(out, Change("scale", change.selection, 0.0), chosen)
-
-
-def _network(out: Scenario, change: Change, chosen: Bools) -> None:
-    _scale(out, Change("scale", change.selection, 1 / change.factor), chosen)
-
-
-def _drop(out: Scenario, _change: Change, chosen: Bools) -> None:
-    _, target = _ends(out.graph)
-    out.delay_ns[_edges(out.graph, "synchronize") & chosen[target]] = ABSENT
-
-
-def _async(out: Scenario, _change: Change, chosen: Bools) -> None:
-    """The host calls of the chosen copies, and calls that only wait for such copies, no longer wait."""
+def _stop_waiting(out: Scenario, change: Change, chosen: Bools) -> None:
+    """`drop`: the chosen calls wait for nothing; `async`: no call waits for the chosen copies alone."""
     source, target = _ends(out.graph)
-    waits = _edges(out.graph, "synchronize") & chosen[source]
-    out.delay_ns[waits & _kind(out.graph, gs.BLOCK)[target]] = ABSENT
-
-
-def _overlap(out: Scenario, _change: Change, chosen: Bools) -> None:
-    """What came behind the chosen work waits for what came before it; see `beside.py`."""
-    on_device = chosen & _kind(out.graph, gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
-    out.graph, out.delay_ns = set_beside(out.graph, on_device, out.work_ns, out.delay_ns)
-    out.beside = out.beside | on_device
+    waits = _edges(out.graph, "synchronize")
+    waits &= chosen[target] if change.action == "drop" else chosen[source] & _kind(out.graph, gs.BLOCK)[target]
+    out.delay_ns[waits] = ABSENT
 
 
 def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
@@ -260,20 +238,16 @@ def _delay(out: Scenario, change: Change, _chosen: Bools) -> None:
     rows = frame.join(factors.select("rank", *keys, "factor"), on=["rank", *keys]).sort("row")
     at = rows["row"].to_numpy()
     out.work_ns[at] = np.rint(out.work_ns[at] * rows["factor"].to_numpy()).astype(np.int64)
-    _start_in_time(out, change.selection.ranks, others)
-
-
-def _start_in_time(out: Scenario, ranks: tuple[int, ...], others: list[int]) -> None:
-    """Ranks that begin later than the middle one of the others begin when that does."""
+    # who begins later than the middle one of the others begins when that does
     hosts = out.graph.nodes.filter(pl.col("kind").cast(pl.String).is_in([gs.HOST, gs.THINK, gs.LAUNCH]))
     begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
-    usual = float(np.median([begins[rank] for rank in others if rank in begins] or [0]))
+    middle = float(np.median([begins[rank] for rank in others if rank in begins] or [0]))
     source, _ = _ends(out.graph)
     rank_of = out.graph.nodes["rank"].fill_null(-1).to_numpy()[source]
-    for rank in ranks:
-        late = round(begins.get(rank, usual) - usual)
-        if late > 0:
-            out.delay_ns[_edges(out.graph, "origin") & (rank_of == rank)] -= late
+    for rank in change.selection.ranks:
+        later_ns = round(begins.get(rank, middle) - middle)
+        if later_ns > 0:
+            out.delay_ns[_edges(out.graph, "origin") & (rank_of == rank)] -= later_ns
 
 
 def _idle(out: Scenario, _change: Change, chosen: Bools) -> None:
@@ -346,28 +320,19 @@ def _workers(out: Scenario, change: Change, chosen: Bools) -> None:
     steps = frame.group_by(keys).agg(pl.col("loading").sum(), window=ends.max() - pl.col("start_ns").min())
     left = pl.max_horizontal(pl.col("loading") / max(change.factor, 1.0) - (pl.col("window") - pl.col("loading")), 0)
     factors = steps.with_columns(factor=(left / pl.max_horizontal("loading", 1)).clip(upper_bound=1.0))
-    row_factors = (
-        frame.with_columns(pl.col("step").fill_null(-1))
-        .join(
-            factors.select("rank", "step", "factor"),
-            on=["rank", "step"],
-            how="left",
-            maintain_order="left",
-            nulls_equal=True,
-        )["factor"]
-        .fill_null(1.0)
-        .to_numpy()
+    by_row = frame.with_columns(pl.col("step").fill_null(-1)).join(
+        factors, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True
     )
+    row_factors = by_row["factor"].fill_null(1.0).to_numpy()
     out.work_ns[chosen] = np.rint(out.work_ns[chosen] * row_factors[chosen]).astype(np.int64)
 
 
 _APPLY: dict[str, Callable[[Scenario, Change, Bools], None]] = {
     "scale": _scale,
-    "remove": _remove,
-    "network": _network,
-    "drop": _drop,
-    "async": _async,
-    "overlap": _overlap,
+    "remove": _scale,
+    "network": _scale,
+    "drop": _stop_waiting,
+    "async": _stop_waiting,
     "delay": _delay,
     "idle": _idle,
     "fuse": _fuse,

@@ -112,12 +112,10 @@ class Chosen:
 def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
     nodes = graph.nodes
-    same = (
-        nodes["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0])
-        if rank is not None
-        else pl.Series(np.ones(nodes.height, dtype=np.bool_))
-    )
-    mask: Bools = (same & nodes["event"].is_in(events.cast(pl.UInt32).implode())).fill_null(value=False).to_numpy()
+    same = nodes["event"].is_in(events.cast(pl.UInt32).implode())
+    if rank is not None:
+        same &= nodes["rank"].eq_missing(rank)
+    mask: Bools = same.fill_null(value=False).to_numpy()
     return mask
 
 
@@ -128,25 +126,20 @@ def among(column: pl.Series, known: Sequence[str], kinds: Sequence[str]) -> Bool
     return mask
 
 
-def _of_kind(names: pl.Series, pattern: str) -> pl.Series:
-    """Which names are those of kernels of the kind that the pattern is: matrix products are seldom called `gemm`."""
-    kind = next((kind for kind in KINDS if kind == pattern.lower() and kind != "other"), None)
-    if kind is None:
-        return pl.Series([False]).new_from_index(0, names.len())
-    matcher = Matcher.of(built_in_kind_rules())
-    nothing = np.zeros(names.len(), dtype=np.uint64)
-    first = matcher.first(names, np.arange(names.len()), nothing, nothing)
-    return pl.Series([[*(rule.kind for rule in matcher.rules), ""][rule] == kind for rule in first], dtype=pl.Boolean)
-
-
 def named(graph: Graph, pattern: str) -> pl.Series:
     """Which nodes have a name that holds the pattern, or are communication or kernels of that kind."""
     try:
         re.compile(pattern)
         distinct = graph.nodes["name"].unique().drop_nulls()
-        fitting = distinct.filter(distinct.str.contains(f"(?i){pattern}") | _of_kind(distinct, pattern))
+        fits = distinct.str.contains(f"(?i){pattern}")
     except (re.error, pl.exceptions.ComputeError) as error:
         raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
-    by_name = graph.nodes["name"].is_in(fitting.implode())
+    if pattern.lower() in KINDS and pattern.lower() != "other":  # matrix products are seldom called `gemm`
+        matcher = Matcher.of(built_in_kind_rules())
+        nothing = np.zeros(distinct.len(), dtype=np.uint64)
+        first = matcher.first(distinct, np.arange(distinct.len()), nothing, nothing)
+        kind_of = [*(rule.kind for rule in matcher.rules), ""]
+        fits |= pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
+    by_name = graph.nodes["name"].is_in(distinct.filter(fits).implode())
     kinds = graph.communication.filter(pl.col("kind").str.contains(f"(?i){pattern}"))["node"]
     return by_name | graph.nodes["node"].is_in(kinds.implode())

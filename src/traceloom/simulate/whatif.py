@@ -101,6 +101,14 @@ def whatif(
     least = least_ns(graph, scenario, before)
     after = max(_span(times), least)
     saved = before - after
+    spans = graph.nodes.select(
+        "rank", start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
+        new_start=pl.Series(times[0::2]), new_end=pl.Series(times[1::2]),
+    ).drop_nulls("rank").group_by("rank").agg(
+        before_ns=pl.col("end").max() - pl.col("start").min(),
+        after_ns=pl.col("new_end").max() - pl.col("new_start").min(),
+    ).sort("rank")  # fmt: skip
+    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).select(list(RANKS)).cast(RANKS)
     return WhatIf(
         changes=tuple(str(change) for change in changes),
         before_ns=before,
@@ -109,7 +117,7 @@ def whatif(
         saved_fraction=saved / max(before, 1),
         host_ratio=host_ratio,
         rescaled_saved_ns=unrecorded_saving_ns(graph, changes, saved, whole_ns=before, ratio=host_ratio),
-        ranks=_ranks(graph, measured, times),
+        ranks=ranks,
         path=_path(graph, scenario, times),
         times=times,
         error_ns=abs(kept.honest_error_ns),
@@ -138,16 +146,14 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
     waiting = iter(scenarios)
     while batch := list(islice(waiting, room)):
         if all(scenario.graph is graph for scenario in batch):
-            works, delays = _together([s.work_ns for s in batch]), _together([s.delay_ns for s in batch])
+            works, delays = batch[0].work_ns, batch[0].delay_ns  # a single array as it is, wherever it is stored
+            if len(batch) > 1:
+                works = np.stack([plain(scenario.work_ns) for scenario in batch])
+                delays = np.stack([plain(scenario.delay_ns) for scenario in batch])
             yield from zip(batch, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
         else:
             yield from ((scenario, scenario.times(plan)) for scenario in batch)
         batch.clear()
-
-
-def _together(arrays: list[Ints]) -> Ints:
-    """Arrays as the rows of one array; a single array as it is, wherever it is stored."""
-    return arrays[0] if len(arrays) == 1 else np.stack([plain(array) for array in arrays])
 
 
 _COUNTS = 0.01  # of the time: a saving that may be larger by this much is a lower bound
@@ -165,23 +171,6 @@ def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
 
 def _span(times: Ints) -> int:
     return int(np.ptp(times)) if times.size else 0
-
-
-def _ranks(graph: Graph, measured: Ints, times: Ints) -> pl.DataFrame:
-    frame = graph.nodes.select("rank").with_columns(
-        start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
-        new_start=pl.Series(times[0::2]), new_end=pl.Series(times[1::2]),
-    )  # fmt: skip
-    spans = (
-        frame.drop_nulls("rank")
-        .group_by("rank")
-        .agg(
-            before_ns=pl.col("end").max() - pl.col("start").min(),
-            after_ns=pl.col("new_end").max() - pl.col("new_start").min(),
-        )
-        .sort("rank")
-    )
-    return spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).select(list(RANKS)).cast(RANKS)
 
 
 def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:

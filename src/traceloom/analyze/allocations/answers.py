@@ -15,10 +15,8 @@ from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.allocations.holders import TREE, scope_tree, sums_by
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
-from traceloom.analyze.allocations.remarks import remarks
 from traceloom.analyze.allocations.table import names
-from traceloom.analyze.intervals import Ints
-from traceloom.model import Notice, Trace
+from traceloom.model import Notice, Trace, units
 from traceloom.model.result import Result
 
 POOLS = pl.Schema(
@@ -39,6 +37,19 @@ POOLS = pl.Schema(
     }
 )
 """One row per memory."""
+
+_LOST = """blocks were never freed in the recording, and yet their address was given out again: they are taken to end
+there (another thread freed them, or events were dropped)"""
+_RESIZED = "frees say another size than their allocation: that of the allocation counts"
+_UNSEEN = """storages ({size}) are alive at the end whose allocation was not recorded, and that were not there before:
+other threads made them, or they are not PyTorch's own (NumPy arrays, mapped files); no figure holds them"""
+_GONE = """storages ({size}) from before the recording were not found any more at its end, but no free of them was
+recorded: they count until the end"""
+_EARLY = """blocks ({size}) were freed whose allocation was not recorded: they are taken to be from before the
+recording, where no other thread made them; nobody knows whose they are"""
+_UNKNOWN = "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
+_COMPILED = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
+modules and scopes inside it are gone"""
 
 
 @dataclass(frozen=True)
@@ -118,18 +129,42 @@ def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most
         key = kinds.category * len(EVIDENCE) + kinds.evidence
         both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
         sums = sums_by(named, chosen, key, pl.int_range(len(both), eager=True))
-        by_category.append(_categories(sums, unseen, both).select(pool_column, pl.all()))
-        if most:
-            chosen_rows = np.flatnonzero(chosen)
-            top = chosen_rows[np.argsort(-named.blocks.bytes[chosen_rows], kind="stable")[:most]]
-            largest.append(_told(trace, named, whose, kinds.category, top).select(pool_column, pl.all()))
+        rows_of = [(*both[key], size, count) for key, size, count, _ in sums.rows()]
+        if unseen:
+            rows_of.append(("before_recording", "none", unseen, 0))
+        kept = ["category", "evidence", "bytes", "block_count"]
+        summed = pl.DataFrame(rows_of, schema={name: CATEGORY_ROWS[name] for name in kept}, orient="row")
+        summed = summed.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum())
+        whole = max(int(summed["bytes"].sum()), 1)
+        ranked = summed.with_columns(pool_column, fraction=pl.col("bytes") / whole)
+        ranked = ranked.sort("bytes", "category", descending=[True, False])
+        by_category.append(ranked.select(list(CATEGORY_ROWS)).cast(CATEGORY_ROWS))
+        if not most:
+            continue
+        chosen_rows = np.flatnonzero(chosen)
+        top = chosen_rows[np.argsort(-named.blocks.bytes[chosen_rows], kind="stable")[:most]]
+        made = named.blocks.made[top]
+        step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
+        table = pl.DataFrame(
+            {
+                "name": names(named, whose, top),
+                "owner": whose.table["name"].gather(pl.Series(whose.of[top]).replace(-1, None).cast(pl.UInt32)),
+                "bytes": named.blocks.bytes[top],
+                "category": pl.Series(CATEGORIES).gather(kinds.category[top]),
+                "backward": named.backward[top],
+                "time_ns": pl.Series(named.blocks.start_ns[top]).replace(EXISTED, None),
+                "end_ns": pl.Series(named.blocks.end_ns[top]).replace(ALIVE, None),
+                "step": step.set(pl.Series(made < 0), None),
+            }
+        )
+        largest.append(table.select(pool_column, pl.all()).cast(LARGEST))
     return Allocations(
         pools,
         pl.concat(peaks),
         pl.concat(by_category),
         pl.concat(largest),
         growth(trace, named),
-        remarks(named, whose),
+        _remarks(named, whose),
     )
 
 
@@ -167,31 +202,25 @@ def _pools(trace: Trace, named: Named) -> pl.DataFrame:
     return pl.DataFrame(out, schema=POOLS)
 
 
-def _categories(sums: pl.DataFrame, unseen: int, both: list[tuple[str, str]]) -> pl.DataFrame:
-    rows = [(*both[key], size, count) for key, size, count, _ in sums.rows()]
-    if unseen:
-        rows.append(("before_recording", "none", unseen, 0))
-    frame = pl.DataFrame(rows, schema=["category", "evidence", "bytes", "block_count"], orient="row")
-    whole = max(int(frame["bytes"].sum()), 1) if rows else 1
-    summed = frame.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum()) if rows else frame
-    ranked = summed.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "category", descending=[True, False])
-    columns = [name for name in CATEGORY_ROWS if name != "pool"]
-    return ranked.select(columns).cast({name: CATEGORY_ROWS[name] for name in columns})
-
-
-def _told(trace: Trace, named: Named, whose: Owners, category: Ints, top: Ints) -> pl.DataFrame:
-    """The rows of `LARGEST` for some blocks, without the pool."""
-    made = named.blocks.made[top]
-    step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
-    return pl.DataFrame(
-        {
-            "name": names(named, whose, top),
-            "owner": whose.table["name"].gather(pl.Series(whose.of[top]).replace(-1, None).cast(pl.UInt32)),
-            "bytes": named.blocks.bytes[top],
-            "category": pl.Series(CATEGORIES).gather(category[top]),
-            "backward": named.backward[top],
-            "time_ns": pl.Series(named.blocks.start_ns[top]).replace(EXISTED, None),
-            "end_ns": pl.Series(named.blocks.end_ns[top]).replace(ALIVE, None),
-            "step": step.set(pl.Series(made < 0), None),
-        }
-    ).cast({name: kind for name, kind in LARGEST.items() if name != "pool"})
+def _remarks(named: Named, whose: Owners) -> tuple[Notice, ...]:
+    """What pairing and naming had to assume, and what the recording cannot have seen; empty where there is nothing."""
+    blocks = named.blocks
+    early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
+    compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
+    listed = whose.table["bytes"].to_numpy()
+    none = early[:0]
+    notices = (
+        ("lost-frees", "warning", _LOST, none, blocks.lost_frees),
+        ("resized-frees", "warning", _RESIZED, none, blocks.resized),
+        ("unrecorded-allocations", "warning", _UNSEEN, listed[whose.unseen], whose.unseen.size),
+        ("unrecorded-frees", "warning", _GONE, blocks.bytes[whose.gone], whose.gone.size),
+        ("freed-from-before", "info", _EARLY, blocks.bytes[early], early.size),
+        ("backward-without-forward", "info", _UNKNOWN, none, named.places.unknown_backward),
+        ("compiled-allocations", "info", _COMPILED, blocks.bytes[compiled], compiled.size),
+    )
+    out = []
+    for slug, severity, text, sizes, count in notices:
+        if count:
+            line = text.replace("\n", " ").format(size=units.size(int(sizes.sum())))
+            out.append(Notice(slug, severity, f"{units.count(count)} {line}", count))
+    return tuple(out)

@@ -54,84 +54,50 @@ def categories(trace: Trace, named: Named, whose: Owners) -> Categories:
     All of these are inferred. What is alive at the end without a reason, or lived through a backward pass that did not
     need it, is unknown.
     """
+    tree, phase, blocks = forest(trace), meaning(trace).phase, named.blocks
+    # of each host event (the last entry is of none): its phase, when the outermost optimizer step around it ends
+    opener = tree.nearest_or_self(phase >= 0)  # the innermost event at or above each that opens a phase
+    phase_of = np.append(np.append(phase, -1)[opener], -1)
+    optimizer_end_ns = np.append(np.append(tree.end_ns, EXISTED)[tree.outermost_or_self(phase == OPTIMIZER)], EXISTED)
+    in_backward = np.append(named.places.backward, False)
+    # starts of backward nodes, sorted: a block with none of them in its life saw no backward pass
+    passes = np.sort(tree.start_ns[tree.topmost(named.places.backward)])
+    shared = np.array([pool.device_type == SHARED for pool in blocks.pools], dtype=np.bool_)
+    owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
+    owner = np.append(owner, UNKNOWN)
     size = named.position.size
     out = Categories(np.empty(size, dtype=_SMALL), np.empty(size, dtype=_SMALL))
-    facts = _Facts.of(trace, named, whose)
     for low in range(0, size, _PIECE):
         piece = slice(low, low + _PIECE)
-        out.category[piece], out.evidence[piece] = _told(facts, named, whose, piece)
+        position, start_ns, end_ns = named.position[piece], blocks.start_ns[piece], blocks.end_ns[piece]
+        early = start_ns == EXISTED
+        alive = blocks.ended[piece] >= trace.allocations.height
+        made_in = phase_of[position]
+        freed_in_backward = in_backward[named.freed[piece]] & ~alive
+        optimizer = made_in == OPTIMIZER
+        survives = end_ns > optimizer_end_ns[position]
+        unbroken = np.searchsorted(passes, start_ns) == np.searchsorted(passes, end_ns)
+        owned, listed = owner[whose.of[piece]], whose.of[piece] >= 0
+        kept = owned == ACTIVATION
+        counted = ~kept & ((owned != UNKNOWN) | (listed & (blocks.made[piece] < 0)))
+        backward = named.backward[piece]
+        rules: list[tuple[Bools, Ints | int]] = [
+            (counted, owned),
+            (kept & early, ACTIVATION),
+            (early, BEFORE),
+            (shared[blocks.pool[piece]], INPUT),
+            (made_in == LOADING, INPUT),
+            (kept, ACTIVATION),  # inputs are saved for the backward pass, too
+            (optimizer & survives, STATE),
+            (optimizer, TEMPORARY),
+            (backward & freed_in_backward, TEMPORARY),
+            (backward, GRADIENT),
+            (freed_in_backward, ACTIVATION),
+            (~alive & unbroken, TEMPORARY),
+        ]
+        category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
+        from_census = counted | (kept & (category == ACTIVATION))
+        evidence = np.where(from_census, CENSUS, INFERRED)
+        out.category[piece] = category
+        out.evidence[piece] = np.where((category == UNKNOWN) | (category == BEFORE), NONE, evidence)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is known of the host events (the last entry is of none) and of the memories.
-
-    Attributes:
-        phase: Phase of each event.
-        optimizer_end_ns: End of the outermost step of an optimizer around each event.
-        backward: Whether it is part of the backward pass.
-        passes: Starts of backward nodes, sorted: a block with none of them in its life saw no backward pass.
-        shared: For each memory, whether loader workers share it.
-        owner: Category of each row of the censuses; of none, `UNKNOWN`.
-        rows: How many events of allocation there are.
-    """
-
-    phase: Ints
-    optimizer_end_ns: Ints
-    backward: Bools
-    passes: Ints
-    shared: Bools
-    owner: Ints
-    rows: int
-
-    @classmethod
-    def of(cls, trace: Trace, named: Named, whose: Owners) -> _Facts:
-        tree, phase, backward = forest(trace), meaning(trace).phase, named.places.backward
-        opener = tree.nearest_or_self(phase >= 0)  # the innermost event at or above each that opens a phase
-        top = tree.outermost_or_self(phase == OPTIMIZER)
-        owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
-        return cls(
-            np.append(np.append(phase, -1)[opener], -1),
-            np.append(np.append(tree.end_ns, EXISTED)[top], EXISTED),
-            np.append(backward, False),
-            np.sort(tree.start_ns[tree.topmost(backward)]),
-            np.array([pool.device_type == SHARED for pool in named.blocks.pools], dtype=np.bool_),
-            np.append(owner, UNKNOWN),
-            trace.allocations.height,
-        )
-
-
-def _told(facts: _Facts, named: Named, whose: Owners, piece: slice) -> tuple[Ints, Ints]:
-    """Category and evidence of some blocks."""
-    blocks, position = named.blocks, named.position[piece]
-    start_ns, end_ns = blocks.start_ns[piece], blocks.end_ns[piece]
-    early = start_ns == EXISTED
-    alive = blocks.ended[piece] >= facts.rows
-    made_in = facts.phase[position]
-    freed_in_backward = facts.backward[named.freed[piece]] & ~alive
-    optimizer = made_in == OPTIMIZER
-    survives = end_ns > facts.optimizer_end_ns[position]
-    unbroken = np.searchsorted(facts.passes, start_ns) == np.searchsorted(facts.passes, end_ns)
-    owned, listed = facts.owner[whose.of[piece]], whose.of[piece] >= 0
-    kept = owned == ACTIVATION
-    counted = ~kept & ((owned != UNKNOWN) | (listed & (blocks.made[piece] < 0)))
-    backward = named.backward[piece]
-    rules: list[tuple[Bools, Ints | int]] = [
-        (counted, owned),
-        (kept & early, ACTIVATION),
-        (early, BEFORE),
-        (facts.shared[blocks.pool[piece]], INPUT),
-        (made_in == LOADING, INPUT),
-        (kept, ACTIVATION),  # inputs are saved for the backward pass, too
-        (optimizer & survives, STATE),
-        (optimizer, TEMPORARY),
-        (backward & freed_in_backward, TEMPORARY),
-        (backward, GRADIENT),
-        (freed_in_backward, ACTIVATION),
-        (~alive & unbroken, TEMPORARY),
-    ]
-    category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
-    from_census = counted | (kept & (category == ACTIVATION))
-    evidence = np.where((category == UNKNOWN) | (category == BEFORE), NONE, np.where(from_census, CENSUS, INFERRED))
-    return category, evidence

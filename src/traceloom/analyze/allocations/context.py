@@ -29,22 +29,19 @@ def innermost(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
     out = np.empty(rows.height, dtype=_SHORT)
     for low in range(0, rows.height, _PIECE):
         piece = rows.slice(low, _PIECE)
-        out[low : low + _PIECE] = _innermost(tree, _lanes(trace, piece), piece["time_ns"].to_numpy())
-    return out
-
-
-def _innermost(tree: Forest, lane: Ints, time: Ints) -> Ints:
-    out = np.full(time.size, -1, dtype=np.int64)
-    for number in np.unique(lane[lane >= 0]).tolist():
-        low, high = np.searchsorted(tree.lane, [number, number + 1])
-        on_lane = np.flatnonzero(lane == number)
-        at = low + np.searchsorted(tree.start_ns[low:high], time[on_lane], side="right") - 1
-        out[on_lane] = np.where(at >= low, at, -1)
-    todo = np.flatnonzero(out >= 0)
-    while todo.size:
-        todo = todo[tree.end_ns[out[todo]] <= time[todo]]
-        out[todo] = tree.parent[out[todo]]
-        todo = todo[out[todo] >= 0]
+        lane, time = _lanes(trace, piece), piece["time_ns"].to_numpy()
+        position = np.full(time.size, -1, dtype=np.int64)
+        for number in np.unique(lane[lane >= 0]).tolist():
+            first, last = np.searchsorted(tree.lane, [number, number + 1])
+            on_lane = np.flatnonzero(lane == number)
+            at = first + np.searchsorted(tree.start_ns[first:last], time[on_lane], side="right") - 1
+            position[on_lane] = np.where(at >= first, at, -1)
+        todo = np.flatnonzero(position >= 0)
+        while todo.size:
+            todo = todo[tree.end_ns[position[todo]] <= time[todo]]
+            position[todo] = tree.parent[position[todo]]
+            todo = todo[position[todo] >= 0]
+        out[low : low + _PIECE] = position
     return out
 
 

@@ -26,12 +26,12 @@ from traceloom.analyze.allocations.categories import (
 )
 from traceloom.analyze.allocations.explained import Explained
 from traceloom.analyze.allocations.named import Named, turns
-from traceloom.analyze.allocations.naming import NO_OP, Places
+from traceloom.analyze.allocations.naming import NO_OP, EventScopes
 from traceloom.analyze.allocations.owners import owners
 from traceloom.analyze.intervals import Ints
 from traceloom.model import Trace
 from traceloom.model.schema import SCHEMAS, empty
-from traceloom.model.snapshot import Frame, Snapshot, frame_text, is_python, stack_texts
+from traceloom.model.snapshot import Snapshot, frame_text, is_python, stack_texts
 from traceloom.model.trace import Meta
 
 KIND = "memory-snapshot"
@@ -81,7 +81,12 @@ def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
         .then(-pl.col("bytes"))
         .otherwise(0),
     )
-    ends = _ends(snapshot).join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
+    # by device: bytes allocated and reserved when the snapshot was taken
+    held = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
+    active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
+    asked = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
+    at_end = held.join(asked, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
+    ends = at_end.join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
     starts = ends.select(
         "device", before=pl.col("allocated") - pl.col("change").fill_null(0),
         reserved_before=pl.col("reserved") - pl.col("held").fill_null(0),
@@ -93,20 +98,25 @@ def _history(snapshot: Snapshot) -> tuple[pl.DataFrame, Ints]:
     order, time_us = pl.col("order").cast(pl.Int64), pl.col("time_us")
     time_ns = pl.when(time_us.is_null().any()).then(order).otherwise(time_us * 1000)  # some versions tell no times
     events = levels.filter(pl.col("change") != 0).with_columns(time=time_ns).sort("time", "order")
+    # increasing times: entries of one microsecond keep their order by its nanoseconds
+    index = np.arange(events.height)
+    times = events["time"].cast(pl.Int64).to_numpy()
+    times = np.maximum.accumulate(times - index) + index if index.size else times
     right = (events["allocated"] >= 0).all() and (events["reserved"].fill_null(0) >= 0).all()
+    nothing = pl.repeat(None, events.height, eager=True)
     frame = pl.DataFrame(
         {
-            "time_ns": _unique_times(events["time"]),
+            "time_ns": times,
             "address": events["address"].cast(pl.UInt64),
             "bytes": events["change"],
             "device_type": pl.repeat("cuda", events.height, eager=True, dtype=pl.String),
             "device": events["device"],
-            "allocated_bytes": events["allocated"] if right else pl.repeat(None, events.height, eager=True),
-            "reserved_bytes": events["reserved"] if right else pl.repeat(None, events.height, eager=True),
-            "process": pl.repeat(None, events.height, eager=True),
-            "thread": pl.repeat(None, events.height, eager=True),
-            "op": pl.repeat(None, events.height, eager=True),
-            "step": pl.repeat(None, events.height, eager=True),
+            "allocated_bytes": events["allocated"] if right else nothing,
+            "reserved_bytes": events["reserved"] if right else nothing,
+            "process": nothing,
+            "thread": nothing,
+            "op": nothing,
+            "step": nothing,
         },
         schema=SCHEMAS["allocations"],
     )
@@ -123,21 +133,6 @@ def _standing(snapshot: Snapshot) -> pl.DataFrame:
         )
         .with_row_index("order")
     )  # fmt: skip
-
-
-def _ends(snapshot: Snapshot) -> pl.DataFrame:
-    """By device: bytes allocated and reserved when the snapshot was taken."""
-    held = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
-    active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
-    requested = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
-    return held.join(requested, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
-
-
-def _unique_times(times: pl.Series) -> pl.Series:
-    """Increasing times: entries of one microsecond keep their order by its nanoseconds."""
-    values = times.cast(pl.Int64).to_numpy()
-    index = np.arange(values.size)
-    return pl.Series(np.maximum.accumulate(values - index) + index) if values.size else times.cast(pl.Int64)
 
 
 def _trace(snapshot: Snapshot, history: pl.DataFrame, rank: int | None) -> Trace:
@@ -164,7 +159,12 @@ def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]
     made = last.filter(pl.col("bytes") > 0).select("device", pl.col("address").cast(pl.Int64))
     early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(made, on=["device", "address"], how="anti")
     early = early.filter(pl.col("requested_bytes") > 0)
-    texts = [_innermost(stack) for stack in snapshot.stacks]
+    texts = []  # of each stack the innermost Python frame that is none of PyTorch's own, else the innermost
+    for stack in snapshot.stacks:
+        python = [frame for frame in stack if is_python(frame)]
+        users = [frame for frame in python if "/torch/" not in frame[0].replace("\\", "/")]
+        chosen = (users or python or list(stack))[:1]
+        texts.append(frame_text(chosen[0]) if chosen else "no stack recorded")
     return {
         "address": early["address"].to_list(),
         "bytes": early["requested_bytes"].to_list(),
@@ -175,23 +175,19 @@ def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]
     }
 
 
-def _innermost(stack: tuple[Frame, ...]) -> str:
-    """The innermost Python frame that is none of PyTorch's own, else the innermost."""
-    python = [frame for frame in stack if is_python(frame)]
-    users = [frame for frame in python if "/torch/" not in frame[0].replace("\\", "/")]
-    chosen = (users or python or list(stack))[:1]
-    return frame_text(chosen[0]) if chosen else "no stack recorded"
-
-
 def _named(snapshot: Snapshot, all_blocks: Blocks, numbers: Ints) -> Named:
     """Names from the stacks; the counter counts the allocations of each."""
     path_of, label_of, backward_of = [], [], []
     path_numbers, label_numbers = {"": 0}, {NO_OP: 0}
     for stack in snapshot.stacks:
-        scope, op, in_backward = _place(stack)
+        outermost_first = stack[::-1]
+        python = [frame[2] for frame in outermost_first if is_python(frame) and frame[2] not in _PLUMBING]
+        ops = [match[1] for _, _, name in outermost_first if (match := _OPERATOR.match(name))]
+        nodes = [match[1] for _, _, name in outermost_first if (match := _NODE.search(name))]
+        scope = ".".join(python[-_DEEPEST:]) or (BACKWARD_PATH if nodes else "")
         path_of.append(path_numbers.setdefault(scope, len(path_numbers)))
-        label_of.append(label_numbers.setdefault(op, len(label_numbers)))
-        backward_of.append(in_backward)
+        label_of.append(label_numbers.setdefault((nodes or ops or [NO_OP])[0], len(label_numbers)))
+        backward_of.append(bool(nodes))
     paths, labels = list(path_numbers), list(label_numbers)
     path = np.array(path_of, dtype=np.int64)[numbers]
     label = np.array(label_of, dtype=np.int64)[numbers]
@@ -199,28 +195,19 @@ def _named(snapshot: Snapshot, all_blocks: Blocks, numbers: Ints) -> Named:
     seen = np.flatnonzero(all_blocks.made >= 0)
     counter[seen] = turns((path * len(labels) + label)[seen])
     none = np.zeros(0, dtype=np.int64)
-    places = Places(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
+    places = EventScopes(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
     position = np.full(path.size, -1, dtype=np.int64)
     backward = np.array(backward_of, dtype=np.bool_)[numbers]
     return Named(all_blocks, places, position, path, label, counter, counter, np.ones_like(counter), backward, position)
 
 
-def _place(stack: tuple[Frame, ...]) -> tuple[str, str, bool]:
-    """Scope path, op, and whether the backward pass made it."""
-    python = [
-        name for file, _, name in reversed(stack) if is_python((file, 0, name)) and name not in _PLUMBING
-    ]  # the outermost first
-    ops = [match[1] for _, _, name in reversed(stack) if (match := _OPERATOR.match(name))]
-    nodes = [match[1] for _, _, name in reversed(stack) if (match := _NODE.search(name))]
-    path = ".".join(python[-_DEEPEST:])
-    if nodes:
-        return path or BACKWARD_PATH, nodes[0], True
-    return path, ops[0] if ops else NO_OP, False
-
-
 def _categories(snapshot: Snapshot, named: Named, numbers: Ints) -> Categories:
     blocks = named.blocks
-    maker = np.array([_maker(stack) for stack in snapshot.stacks], dtype=np.int64)[numbers]
+    makers = [
+        next((kind for file, _, _ in stack for part, kind in _MAKERS if part in file.replace("\\", "/")), -1)
+        for stack in snapshot.stacks
+    ]
+    maker = np.array(makers, dtype=np.int64)[numbers]
     maker = np.where(named.backward & (maker < 0), GRADIENT, maker)
     lasts = blocks.end_ns == ALIVE
     category = np.where(maker < 0, UNKNOWN, np.where(lasts | (maker == INPUT), maker, TEMPORARY))
@@ -228,11 +215,3 @@ def _categories(snapshot: Snapshot, named: Named, numbers: Ints) -> Categories:
     inferred = (category != UNKNOWN) & (category != BEFORE_RECORDING)
     assert category.max(initial=0) < len(CATEGORIES)
     return Categories(category, np.where(inferred, INFERRED, NONE))
-
-
-def _maker(stack: tuple[Frame, ...]) -> int:
-    for file, _, _ in stack:
-        for part, number in _MAKERS:
-            if part in file.replace("\\", "/"):
-                return number
-    return -1

@@ -8,8 +8,7 @@ import polars as pl
 from traceloom.analyze.allocations.categories import ACTIVATION
 from traceloom.analyze.allocations.explained import Explained
 from traceloom.analyze.allocations.naming import module_calls
-from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.intervals import Bools, Ints
+from traceloom.analyze.ancestry import forest
 
 ACTIVATIONS = pl.Schema(
     {
@@ -44,9 +43,20 @@ def module_activations(explained: Explained, pool: int, row: int) -> pl.DataFram
         return ACTIVATIONS.to_frame()
     tree = forest(explained.trace)
     held = (blocks.pool == pool) & blocks.alive(row) & (explained.kinds.category == ACTIVATION) & (blocks.made >= 0)
-    rows = np.flatnonzero(held)
-    calls, block = _inside(tree, module_calls(explained.trace, tree), explained.named.position[rows], rows)
-    pairs = pl.DataFrame({"call": calls, "bytes": blocks.bytes[block], "made": blocks.made[block]})
+    # every pair of a module call and a block that was made in it, at any depth
+    is_call = module_calls(explained.trace, tree)
+    above = tree.nearest(is_call)
+    block = np.flatnonzero(held)
+    at = np.append(tree.nearest_or_self(is_call, above), -1)[explained.named.position[block]]
+    calls, made_in = [at[:0]], [block[:0]]
+    while (at >= 0).any():
+        inside = np.flatnonzero(at >= 0)
+        at, block = at[inside], block[inside]
+        calls.append(at)
+        made_in.append(block)
+        at = above[at]
+    block = np.concatenate(made_in)
+    pairs = pl.DataFrame({"call": np.concatenate(calls), "bytes": blocks.bytes[block], "made": blocks.made[block]})
     by_call = pairs.group_by("call").agg(
         pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
         output=pl.col("bytes").sort_by("made").last(),
@@ -70,17 +80,3 @@ def module_activations(explained: Explained, pool: int, row: int) -> pl.DataFram
     )
     chosen = summed.filter(pl.col("saved_bytes") > 0).select(list(ACTIVATIONS)).cast(ACTIVATIONS)
     return chosen.sort("saved_bytes", "module", descending=[True, False])
-
-
-def _inside(tree: Forest, is_call: Bools, position: Ints, block: Ints) -> tuple[Ints, Ints]:
-    """Every pair of a module call and a block that was made in it, at any depth."""
-    above = tree.nearest(is_call)
-    at = np.append(tree.nearest_or_self(is_call, above), -1)[position]
-    calls, blocks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    while (at >= 0).any():
-        inside = np.flatnonzero(at >= 0)
-        at, block = at[inside], block[inside]
-        calls.append(at)
-        blocks.append(block)
-        at = above[at]
-    return np.concatenate(calls), np.concatenate(blocks)

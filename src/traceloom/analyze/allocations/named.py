@@ -10,7 +10,7 @@ import polars as pl
 
 from traceloom.analyze.allocations.blocks import ALIVE, EXISTED, Blocks, blocks
 from traceloom.analyze.allocations.context import innermost
-from traceloom.analyze.allocations.naming import Places, places
+from traceloom.analyze.allocations.naming import EventScopes, places
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.intervals import Bools, Ints
 from traceloom.analyze.remembered import per_trace
@@ -41,7 +41,7 @@ class Named:
     """
 
     blocks: Blocks
-    places: Places
+    places: EventScopes
     position: Ints
     path: Ints
     label: Ints
@@ -84,12 +84,7 @@ def named(trace: Trace, *, full_op_names: bool = False) -> Named:
     return _remembered(trace)
 
 
-@per_trace
-def _remembered(trace: Trace) -> Named:
-    return _named(trace, full_op_names=False)
-
-
-def _named(trace: Trace, *, full_op_names: bool) -> Named:
+def _named(trace: Trace, *, full_op_names: bool = False) -> Named:
     tree = forest(trace)
     all_blocks = blocks(trace)
     host_places = places(trace, tree, full_op_names=full_op_names)
@@ -107,9 +102,17 @@ def _named(trace: Trace, *, full_op_names: bool) -> Named:
     del inside
     outside = np.flatnonzero((op < 0) & (all_blocks.made >= 0))
     step = trace.allocations["step"].gather(all_blocks.made[outside]).fill_null(-1).cast(pl.Int64).to_numpy()
+    # which occurrence of its label in its path each counted op is, by start
+    ops = np.flatnonzero(host_places.op == np.arange(host_places.op.size))
+    ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
+    keys = host_places.path[ops] * len(host_places.labels) + host_places.label[ops]
+    op_step = trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()[tree.row[ops]]
+    different = len(host_places.labels) * len(host_places.paths)
     counters = []
     for restarts in (False, True):
-        counter = np.append(_invocations(trace, host_places, restarts=restarts), 0).astype(_SHORT)[op]
+        invocation = np.zeros(host_places.op.size + 1, dtype=_SHORT)  # the last is that of no op
+        invocation[ops] = turns(keys + (op_step + 1) * different * restarts)
+        counter = invocation[op]
         counter[outside] = turns(path[outside] + (step + 1) * len(host_places.paths) * restarts)
         counter[all_blocks.made < 0] = 0
         counters.append(counter)
@@ -117,18 +120,7 @@ def _named(trace: Trace, *, full_op_names: bool) -> Named:
     return Named(all_blocks, host_places, position, path, label, counters[0], counters[1], extra, backward, freed)
 
 
-def _invocations(trace: Trace, host_places: Places, *, restarts: bool) -> Ints:
-    """For each host event that is a counted op: which occurrence of its label in its path it is, by start."""
-    tree = forest(trace)
-    ops = np.flatnonzero(host_places.op == np.arange(host_places.op.size))
-    ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
-    out = np.zeros(host_places.op.size, dtype=np.int64)
-    key = host_places.path[ops] * len(host_places.labels) + host_places.label[ops]
-    if restarts:
-        step = trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()[tree.row[ops]]
-        key += (step + 1) * len(host_places.labels) * len(host_places.paths)
-    out[ops] = turns(key)
-    return out
+_remembered = per_trace(_named)
 
 
 def turns(keys: Ints) -> Ints:

@@ -31,7 +31,7 @@ _DEEPEST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class EventScopes:
     """What every host event is part of; arrays of shape (host events,), in the forest's order.
 
     Attributes:
@@ -58,21 +58,31 @@ class Places:
     unknown_backward: int
 
 
-def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places:
+def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> EventScopes:
     """Find scope and op of every host event."""
-    is_scope = _scopes(trace, tree)
+    words, is_op = vocabulary(trace), meaning(trace).op
+    code = words.code[tree.row]
+    # scopes: ours, modules, and regions that the user or PyTorch annotates
+    no_scope = lookup(words.matching(STEP_MARK) | words.matching(_WRAPPERS_OWN), code)
+    annotation = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    ours = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
+    is_scope = ours | module_calls(trace, tree) | (annotation & ~no_scope)
     scope = tree.nearest_or_self(is_scope)
     paths, modules, path_of = _paths(trace, tree, is_scope)
     path = np.append(path_of, 0)[scope]
-    is_node = lookup(vocabulary(trace).names.str.starts_with(_EVALUATE).to_numpy(), vocabulary(trace).code[tree.row])
-    is_op = meaning(trace).op
+    is_node = lookup(words.names.str.starts_with(_EVALUATE).to_numpy(), code)
     alone = np.arange(is_op.size) + is_op.size + 1  # kinds of their own, for what is no op
     top_ops = is_op & tree.topmost_of_kind(np.where(is_op, scope + 1, alone))  # no other op between them and the scope
     top = top_ops | is_node  # a backward pass may run inside a node of another
     op = tree.nearest_or_self(top)
     op = np.where((op >= 0) & (scope[op] == scope), op, -1)
-    labels, label_of = _labels(trace, tree, full_op_names)
-    label = np.where(op >= 0, label_of[op], 0)
+    # names of ops as they are in identifiers
+    plain = words.names.str.strip_prefix(_EVALUATE)
+    if not full_op_names:
+        plain = plain.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
+    distinct = plain.unique(maintain_order=True)
+    number = plain.replace_strict(distinct, pl.int_range(1, distinct.len() + 1, eager=True)).to_numpy()
+    label = np.where(op >= 0, number.astype(np.int64)[code][op], 0)
     node, home, unknown = _backward(trace, tree, is_node)
     backward = node >= 0
     has_home = home >= 0
@@ -82,21 +92,9 @@ def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> Places
     if unknown:
         paths, modules = [*paths, UNKNOWN_BACKWARD], [*modules, ""]
         path = np.where(backward & ~has_home, len(paths) - 1, path)
-    words = vocabulary(trace)
-    compiled = tree.nearest_or_self(lookup(words.matching(_COMPILED), words.code[tree.row])) >= 0
-    return Places(paths, modules, path, labels, label, op, backward, compiled, unknown)
-
-
-def _scopes(trace: Trace, tree: Forest) -> Bools:
-    """Which events are scopes: ours, modules, and regions that the user or PyTorch annotates."""
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    category = column(trace, "category")[tree.row]
-    named = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
-    no_scope = lookup(words.matching(STEP_MARK) | words.matching(_WRAPPERS_OWN), code)
-    annotation = category == cat.CATEGORIES.index(cat.ANNOTATION)
-    scopes: Bools = named | module_calls(trace, tree) | (annotation & ~no_scope)
-    return scopes
+    compiled = tree.nearest_or_self(lookup(words.matching(_COMPILED), code)) >= 0
+    labels = [NO_OP, *distinct.to_list()]
+    return EventScopes(paths, modules, path, labels, label, op, backward, compiled, unknown)
 
 
 def module_calls(trace: Trace, tree: Forest) -> Bools:
@@ -137,8 +135,12 @@ def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list
             if (at, name) not in path_numbers:
                 recorded = str(words.names[name])
                 path_numbers[at, name] = len(paths)
-                modules.append(_module(modules[at], paths[at], _joined(paths[at], own[at], recorded), recorded))
-                paths.append(_joined(paths[at], own[at], recorded))
+                last = _last_part(own[at], recorded)
+                module = modules[at]  # of the innermost module: without the scopes between them
+                if recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
+                    module = f"{module}.{last}" if module else last
+                modules.append(module)
+                paths.append(f"{paths[at]}.{last}" if paths[at] else last)
                 own.append(recorded)
             turn[k] = path_numbers[at, name]
         out[level] = turn[number.reshape(-1)]
@@ -148,38 +150,14 @@ def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list
     return paths, modules, out
 
 
-def _module(outer: str, around: str, path: str, recorded: str) -> str:
-    """The path of the innermost module: the names of modules alone, without the scopes between them."""
-    if not recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
-        return outer
-    last = path[len(around) + 1 :] if around else path
-    return f"{outer}.{last}" if outer else last
-
-
-def _joined(path: str, outer: str, name: str) -> str:
-    """The path of a scope: one of Traceloom's own already carries the names of its own scopes around it."""
-    dotted, around = _ours(name), _ours(outer)
+def _last_part(outer: str, name: str) -> str:
+    """What a scope adds to the path: one of Traceloom's own already carries the names of its own scopes around it."""
+    dotted, around = (
+        next((text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)), None) for text in (name, outer)
+    )
     if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
-        last = _OPTIMIZER.sub("", name.removeprefix(PYTHON_MODULE))
-    else:
-        last = dotted[len(around) + 1 :] if around is not None and dotted.startswith(f"{around}.") else dotted
-    return f"{path}.{last}" if path else last
-
-
-def _ours(name: str) -> str | None:
-    """The dotted names in the annotation of a scope of ours; None for what is none."""
-    return next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), None)
-
-
-def _labels(trace: Trace, tree: Forest, full: bool) -> tuple[list[str], Ints]:
-    """The distinct names of ops as they stand in identifiers, and the number of each event's name."""
-    words = vocabulary(trace)
-    plain = words.names.str.strip_prefix(_EVALUATE)
-    if not full:
-        plain = plain.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
-    distinct = plain.unique(maintain_order=True)
-    number = pl.Series(plain).replace_strict(distinct, pl.int_range(1, distinct.len() + 1, eager=True)).to_numpy()
-    return [NO_OP, *distinct.to_list()], number.astype(np.int64)[words.code[tree.row]]
+        return _OPTIMIZER.sub("", name.removeprefix(PYTHON_MODULE))
+    return dotted[len(around) + 1 :] if around is not None and dotted.startswith(f"{around}.") else dotted
 
 
 def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tuple[list[str], list[str], Ints]:

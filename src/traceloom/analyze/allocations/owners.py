@@ -38,9 +38,9 @@ def owners(trace: Trace, blocks: Blocks) -> Owners:
     """
     first, last = census(trace), last_census(trace)
     table = pl.concat([first, last]) if last.height else first
-    of = blocks.owner.copy()
+    of, none = blocks.owner.copy(), np.zeros(0, dtype=np.int64)
     if not last.height:
-        return Owners(table.select(list(CENSUS)), of, _none(), _none())
+        return Owners(table.select(list(CENSUS)), of, none, none)
     alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
     kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
     alive_blocks = pl.DataFrame(
@@ -56,9 +56,5 @@ def owners(trace: Trace, blocks: Blocks) -> Owners:
     unseen = unseen.filter(pl.col("device_type").is_in(recorded.implode()))
     counted = alive[blocks.owner[alive] >= 0]
     whole = listed.height == last.height  # small ones may be added up in a row without an address
-    gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else _none()
+    gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else none
     return Owners(table.select(list(CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)
-
-
-def _none() -> Ints:
-    return np.zeros(0, dtype=np.int64)

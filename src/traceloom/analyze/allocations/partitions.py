@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
@@ -22,6 +22,9 @@ NO_MODULE = "(outside modules)"
 NO_SCOPE = "(no scope)"
 UNKNOWN_TYPE = "(unknown)"
 NO_STACK = "(no stack recorded)"
+_NO_TENSOR = frozenset(
+    ("", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None")
+)
 
 Partition = tuple[list[str], Ints]
 """Names, and for each block the number of its name."""
@@ -40,15 +43,21 @@ def partition(
         whose: Their owners: a parameter, its gradient and its states belong to the module that the name tells.
         depth: For scopes and modules: so many parts of the path, from the root; None for all.
     """
-    makers: dict[str, Callable[[], Partition]] = {
-        "scope": lambda: _paths(named, depth),
-        "module": lambda: _modules(named, whose, depth),
-        "category": lambda: (list(CATEGORIES), kinds.category),
-        "op": lambda: _early(named, named.places.labels, named.label),
-        "stack": lambda: _stacks(named, *Stacks(trace).divided(named.position)),
-        "dtype": lambda: _types(trace, named),
-    }
-    return makers[by]()
+    match by:
+        case "scope":
+            names, number = _numbered([_cut(path, depth) or NO_SCOPE for path in named.places.paths])
+            return _early(named, names, number[named.path])
+        case "module":
+            return _modules(named, whose, depth)
+        case "category":
+            return list(CATEGORIES), kinds.category
+        case "op":
+            return _early(named, named.places.labels, named.label)
+        case "stack":
+            return _stacks(named, *Stacks(trace).divided(named.position))
+        case "dtype":
+            return _types(trace, named)
+    raise KeyError(by)
 
 
 def _early(named: Named, names: list[str], number: Ints) -> Partition:
@@ -67,15 +76,14 @@ def _numbered(texts: list[str]) -> tuple[list[str], Ints]:
     return list(numbers), number
 
 
-def _paths(named: Named, depth: int | None) -> Partition:
-    names, number = _numbered([_cut(path, depth) or NO_SCOPE for path in named.places.paths])
-    return _early(named, names, number[named.path])
-
-
 def _modules(named: Named, whose: Owners, depth: int | None) -> Partition:
     """The module whose call made it; parameters and what belongs to them: the module that holds them."""
-    of_path = [named.places.modules[k] for k in range(len(named.places.paths))]
-    held = [_holder(owner, name) for owner, name in zip(whose.table["owner"], whose.table["name"], strict=True)]
+    of_path = named.places.modules[: len(named.places.paths)]
+    held = []  # the path of the module in the name of a parameter, buffer, gradient or state
+    for owner, name in zip(whose.table["owner"], whose.table["name"], strict=True):
+        of = name.rpartition(" of ")[2]
+        of = of.removesuffix(".grad") if owner == "gradient" else of
+        held.append("" if owner in ("activation", "other") or "(" in name else of.rpartition(".")[0])
     texts = [_cut(path, depth) or NO_MODULE for path in (*of_path, *held)]
     names, number = _numbered(texts or [NO_MODULE])
     by_path = number[named.path] if named.places.paths else np.zeros(0, dtype=np.int64)
@@ -84,16 +92,6 @@ def _modules(named: Named, whose: Owners, depth: int | None) -> Partition:
     out = np.where(has_module, by_owner, by_path)
     nobody = (named.blocks.made < 0) & ~has_module
     return [*names, BEFORE], np.where(nobody, len(names), out)
-
-
-def _holder(owner: str, name: str) -> str:
-    """The path of the module in the name of a parameter, buffer, gradient or state; empty where there is none."""
-    if owner in ("activation", "other") or "(" in name:
-        return ""
-    of = name.rpartition(" of ")[2]
-    if owner == "gradient":
-        of = of.removesuffix(".grad")
-    return of.rpartition(".")[0]
 
 
 def stack_partition(named: Named, texts: pl.Series) -> Partition:
@@ -124,7 +122,14 @@ def _types(trace: Trace, named: Named) -> Partition:
         trace.tensors.select("event", "types"), on="event", how="left", maintain_order="left"
     )["types"]
     distinct = types.drop_nulls().unique(maintain_order=True)
-    first = pl.Series([_first_type(text) for text in distinct], dtype=pl.String)
+    first_types = []  # of each list the first type that is a tensor's
+    for text in distinct:
+        try:
+            listed = json.loads(text)
+        except ValueError:
+            listed = []
+        first_types.append(next((name for name in listed if isinstance(name, str) and name not in _NO_TENSOR), None))
+    first = pl.Series(first_types, dtype=pl.String)
     event_types = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
     has = event_types.is_not_null().to_numpy()[tree.row]
     near = tree.nearest_or_self(has)
@@ -134,13 +139,3 @@ def _types(trace: Trace, named: Named) -> Partition:
     rows = np.append(tree.row, 0)[at]
     out = np.where(at >= 0, number[rows], 0) if number.size else np.zeros(at.size, dtype=np.int64)
     return _early(named, names, out)
-
-
-def _first_type(text: str) -> str | None:
-    """The first type in a list that is a tensor's."""
-    try:
-        listed = json.loads(text)
-    except ValueError:
-        return None
-    plain = {"", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None"}
-    return next((name for name in listed if isinstance(name, str) and name not in plain), None)

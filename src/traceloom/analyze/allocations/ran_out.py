@@ -47,24 +47,18 @@ def census_of(document: dict[str, Any]) -> pl.DataFrame:
 
 def tree(live: pl.DataFrame) -> pl.DataFrame:
     """Live storages by kind of owner, then by module, or by type; `holders.TREE`."""
-    leaves = [
-        (_place(owner, name), size, 1) for owner, name, size in live.select("owner", "name", "bytes").rows()
-    ]  # a census has at most some ten thousand rows
+    leaves: list[tuple[tuple[str, ...], int, int]] = []
+    for owner, name, size in live.select("owner", "name", "bytes").rows():  # at most some ten thousand
+        kind = KINDS.get(owner, KINDS["other"])
+        if owner in ("activation", "other"):
+            leaves.append(((kind, name.removeprefix(KEPT)), size, 1))
+            continue
+        of = _OF.match(name)
+        path = of[1] if of else name
+        path = path.removesuffix(".grad") if owner == "gradient" else path
+        parts = [path] if path.startswith("(") else path.split(".")
+        leaves.append(((kind, *parts), size, 1))
     return tree_of(leaves)
-
-
-def _place(owner: str, name: str) -> tuple[str, ...]:
-    """Names from the root: the kind, then the parts of the path of the module, or the type of the tensor."""
-    kind = KINDS.get(owner, KINDS["other"])
-    if owner in ("activation", "other"):
-        return (kind, name.removeprefix(KEPT))
-    of = _OF.match(name)
-    path = of[1] if of else name
-    if owner == "gradient":
-        path = path.removesuffix(".grad")
-    if path.startswith("("):
-        return (kind, path)
-    return (kind, *path.split("."))
 
 
 def kinds(live: pl.DataFrame) -> dict[str, int]:
@@ -106,7 +100,18 @@ def advice(
         growing: (site, bytes per step, bytes so far) of what grows with every step.
     """
     whole = sum(held.values())
-    out = [*_by_owner(live, held, stack, ranks), *_by_allocator(asked, devices)]
+    out = _by_owner(live, held, stack, ranks)
+    for device in devices:
+        idle = device["reserved_bytes"] - device["allocated_bytes"]
+        if asked is not None and idle >= asked:
+            text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(asked)}"
+            out.append(Advice("expandable-segments", text, idle, why))
+        outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
+        if outside > device["total_bytes"] // 10:
+            text = "look at what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
+            why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
+            out.append(Advice("other-processes", text, outside, why))
     out += [
         Advice("stop-growth", f"release what {site} leaves behind in every step", size,
                f"it grows by {units.size(round(per_step))} per step")
@@ -147,20 +152,4 @@ def _by_owner(live: pl.DataFrame, held: dict[str, int], stack: list[str], ranks:
         text = f"shard the optimizer's state over the {ranks} ranks (ZeroRedundancyOptimizer, fully_shard)"
         why = f"every rank holds all {units.size(state)} of it, if it is not sharded yet"
         out.append(Advice("shard-optimizer-state", text, state - state // ranks, why))
-    return out
-
-
-def _by_allocator(requested: int | None, devices: list[dict[str, Any]]) -> list[Advice]:
-    out = []
-    for device in devices:
-        idle = device["reserved_bytes"] - device["allocated_bytes"]
-        if requested is not None and idle >= requested:
-            text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(requested)}"
-            out.append(Advice("expandable-segments", text, idle, why))
-        outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
-        if outside > device["total_bytes"] // 10:
-            text = "look at what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
-            why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
-            out.append(Advice("other-processes", text, outside, why))
     return out

@@ -71,7 +71,7 @@ def slices(
     """
     blocks = named.blocks
     if whole and stacks is None:
-        stacks = _stacks_of(trace, named)
+        stacks = Stacks(trace).reader(named.position)
     devices = pl.Series(
         [pool.device_type if pool.device < 0 else f"{pool.device_type}:{pool.device}" for pool in blocks.pools],
         dtype=pl.String,
@@ -107,11 +107,6 @@ def slices(
         )
 
 
-def _stacks_of(trace: Trace, named: Named) -> Callable[[Ints], pl.Series]:
-    stacks = Stacks(trace)
-    return lambda rows: stacks.of(named.position[rows])
-
-
 class Stacks:
     """Python stacks as text, made once per stack."""
 
@@ -120,6 +115,10 @@ class Stacks:
         self._words = vocabulary(trace)
         self._python = column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
         self._above = self._tree.nearest(self._python)
+
+    def reader(self, position: Ints) -> Callable[[Ints], pl.Series]:
+        """Gives the stacks of some blocks by the position of each block."""
+        return lambda rows: self.of(position[rows])
 
     def of(self, position: np.ndarray) -> pl.Series:
         """The stack of each position; null where no frames were recorded."""
@@ -144,12 +143,8 @@ class Stacks:
             pairs.append(new)
             count += new.size
         used, number = np.unique(stack[frame], return_inverse=True)
-        callers, names = np.divmod(np.concatenate(pairs), width)
-        return self._texts(used, callers, names), number
-
-    def _texts(self, used: Ints, callers: Ints, names: Ints) -> list[str | None]:
-        """The text of each of these stacks, told by the caller and the name of every stack."""
-        outer, name = callers.tolist(), self._words.names.gather(names).to_list()
+        callers, frames = np.divmod(np.concatenate(pairs), width)
+        outer, name = callers.tolist(), self._words.names.gather(frames).to_list()
         texts: list[str | None] = []
         for at in used.tolist():
             path, up = [], at
@@ -157,7 +152,7 @@ class Stacks:
                 path.append(str(name[up]))
                 up = outer[up]
             texts.append(_FRAME.join(path) if path else None)
-        return texts
+        return texts, number
 
     def _levels(self, frame: Ints) -> Iterator[Ints]:
         """These frames and those above them, by the number of frames above each, from 0."""
