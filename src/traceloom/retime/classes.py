@@ -101,8 +101,8 @@ def classes(graph: Graph) -> Classes:
     end_names = []
     for end, by_name in (("source", _CALL_FIRST), ("target", _CALL_LAST)):
         at_end = nodes.select("name", "kind")[examples[end]].with_columns(pl.col("kind").cast(pl.String))
-        called = examples["kind"].cast(pl.String).is_in(by_name)
-        end_names.append(pl.select(pl.when(called).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
+        named = examples["kind"].cast(pl.String).is_in(by_name)
+        end_names.append(pl.select(pl.when(named).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
     starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
     between = pl.when(starts).then(pl.lit(f"{_START} > ")).otherwise(pl.lit(" > "))
     place = pl.concat_str(end_names[0].alias("source"), between, end_names[1].alias("target")).alias("place")

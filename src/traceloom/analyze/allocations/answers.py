@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -16,6 +16,7 @@ from traceloom.analyze.allocations.holders import TREE, scope_tree, sums_by
 from traceloom.analyze.allocations.named import Named
 from traceloom.analyze.allocations.owners import Owners
 from traceloom.analyze.allocations.table import names
+from traceloom.analyze.intervals import Ints
 from traceloom.model import Notice, Trace, units
 from traceloom.model.result import Result
 
@@ -210,17 +211,17 @@ def _remarks(named: Named, whose: Owners) -> tuple[Notice, ...]:
     listed = whose.table["bytes"].to_numpy()
     none = early[:0]
     notices = (
-        ("lost-frees", "warning", _LOST, none, blocks.lost_frees),
-        ("resized-frees", "warning", _RESIZED, none, blocks.resized),
-        ("unrecorded-allocations", "warning", _UNSEEN, listed[whose.unseen], whose.unseen.size),
-        ("unrecorded-frees", "warning", _GONE, blocks.bytes[whose.gone], whose.gone.size),
-        ("freed-from-before", "info", _EARLY, blocks.bytes[early], early.size),
-        ("backward-without-forward", "info", _UNKNOWN, none, named.places.unknown_backward),
-        ("compiled-allocations", "info", _COMPILED, blocks.bytes[compiled], compiled.size),
+        Notice("lost-frees", "warning", _line(_LOST, none), blocks.lost_frees),
+        Notice("resized-frees", "warning", _line(_RESIZED, none), blocks.resized),
+        Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
+        Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
+        Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
+        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
+        Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
     )
-    out = []
-    for slug, severity, text, sizes, count in notices:
-        if count:
-            line = text.replace("\n", " ").format(size=units.size(int(sizes.sum())))
-            out.append(Notice(slug, severity, f"{units.count(count)} {line}", count))
-    return tuple(out)
+    counted = (notice for notice in notices if notice.count)
+    return tuple(replace(notice, message=f"{units.count(notice.count)} {notice.message}") for notice in counted)
+
+
+def _line(text: str, sizes: Ints) -> str:
+    return text.replace("\n", " ").format(size=units.size(int(sizes.sum())))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from traceloom.analyze.flops.call import Call, Tensor, Unknown
-from traceloom.analyze.flops.registry import MODELS, Model, Work
+from traceloom.analyze.flops.registry import MODELS, Work
 
 FAMILY, PAGED = "attention", "paged attention"
 
@@ -39,7 +39,7 @@ def _clipped_sum(count: int, top: int, first: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class AttentionInputs:
     """Where the inputs of one spelling stand.
 
     Attributes:
@@ -62,67 +62,37 @@ class Places:
 
 
 _FORWARD = {
-    "aten::scaled_dot_product_attention": Places(5, mask=3),
-    "aten::_scaled_dot_product_attention_math": Places(5, mask=3),
-    "aten::_scaled_dot_product_flash_attention": Places(4, bottom_right=True),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": Places(4, mask=5),
-    "aten::_scaled_dot_product_efficient_attention": Places(6, mask=3),
-    "aten::_scaled_dot_product_cudnn_attention": Places(6, mask=3),
-    "aten::_scaled_dot_product_fused_attention_overrideable": Places(5, mask=3),
-    "aten::_flash_attention_forward": Places(8, heads_first=False, bottom_right=True, lengths=3, window=11),
-    "aten::_efficient_attention_forward": Places(9, heads_first=False, mask=3, lengths=4),
-    "flash_attn::_flash_attn_forward": Places(5, heads_first=False, bottom_right=True, window=6),
-    "flash_attn::_flash_attn_varlen_forward": Places(9, heads_first=False, bottom_right=True, lengths=3, window=10),
+    "aten::scaled_dot_product_attention": AttentionInputs(5, mask=3),
+    "aten::_scaled_dot_product_attention_math": AttentionInputs(5, mask=3),
+    "aten::_scaled_dot_product_flash_attention": AttentionInputs(4, bottom_right=True),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": AttentionInputs(4, mask=5),
+    "aten::_scaled_dot_product_efficient_attention": AttentionInputs(6, mask=3),
+    "aten::_scaled_dot_product_cudnn_attention": AttentionInputs(6, mask=3),
+    "aten::_scaled_dot_product_fused_attention_overrideable": AttentionInputs(5, mask=3),
+    "aten::_flash_attention_forward": AttentionInputs(8, heads_first=False, bottom_right=True, lengths=3, window=11),
+    "aten::_efficient_attention_forward": AttentionInputs(9, heads_first=False, mask=3, lengths=4),
+    "flash_attn::_flash_attn_forward": AttentionInputs(5, heads_first=False, bottom_right=True, window=6),
+    "flash_attn::_flash_attn_varlen_forward": AttentionInputs(
+        9, heads_first=False, bottom_right=True, lengths=3, window=10
+    ),
 }
 _BACKWARD = {
-    "aten::_scaled_dot_product_flash_attention_backward": Places(11, query=1, bottom_right=True),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Places(7, query=1, mask=8),
-    "aten::_scaled_dot_product_efficient_attention_backward": Places(11, query=1, mask=4),
-    "aten::_scaled_dot_product_cudnn_attention_backward": Places(14, query=1, mask=8),
-    "aten::_flash_attention_backward": Places(11, query=1, heads_first=False, bottom_right=True, lengths=6, window=15),
-    "aten::_efficient_attention_backward": Places(14, query=1, heads_first=False, mask=4, lengths=6),
-    "flash_attn::_flash_attn_backward": Places(11, query=1, heads_first=False, bottom_right=True, window=12),
-    "flash_attn::_flash_attn_varlen_backward": Places(
+    "aten::_scaled_dot_product_flash_attention_backward": AttentionInputs(11, query=1, bottom_right=True),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": AttentionInputs(7, query=1, mask=8),
+    "aten::_scaled_dot_product_efficient_attention_backward": AttentionInputs(11, query=1, mask=4),
+    "aten::_scaled_dot_product_cudnn_attention_backward": AttentionInputs(14, query=1, mask=8),
+    "aten::_flash_attention_backward": AttentionInputs(
+        11, query=1, heads_first=False, bottom_right=True, lengths=6, window=15
+    ),
+    "aten::_efficient_attention_backward": AttentionInputs(14, query=1, heads_first=False, mask=4, lengths=6),
+    "flash_attn::_flash_attn_backward": AttentionInputs(11, query=1, heads_first=False, bottom_right=True, window=12),
+    "flash_attn::_flash_attn_varlen_backward": AttentionInputs(
         15, query=1, heads_first=False, bottom_right=True, lengths=9, window=16
     ),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    heads: int
-    pairs: int  # over the batch, of one head
-
-
-def _sizes(call: Call, where: Places) -> _Sizes:
-    query, key, value = (call.tensor(where.query + at) for at in range(3))
-    mask = call.tensor(where.mask) if where.mask is not None and call.has(where.mask) else None
-    if where.lengths is not None and call.has(where.lengths):
-        batch, queries, keys = _of_equal_lengths(call, where.lengths, query, key)
-        heads = query.shape[-2]
-    else:
-        shape, other = (tensor.shape if len(tensor.shape) == 4 else (1, *tensor.shape) for tensor in (query, key))
-        batch, at = shape[0], 2 if where.heads_first else 1
-        queries, keys, heads = shape[at], other[at], shape[3 - at]
-    return _Sizes(query, key, value, mask, heads, batch * _pairs(call, where, queries, keys))
-
-
-def _of_equal_lengths(call: Call, at: int, query: Tensor, key: Tensor) -> tuple[int, int, int]:
-    """(sequences, queries, keys) of packed sequences that all have the greatest length; else nobody can tell."""
-    sequences = call.tensor(at).shape[0] - 1
-    other = call.tensor(at + 1).shape[0] - 1 if call.has(at + 1) else sequences
-    rows, columns = query.numel // (query.shape[-1] * query.shape[-2]), key.numel // (key.shape[-1] * key.shape[-2])
-    queries, keys = call.integer(at + 2), call.integer(at + 3)
-    if sequences < 1 or other != sequences or queries * sequences != rows or keys * sequences != columns:
-        raise Unknown("the lengths of the packed sequences are not recorded")
-    return sequences, queries, keys
-
-
-def _pairs(call: Call, where: Places, queries: int, keys: int) -> int:
+def _pairs(call: Call, where: AttentionInputs, queries: int, keys: int) -> int:
     if where.causal is None:
         return queries * keys
     left = call.integer(where.window, -1) if where.window is not None else -1
@@ -137,30 +107,34 @@ def _pairs(call: Call, where: Places, queries: int, keys: int) -> int:
     return unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=0 if causal else right)
 
 
-def _widths(sizes: _Sizes) -> tuple[int, int]:
-    return sizes.query.shape[-1], sizes.value.shape[-1]
-
-
-@MODELS.register(*_FORWARD, family=FAMILY)
-def _forward(call: Call) -> Work:
-    sizes = _sizes(call, _FORWARD[call.name])
-    d_qk, d_v = _widths(sizes)
-    out = sizes.query.numel // d_qk * d_v * sizes.query.size
-    moved = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes + out + (sizes.mask.bytes if sizes.mask else 0)
-    return Work(2 * sizes.heads * sizes.pairs * (d_qk + d_v), moved, sizes.query.dtype, matrix=True)
-
-
-@MODELS.register(*_BACKWARD, family=FAMILY)
-def _backward(call: Call) -> Work:
-    """Five products: the scores again (d_qk), and the gradients of V, of the scores (d_v), of Q and of K (d_qk)."""
-    sizes = _sizes(call, _BACKWARD[call.name])
-    d_qk, d_v = _widths(sizes)
-    flops_per_width = 2 * sizes.heads * sizes.pairs
-    out = sizes.query.numel // d_qk * d_v * sizes.query.size
-    read = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes + (sizes.mask.bytes if sizes.mask else 0)
-    written = sizes.query.bytes + sizes.key.bytes + sizes.value.bytes
-    flops = flops_per_width * (3 * d_qk + 2 * d_v)
-    return Work(flops, read + 2 * out + written, sizes.query.dtype, matrix=True, recomputed=flops_per_width * d_qk)
+@MODELS.register(*_FORWARD, *_BACKWARD, family=FAMILY)
+def _attention(call: Call) -> Work:
+    """2 · heads · pairs · (d_qk + d_v), where pairs are the (query, key) pairs that the mask leaves; backward five
+    products: the scores again (d_qk), and the gradients of V, of the scores (d_v), of Q and of K (d_qk).
+    """
+    where = _FORWARD.get(call.name) or _BACKWARD[call.name]
+    query, key, value = (call.tensor(where.query + at) for at in range(3))
+    at = where.lengths
+    if at is not None and call.has(at):  # packed sequences: all must have the greatest length, else nobody can tell
+        batch, heads = call.tensor(at).shape[0] - 1, query.shape[-2]
+        other = call.tensor(at + 1).shape[0] - 1 if call.has(at + 1) else batch
+        rows, columns = (tensor.numel // (tensor.shape[-1] * tensor.shape[-2]) for tensor in (query, key))
+        queries, keys = call.integer(at + 2), call.integer(at + 3)
+        if batch < 1 or other != batch or queries * batch != rows or keys * batch != columns:
+            raise Unknown("the lengths of the packed sequences are not recorded")
+    else:
+        shape, key_shape = (tensor.shape if len(tensor.shape) == 4 else (1, *tensor.shape) for tensor in (query, key))
+        length = 2 if where.heads_first else 1
+        batch, queries, keys, heads = shape[0], shape[length], key_shape[length], shape[3 - length]
+    d_qk, d_v = query.shape[-1], value.shape[-1]
+    flops_per_width = 2 * heads * batch * _pairs(call, where, queries, keys)
+    out = query.numel // d_qk * d_v * query.size
+    operands = query.bytes + key.bytes + value.bytes
+    moved = operands + out + sum(mask.bytes for mask in call.optional(*([] if where.mask is None else [where.mask])))
+    if call.name in _FORWARD:
+        return Work(flops_per_width * (d_qk + d_v), moved, query.dtype, matrix=True)
+    flops, again = flops_per_width * (3 * d_qk + 2 * d_v), flops_per_width * d_qk
+    return Work(flops, moved + out + operands, query.dtype, matrix=True, recomputed=again)
 
 
 _PAGED = (
@@ -205,22 +179,15 @@ _OVER_CACHE = {
 """Place of the query, before both caches, and which dimension of a cache has the heads of the keys."""
 
 
-def _paged_over_cache(at: int, dimension: int) -> Model:
-    """The model of one spelling."""
-
-    def model(call: Call) -> Work:
-        """Decoding over a paged cache: one query a request, and all keys of it."""
-        query, key = call.tensor(at), call.tensor(at + 1)
-        if len(query.shape) != 3 or len(key.shape) < 4:
-            raise Unknown("the heads cannot be told from the recorded shapes")
-        _, heads, size = query.shape
-        return _over_requests(call, query, key, (heads, key.shape[dimension]), (size, size))
-
-    return model
-
-
-for _name, _places in _OVER_CACHE.items():
-    MODELS.register(_name, family=PAGED, inputs=32)(_paged_over_cache(*_places))
+@MODELS.register(*_OVER_CACHE, family=PAGED, inputs=32)
+def _paged_over_cache(call: Call) -> Work:
+    """Decoding over a paged cache: one query a request, and all keys of it."""
+    at, dimension = next(places for name, places in _OVER_CACHE.items() if call.name.startswith(name.removesuffix("*")))
+    query, key = call.tensor(at), call.tensor(at + 1)
+    if len(query.shape) != 3 or len(key.shape) < 4:
+        raise Unknown("the heads cannot be told from the recorded shapes")
+    _, heads, size = query.shape
+    return _over_requests(call, query, key, (heads, key.shape[dimension]), (size, size))
 
 
 def _over_requests(call: Call, query: Tensor, key: Tensor, heads: tuple[int, int], widths: tuple[int, int]) -> Work:

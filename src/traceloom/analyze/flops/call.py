@@ -135,7 +135,11 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """All inputs that are tensors, in order; lists of tensors are left out."""
-        return [self.tensor(at) for at in range(len(self.types)) if self.has(at)]
+        return self.optional(*range(len(self.types)))
+
+    def optional(self, *places: int) -> list[Tensor]:
+        """Those of some inputs that are tensors."""
+        return [self.tensor(at) for at in places if self.has(at)]
 
     def tensor_list(self, at: int) -> list[Tensor]:
         """Input `at`, a list of tensors.

@@ -12,7 +12,7 @@ FAMILY = "convolution"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ConvolutionInputs:
     """Where the inputs of one spelling of convolution stand; None for what it does not have."""
 
     stride: int
@@ -25,29 +25,29 @@ class Places:
 
 
 _FORWARD = {
-    "aten::convolution": Places(3, 4, 5, 8, output_padding=7, transposed=6),
-    "aten::_convolution": Places(3, 4, 5, 8, output_padding=7, transposed=6),
-    "aten::convolution_overrideable": Places(3, 4, 5, 8, output_padding=7, transposed=6),
-    "aten::conv1d": Places(3, 4, 5, 6),
-    "aten::conv2d": Places(3, 4, 5, 6),
-    "aten::conv3d": Places(3, 4, 5, 6),
-    "aten::conv_transpose1d": Places(3, 4, 7, 6, output_padding=5, transposed=True),
-    "aten::conv_transpose2d": Places(3, 4, 7, 6, output_padding=5, transposed=True),
-    "aten::conv_transpose3d": Places(3, 4, 7, 6, output_padding=5, transposed=True),
-    "aten::cudnn_convolution": Places(3, 2, 4, 5, bias=None),
-    "aten::cudnn_convolution_transpose": Places(4, 2, 5, 6, bias=None, output_padding=3, transposed=True),
-    "aten::cudnn_convolution_relu": Places(3, 4, 5, 6),
-    "aten::cudnn_convolution_add_relu": Places(5, 6, 7, 8, bias=4),
-    "aten::miopen_convolution": Places(4, 3, 5, 6),
-    "aten::miopen_depthwise_convolution": Places(4, 3, 5, 6),
-    "aten::miopen_convolution_transpose": Places(5, 3, 6, 7, output_padding=4, transposed=True),
-    "aten::miopen_convolution_relu": Places(3, 4, 5, 6),
-    "aten::mkldnn_convolution": Places(4, 3, 5, 6),
-    "aten::_conv_depthwise2d": Places(4, 5, 6, None, bias=3),
-    "aten::thnn_conv2d": Places(4, 5, None, None, bias=3),
-    "aten::_slow_conv2d_forward": Places(4, 5, None, None, bias=3),
-    "aten::slow_conv_dilated2d": Places(4, 5, 6, None, bias=3),
-    "aten::slow_conv3d_forward": Places(4, 5, None, None, bias=3),
+    "aten::convolution": ConvolutionInputs(3, 4, 5, 8, output_padding=7, transposed=6),
+    "aten::_convolution": ConvolutionInputs(3, 4, 5, 8, output_padding=7, transposed=6),
+    "aten::convolution_overrideable": ConvolutionInputs(3, 4, 5, 8, output_padding=7, transposed=6),
+    "aten::conv1d": ConvolutionInputs(3, 4, 5, 6),
+    "aten::conv2d": ConvolutionInputs(3, 4, 5, 6),
+    "aten::conv3d": ConvolutionInputs(3, 4, 5, 6),
+    "aten::conv_transpose1d": ConvolutionInputs(3, 4, 7, 6, output_padding=5, transposed=True),
+    "aten::conv_transpose2d": ConvolutionInputs(3, 4, 7, 6, output_padding=5, transposed=True),
+    "aten::conv_transpose3d": ConvolutionInputs(3, 4, 7, 6, output_padding=5, transposed=True),
+    "aten::cudnn_convolution": ConvolutionInputs(3, 2, 4, 5, bias=None),
+    "aten::cudnn_convolution_transpose": ConvolutionInputs(4, 2, 5, 6, bias=None, output_padding=3, transposed=True),
+    "aten::cudnn_convolution_relu": ConvolutionInputs(3, 4, 5, 6),
+    "aten::cudnn_convolution_add_relu": ConvolutionInputs(5, 6, 7, 8, bias=4),
+    "aten::miopen_convolution": ConvolutionInputs(4, 3, 5, 6),
+    "aten::miopen_depthwise_convolution": ConvolutionInputs(4, 3, 5, 6),
+    "aten::miopen_convolution_transpose": ConvolutionInputs(5, 3, 6, 7, output_padding=4, transposed=True),
+    "aten::miopen_convolution_relu": ConvolutionInputs(3, 4, 5, 6),
+    "aten::mkldnn_convolution": ConvolutionInputs(4, 3, 5, 6),
+    "aten::_conv_depthwise2d": ConvolutionInputs(4, 5, 6, None, bias=3),
+    "aten::thnn_conv2d": ConvolutionInputs(4, 5, None, None, bias=3),
+    "aten::_slow_conv2d_forward": ConvolutionInputs(4, 5, None, None, bias=3),
+    "aten::slow_conv_dilated2d": ConvolutionInputs(4, 5, 6, None, bias=3),
+    "aten::slow_conv3d_forward": ConvolutionInputs(4, 5, None, None, bias=3),
 }
 
 
@@ -65,36 +65,29 @@ def _forward(call: Call) -> Work:
     shape = x.shape if len(x.shape) == rank + 2 else (1, *x.shape)
     if len(shape) != rank + 2 or rank < 1:
         raise Unknown("the recorded shapes are no convolution")
-    out = _output(call, where, shape, weight.shape, transposed=transposed)
-    bias = [call.tensor(where.bias)] if where.bias is not None and call.has(where.bias) else []
-    added = [call.tensor(2)] if call.name.endswith("add_relu") else []
-    moved = x.bytes + weight.bytes + math.prod(out) * x.size + sum(tensor.bytes for tensor in (*bias, *added))
-    return Work(2 * _macs(shape, weight.shape, out, transposed=transposed), moved, x.dtype, matrix=True)
-
-
-def _output(
-    call: Call, where: Places, x: tuple[int, ...], weight: tuple[int, ...], *, transposed: bool
-) -> tuple[int, ...]:
-    rank = len(x) - 2
-    groups = call.integer(where.groups) if where.groups is not None else x[1] // weight[1]
+    groups = call.integer(where.groups) if where.groups is not None else shape[1] // weight.shape[1]
     stride = call.sizes(where.stride, rank)
     dilation = call.sizes(where.dilation, rank) if where.dilation is not None else [1] * rank
-    kernel = weight[2:]
     word = call.text(where.padding).strip('"')
-    if word == "same":
-        return (x[0], weight[0], *x[2:])
-    padding = [0] * rank if word == "valid" else call.sizes(where.padding, rank)
+    padding = [0] * rank if word in ("same", "valid") else call.sizes(where.padding, rank)
     sizes = []
-    for at in range(rank):
-        reach = dilation[at] * (kernel[at] - 1)
-        if transposed:
+    for at, size in enumerate(shape[2:]):
+        reach = dilation[at] * (weight.shape[at + 2] - 1)
+        if word == "same":
+            sizes.append(size)
+        elif transposed:
             more = call.sizes(where.output_padding, rank)[at] if where.output_padding is not None else 0
-            sizes.append((x[at + 2] - 1) * stride[at] - 2 * padding[at] + reach + more + 1)
+            sizes.append((size - 1) * stride[at] - 2 * padding[at] + reach + more + 1)
         else:
-            sizes.append((x[at + 2] + 2 * padding[at] - reach - 1) // stride[at] + 1)
+            sizes.append((size + 2 * padding[at] - reach - 1) // stride[at] + 1)
     if min(sizes) < 0:
         raise Unknown("the recorded sizes are no convolution")
-    return (x[0], weight[1] * groups if transposed else weight[0], *sizes)
+    channels = weight.shape[1] * groups if transposed and word != "same" else weight.shape[0]
+    out = (shape[0], channels, *sizes)
+    more_inputs = call.optional(*([where.bias] if where.bias is not None else []))
+    more_inputs += [call.tensor(2)] if call.name.endswith("add_relu") else []
+    moved = x.bytes + weight.bytes + math.prod(out) * x.size + sum(tensor.bytes for tensor in more_inputs)
+    return Work(2 * _macs(shape, weight.shape, out, transposed=transposed), moved, x.dtype, matrix=True)
 
 
 @MODELS.register("aten::convolution_backward", "aten::convolution_backward_overrideable", family=FAMILY)

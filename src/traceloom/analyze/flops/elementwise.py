@@ -60,37 +60,26 @@ def _operands(call: Call) -> list[Tensor]:
     return tensors[:arity]
 
 
-def _result(call: Call, operands: list[Tensor]) -> Tensor:
-    """An in-place call writes its first input; else the shapes broadcast and the types promote."""
-    name = call.name.removeprefix("aten::")
-    if name.endswith("_"):
-        return operands[0]
-    of_type = operands[1:] if name == "where" and len(operands) > 1 else operands
-    dtype = promoted(of_type)
-    if name in _FLOATS and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
-        dtype = "fp32"
-    return Tensor(broadcast(*(operand.shape for operand in operands)), dtype)
-
-
 def simple(call: Call, per_element: int) -> Work:
     """Every operand once, the result once, and so many operations per element of the result."""
     operands = _operands(call)
-    out = _result(call, operands)
+    name = call.name.removeprefix("aten::")
+    out = operands[0]  # an in-place call writes its first input
+    if not name.endswith("_"):  # else the shapes broadcast and the types promote
+        dtype = promoted(operands[1:] if name == "where" and len(operands) > 1 else operands)
+        if name in _FLOATS and dtype in ("bool", "int8", "uint8", "int16", "int32", "int64"):
+            dtype = "fp32"
+        out = Tensor(broadcast(*(operand.shape for operand in operands)), dtype)
     moved = sum(operand.bytes for operand in operands) + out.numel * out.size
     return Work(per_element * out.numel, moved, out.dtype)
 
 
-@MODELS.register(*_spelled(_ONE), *(f"aten::{name}" for name in _BACKWARD.split()), family=FAMILY)
-def _one(call: Call) -> Work:
-    copies = call.name.removeprefix("aten::").rstrip("_") in _COPIES
+@MODELS.register(*_spelled(_ONE + " " + _THREE), *(f"aten::{name}" for name in _BACKWARD.split()), family=FAMILY)
+def _arithmetic(call: Call) -> Work:
+    name = call.name.removeprefix("aten::").rstrip("_")
     if call.name == "aten::where" and len(call.shapes) < 3:
         raise Unknown("how many places are found depends on the data")
-    return simple(call, 0 if copies else 1)
-
-
-@MODELS.register(*_spelled(_THREE), family=FAMILY)
-def _three(call: Call) -> Work:
-    return simple(call, 3)
+    return simple(call, 0 if name in _COPIES else 3 if name in _THREE.split() else 1)
 
 
 @MODELS.register(*_spelled(_COMPARE), family=FAMILY)

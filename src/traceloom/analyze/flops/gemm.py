@@ -27,38 +27,24 @@ def _arithmetic(a: Tensor, b: Tensor) -> str:
     return "int8" if wide.dtype == "uint8" else wide.dtype
 
 
-def _optional(call: Call, *places: int) -> list[Tensor]:
-    return [call.tensor(at) for at in places if call.has(at)]
-
-
+@MODELS.register("aten::addmm", "aten::addmm_", "aten::_addmm_activation", family=FAMILY, inputs=6)
 @MODELS.register("aten::mm", "aten::_sparse_semi_structured_mm", family=FAMILY, inputs=4)
 def _mm(call: Call) -> Work:
-    a, b = call.tensor(0), call.tensor(1)
-    return product(a, b, a.dtype)
-
-
-@MODELS.register("aten::addmm", "aten::addmm_", "aten::_addmm_activation", family=FAMILY, inputs=6)
-def _addmm(call: Call) -> Work:
-    a, b = call.tensor(1), call.tensor(2)
-    bias = [call.tensor(0)] if call.number(3, 1.0) else []
-    return product(a, b, a.dtype, *bias)
-
-
-@MODELS.register("aten::bmm", family=FAMILY, inputs=3)
-def _bmm(call: Call) -> Work:
-    return _batched(call.tensor(0), call.tensor(1))
+    at = int("addmm" in call.name)  # (a, b), or (bias, a, b, beta)
+    bias = [call.tensor(0)] if at and call.number(3, 1.0) else []
+    return product(call.tensor(at), call.tensor(at + 1), call.tensor(at).dtype, *bias)
 
 
 @MODELS.register("aten::baddbmm", "aten::baddbmm_", family=FAMILY, inputs=6)
-def _baddbmm(call: Call) -> Work:
-    return _batched(call.tensor(1), call.tensor(2), *([call.tensor(0)] if call.number(3, 1.0) else []))
-
-
-def _batched(a: Tensor, b: Tensor, *extra: Tensor) -> Work:
+@MODELS.register("aten::bmm", family=FAMILY, inputs=3)
+def _bmm(call: Call) -> Work:
+    at = int(call.name != "aten::bmm")
+    a, b = call.tensor(at), call.tensor(at + 1)
+    bias = call.tensor(0).bytes if at and call.number(3, 1.0) else 0
     (batch, m, k), (other, inner, n) = a.shape, b.shape
     if batch != other or k != inner:
         raise Unknown("the recorded shapes are no batched matrix product")
-    moved = a.bytes + b.bytes + batch * m * n * a.size + sum(tensor.bytes for tensor in extra)
+    moved = a.bytes + b.bytes + batch * m * n * a.size + bias
     return Work(2 * batch * m * n * k, moved, _arithmetic(a, b), matrix=True)
 
 
@@ -80,16 +66,13 @@ def _linear(call: Call) -> Work:
     out = "int32" if call.name.startswith("bitsandbytes") else a.dtype
     if len(weight.shape) == 1:
         return _vectors(a, weight)
-    return product(a, weight, out, *_optional(call, 2), b_is_nk=True)
+    return product(a, weight, out, *call.optional(2), b_is_nk=True)
 
 
-@MODELS.register("aten::mv", "aten::dot", "aten::vdot", family=FAMILY)
+@MODELS.register("aten::mv", "aten::dot", "aten::vdot", "aten::addmv", "aten::addmv_", family=FAMILY)
 def _mv(call: Call) -> Work:
-    return _vectors(call.tensor(0), call.tensor(1))
-
-
-@MODELS.register("aten::addmv", "aten::addmv_", family=FAMILY)
-def _addmv(call: Call) -> Work:
+    if "addmv" not in call.name:  # then (a, b), else (bias, a, b)
+        return _vectors(call.tensor(0), call.tensor(1))
     work = _vectors(call.tensor(1), call.tensor(2))
     return Work(work.flops, work.bytes + call.tensor(0).bytes, work.dtype, matrix=True)
 
@@ -110,11 +93,6 @@ def _matmul(call: Call) -> Work:
     return Work(2 * result * a.shape[-1], a.bytes + b.bytes + result * a.size, _arithmetic(a, b), matrix=True)
 
 
-@MODELS.register("aten::_int_mm", family=FAMILY)
-def _int_mm(call: Call) -> Work:
-    return product(call.tensor(0), call.tensor(1), "int32")
-
-
 @MODELS.register("aten::_scaled_mm", "trtllm::cublas_scaled_mm", family=FAMILY)
 def _scaled_mm(call: Call) -> Work:
     """(a, b, scale_a, scale_b, bias, ..., out_dtype): the type of the result stands among the numbers after."""
@@ -122,29 +100,35 @@ def _scaled_mm(call: Call) -> Work:
     packed = 2 if a.dtype == "fp4" else 1
     out_dtype = next((call.dtype_code(at) for at in range(2, len(call.types)) if call.dtype_code(at)), None)
     out = out_dtype or ("bf16" if call.name.startswith("trtllm") else a.dtype)
-    work = product(a, b, out, *_optional(call, 2, 3, 4))
+    work = product(a, b, out, *call.optional(2, 3, 4))
     return Work(work.flops * packed, work.bytes, a.dtype, matrix=True)
 
 
-@MODELS.register("_C::cutlass_scaled_mm", "_C::cutlass_scaled_mm_azp", family=FAMILY)
-def _cutlass_scaled_mm(call: Call) -> Work:
-    out, a, b = call.tensor(0), call.tensor(1), call.tensor(2)
-    return product(a, b, out.dtype, *_optional(call, 3, 4, 5))
+_LIBRARIES = {
+    "aten::_int_mm": (0, (), False),
+    **dict.fromkeys(("_C::cutlass_scaled_mm", "_C::cutlass_scaled_mm_azp"), (1, (3, 4, 5), False)),
+    **dict.fromkeys(
+        ("sgl_kernel::fp8_scaled_mm", "sgl_kernel::int8_scaled_mm", "sgl_kernel::fp8_blockwise_scaled_mm"),
+        (0, (2, 3, 5), False),
+    ),
+    **dict.fromkeys(
+        (
+            "aiter::gemm_a8w8", "aiter::gemm_a8w8_blockscale", "aiter::gemm_a8w8_CK", "aiter::gemm_a8w8_bpreshuffle",
+            "aiter::gemm_a8w8_blockscale_bpreshuffle", "vllm::gemm_with_dynamic_quant",
+        ),
+        (0, (2, 3), True),
+    ),
+}  # fmt: skip
+"""Place of the first operand (1: behind the result), those of scales and biases, and whether b is (N, K)."""
 
 
-@MODELS.register(
-    "sgl_kernel::fp8_scaled_mm", "sgl_kernel::int8_scaled_mm", "sgl_kernel::fp8_blockwise_scaled_mm", family=FAMILY
-)
-def _sgl_scaled_mm(call: Call) -> Work:
-    return product(call.tensor(0), call.tensor(1), call.dtype_code(4) or "bf16", *_optional(call, 2, 3, 5))
-
-
-@MODELS.register(
-    "aiter::gemm_a8w8", "aiter::gemm_a8w8_blockscale", "aiter::gemm_a8w8_CK", "aiter::gemm_a8w8_bpreshuffle",
-    "aiter::gemm_a8w8_blockscale_bpreshuffle", "vllm::gemm_with_dynamic_quant", family=FAMILY,
-)  # fmt: skip
-def _aiter_gemm(call: Call) -> Work:
-    return product(call.tensor(0), call.tensor(1), "bf16", *_optional(call, 2, 3), b_is_nk=True)
+@MODELS.register(*_LIBRARIES, family=FAMILY)
+def _library_product(call: Call) -> Work:
+    at, more, b_is_nk = _LIBRARIES[call.name]
+    out = call.tensor(0).dtype if at else "int32" if call.name == "aten::_int_mm" else "bf16"
+    if call.name.startswith("sgl_kernel"):
+        out = call.dtype_code(4) or out
+    return product(call.tensor(at), call.tensor(at + 1), out, *call.optional(*more), b_is_nk=b_is_nk)
 
 
 @MODELS.register("tex_ts::te_gemm_ts", family=FAMILY)
@@ -163,18 +147,16 @@ def _grouped_mm(call: Call) -> Work:
     """Rows (or the inner dimension) are cut in groups by offsets that do not change the sum of the work."""
     a, b = call.tensor(0), call.tensor(1)
     out = "bf16" if a.dtype == "fp8" else a.dtype
-    groups, m, k, n = 1, a.shape[-2], a.shape[-1], b.shape[-1]
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    rows = m
     if len(a.shape) == len(b.shape) == 3:
-        groups = a.shape[0]
-        rows = groups * m
+        rows = a.shape[0] * m
     elif len(a.shape) == len(b.shape) == 2:
         offsets = next((tensor for tensor in call.tensors()[2:] if tensor.dtype == "int32"), None)
         if offsets is None:
             raise Unknown("the number of groups is not recorded")
-        rows = offsets.shape[0] * m
-        return Work(2 * m * n * k, a.bytes + b.bytes + rows * n * SIZES[out], a.dtype, matrix=True)
-    elif len(a.shape) == 2:
-        rows = m
-    else:
+        moved = a.bytes + b.bytes + offsets.shape[0] * m * n * SIZES[out]
+        return Work(2 * m * n * k, moved, a.dtype, matrix=True)
+    elif len(a.shape) != 2:
         raise Unknown("groups of columns are not modelled")
     return Work(2 * rows * n * k, a.bytes + b.bytes + rows * n * SIZES[out], a.dtype, matrix=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from traceloom.analyze.flops.call import SIZES, Call, Tensor, Unknown
+from traceloom.analyze.flops.call import SIZES, Call, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
 COPY, INDEX = "copy", "indexing"
@@ -38,15 +38,10 @@ def _to(call: Call) -> Work:
     return Work(0, x.bytes + x.numel * SIZES[out or x.dtype], out or x.dtype)
 
 
-@MODELS.register("aten::cat", "aten::_cat", "aten::concat", family=COPY)
+@MODELS.register("aten::cat", "aten::_cat", "aten::concat", "aten::stack", "aten::_stack", family=COPY)
 def _cat(call: Call) -> Work:
     parts = call.tensor_list(0)
     return Work(0, 2 * sum(part.bytes for part in parts), parts[0].dtype)
-
-
-@MODELS.register("aten::stack", "aten::_stack", family=COPY)
-def _stack(call: Call) -> Work:
-    return _cat(call)
 
 
 @MODELS.register("aten::constant_pad_nd", family=COPY)
@@ -114,41 +109,32 @@ def _embedding_bag(call: Call) -> Work:
     return Work(index.numel * weight.shape[1], moved, weight.dtype)
 
 
-@MODELS.register("aten::index_select", family=INDEX)
-def _index_select(call: Call) -> Work:
+@MODELS.register("aten::index_select", "aten::gather", family=INDEX)
+def _select(call: Call) -> Work:
+    """(input, dimension, index): an element for each index, of `index_select` a whole slice."""
     x, index = call.tensor(0), call.tensor(2)
-    dim = 0 if len(x.shape) == 1 else call.integer(1)
-    out = x.numel // x.shape[dim] * index.numel if x.shape and x.shape[dim] else 0
+    out = index.numel
+    if call.name == "aten::index_select":
+        dim = 0 if len(x.shape) == 1 else call.integer(1)
+        out = x.numel // x.shape[dim] * index.numel if x.shape and x.shape[dim] else 0
     return Work(0, _rows(out, 1, x.size) + index.bytes, x.dtype)
 
 
-@MODELS.register("aten::gather", family=INDEX)
-def _gather(call: Call) -> Work:
-    x, index = call.tensor(0), call.tensor(2)
-    return Work(0, _rows(index.numel, 1, x.size) + index.bytes, x.dtype)
-
-
-@MODELS.register("aten::scatter_", "aten::scatter", family=INDEX)
+@MODELS.register(
+    "aten::scatter_", "aten::scatter", "aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add",
+    family=INDEX,
+)  # fmt: skip
 def _scatter(call: Call) -> Work:
-    x, index = call.tensor(0), call.tensor(2)
-    source = index.numel * x.size if call.has(3) and call.tensor(3).shape else 0
-    rest = 0 if call.name.endswith("_") else 2 * x.bytes
-    return Work(0, index.bytes + source + index.numel * x.size + rest, x.dtype)
-
-
-@MODELS.register("aten::scatter_add_", "aten::scatter_add", family=INDEX)
-def _scatter_add(call: Call) -> Work:
-    """Reads the source, and reads and writes as many places."""
+    """(input, dimension, index, source): who adds reads the source, and reads and writes as many places."""
     x, index = call.tensor(0), call.tensor(2)
     rest = 0 if call.name.endswith("_") else 2 * x.bytes
-    return Work(index.numel, index.bytes + 3 * index.numel * x.size + rest, x.dtype)
-
-
-@MODELS.register("aten::index_add_", "aten::index_add", family=INDEX)
-def _index_add(call: Call) -> Work:
-    x, index, source = call.tensor(0), call.tensor(2), call.tensor(3)
-    rest = 0 if call.name.endswith("_") else 2 * x.bytes
-    return Work(source.numel, index.bytes + 3 * source.bytes + rest, x.dtype)
+    if "index_add" in call.name:
+        source = call.tensor(3)
+        return Work(source.numel, index.bytes + 3 * source.bytes + rest, x.dtype)
+    if "scatter_add" in call.name:
+        return Work(index.numel, index.bytes + 3 * index.numel * x.size + rest, x.dtype)
+    source_bytes = index.numel * x.size if call.has(3) and call.tensor(3).shape else 0  # else it is a number
+    return Work(0, index.bytes + source_bytes + index.numel * x.size + rest, x.dtype)
 
 
 @MODELS.register("aten::index_copy_", family=INDEX)
@@ -173,20 +159,14 @@ def _index(call: Call) -> Work:
 
 @MODELS.register(
     "_C_cache_ops::reshape_and_cache_flash", "_C_cache_ops::reshape_and_cache", "aiter::reshape_and_cache",
-    "sglang::store_cache", family="cache update",
+    "sglang::store_cache", "vllm::unified_kv_cache_update", family="cache update",
 )  # fmt: skip
 def _cache(call: Call) -> Work:
-    """(key, value, key cache, value cache, slots, ...): keys and values are read, and written in the cache's type."""
-    key, value, cache, slots = call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(4)
-    return _cached([key, value], cache.size, slots)
+    """(key, value, key cache, value cache, slots, ...): keys and values are read, and written in the cache's type.
 
-
-@MODELS.register("vllm::unified_kv_cache_update", family="cache update")
-def _unified_cache(call: Call) -> Work:
+    Of the unified update neither caches nor slots are inputs.
+    """
     key, value = call.tensor(0), call.tensor(1)
-    return _cached([key, value], key.size, None)
-
-
-def _cached(parts: list[Tensor], size: int, slots: Tensor | None) -> Work:
-    moved = sum(part.bytes + part.numel * size for part in parts) + (slots.bytes if slots else 0)
-    return Work(0, moved, parts[0].dtype)
+    unified = call.name == "vllm::unified_kv_cache_update"
+    size, slots = (key.size, 0) if unified else (call.tensor(2).size, call.tensor(4).bytes)
+    return Work(0, key.bytes + value.bytes + (key.numel + value.numel) * size + slots, key.dtype)

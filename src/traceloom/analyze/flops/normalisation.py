@@ -16,10 +16,6 @@ _CENTRED, _RMS, _AFFINE = 6, 3, 1
 _BACKWARD, _RMS_BACKWARD = 9, 6
 
 
-def _present(call: Call, *places: int) -> list[Tensor]:
-    return [call.tensor(at) for at in places if call.has(at)]
-
-
 def _forward(x: Tensor, affine: list[Tensor], statistics: int, per_element: int) -> Work:
     moved = x.bytes + x.numel * x.size + sum(tensor.bytes for tensor in affine) + statistics
     return Work((per_element + _AFFINE * len(affine)) * x.numel, moved, x.dtype)
@@ -31,15 +27,10 @@ def _rows(call: Call, x: Tensor, at: int) -> int:
     return x.numel // width if width else 0
 
 
-@MODELS.register("aten::native_layer_norm", family=FAMILY)
-def _native_layer_norm(call: Call) -> Work:
-    x = call.tensor(0)
-    return _forward(x, _present(call, 2, 3), 2 * 4 * _rows(call, x, 1), _CENTRED)
-
-
-@MODELS.register("aten::layer_norm", family=FAMILY)
+@MODELS.register("aten::native_layer_norm", "aten::layer_norm", family=FAMILY)
 def _layer_norm(call: Call) -> Work:
-    return _native_layer_norm(call)
+    x = call.tensor(0)
+    return _forward(x, call.optional(2, 3), 2 * 4 * _rows(call, x, 1), _CENTRED)
 
 
 @MODELS.register("aten::rms_norm", "aten::_fused_rms_norm", "fb::rms_norm", family=FAMILY)
@@ -47,7 +38,7 @@ def _rms_norm(call: Call) -> Work:
     x = call.tensor(0)
     places = (1, 2) if call.name.startswith("fb::") else (2,)
     rows = 4 * _rows(call, x, 1) if call.name == "aten::_fused_rms_norm" else 0
-    return _forward(x, _present(call, *places), rows, _RMS)
+    return _forward(x, call.optional(*places), rows, _RMS)
 
 
 @MODELS.register(
@@ -58,7 +49,7 @@ def _rms_norm(call: Call) -> Work:
 def _batch_norm(call: Call) -> Work:
     """(input, weight, bias, running mean, running variance, training, ...): frozen statistics are read, not made."""
     x = call.tensor(0)
-    affine, running = _present(call, 1, 2), _present(call, 3, 4)
+    affine, running = call.optional(1, 2), call.optional(3, 4)
     training = call.flag(5)
     of_channels = sum(tensor.bytes for tensor in running) * (2 if training else 1)
     return _forward(x, affine, of_channels, _CENTRED if training else 2)
@@ -67,56 +58,37 @@ def _batch_norm(call: Call) -> Work:
 @MODELS.register("aten::group_norm", "aten::native_group_norm", family=FAMILY)
 def _group_norm(call: Call) -> Work:
     x = call.tensor(0)
-    affine = _present(call, *((1, 2) if call.name.endswith("native_group_norm") else (2, 3)))
+    affine = call.optional(*((1, 2) if call.name.endswith("native_group_norm") else (2, 3)))
     groups = call.integer(6) if call.name.endswith("native_group_norm") else 0
     return _forward(x, affine, 2 * x.size * x.shape[0] * groups, _CENTRED)
 
 
-def _gradients(grad: Tensor, x: Tensor, read: list[Tensor], weights: int, per_element: int) -> Work:
-    """Reads the incoming gradient, the input and the statistics; writes the gradients of input, weight and bias."""
-    moved = grad.bytes + x.bytes + x.numel * x.size + sum(tensor.bytes for tensor in read) + weights
-    return Work(per_element * x.numel, moved, x.dtype)
-
-
-@MODELS.register("aten::native_layer_norm_backward", family=FAMILY)
-def _layer_norm_backward(call: Call) -> Work:
-    grad, x = call.tensor(0), call.tensor(1)
-    affine = _present(call, 5, 6)
-    read = [*_present(call, 3, 4), *affine[:1]]
-    return _gradients(grad, x, read, sum(tensor.bytes for tensor in affine), _BACKWARD + (3 if affine else 0))
-
-
-@MODELS.register("aten::_fused_rms_norm_backward", family=FAMILY)
-def _rms_norm_backward(call: Call) -> Work:
-    grad, x, weight = call.tensor(0), call.tensor(1), _present(call, 4)
-    read = [*_present(call, 3), *weight]
-    return _gradients(grad, x, read, sum(tensor.bytes for tensor in weight), _RMS_BACKWARD + 2 * len(weight))
-
-
-_BATCH_BACKWARD = {
-    "aten::cudnn_batch_norm_backward": (1, 0, 2, (5, 6)),
-    "aten::miopen_batch_norm_backward": (1, 0, 2, (5, 6)),
-    "aten::native_batch_norm_backward": (0, 1, 2, (5, 6)),
-    "aten::batch_norm_backward": (0, 1, 2, (5, 6)),
+_BACKWARD_INPUTS = {
+    "aten::native_layer_norm_backward": (0, 1, (3, 4), (5, 6)),
+    "aten::_fused_rms_norm_backward": (0, 1, (3,), (4,)),
+    "aten::cudnn_batch_norm_backward": (1, 0, (5, 6), (2,)),
+    "aten::miopen_batch_norm_backward": (1, 0, (5, 6), (2,)),
+    "aten::native_batch_norm_backward": (0, 1, (5, 6), (2,)),
+    "aten::batch_norm_backward": (0, 1, (5, 6), (2,)),
+    "aten::native_group_norm_backward": (0, 1, (2, 3), (4,)),
 }
-"""Places of gradient, input, weight, and of what the forward pass saved."""
+"""Places of gradient and input, of what the forward pass saved, and of the weight (with a bias, where that is one)."""
 
 
-@MODELS.register(*_BATCH_BACKWARD, family=FAMILY)
-def _batch_norm_backward(call: Call) -> Work:
-    at_grad, at_input, at_weight, saved = _BATCH_BACKWARD[call.name]
+@MODELS.register(*_BACKWARD_INPUTS, family=FAMILY)
+def _backward(call: Call) -> Work:
+    """Reads gradient, input, statistics and weight; writes the gradients of input, weight and bias."""
+    at_grad, at_input, saved, at_affine = _BACKWARD_INPUTS[call.name]
     grad, x = call.tensor(at_grad), call.tensor(at_input)
-    weight = _present(call, at_weight)
-    read = [*_present(call, *saved), *weight]
-    return _gradients(grad, x, read, 2 * sum(tensor.bytes for tensor in weight), _BACKWARD + (3 if weight else 0))
-
-
-@MODELS.register("aten::native_group_norm_backward", family=FAMILY)
-def _group_norm_backward(call: Call) -> Work:
-    grad, x = call.tensor(0), call.tensor(1)
-    weight = _present(call, 4)
-    read = [*_present(call, 2, 3), *weight]
-    return _gradients(grad, x, read, 2 * sum(tensor.bytes for tensor in weight), _BACKWARD + (3 if weight else 0))
+    affine = call.optional(*at_affine)
+    per_element = _BACKWARD + (3 if affine else 0)
+    written = sum(tensor.bytes for tensor in affine)
+    if "rms_norm" in call.name:  # it has no bias
+        per_element = _RMS_BACKWARD + 2 * len(affine)
+    elif "layer_norm" not in call.name:  # the bias is no input, and as large as the weight
+        written *= 2
+    read = sum(tensor.bytes for tensor in (*call.optional(*saved), *affine[:1]))
+    return Work(per_element * x.numel, grad.bytes + x.bytes + x.numel * x.size + read + written, x.dtype)
 
 
 @MODELS.register(

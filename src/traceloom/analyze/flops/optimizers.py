@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceloom.analyze.flops.call import Call, Tensor
+from traceloom.analyze.flops.call import Call
 from traceloom.analyze.flops.registry import MODELS, Work
 
 FAMILY = "optimizer"
@@ -24,11 +24,7 @@ def _foreach(call: Call) -> Work:
     short = call.name.removeprefix("aten::_foreach_").rstrip("_")
     if short == "copy":
         read -= written
-    return Work(_PER_ELEMENT[short] * _elements(first), read + written, first[0].dtype)
-
-
-def _elements(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel for tensor in tensors)
+    return Work(_PER_ELEMENT[short] * sum(tensor.numel for tensor in first), read + written, first[0].dtype)
 
 
 @MODELS.register("aten::_foreach_zero_", family=FAMILY)
@@ -41,7 +37,9 @@ def _foreach_zero(call: Call) -> Work:
 def _foreach_norm(call: Call) -> Work:
     """Square and sum."""
     first = call.tensor_list(0)
-    return Work(2 * _elements(first), sum(tensor.bytes + tensor.size for tensor in first), first[0].dtype)
+    return Work(
+        2 * sum(tensor.numel for tensor in first), sum(tensor.bytes + tensor.size for tensor in first), first[0].dtype
+    )
 
 
 _ADAM = 14  # weight decay 1, first moment 3, second moment 4, root, division and sum 3, step 3
@@ -62,4 +60,4 @@ def _fused(call: Call) -> Work:
     parameters = lists[0]
     moved = sum(tensor.bytes for part in lists for tensor in part)
     moved += min(written, len(lists) - 1) * sum(tensor.bytes for tensor in parameters)
-    return Work(per_element * _elements(parameters), moved, parameters[0].dtype)
+    return Work(per_element * sum(tensor.numel for tensor in parameters), moved, parameters[0].dtype)

@@ -42,11 +42,14 @@ def _dims(call: Call, x: Tensor, at: int) -> list[int]:
     return [dim % len(x.shape) if x.shape else 0 for dim in dims]
 
 
-def _reduced(call: Call, at: int) -> Work:
+@MODELS.register(*(f"aten::{name}" for name in (*_DIMS_AT_1, *_DIMS_AT_2)), family=FAMILY)
+def _reduce(call: Call) -> Work:
     short = call.name.removeprefix("aten::")
+    if short in ("max", "min") and call.has(1):  # the larger of two tensors
+        raise Unknown("it is elementwise here, under another name")
     x = call.tensor(0)
-    one_type_code = at == 1 and short in ("sum", "mean", "prod") and len(call.types) == 2  # sum(x, dtype)
-    dims = list(range(len(x.shape))) if one_type_code else _dims(call, x, at)
+    one_type_code = short in ("sum", "mean", "prod") and len(call.types) == 2  # sum(x, dtype)
+    dims = list(range(len(x.shape))) if one_type_code else _dims(call, x, 2 if short in _DIMS_AT_2 else 1)
     kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
     size = 1 if short in _TO_BOOL else 8 if short in _TO_INDEX else x.size
     if short == "sum" and x.dtype in ("bool", "int32", "int16", "uint8", "int8"):
@@ -54,18 +57,6 @@ def _reduced(call: Call, at: int) -> Work:
     if short in _PAIRS and len(dims) < max(len(x.shape), 1):
         size += 8 if short in ("max", "min", "median", "mode", "kthvalue") else size
     return Work(_PER_ELEMENT.get(short, 1) * x.numel, x.bytes + kept * size, x.dtype)
-
-
-@MODELS.register(*(f"aten::{name}" for name in _DIMS_AT_1), family=FAMILY)
-def _dims_first(call: Call) -> Work:
-    if call.name in ("aten::max", "aten::min") and call.has(1):  # the larger of two tensors
-        raise Unknown("it is elementwise here, under another name")
-    return _reduced(call, 1)
-
-
-@MODELS.register(*(f"aten::{name}" for name in _DIMS_AT_2), family=FAMILY)
-def _dims_second(call: Call) -> Work:
-    return _reduced(call, 2)
 
 
 @MODELS.register("aten::cumsum", "aten::cumprod", "aten::cumsum_", "aten::logcumsumexp", family="scan")
@@ -103,24 +94,6 @@ def _sort(call: Call) -> Work:
     return Work(0, x.bytes + x.numel * ((0 if call.name == "aten::argsort" else x.size) + 8), x.dtype)
 
 
-def _window(call: Call, shape: tuple[int, ...], rank: int) -> tuple[int, list[int]]:
-    """Elements per window and output sizes of (input, kernel, stride, padding, [dilation], ceil)."""
-    kernel = call.sizes(1, rank)
-    stride = call.sizes(2, rank) if call.integers(2) else kernel
-    padding = call.sizes(3, rank)
-    is_max = "max" in call.name
-    dilation = call.sizes(4, rank) if is_max else [1] * rank
-    up = call.text(5 if is_max else 4) == "True"
-    sizes = []
-    for at in range(rank):
-        span = shape[at - rank] + 2 * padding[at] - dilation[at] * (kernel[at] - 1) - 1
-        steps = -(-span // stride[at]) if up else span // stride[at]
-        if up and steps * stride[at] >= shape[at - rank] + padding[at]:
-            steps -= 1
-        sizes.append(steps + 1)
-    return math.prod(kernel), sizes
-
-
 _POOLS = {
     "aten::max_pool2d_with_indices": 2, "aten::max_pool3d_with_indices": 3, "aten::avg_pool2d": 2,
     "aten::avg_pool3d": 3,
@@ -129,11 +102,22 @@ _POOLS = {
 
 @MODELS.register(*_POOLS, family="pooling")
 def _pool(call: Call) -> Work:
-    x, rank = call.tensor(0), _POOLS[call.name]
-    window, sizes = _window(call, x.shape, rank)
-    out = math.prod(x.shape[:-rank]) * math.prod(sizes)
-    size = x.size + (8 if "max" in call.name else 0)
-    return Work(out * window, x.bytes + out * size, x.dtype)
+    x, rank, is_max = call.tensor(0), _POOLS[call.name], "max" in call.name
+    # (input, kernel, stride, padding, [dilation], ceil)
+    kernel = call.sizes(1, rank)
+    stride = call.sizes(2, rank) if call.integers(2) else kernel
+    padding = call.sizes(3, rank)
+    dilation = call.sizes(4, rank) if is_max else [1] * rank
+    up = call.text(5 if is_max else 4) == "True"
+    out = math.prod(x.shape[:-rank])
+    for at in range(rank):
+        size = x.shape[at - rank]
+        span = size + 2 * padding[at] - dilation[at] * (kernel[at] - 1) - 1
+        steps = -(-span // stride[at]) if up else span // stride[at]
+        if up and steps * stride[at] >= size + padding[at]:
+            steps -= 1
+        out *= steps + 1
+    return Work(out * math.prod(kernel), x.bytes + out * (x.size + 8 * is_max), x.dtype)
 
 
 @MODELS.register("aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", family="pooling")

@@ -48,16 +48,6 @@ class _Registered:
 _MOST = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
 
 
-def _limited(model: Model, most: int) -> Model:
-    @wraps(model)
-    def limited(call: Call) -> Work:
-        if len(call.shapes) > most:
-            raise Unknown("more inputs are recorded than the operator has")
-        return model(call)
-
-    return limited
-
-
 class Registry:
     """Models by the names of operators."""
 
@@ -80,7 +70,12 @@ class Registry:
         """
 
         def add(original: Model) -> Model:
-            model = original if inputs is None else _limited(original, inputs)
+            @wraps(original)
+            def model(call: Call) -> Work:
+                if inputs is not None and len(call.shapes) > inputs:
+                    raise Unknown("more inputs are recorded than the operator has")
+                return original(call)
+
             for name in names:
                 (self._patterns if "*" in name else self._exact)[name] = _Registered(model, family, inside)
             self.generation += 1

@@ -5,26 +5,18 @@ from __future__ import annotations
 import math
 import re
 
-from traceloom.analyze.flops.call import SIZES, Call, Tensor, Unknown
+from traceloom.analyze.flops.call import SIZES, Call, Unknown
 from traceloom.analyze.flops.registry import MODELS, Work
 
-_EXPERTS = {
-    "vllm::fused_experts": (0, 1, 2, 3),
-    "vllm::inplace_fused_experts": (0, 1, 2, 3),
-    "vllm::outplace_fused_experts": (0, 1, 2, 3),
-    "sglang::inplace_fused_experts": (0, 1, 2, 3),
-    "sglang::outplace_fused_experts": (0, 1, 2, 3),
-    "aiter::fused_moe_": (0, 1, 2, 3),
-    "vllm::rocm_aiter_fused_moe": (0, 1, 2, 3),
-}
-"""Places of the tokens, of both weights, and of the routing weights (tokens by experts per token)."""
 
-
-@MODELS.register(*_EXPERTS, family="mixture of experts")
+@MODELS.register(
+    "vllm::fused_experts", "vllm::inplace_fused_experts", "vllm::outplace_fused_experts",
+    "sglang::inplace_fused_experts", "sglang::outplace_fused_experts", "aiter::fused_moe_",
+    "vllm::rocm_aiter_fused_moe", family="mixture of experts",
+)  # fmt: skip
 def _fused_experts(call: Call) -> Work:
     """Each token goes through its chosen experts: 2·K·N1 + 2·N2·K; no more experts are read than are chosen."""
-    at = _EXPERTS[call.name]
-    tokens, first, second, routing = (call.tensor(position) for position in at)
+    tokens, first, second, routing = (call.tensor(at) for at in range(4))  # routing: tokens by experts per token
     if len(first.shape) != 3 or len(second.shape) != 3 or len(routing.shape) != 2:
         raise Unknown("the recorded shapes are no mixture of experts")
     chosen = routing.numel
@@ -95,30 +87,25 @@ def _combine(call: Call) -> Work:
     return Work(x.numel, x.bytes + out.bytes, x.dtype)
 
 
-@MODELS.register(
-    "_C::rotary_embedding", "sgl_kernel::rotary_embedding", "aiter::rope_cached_positions_2c_fwd_inplace",
-    family="rotary embedding",
-)  # fmt: skip
+_ROTARY = {
+    **dict.fromkeys(
+        ("_C::rotary_embedding", "sgl_kernel::rotary_embedding", "aiter::rope_cached_positions_2c_fwd_inplace"),
+        (0, (1, 2), 4),
+    ),
+    "sgl_kernel::apply_rope_pos_ids_cos_sin_cache": (5, (0, 1), 4),  # the results are inputs 2 and 3
+}
+"""Places of the positions, of query and key, and of the table of cosines."""
+
+
+@MODELS.register(*_ROTARY, family="rotary embedding")
 def _rotary(call: Call) -> Work:
-    """(positions, query, key, ...): both are turned in place, 3 operations per element; cosines per position."""
-    positions, query = call.tensor(0), call.tensor(1)
-    key = [call.tensor(2)] if call.has(2) else []
-    table = call.tensor(4) if call.has(4) else None
-    cosines = positions.numel * table.shape[-1] * table.size if table else 0
-    return _turned([query, *key], positions.bytes + cosines)
-
-
-@MODELS.register("sgl_kernel::apply_rope_pos_ids_cos_sin_cache", family="rotary embedding")
-def _sgl_rotary(call: Call) -> Work:
-    """(query, key, turned query, turned key, table, positions, ...)."""
-    query, key, table, positions = call.tensor(0), call.tensor(1), call.tensor(4), call.tensor(5)
-    return _turned([query, key], positions.bytes + positions.numel * table.shape[-1] * table.size)
-
-
-def _turned(parts: list[Tensor], more: int) -> Work:
-    return Work(
-        3 * sum(tensor.numel for tensor in parts), 2 * sum(tensor.bytes for tensor in parts) + more, parts[0].dtype
-    )
+    """Query and key (where there is one) are turned, 3 operations per element; cosines per position."""
+    at_positions, at_parts, at_table = _ROTARY[call.name]
+    positions, query = call.tensor(at_positions), call.tensor(at_parts[0])
+    parts = [query, *call.optional(at_parts[1])]
+    cosines = sum(positions.numel * table.shape[-1] * table.size for table in call.optional(at_table))
+    moved = 2 * sum(tensor.bytes for tensor in parts) + positions.bytes + cosines
+    return Work(3 * sum(tensor.numel for tensor in parts), moved, query.dtype)
 
 
 @MODELS.register(
