@@ -21,7 +21,7 @@ _DEVICE_WORK = (gs.KERNEL, gs.COPY, gs.FILL)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class LanesShown:
     """What is shown.
 
     Attributes:
@@ -51,7 +51,7 @@ class Chosen:
         return " ".join(sentences)
 
 
-def choose(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> Chosen:
+def choose(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> LanesShown:
     """The ranks that matter, and their lanes.
 
     The slowest, the one that gains most, the median one; the one whose work decides how long it takes, before and
@@ -103,7 +103,7 @@ def choose(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[In
     shown = kept.with_columns(title=title.otherwise("name")).sort(
         position, pl.col("kind") == "device", "device", "stream", "lane", nulls_last=True
     )
-    return Chosen(roles, max(ranks.height, 1), shown, busy.height - shown.height)
+    return LanesShown(roles, max(ranks.height, 1), shown, busy.height - shown.height)
 
 
 def _roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> dict[int, str]:

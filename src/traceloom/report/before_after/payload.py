@@ -18,7 +18,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.category import CATEGORIES
 from traceloom.model.graph import Graph
-from traceloom.report.before_after.chosen import Chosen, choose
+from traceloom.report.before_after.chosen import LanesShown, choose
 from traceloom.report.before_after.pieces import Pieces, pieces
 from traceloom.report.names import short
 from traceloom.report.views.html.packing import Ints, lane_steps, pack, sparse, zigzag
@@ -163,7 +163,7 @@ def _labels(graph: Graph, nodes: Ints, duration: Ints) -> tuple[Ints, dict[str, 
     }
 
 
-def _ranks(chosen: Chosen, what_if: WhatIf) -> list[Row]:
+def _ranks(chosen: LanesShown, what_if: WhatIf) -> list[Row]:
     spans = {row["rank"]: row for row in what_if.ranks.to_dicts()}
     out: list[Row] = []
     for rank, why in chosen.ranks.items():
@@ -174,7 +174,7 @@ def _ranks(chosen: Chosen, what_if: WhatIf) -> list[Row]:
     return out
 
 
-def _lanes(chosen: Chosen, counts: list[int]) -> list[Row]:
+def _lanes(chosen: LanesShown, counts: list[int]) -> list[Row]:
     indices = {rank: index for index, rank in enumerate(chosen.ranks)}
     out: list[Row] = []
     for number, row in enumerate(chosen.lanes.to_dicts()):
