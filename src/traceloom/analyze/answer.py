@@ -116,9 +116,9 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     rows: list[tuple[str, str, int]] = []  # label, kind, ns
     for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
         account = device_account(fact.trace, fact.gpu, fact.idle)
-        rows += [(label, kind, account.devices[field].sum()) for kind, label, field in _GPU_PARTS]
+        rows += [(label, kind, int(account.devices[field].sum())) for kind, label, field in _GPU_PARTS]
         rows += [(f"idle: {CAUSES[cause]}", "idle", ns) for cause, ns in account.idle.select("cause", "idle_ns").rows()]
-        rows.append((f"idle: {_EDGE}", "idle", account.devices["edge_idle_ns"].sum()))
+        rows.append((f"idle: {_EDGE}", "idle", int(account.devices["edge_idle_ns"].sum())))
     for fact in () if on_gpu else all_facts:  # what the main thread did in the steps (without: in the whole window)
         threads = fact.host.threads.filter("main").select("lane")
         if of_requests(fact.trace):  # whichever thread serves it

@@ -167,7 +167,7 @@ def _with_data(graph: Graph, session: Session, window: PathWindow, path_pieces: 
     return path_pieces
 
 
-_SAID = {
+_LABELS = {
     DATA: "waiting for data",
     HOST: "the host",
     UNRECORDED: "waits for what was not recorded",
@@ -179,12 +179,12 @@ def _sentence(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, gra
     length = window.high - window.low
     sums = dict(classes.select("class", "duration_ns").rows())
     late = path.head(1).filter(pl.col("node").is_null())
-    parts = [(_SAID.get(kind, kind), ns) for kind, ns in sums.items()]
+    parts = [(_LABELS.get(kind, kind), ns) for kind, ns in sums.items()]
     if late.height:
         waited = int(late["duration_ns"][0])
         rank = late["rank"][0]
         begins = "before anything is recorded" if rank is None else f"before rank {rank} began"
-        parts = [(label, ns - waited if label == _SAID[UNRECORDED] else ns) for label, ns in parts]
+        parts = [(label, ns - waited if label == _LABELS[UNRECORDED] else ns) for label, ns in parts]
         parts.append((begins, waited))
     largest = sorted((part for part in parts if part[1] >= max(_WORTH_SAYING * length, 1)), key=lambda part: -part[1])
     listing = ", ".join(f"{label} {units.share(ns, length)}" for label, ns in largest)

@@ -145,11 +145,11 @@ def thread_names(trace: Trace) -> pl.Series:
 
 def places(names: pl.Series) -> pl.DataFrame:
     """Columns name, file and line of names of `call_tree`; one row more, at the end, for threads, which have none."""
-    raw_names = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("said")
+    raw_names = pl.concat([names.cast(pl.String), pl.Series([""], dtype=pl.String)]).to_frame("text")
     return raw_names.select(
-        name=pl.coalesce(pl.col("said").str.extract(_PLACE, 3), pl.col("said")),
-        file=pl.col("said").str.extract(_PLACE, 1),
-        line=pl.col("said").str.extract(_PLACE, 2).cast(pl.Int32, strict=False),
+        name=pl.coalesce(pl.col("text").str.extract(_PLACE, 3), pl.col("text")),
+        file=pl.col("text").str.extract(_PLACE, 1),
+        line=pl.col("text").str.extract(_PLACE, 2).cast(pl.Int32, strict=False),
     )
 
 

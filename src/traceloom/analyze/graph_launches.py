@@ -312,7 +312,7 @@ def _replays(trace: Trace, laid: _Laid) -> pl.DataFrame:
 
 def _graphs(trace: Trace, laid: _Laid, replays: pl.DataFrame) -> pl.DataFrame:
     """The columns of `GRAPHS` but `like`."""
-    span, schema = pl.col("span_ns"), {name: kind for name, kind in GRAPHS.items() if name != "like"}
+    span, schema = pl.col("span_ns"), pl.Schema({name: kind for name, kind in GRAPHS.items() if name != "like"})
     added = replays.group_by("graph").agg(
         pl.len().alias("replay_count"),
         pl.col("node_count").mode().min(),

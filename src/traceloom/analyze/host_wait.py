@@ -153,7 +153,8 @@ def _observed(trace: Trace, waiting: Stretches, lane: Ints, device: Ints) -> _Wa
         helped = on_lane(main, own.part[blank], Spans(own.start[blank], own.end[blank]))
         names = trace.events["name"].gather(tree.row[np.maximum(helped.owner, 0)])
         counts = (helped.owner >= 0) & ~names.str.starts_with("<built-in method run_backward").to_numpy()
-        parts.append(_WaitParts(*(values[own.owner >= 0] for values in own)))
+        kept = own.owner >= 0
+        parts.append(_WaitParts(own.part[kept], own.owner[kept], own.start[kept], own.end[kept], own.other[kept]))
         parts.append(helped._replace(owner=np.where(counts, helped.owner, -1), other=counts))
     return _WaitParts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
