@@ -73,7 +73,7 @@ def build(session: Session, options: ReportOptions | None = None) -> Row:
         "notices": _notices(notices, absent),
         "capture": absent.value(session.capture, "capture"),
         "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
-        **{part.key: part.build(core_study, absent) for part in core() if part.build},
+        **{part.key: part.build(core_study, absent) for part in core() if not part.shows_only},
         **sections,
         "findings": findings,
         "findings_ground": context,
@@ -96,9 +96,7 @@ def _sections(study: Study[Any], results: dict[str, list[Any]], absent: Absent, 
             absent.say(key, NOT_ASKED)
             out[key] = None
             continue
-        build_section = section(key).build
-        assert build_section is not None, f"the section {key} has nothing that builds it"
-        build_one = partial(build_section, replace(study, results=results.pop(key)), absent)
+        build_one = partial(section(key).build, replace(study, results=results.pop(key)), absent)
         out[key] = faults.guard(key, build_one)
         if faults.failed(key):
             faults.say(key, absent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 import pytest
@@ -36,7 +36,8 @@ def test_a_section_that_fails_is_null_with_its_error(
 ) -> None:
     session = made()
     whole = build(session)
-    broken = replace(section("threads"), **{at: fails(error)})
+    broken = copy(section("threads"))
+    monkeypatch.setattr(broken, at, fails(error))
     monkeypatch.setattr(module, "section", lambda key: broken if key == "threads" else section(key))
     monkeypatch.setattr(module, "chosen", lambda only: tuple(module.section(one.key) for one in chosen(only)))
     document = build(session)

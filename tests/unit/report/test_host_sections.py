@@ -11,7 +11,7 @@ import pytest
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
-from traceloom.report.sections.chains import shortened
+from traceloom.report.sections.flame import shortened
 from traceloom.testing import TraceBuilder
 
 BY_KEY = {section.key: section for section in every()}

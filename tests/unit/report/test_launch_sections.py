@@ -12,7 +12,7 @@ from traceloom.cli import main
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
-from traceloom.report.sections.curves import curves
+from traceloom.report.sections.launches import curves
 from traceloom.report.views.html.page import render as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder

@@ -10,7 +10,7 @@ import pytest
 from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
-from traceloom.report.sections.stacked import Part, stacked
+from traceloom.report.sections.kinds import stacked
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 
@@ -91,7 +91,7 @@ def test_unknown_ranks_are_told_apart_from_none() -> None:
 
 def test_the_picture_is_to_scale_and_escapes_names() -> None:
     colours = {"gemm": "compute", "idle": "idle"}
-    svg = stacked([("<b>", [Part("gemm", 750), Part("idle", 250)]), ("GPU 1", [Part("gemm", 500)])], colours)
+    svg = stacked([("<b>", [("gemm", 750), ("idle", 250)]), ("GPU 1", [("gemm", 500)])], colours)
     assert "<b>" not in svg
     assert "&lt;b&gt;" in svg
     assert '<rect class="f-compute" x="130.0" y="0" width="844.5"' in svg  # three quarters of the bar's room

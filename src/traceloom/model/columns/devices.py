@@ -57,6 +57,7 @@ WORK: dict[str, Column] = {
     "target_memory": Column("text", "To", "kind of memory that is written: pageable, pinned, device, ..."),
     "by_kernel": Column("text", "By kernel", "whether a kernel copies; its bytes are not recorded"),
     "pageable": Column("text", "Pageable", "whether pageable memory of the host takes part: such copies are staged"),
+    "copies.op": Column("name", "Operator", "operator that launched it", "no operator is recorded around the launch"),
     "copies.bytes": Column("bytes", "Bytes", "bytes of those whose size is recorded"),
     "copies.count": Column("count", "Count", "copies or fills"),
     "unsized_count": Column("count", "Without size", "copies whose size is not recorded"),
@@ -166,7 +167,7 @@ LAUNCHES: dict[str, Column] = {
     "work": Column("count", "Work", "row of the GPU work in the events of the trace"),
     "work_name": Column("name", "Work", "name of the GPU work"),
     "launches.stream": Column(
-        "count", "Stream", "without one: all streams of the device", "the file does not number it"
+        "count", "Stream", "without one: all streams of the device", "the file does not number the stream"
     ),
     "max_launches": Column("count", "Most pending", "most launches pending at any instant"),
     "mean_launches": Column("number", "Mean", "launches pending, mean over the window"),

@@ -30,7 +30,7 @@ IDENTITY: dict[str, Column] = {
     "rule": Column("text", "Rule", "rule that decided the category", "no rule is needed to tell what it is"),
     "cause": Column("text", "Cause", "cause of the time"),
     "op": Column(
-        "name", "Operator", "innermost operator around the launch", "no operator is recorded around the launch"
+        "text", "Operator", "innermost operator around the launch", "no operator is recorded around the launch"
     ),
     "kernel": Column("name", "Kernel", "name of the kernel"),
     "shapes": Column("name", "Shapes", "shapes of its inputs, as JSON text"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import polars as pl
 
@@ -14,15 +13,13 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Row, Section, Study
-from traceloom.report.sections.shapes import ranked, record
+from traceloom.report.sections.section import Columns, Frames, Row, Section, Study, table
+from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Col, Table
 
 MOST_SITES = 100  # of one rank
 MOST_ROWS = 800  # of all ranks together, but
 LEAST_SITES = 10  # of each
-_GPU = ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
-_SPREAD = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
 _NAME = 60
 _WORDS = {
     "item": "reads of a value (.item())",
@@ -38,71 +35,85 @@ _WORDS = {
     "python": "waits in Python",
     "other": "other calls",
 }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What is kept of one rank."""
-
-    sites: pl.DataFrame
-    by_kind: pl.DataFrame
-    blocked_ns: int
-
-
 _BY_KIND = pl.Schema(
     {"kind": SITES["kind"], "count": pl.Int64(), "blocked_ns": pl.Int64(), "idle_after_ns": pl.Int64()}
 )
+_SPREAD = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
+_NO_FRAME = "no Python frame of the program is recorded around the call"
 
 
-def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    calls = analyze.blocking_calls(trace)
-    idle = pl.col("idle_after_ns")
-    by_kind = (
-        calls.sites.group_by("kind")
-        .agg(pl.col("count", "blocked_ns").sum(), pl.when(idle.is_not_null().any()).then(idle.sum()))
-        .sort("blocked_ns", "kind", descending=[True, False])
-        .cast(_BY_KIND)
-    )
-    return Measured(calls.sites.head(MOST_SITES), by_kind, calls.blocked_ns)
+class BlockingCallsSection(Section[tuple[Frames, int]]):
+    """Calls in which the host waits. Measured are its lists, and the time in all calls."""
 
-
-def _build(study: Study[Measured], absent: Absent) -> Row | None:
-    most = max(MOST_ROWS // len(study.results), LEAST_SITES)
-    sites = study.concat(lambda measured: measured.sites.head(most))
-    if not sites.height:
-        absent.say("blocking_calls")
-        return None
-    return {
-        "blocked_ns": sum(measured.blocked_ns for measured in study.results),
-        "by_kind": absent.rows(study.concat(lambda measured: measured.by_kind), "blocking_calls.by_kind"),
-        "sites": absent.rows(sites, "blocking_calls.sites"),
+    key, title = "blocking_calls", "Blocking calls"
+    note = "Where the host stops and waits, and whether the GPU has work meanwhile."
+    what = "calls in which the host waits"
+    missing = "no call that waits was recorded"
+    parts = {
+        "by_kind": Part(_BY_KIND, f"sums by kind: {', '.join(KINDS)}", nullable=("idle_after_ns",)),
+        "sites": Part(
+            SITES,
+            "by place, those in Python last, the longest first; at most 100 of a rank, fewer of many",
+            {
+                "op": "no operator is recorded around the call",
+                "frame": _NO_FRAME,
+                "stack": _NO_FRAME,
+                **dict.fromkeys(_SPREAD, "the trace holds no whole step, or the call is in none"),
+            },
+            ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns"),
+        ),
     }
+    others = {"blocked_ns": {"type": "integer"}}
 
+    def measure(self, trace: Trace, options: ReportOptions) -> tuple[Frames, int]:
+        calls = analyze.blocking_calls(trace)
+        idle = pl.col("idle_after_ns")
+        by_kind = (
+            calls.sites.group_by("kind")
+            .agg(pl.col("count", "blocked_ns").sum(), pl.when(idle.is_not_null().any()).then(idle.sum()))
+            .sort("blocked_ns", "kind", descending=[True, False])
+            .cast(_BY_KIND)
+        )
+        return {"by_kind": by_kind, "sites": calls.sites.head(MOST_SITES)}, calls.blocked_ns
 
-def _tables(value: Row) -> Iterator[Table]:
-    rows = [{**row, "what": _WORDS.get(row["kind"], row["kind"]), "where": where(row)} for row in value["sites"]]
-    ranks = [Col("rank", "Rank", "count")] if len({row["rank"] for row in rows}) > 1 else []
-    on_gpu = any(row["gpu_busy_ns"] is not None for row in rows)
-    gpu = [
-        Col("gpu_busy_ns", "GPU busy", "time", "part of the wait in which GPU work ran", narrow=False),
-        Col("idle_after_ns", "Idle after", "time", "time without GPU work from the return to the next work or wait"),
-    ]
-    stepped = any(row["mean_blocked_ns"] is not None for row in rows)
-    steps = [
-        Col("mean_blocked_ns", "Per step", "time", "mean over the whole steps", narrow=False),
-        Col("max_blocked_ns", "Most", "time", "in the step with the most of it", narrow=False),
-    ]
-    columns = [
-        *ranks,
-        Col("blocked_ns", "Blocked", "time", "host time in the calls"),
-        *(gpu if on_gpu else []),
-        Col("count", "Calls", "count"),
-        Col("max_ns", "Longest", "time", narrow=False),
-        *(steps if stepped else []),
-        Col("what", "Kind"),
-        Col("where", "Where", "name", "the line that asks, the operators around the call, the call"),
-    ]
-    yield Table("blocking-calls-sites", "Blocking calls", columns, rows, "blocking_calls.sites")
+    def build(self, study: Study[tuple[Frames, int]], absent: Absent) -> Row | None:
+        most = max(MOST_ROWS // len(study.results), LEAST_SITES)
+        sites = study.concat(lambda of: of[0]["sites"].head(most))
+        if not sites.height:
+            absent.say("blocking_calls")
+            return None
+        lists = self.lists({"by_kind": study.concat(lambda of: of[0]["by_kind"]), "sites": sites}, absent)
+        return {"blocked_ns": sum(blocked_ns for _, blocked_ns in study.results), **lists}
+
+    def tables(self, value: Row) -> Iterator[Table]:
+        rows = [{**row, "what": _WORDS.get(row["kind"], row["kind"]), "where": where(row)} for row in value["sites"]]
+        on_gpu = any(row["gpu_busy_ns"] is not None for row in rows)
+        stepped = any(row["mean_blocked_ns"] is not None for row in rows)
+        columns: Columns = [
+            "?rank",
+            "blocked_ns",
+            *(["+gpu_busy_ns", "idle_after_ns"] if on_gpu else []),
+            "count",
+            "+max_ns",
+            *(["+mean_blocked_ns", "+max_blocked_ns"] if stepped else []),
+            Col("what", "Kind"),
+            Col("where", "Where", "name", "the line that asks, the operators around the call, the call"),
+        ]
+        yield table("blocking_calls.sites", "Blocking calls", columns, rows)
+
+    def summary(self, value: Row) -> str | None:
+        kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
+        whole = sum(row["blocked_ns"] for row in kinds)
+        by_site: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
+        for row in value["sites"]:
+            if any(row["kind"] == kind["kind"] for kind in kinds):
+                by_site[row["kind"], where(row)] += row["blocked_ns"]
+        kind, site = max(by_site, key=lambda key: by_site[key])
+        share = units.share(by_site[kind, site], max(whole, 1))
+        return (
+            f"{units.duration(whole)} of host time in calls that wait; "
+            f"{share} of it for {_WORDS.get(kind, kind)} at {short(site, _NAME)}"
+        )
 
 
 def where(row: Row) -> str:
@@ -113,57 +124,4 @@ def where(row: Row) -> str:
     return f"{str(row['frame']).rsplit('/', 1)[-1]}: {operation}" if row["frame"] else operation
 
 
-def _summary(value: Row) -> str | None:
-    kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
-    whole = sum(row["blocked_ns"] for row in kinds)
-    by_site: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
-    for row in value["sites"]:
-        if any(row["kind"] == kind["kind"] for kind in kinds):
-            by_site[row["kind"], where(row)] += row["blocked_ns"]
-    kind, site = max(by_site, key=lambda key: by_site[key])
-    share = units.share(by_site[kind, site], max(whole, 1))
-    return (
-        f"{units.duration(whole)} of host time in calls that wait; "
-        f"{share} of it for {_WORDS.get(kind, kind)} at {short(site, _NAME)}"
-    )
-
-
-_NO_GPU = "no GPU work was recorded"
-_NO_STEP = "the trace holds no whole step, or the call is in none"
-SECTION = Section(
-    key="blocking_calls",
-    title="Blocking calls",
-    note="Where the host stops and waits, and whether the GPU has work meanwhile.",
-    measure=_measure,
-    build=_build,
-    tables=_tables,
-    summary=_summary,
-    schema={
-        "anyOf": [
-            record(
-                {
-                    "blocked_ns": {"type": "integer", "description": "host time in all such calls"},
-                    "by_kind": ranked(_BY_KIND, nullable={"idle_after_ns"}, what=f"sums by kind: {', '.join(KINDS)}"),
-                    "sites": ranked(
-                        SITES,
-                        nullable={"op", "frame", "stack", *_GPU, *_SPREAD},
-                        what="by place, those in Python last, the longest first; at most 100 of a rank, fewer of many",
-                    ),
-                },
-                what="calls in which the host waits",
-            ),
-            {"type": "null"},
-        ]
-    },
-    reasons={
-        "blocking_calls": "no call that waits was recorded",
-        "blocking_calls.by_kind[*].idle_after_ns": _NO_GPU,
-        "blocking_calls.by_kind[*].rank": "the file does not say its rank",
-        "blocking_calls.sites[*].rank": "the file does not say its rank",
-        "blocking_calls.sites[*].op": "no operator is recorded around the call",
-        "blocking_calls.sites[*].frame": "no Python frame of the program is recorded around the call",
-        "blocking_calls.sites[*].stack": "no Python frame of the program is recorded around the call",
-        **{f"blocking_calls.sites[*].{name}": _NO_GPU for name in _GPU},
-        **{f"blocking_calls.sites[*].{name}": _NO_STEP for name in _SPREAD},
-    },
-)
+SECTION = BlockingCallsSection()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.accounts import gpu_accounts, gpu_window, host_window, main_account
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, Part, named
-from traceloom.report.sections.section import Row, Section, whole_document
+from traceloom.report.sections.section import CoreSection, Row
 from traceloom.report.table import Bar, Col, Table
 
 _DEFINITIONS = {
@@ -23,6 +22,65 @@ that blocks, a Python frame; unobserved where nothing is recorded). Each of the 
 }
 
 
+class BreakdownSection(CoreSection):
+    """Where the time of every rank went: of its GPUs, and of its main thread by phase and by activity."""
+
+    key, title = "breakdown", "Breakdown"
+    shows_only = True
+    anchor = "breakdown-section"
+    note = "Where the time of every rank went."
+    path = "ranks[*].devices"
+    in_markdown = True
+
+    def tables(self, document: Row) -> Iterator[Table]:
+        """The GPUs of every rank; the main threads, first by phase, then by activity."""
+        names = {id(rank): rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
+        models = {device["name"] for _, account in gpu_accounts(document) for device in account["devices"]}
+        rows = [
+            {
+                "rank": names[id(rank)],
+                "device": str(device["device"])
+                + (f" · {device['name']}" if len(models) > 1 and device["name"] else ""),
+                "bar": Bar(named(DEVICE, device), device["window_ns"]),
+                **shares(DEVICE, device, device["window_ns"]),
+                "window": device["window_ns"],
+            }
+            for rank, account in gpu_accounts(document)
+            for device in account["devices"]
+        ]
+        if rows:
+            devices = [device for _, account in gpu_accounts(document) for device in account["devices"]]
+            hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
+            notes = [str(model) for model in models if model and len(models) == 1]
+            if hidden > 0:
+                whole = sum(d["communication_ns"] for d in devices)
+                notes.append(f"{units.share(hidden, whole)} of communication hidden behind compute")
+            yield Table(
+                "breakdown",
+                "GPU time",
+                [
+                    Col("rank", "Rank"),
+                    Col("device", "GPU", narrow=len({row["device"] for row in rows}) > 1),
+                    Col("window", "Window", "time", gpu_window(document)),
+                    *share_columns(DEVICE),
+                    Col("bar", "Time on the GPU", "bar"),
+                ],
+                rows,
+                note="; ".join([*notes, gpu_window(document)]),
+            )
+        accounts = [(names[id(rank)], main_account(rank)) for rank in document["ranks"]]
+        accounts = [(name, account) for name, account in accounts if sum(row["ns"] for row in account)]
+        phased = any(row["phase"] != "other" and row["ns"] for _, account in accounts for row in account)
+        if phased:
+            yield _main_threads(document, accounts, PHASES, "phase")
+        if accounts and not (phased and rows):
+            yield _main_threads(document, accounts, ACTIVITIES, "activity")
+
+    def definition(self, document: Row) -> str:
+        """How the times are counted."""
+        return _DEFINITIONS["device"] + _DEFINITIONS["host"] if gpu_accounts(document) else _DEFINITIONS["host"]
+
+
 def shares(parts: tuple[Part, ...], times: Row, whole: int) -> Row:
     """The parts as fractions of a window, by colour group; null where it has no length."""
     return {part.group: (times.get(part.key) or 0) / whole if whole else None for part in parts}
@@ -31,50 +89,6 @@ def shares(parts: tuple[Part, ...], times: Row, whole: int) -> Row:
 def share_columns(parts: tuple[Part, ...], *, narrow: bool = True) -> list[Col]:
     """The columns of these shares."""
     return [Col(part.group, part.title, "share", part.hint, narrow, part.group) for part in parts]
-
-
-def tables(document: Row) -> Iterator[Table]:
-    """The GPUs of every rank; the main threads, first by phase, then by activity."""
-    names = {id(rank): rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
-    models = {device["name"] for _, account in gpu_accounts(document) for device in account["devices"]}
-    rows = [
-        {
-            "rank": names[id(rank)],
-            "device": str(device["device"]) + (f" · {device['name']}" if len(models) > 1 and device["name"] else ""),
-            "bar": Bar(named(DEVICE, device), device["window_ns"]),
-            **shares(DEVICE, device, device["window_ns"]),
-            "window": device["window_ns"],
-        }
-        for rank, account in gpu_accounts(document)
-        for device in account["devices"]
-    ]
-    if rows:
-        devices = [device for _, account in gpu_accounts(document) for device in account["devices"]]
-        hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
-        notes = [str(model) for model in models if model and len(models) == 1]
-        if hidden > 0:
-            whole = sum(d["communication_ns"] for d in devices)
-            notes.append(f"{units.share(hidden, whole)} of communication hidden behind compute")
-        yield Table(
-            "breakdown",
-            "GPU time",
-            [
-                Col("rank", "Rank"),
-                Col("device", "GPU", narrow=len({row["device"] for row in rows}) > 1),
-                Col("window", "Window", "time", gpu_window(document)),
-                *share_columns(DEVICE),
-                Col("bar", "Time on the GPU", "bar"),
-            ],
-            rows,
-            note="; ".join([*notes, gpu_window(document)]),
-        )
-    accounts = [(names[id(rank)], main_account(rank)) for rank in document["ranks"]]
-    accounts = [(name, account) for name, account in accounts if sum(row["ns"] for row in account)]
-    phased = any(row["phase"] != "other" and row["ns"] for _, account in accounts for row in account)
-    if phased:
-        yield _main_threads(document, accounts, PHASES, "phase")
-    if accounts and not (phased and rows):
-        yield _main_threads(document, accounts, ACTIVITIES, "activity")
 
 
 def _main_threads(document: Row, accounts: list[tuple[str, list[Row]]], parts: tuple[Part, ...], key: str) -> Table:
@@ -103,19 +117,4 @@ def _main_threads(document: Row, accounts: list[tuple[str, list[Row]]], parts: t
     )
 
 
-def definition(document: Row) -> str:
-    """How the times are counted."""
-    return _DEFINITIONS["device"] + _DEFINITIONS["host"] if gpu_accounts(document) else _DEFINITIONS["host"]
-
-
-SECTION: Section[Any] = Section(
-    key="breakdown",
-    anchor="breakdown-section",
-    title="Breakdown",
-    note="Where the time of every rank went.",
-    read=whole_document,
-    tables=tables,
-    definition=definition,
-    path="ranks[*].devices",
-    in_markdown=True,
-)
+SECTION = BreakdownSection()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import polars as pl
 
@@ -12,13 +11,12 @@ from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Row, Section, Study
-from traceloom.report.sections.shapes import ranked, record
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.section import Frames, Row, Section, Study, table
+from traceloom.report.sections.shapes import Part
+from traceloom.report.table import Table
 
 _OPS = 50  # of each rank
-_RATES = ("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s")
-USUAL = pl.Schema(
+_USUAL = pl.Schema(
     {
         "device": pl.Int32(),
         "kind": pl.String(),
@@ -30,164 +28,77 @@ USUAL = pl.Schema(
         "step_count": pl.Int64(),
     }
 )
+_NONE = "no copies or fills were recorded"
+_NO_BYTES = "the recording does not say how much is copied"
+_NO_RATE = "no such copy has both a size and a duration"
+_NOT_PINNED = {"pageable": "the recording does not say whether the host's memory is pinned", "bytes": _NO_BYTES}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is kept of one rank."""
+class CopiesSection(Section[Frames]):
+    """Copies and fills of GPU memory."""
 
-    kinds: pl.DataFrame
-    ops: pl.DataFrame
-    usual: pl.DataFrame
-
-
-def _measure(trace: Trace, _options: ReportOptions) -> Measured:
-    copies = analyze.copies(trace)
-    return Measured(copies.kinds, copies.ops.head(_OPS), copies.per_step.select(list(USUAL)).cast(USUAL))
-
-
-def _build(study: Study[Measured], absent: Absent) -> Row:
-    out = {
-        "kinds": absent.rows(study.concat(lambda measured: measured.kinds), "copies.kinds"),
-        "operators": absent.rows(study.concat(lambda measured: measured.ops), "copies.operators"),
-        "per_step": absent.rows(study.concat(lambda measured: measured.usual), "copies.per_step"),
+    key, title = "copies", "Copies"
+    note = "How much is copied and filled, in which direction, how fast and for whom."
+    what = "copies and fills of GPU memory"
+    parts = {
+        "kinds": Part(
+            KIND_SCHEMA,
+            "copies and fills by device, direction and kinds of memory",
+            {
+                "source_memory": "a fill has no source, or the recording does not say which memory it is",
+                "target_memory": "the recording does not say which memory it is",
+                **_NOT_PINNED,
+                **dict.fromkeys(("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), _NO_RATE),
+            },
+            ("device",),
+            _NONE,
+        ),
+        "operators": Part(
+            OP_SCHEMA, "copies and fills by the operator that launched them", _NOT_PINNED, ("op",), _NONE
+        ),
+        "per_step": Part(
+            _USUAL,
+            "copies and fills of a usual step, by direction",
+            {f"{how}_copied_bytes": _NO_BYTES for how in ("mean", "min", "max")},
+            ("device",),
+            "the trace holds no whole step with copies",
+        ),
     }
-    for name, rows in out.items():
+
+    def measure(self, trace: Trace, options: ReportOptions) -> Frames:
+        copies = analyze.copies(trace)
+        per_step = copies.per_step.select(list(_USUAL)).cast(_USUAL)
+        return {"kinds": copies.kinds, "operators": copies.ops.head(_OPS), "per_step": per_step}
+
+    def build(self, study: Study[Frames], absent: Absent) -> Row:
+        return self.lists(study.frames(self.parts), absent)
+
+    def tables(self, value: Row) -> Iterator[Table]:
+        kinds = value["kinds"]
+        if not kinds:
+            return
+        columns = ["?rank", "?device", "kind", "+source_memory", "+target_memory", "+pageable", "bytes", "count",
+                   "total_ns", "bytes_per_s", "+min_bytes_per_s", "+max_bytes_per_s", "+instant_count"]  # fmt: skip
+        rows = [{**row, "pageable": {True: "yes", False: "no"}.get(row["pageable"])} for row in kinds]
+        yield table("copies.kinds", "Copies by direction", columns, rows)
+        columns = ["?rank", "kind", "bytes", "count", "total_ns", "op"]
+        yield table("copies.operators", "Copies by operator", columns, value["operators"], among=kinds)
+        if value["per_step"]:
+            columns = ["?rank", "?device", "kind", "mean_call_count", "mean_copied_bytes", "mean_total_ns",
+                       "min_total_ns", "max_total_ns"]  # fmt: skip
+            yield table("copies.per_step", "Copies of a usual step", columns, value["per_step"], among=kinds)
+
+    def summary(self, value: Row) -> str | None:
+        rows = [row for row in value["kinds"] if row["kind"] != "fill"]
         if not rows:
-            absent.say(f"copies.{name}")
-    return out
+            return None
+        sized = [row for row in rows if row["bytes"] is not None]
+        amount = f"{units.size(sum(row['bytes'] for row in sized))} in " if sized else ""
+        count = sum(row["count"] for row in rows)
+        pageable = sum(row["count"] for row in rows if row["pageable"])
+        held = f", {units.count(pageable)} of them from or to pageable memory" if pageable else ""
+        time = units.duration(sum(row["total_ns"] for row in rows))
+        return f"{amount}{units.count(count)} {'copy' if count == 1 else 'copies'} took {time}{held}"
 
 
-def _tables(value: Row) -> Iterator[Table]:
-    rows = value["kinds"]
-    if not rows:
-        return
-    ranks = [Col("rank", "Rank", "count")] if len({row["rank"] for row in rows}) > 1 else []
-    devices = [Col("device", "GPU", "count")] if len({row["device"] for row in rows}) > 1 else []
-    yield Table(
-        "copies-kinds",
-        "Copies by direction",
-        [
-            *ranks,
-            *devices,
-            Col("kind", "Direction"),
-            Col("source_memory", "From", narrow=False),
-            Col("target_memory", "To", narrow=False),
-            Col(
-                "pageable",
-                "Pageable",
-                hint="whether pageable memory of the host takes part: such copies are staged",
-                narrow=False,
-            ),
-            Col("bytes", "Bytes", "bytes"),
-            Col("count", "Count", "count"),
-            Col("total_ns", "Time", "time"),
-            Col(
-                "bytes_per_s",
-                "Bandwidth",
-                "byte_rate",
-                "bytes over summed time of the timed copies; 1 GB is 10^9 bytes",
-            ),
-            Col("min_bytes_per_s", "Slowest", "byte_rate", narrow=False),
-            Col("max_bytes_per_s", "Fastest", "byte_rate", narrow=False),
-            Col("instant_count", "Too short", "count", "copies of duration 0, in no bandwidth", narrow=False),
-        ],
-        [{**row, "pageable": {True: "yes", False: "no"}.get(row["pageable"])} for row in rows],
-        "copies.kinds",
-    )
-    yield Table(
-        "copies-operators",
-        "Copies by operator",
-        [
-            *ranks,
-            Col("kind", "Direction"),
-            Col("bytes", "Bytes", "bytes"),
-            Col("count", "Count", "count"),
-            Col("total_ns", "Time", "time"),
-            Col("op", "Operator", "name"),
-        ],
-        value["operators"],
-        "copies.operators",
-    )
-    if value["per_step"]:
-        yield Table(
-            "copies-per-step",
-            "Copies of a usual step",
-            [
-                *ranks,
-                *devices,
-                Col("kind", "Direction"),
-                Col("mean_call_count", "Copies", "number", "mean over the whole steps"),
-                Col("mean_copied_bytes", "Bytes", "bytes"),
-                Col("mean_total_ns", "Time", "time"),
-                Col("min_total_ns", "Least", "time"),
-                Col("max_total_ns", "Most", "time"),
-            ],
-            value["per_step"],
-            "copies.per_step",
-        )
-
-
-def _summary(value: Row) -> str | None:
-    rows = [row for row in value["kinds"] if row["kind"] != "fill"]
-    if not rows:
-        return None
-    sized = [row for row in rows if row["bytes"] is not None]
-    amount = f"{units.size(sum(row['bytes'] for row in sized))} in " if sized else ""
-    count = sum(row["count"] for row in rows)
-    pageable = sum(row["count"] for row in rows if row["pageable"])
-    held = f", {units.count(pageable)} of them from or to pageable memory" if pageable else ""
-    time = units.duration(sum(row["total_ns"] for row in rows))
-    return f"{amount}{units.count(count)} {'copy' if count == 1 else 'copies'} took {time}{held}"
-
-
-SECTION = Section(
-    key="copies",
-    title="Copies",
-    note="How much is copied and filled, in which direction, how fast and for whom.",
-    measure=_measure,
-    build=_build,
-    tables=_tables,
-    summary=_summary,
-    schema=record(
-        {
-            "kinds": ranked(
-                KIND_SCHEMA,
-                nullable={"device", "source_memory", "target_memory", "pageable", "bytes", *_RATES},
-                what="copies and fills by device, direction and kinds of memory",
-            ),
-            "operators": ranked(
-                OP_SCHEMA,
-                nullable={"op", "pageable", "bytes"},
-                what="copies and fills by the operator that launched them",
-            ),
-            "per_step": ranked(
-                USUAL,
-                nullable={"device", *(f"{how}_copied_bytes" for how in ("mean", "min", "max"))},
-                what="copies and fills of a usual step, by direction",
-            ),
-        },
-        what="copies and fills of GPU memory",
-    ),
-    reasons={
-        "copies.kinds": "no copies or fills were recorded",
-        "copies.operators": "no copies or fills were recorded",
-        "copies.per_step": "the trace holds no whole step with copies",
-        "copies.kinds[*].device": "the file does not number the device",
-        "copies.kinds[*].source_memory": "a fill has no source, or the recording does not say which memory it is",
-        "copies.kinds[*].target_memory": "the recording does not say which memory it is",
-        "copies.kinds[*].pageable": "the recording does not say whether the host's memory is pinned",
-        "copies.operators[*].pageable": "the recording does not say whether the host's memory is pinned",
-        "copies.operators[*].op": "no operator is recorded around the launch",
-        **{
-            f"copies.{name}[*].bytes": "the recording does not say how much is copied"
-            for name in ("kinds", "operators")
-        },
-        **{f"copies.kinds[*].{name}": "no such copy has both a size and a duration" for name in _RATES},
-        **{
-            f"copies.per_step[*].{how}_copied_bytes": "the recording does not say how much is copied"
-            for how in ("mean", "min", "max")
-        },
-        **{f"copies.{name}[*].rank": "the file does not say its rank" for name in ("kinds", "operators", "per_step")},
-    },
-)
+SECTION = CopiesSection()

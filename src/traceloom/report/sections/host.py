@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from traceloom.report.names import rank_name
 from traceloom.report.parts import ACTIVITIES, named
-from traceloom.report.sections.section import Row, Section, whole_document
+from traceloom.report.sections.section import CoreSection, Row
 from traceloom.report.table import Bar, Col, Table
 
 
-def tables(document: Row) -> Iterator[Table]:
-    """The host threads of each rank."""
-    for position, rank in enumerate(document["ranks"]):
-        host = rank.get("host") or {}
-        times: dict[int, Row] = {}
-        for row in host.get("account") or []:
-            of_lane = times.setdefault(row["lane"], {})
-            of_lane[row["activity"]] = of_lane.get(row["activity"], 0) + row["ns"]
-        rows = []
-        for thread in host.get("threads") or []:
-            activities = {part.key: times.get(thread["lane"], {}).get(part.key, 0) for part in ACTIVITIES}
-            name = thread["name"] or f"thread {thread['thread']}"
-            rows.append(
-                {
-                    "name": f"{name} (main)" if thread["main"] and "main" not in name else name,
-                    **activities,
-                    "events": thread["event_count"],
-                    "bar": Bar(named(ACTIVITIES, activities), thread["window_ns"]),
-                }
-            )
-        columns = [
-            Col("name", "Thread"),
-            *(Col(part.key, part.label, "time", swatch=part.group, scale="activity") for part in ACTIVITIES),
-            Col("events", "Events", "count", narrow=False),
-            Col("bar", "By activity", "bar"),
-        ]
-        if rows:
-            title = f"Host threads of {rank_name(rank, position)}"
-            yield Table(f"host-{position}", title, columns, rows, position=position, brief=False)
+class HostSection(CoreSection):
+    """What each host thread did, by innermost activity."""
+
+    key, title = "host", "Host threads"
+    shows_only = True
+    note = "What each thread did, by innermost activity."
+    path = "ranks[*].host.threads"
+
+    def tables(self, document: Row) -> Iterator[Table]:
+        """The host threads of each rank."""
+        for position, rank in enumerate(document["ranks"]):
+            host = rank.get("host") or {}
+            times: dict[int, Row] = {}
+            for row in host.get("account") or []:
+                of_lane = times.setdefault(row["lane"], {})
+                of_lane[row["activity"]] = of_lane.get(row["activity"], 0) + row["ns"]
+            rows = []
+            for thread in host.get("threads") or []:
+                activities = {part.key: times.get(thread["lane"], {}).get(part.key, 0) for part in ACTIVITIES}
+                name = thread["name"] or f"thread {thread['thread']}"
+                rows.append(
+                    {
+                        "name": f"{name} (main)" if thread["main"] and "main" not in name else name,
+                        **activities,
+                        "events": thread["event_count"],
+                        "bar": Bar(named(ACTIVITIES, activities), thread["window_ns"]),
+                    }
+                )
+            columns = [
+                Col("name", "Thread"),
+                *(Col(part.key, part.label, "time", swatch=part.group, scale="activity") for part in ACTIVITIES),
+                Col("events", "Events", "count", narrow=False),
+                Col("bar", "By activity", "bar"),
+            ]
+            if rows:
+                title = f"Host threads of {rank_name(rank, position)}"
+                yield Table(f"host-{position}", title, columns, rows, position=position, brief=False)
 
 
-SECTION: Section[Any] = Section(
-    key="host",
-    title="Host threads",
-    note="What each thread did, by innermost activity.",
-    read=whole_document,
-    tables=tables,
-    path="ranks[*].host.threads",
-)
+SECTION = HostSection()

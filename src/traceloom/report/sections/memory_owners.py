@@ -19,8 +19,8 @@ from traceloom.report.memory.document import REASONS, holders
 from traceloom.report.memory.picture import figure
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Row, Section, Study
-from traceloom.report.sections.shapes import of_type, or_null, record, rows
+from traceloom.report.sections.section import Columns, Row, Section, Study, table
+from traceloom.report.sections.shapes import Part, of_type, or_null, record
 from traceloom.report.table import Col, Table
 
 MOST_CURVES = 4  # memories with a curve in the document: those with the highest peaks
@@ -44,55 +44,161 @@ _KIND = pl.Schema(
 )
 _GROWS = pl.Schema({name: kind for name, kind in GROWTH.items() if name not in ("pool", "example")})
 _STEPS = pl.Schema({"step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64})
+_PATH = "memory_owners.memories[*]"
+_INTEGERS = {"type": "array", "items": {"type": "integer"}}
 
 
-def _measure(trace: Trace, _options: ReportOptions) -> Row | None:
-    """The memories of one rank and its steps, in absolute times; None without allocations."""
-    if not trace.allocations.height:
-        return None
-    explained, absent = explain(trace), Absent(0, REASONS)
-    return {"memories": holders(explained, absent), "steps": steps(explained, absent)}
+def _levels(what: str) -> Row:
+    items = record({"name": {"type": "string"}, "bytes": _INTEGERS})
+    return {"description": what, "type": "array", "items": items}
 
 
-def _build(study: Study[Row | None], absent: Absent) -> Row | None:
-    rank_memories = [
-        (trace.rank, entry, memory)
-        for trace, entry in zip(study.part.traces, study.results, strict=True)
-        if entry is not None
-        for memory in entry["memories"]
-    ]
-    if not rank_memories:
-        absent.say("memory_owners")
-        return None
-    highest = sorted(range(len(rank_memories)), key=lambda k: -rank_memories[k][2]["peak_bytes"])
-    drawn = set(highest[:MOST_CURVES])
-    memories = [_memory(at, k in drawn, absent) for k, at in enumerate(rank_memories)]
-    return {"memories": memories}
-
-
-def _memory(at: tuple[int | None, Row, Row], drawn: bool, absent: Absent) -> Row:
-    rank, entry, memory = at
-    path = "memory_owners.memories[*]"
-    epoch = absent.epoch_ns
-    out = {name: memory[name] for name in _HEAD}
-    out["peak_time_ns"] -= epoch
-    absent.value(out["peak_step"], f"{path}.peak_step")
-    absent.say(f"{path}.tree[*].parent")
-    steps = [{**{k: row[k] - epoch for k in ("start_ns", "end_ns")}, "step": row["step"]} for row in entry["steps"]]
-    curve = None
-    if drawn:
-        absent.value(memory["curve"]["stacks"], f"{path}.curve.stacks")
-        curve = {**memory["curve"], "time_ns": [time - epoch for time in memory["curve"]["time_ns"]]}
-    return {
-        "rank": absent.value(rank, f"{path}.rank"),
-        **out,
-        "tree": _pruned(memory["tree"]),
-        "modules": memory["modules"],
-        "categories": memory["categories"],
-        "growth": [{name: row[name] for name in _GROWS} for row in memory["growth"]],
-        "steps": steps,
-        "curve": absent.value(curve, f"{path}.curve"),
+_LISTS = {
+    "tree": Part(TREE, "who holds what at the peak; adds up to it", nullable=("parent",), ranked=False),
+    "modules": Part(_PART, "the same by module", ranked=False),
+    "categories": Part(_KIND, "the same by what it is for", ranked=False),
+    "growth": Part(_GROWS, "places that leave memory alive step after step", ranked=False),
+    "steps": Part(_STEPS, "where steps begin and end", ranked=False),
+}
+_CURVE = record(
+    {
+        "time_ns": _INTEGERS,
+        "categories": _levels("bytes at each of these instants"),
+        "scopes": _levels("the same by scope and operator"),
+        "stacks": or_null(
+            _levels("the same by Python stack, the innermost frame first"),
+            what="the same by Python stack; null without stacks",
+        ),
     }
+)
+_MEMORY = record(
+    {
+        "rank": {"type": ["integer", "null"]},
+        **{name: of_type(kind, nullable=name == "peak_step") for name, kind in _HEAD.items()},
+        **{name: part.schema() for name, part in _LISTS.items()},
+        "curve": or_null(_CURVE, what="the memory over time"),
+    }
+)
+
+
+class MemoryOwnersSection(Section[Row | None]):
+    """Who holds the memory."""
+
+    key, title = "memory_owners", "Memory by owner"
+    note = "Who holds the memory: over time, and at the peak by module, scope and category."
+    what = "who holds the memory"
+    missing = "allocations were not recorded (record with --memory, or profile_memory=True)"
+    others = {"memories": {"description": "one entry for each device of each rank", "type": "array", "items": _MEMORY}}
+    unknown = {
+        "memories[*].rank": "the file does not say its rank",
+        "memories[*].peak_step": "the peak is outside all steps",
+        "memories[*].tree[*].parent": "null is the root",
+        "memories[*].curve": "only the memories with the highest peaks have their curve here",
+        "memories[*].curve.stacks": "Python stacks were not recorded",
+    }
+
+    def measure(self, trace: Trace, options: ReportOptions) -> Row | None:
+        """The memories of one rank and its steps, in absolute times; None without allocations."""
+        if not trace.allocations.height:
+            return None
+        explained, absent = explain(trace), Absent(0, REASONS)
+        return {"memories": holders(explained, absent), "steps": steps(explained, absent)}
+
+    def build(self, study: Study[Row | None], absent: Absent) -> Row | None:
+        rank_memories = [
+            (trace.rank, entry, memory)
+            for trace, entry in zip(study.part.traces, study.results, strict=True)
+            if entry is not None
+            for memory in entry["memories"]
+        ]
+        if not rank_memories:
+            absent.say("memory_owners")
+            return None
+        highest = sorted(range(len(rank_memories)), key=lambda k: -rank_memories[k][2]["peak_bytes"])
+        drawn = set(highest[:MOST_CURVES])
+        epoch = absent.epoch_ns
+        memories = []
+        for number, (rank, entry, memory) in enumerate(rank_memories):
+            absent.value(memory["peak_step"], f"{_PATH}.peak_step")
+            absent.say(f"{_PATH}.tree[*].parent")
+            curve = None
+            if number in drawn:
+                absent.value(memory["curve"]["stacks"], f"{_PATH}.curve.stacks")
+                curve = {**memory["curve"], "time_ns": [time - epoch for time in memory["curve"]["time_ns"]]}
+            memories.append(
+                {
+                    "rank": absent.value(rank, f"{_PATH}.rank"),
+                    **{name: memory[name] for name in _HEAD},
+                    "peak_time_ns": memory["peak_time_ns"] - epoch,
+                    "tree": _pruned(memory["tree"]),
+                    "modules": memory["modules"],
+                    "categories": memory["categories"],
+                    "growth": [{name: row[name] for name in _GROWS} for row in memory["growth"]],
+                    "steps": [
+                        {**{k: row[k] - epoch for k in ("start_ns", "end_ns")}, "step": row["step"]}
+                        for row in entry["steps"]
+                    ],
+                    "curve": absent.value(curve, f"{_PATH}.curve"),
+                }
+            )
+        return {"memories": memories}
+
+    def tables(self, value: Row) -> Iterator[Table]:
+        memories = _worth(value["memories"])
+        several = len(memories) > 1
+        of = [Col("rank", "Rank", "count"), Col("where", "Memory")] if several else []
+        held = ["bytes", "fraction", "block_count"]
+        rows: dict[str, list[Row]] = {"tree": [], "modules": [], "categories": [], "growth": []}
+        for memory in memories:
+            named = {"rank": memory["rank"], "where": _label(memory)} if several else {}
+            for part, collected in rows.items():
+                own = joined(memory["tree"]) if part == "tree" else memory[part]
+                collected += [{**named, **row} for row in own]
+        at = "memory_owners.memories"
+        note = "Parameters, with their gradients and optimizer states, and what its calls allocated; at the peak."
+        yield table(f"{at}.modules", "By module", [*of, *held, "name"], rows["modules"], note, key="memory-modules")
+        note = "Scopes, then operators, at the peak; each row holds the indented ones below it."
+        columns: Columns = [*of, *held, "+self_bytes", "name"]
+        yield table(f"{at}.tree", "By scope", columns, rows["tree"], note, key="memory-scopes")
+        kinds = [{**row, "kind": row["category"].replace("_", " ")} for row in rows["categories"]]
+        columns = [*of, Col("kind", "Category"), *held, "evidence"]
+        yield table(f"{at}.categories", "By category", columns, kinds, key="memory-categories")
+        if rows["growth"]:
+            note = "Made in a step and never freed, step after step."
+            columns = [*of, "bytes_per_step", "step_count", "bytes", "site"]
+            yield table(f"{at}.growth", "Grows", columns, rows["growth"], note, key="memory-growth")
+
+    def summary(self, value: Row) -> str | None:
+        top = max(value["memories"], key=lambda memory: int(memory["peak_bytes"]))
+        # the innermost scope that holds nearly all of what the largest branch holds
+        who: Row | None = None
+        for row in top["tree"][1:]:  # parents stand before children, the largest child first
+            if who is None or (row["parent"] == who["node"] and row["bytes"] >= _MOST_OF * who["bytes"]):
+                who = row
+        if who is None:
+            return None
+        most = units.size(top["peak_bytes"])
+        of = "" if top["rank"] is None or len(value["memories"]) == 1 else f" of rank {top['rank']}"
+        return (
+            f"of the {most} that {_label(top)}{of} holds at its peak, {units.size(who['bytes'])} "
+            f"({units.share(who['bytes'], top['peak_bytes'])}) belong to {short(who['path'], _NAME)}"
+        )
+
+    def picture(self, value: Row) -> str:
+        drawn = [memory for memory in _worth(value["memories"]) if memory["curve"]]
+        drawn.sort(key=lambda memory: -memory["peak_bytes"])
+        out = []
+        for k, memory in enumerate(drawn):
+            of = "" if memory["rank"] is None else f"rank {memory['rank']}, "
+            label = f"{of}{_label(memory)}: {units.size(memory['peak_bytes'])} at its peak"
+            instant = {**memory, "instant": {"time_ns": memory["peak_time_ns"]}}
+            picture = figure(instant, memory["steps"], label=label)
+            if len(drawn) == 1:
+                out.append(picture)
+            else:
+                head = f'<details class="other-owners"{" open" if k == 0 else ""}>'
+                out.append(f"{head}<summary>{escape(harmless(label))}</summary>{picture}</details>")
+        return "".join(out)
 
 
 def _pruned(tree: list[Row]) -> list[Row]:
@@ -114,152 +220,10 @@ def _label(memory: Row) -> str:
     return kind if memory["device"] < 0 else f"{kind}:{memory['device']}"
 
 
-def _named(memory: Row, several: bool) -> Row:
-    """What a row says of its memory."""
-    return {"rank": memory["rank"], "where": _label(memory)} if several else {}
-
-
-def _tables(value: Row) -> Iterator[Table]:
-    memories = _worth(value["memories"])
-    several = len(memories) > 1
-    of = [Col("rank", "Rank", "count"), Col("where", "Memory")] if several else []
-    held = [Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("block_count", "Blocks", "count")]
-    modules = [{**_named(m, several), **row} for m in memories for row in m["modules"]]
-    note = "Parameters, with their gradients and optimizer states, and what its calls allocated; at the peak."
-    yield Table("memory-modules", "By module", [*of, *held, Col("name", "Module", "name")], modules, "", note)
-    scopes = [{**_named(m, several), **row} for m in memories for row in joined(m["tree"])]
-    note = "Scopes, then operators, at the peak; each row holds the indented ones below it."
-    own = Col("self_bytes", "Its own", "bytes", "held by no row below it", narrow=False)
-    name = Col("name", "Scope and operator", "name")
-    yield Table("memory-scopes", "By scope", [*of, *held, own, name], scopes, "", note)
-    kinds = [
-        {**_named(m, several), **row, "kind": row["category"].replace("_", " ")}
-        for m in memories
-        for row in m["categories"]
-    ]
-    evidence = Col(
-        "evidence", "Known by", "text", "census: the owner was asked; inferred: from where it was made and freed"
-    )
-    yield Table("memory-categories", "By category", [*of, Col("kind", "Category"), *held, evidence], kinds)
-    grown = [{**_named(m, several), **row} for m in memories for row in m["growth"]]
-    if grown:
-        columns = [
-            *of,
-            Col("bytes_per_step", "Per step", "bytes"),
-            Col("step_count", "Steps", "count"),
-            Col("bytes", "So far", "bytes"),
-            Col("site", "Allocated by", "name"),
-        ]
-        yield Table("memory-growth", "Grows", columns, grown, "", "Made in a step and never freed, step after step.")
-
-
 def _worth(memories: list[Row]) -> list[Row]:
     """Without those of less than a thousandth of the largest."""
     most = max(memory["peak_bytes"] for memory in memories)
     return [memory for memory in memories if memory["peak_bytes"] * 1000 >= most]
 
 
-def _summary(value: Row) -> str | None:
-    top = max(value["memories"], key=lambda memory: int(memory["peak_bytes"]))
-    who = _heaviest(top["tree"])
-    if who is None:
-        return None
-    most = units.size(top["peak_bytes"])
-    of = "" if top["rank"] is None or len(value["memories"]) == 1 else f" of rank {top['rank']}"
-    return (
-        f"of the {most} that {_label(top)}{of} holds at its peak, {units.size(who['bytes'])} "
-        f"({units.share(who['bytes'], top['peak_bytes'])}) belong to {short(who['path'], _NAME)}"
-    )
-
-
-def _heaviest(tree: list[Row]) -> Row | None:
-    """The innermost scope that holds nearly all of what the largest branch holds."""
-    chosen = None
-    for row in tree[1:]:  # parents stand before children, the largest child first
-        if chosen is None or (row["parent"] == chosen["node"] and row["bytes"] >= _MOST_OF * chosen["bytes"]):
-            chosen = row
-    return chosen
-
-
-def _picture(value: Row) -> str:
-    drawn = [memory for memory in _worth(value["memories"]) if memory["curve"]]
-    drawn.sort(key=lambda memory: -memory["peak_bytes"])
-    out = []
-    for k, memory in enumerate(drawn):
-        of = "" if memory["rank"] is None else f"rank {memory['rank']}, "
-        label = f"{of}{_label(memory)}: {units.size(memory['peak_bytes'])} at its peak"
-        instant = {**memory, "instant": {"time_ns": memory["peak_time_ns"]}}
-        picture = figure(instant, memory["steps"], label=label)
-        if len(drawn) == 1:
-            out.append(picture)
-        else:
-            opened = " open" if k == 0 else ""
-            out.append(
-                f'<details class="other-owners"{opened}><summary>{escape(harmless(label))}</summary>{picture}</details>'
-            )
-    return "".join(out)
-
-
-def _levels(what: str) -> Row:
-    number = {"type": "integer"}
-    return {
-        "description": what,
-        "type": "array",
-        "items": record({"name": {"type": "string"}, "bytes": {"type": "array", "items": number}}),
-    }
-
-
-SECTION = Section(
-    key="memory_owners",
-    title="Memory by owner",
-    note="Who holds the memory: over time, and at the peak by module, scope and category.",
-    measure=_measure,
-    build=_build,
-    tables=_tables,
-    summary=_summary,
-    picture=_picture,
-    schema=or_null(
-        record(
-            {
-                "memories": {
-                    "description": "one entry for each device of each rank",
-                    "type": "array",
-                    "items": record(
-                        {
-                            "rank": {"type": ["integer", "null"]},
-                            **{name: of_type(kind, nullable=name == "peak_step") for name, kind in _HEAD.items()},
-                            "tree": rows(TREE, nullable={"parent"}, what="who holds what at the peak; adds up to it"),
-                            "modules": rows(_PART, what="the same by module"),
-                            "categories": rows(_KIND, what="the same by what it is for"),
-                            "growth": rows(_GROWS, what="places that leave memory alive step after step"),
-                            "steps": rows(_STEPS, what="where steps begin and end"),
-                            "curve": or_null(
-                                record(
-                                    {
-                                        "time_ns": {"type": "array", "items": {"type": "integer"}},
-                                        "categories": _levels("bytes at each of these instants"),
-                                        "scopes": _levels("the same by scope and operator"),
-                                        "stacks": or_null(
-                                            _levels("the same by Python stack, the innermost frame first"),
-                                            what="the same by Python stack; null without stacks",
-                                        ),
-                                    }
-                                ),
-                                what="the memory over time",
-                            ),
-                        }
-                    ),
-                }
-            },
-            what="who holds the memory",
-        )
-    ),
-    reasons={
-        "memory_owners": "allocations were not recorded (record with --memory, or profile_memory=True)",
-        "memory_owners.memories[*].rank": "the file does not say its rank",
-        "memory_owners.memories[*].peak_step": "the peak is outside all steps",
-        "memory_owners.memories[*].tree[*].parent": "null is the root",
-        "memory_owners.memories[*].curve": "only the memories with the highest peaks have their curve here",
-        "memory_owners.memories[*].curve.stacks": "Python stacks were not recorded",
-    },
-)
+SECTION = MemoryOwnersSection()

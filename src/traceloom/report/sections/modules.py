@@ -8,51 +8,62 @@ from traceloom.report.absent import Absent
 from traceloom.report.icicle import figure
 from traceloom.report.measure import Measured
 from traceloom.report.names import rank_name
-from traceloom.report.sections.section import Row, Section, Study, whole_document
+from traceloom.report.sections.section import CoreSection, Row, Study
 from traceloom.report.table import Col, Table
 
 _MOST_NODES = 4_000  # of one rank's tree in the page
 
 
-def build(study: Study[Measured], absent: Absent) -> list[Row]:
-    """The module trees, one after the other; `rank` says whose it is."""
-    return absent.listed(study.concat(lambda rank: rank.modules.tree), "modules")
+class ModulesSection(CoreSection):
+    """Which part of the model the time belongs to."""
 
+    key, title = "modules", "Modules"
+    note = "Which part of the model the time belongs to."
 
-def tables(document: Row) -> Iterator[Table]:
-    """The tree of every rank as an icicle and a table, forward, backward and repeated time apart."""
-    several = len(document["ranks"]) > 1
-    trees: dict[int | None, list[Row]] = {}
-    for row in document.get("modules") or []:
-        trees.setdefault(row["rank"], []).append(row)
-    for position, rank in enumerate(document["ranks"]):
-        tree = trees.get(rank["rank"], [])[:_MOST_NODES]
-        if not tree:
-            continue
-        gpu = any(_all(row, "device_ns") for row in tree)
-        index_of_node = {row["node"]: k for k, row in enumerate(tree)}
-        nodes = [
-            (index_of_node.get(row["parent"]), row["name"], row["count"], _all(row, "host_ns"), _all(row, "device_ns"))
-            for row in tree
-        ]
-        yield Table(
-            f"module-table-{position}",
-            f"Modules of {rank_name(rank, position)}" if several else "Modules",
-            _columns(tree, gpu=gpu),
-            [
-                {
-                    **row,
-                    "name": "\u2003" * row["depth"] + row["name"],
-                    "all_ns": _all(row, "device_ns" if gpu else "host_ns"),
-                }
+    def build(self, study: Study[Measured], absent: Absent) -> list[Row]:
+        """The module trees, one after the other; `rank` says whose it is."""
+        return absent.listed(study.concat(lambda rank: rank.modules.tree), "modules")
+
+    def tables(self, document: Row) -> Iterator[Table]:
+        """The tree of every rank as an icicle and a table, forward, backward and repeated time apart."""
+        several = len(document["ranks"]) > 1
+        trees: dict[int | None, list[Row]] = {}
+        for row in document.get("modules") or []:
+            trees.setdefault(row["rank"], []).append(row)
+        for position, rank in enumerate(document["ranks"]):
+            tree = trees.get(rank["rank"], [])[:_MOST_NODES]
+            if not tree:
+                continue
+            gpu = any(_all(row, "device_ns") for row in tree)
+            index_of_node = {row["node"]: k for k, row in enumerate(tree)}
+            nodes = [
+                (
+                    index_of_node.get(row["parent"]),
+                    row["name"],
+                    row["count"],
+                    _all(row, "host_ns"),
+                    _all(row, "device_ns"),
+                )
                 for row in tree
-            ],
-            "modules",
-            position=position,
-            picture=figure(nodes, label="Module tree by time"),
-            weight="all_ns",
-            brief=position == 0,
-        )
+            ]
+            yield Table(
+                f"module-table-{position}",
+                f"Modules of {rank_name(rank, position)}" if several else "Modules",
+                _columns(tree, gpu=gpu),
+                [
+                    {
+                        **row,
+                        "name": "\u2003" * row["depth"] + row["name"],
+                        "all_ns": _all(row, "device_ns" if gpu else "host_ns"),
+                    }
+                    for row in tree
+                ],
+                "modules",
+                position=position,
+                picture=figure(nodes, label="Module tree by time"),
+                weight="all_ns",
+                brief=position == 0,
+            )
 
 
 def _all(row: Row, name: str) -> int:
@@ -97,11 +108,4 @@ def _columns(tree: list[Row], *, gpu: bool) -> list[Col]:
     return columns
 
 
-SECTION: Section[Measured] = Section(
-    key="modules",
-    title="Modules",
-    note="Which part of the model the time belongs to.",
-    read=whole_document,
-    build=build,
-    tables=tables,
-)
+SECTION = ModulesSection()

@@ -13,14 +13,17 @@ from traceloom.analyze.across.rank_part import RankPart
 from traceloom.analyze.collective.bandwidth import against_hosts
 from traceloom.model import Trace
 from traceloom.report.options import ReportOptions
+from traceloom.report.sections.section import Section
 
 SEVERAL = "only one rank is at hand; give the traces of several ranks of one run"
 NO_CALLS = "no communication was recorded"
 
 
-def part_of(trace: Trace, _options: ReportOptions) -> RankPart:
-    """`measure` of these sections."""
-    return analyze.rank_part(trace)
+class RanksSection(Section[RankPart]):
+    """A section about communication or several ranks: all of them measure the same."""
+
+    def measure(self, trace: Trace, options: ReportOptions) -> RankPart:
+        return analyze.rank_part(trace)
 
 
 def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:

@@ -8,104 +8,56 @@ from traceloom.analyze.across.pipeline import STAGE_SCHEMA, STEP_SCHEMA
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.model import units
 from traceloom.report.absent import Absent
-from traceloom.report.sections.of_ranks import compared, part_of
-from traceloom.report.sections.section import Row, Section, Study
-from traceloom.report.sections.shapes import record, rows
-from traceloom.report.table import Col, Table
+from traceloom.report.sections.of_ranks import RanksSection, compared
+from traceloom.report.sections.section import Row, Study, table
+from traceloom.report.sections.shapes import Part
+from traceloom.report.table import Table
 
 _MOST = 2000
 _WHY = "no ranks that send to each other with known peers were recorded"
 
 
-def _build(study: Study[RankPart], absent: Absent) -> Row:
-    several = len(study.results) > 1
-    pipelines = compared(study.results).pipeline if several else None
-    out = {
-        "stages": absent.rows(pipelines.stages, "pipeline.stages") if pipelines else [],
-        "steps": absent.rows(pipelines.steps.head(_MOST), "pipeline.steps") if pipelines else [],
+class PipelineSection(RanksSection):
+    """Pipelines and their bubbles."""
+
+    key, title = "pipeline", "Pipeline"
+    note = "Stages by who sends to whom, and the time in which they had nothing to compute."
+    what = "pipelines"
+    parts = {
+        "stages": Part(STAGE_SCHEMA, "ranks of pipelines, with their bubbles", empty=_WHY, ranked=False),
+        "steps": Part(STEP_SCHEMA, "bubbles of each step and rank", nullable=("step",), empty=_WHY, ranked=False),
     }
-    for name, value in out.items():
-        if not value:
-            absent.say(f"pipeline.{name}")
-    return out
+
+    def build(self, study: Study[RankPart], absent: Absent) -> Row:
+        if len(study.results) < 2:
+            return self.lists({"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, absent)
+        pipelines = compared(study.results).pipeline
+        return self.lists({"stages": pipelines.stages, "steps": pipelines.steps.head(_MOST)}, absent)
+
+    def tables(self, value: Row) -> Iterator[Table]:
+        if value["stages"]:
+            columns = ["rank", "pipeline", "stage", "bubble_fraction", "mean_bubble_ns", "+min_bubble_ns",
+                       "+max_bubble_ns", "mean_compute_ns", "mean_window_ns"]  # fmt: skip
+            yield table("pipeline.stages", "Stages", columns, value["stages"])
+            columns = ["step", "rank", "stage", "bubble_ns", "warm_up_ns", "steady_ns", "drain_ns", "in_pairs_ns",
+                       "+compute_ns", "+other_ns", "+window_ns"]  # fmt: skip
+            yield table("pipeline.steps", "Bubbles by step", columns, value["steps"])
+
+    def summary(self, value: Row) -> str | None:
+        stages = value["stages"]
+        if not stages:
+            return None
+        bubble = sum(row["mean_bubble_ns"] for row in stages)
+        window = sum(row["mean_window_ns"] for row in stages)
+        worst = max(stages, key=lambda row: row["bubble_fraction"])
+        many = len({row["pipeline"] for row in stages})
+        pipelines = "1 pipeline" if many == 1 else f"{units.count(many)} pipelines"
+        share = units.share(worst["mean_bubble_ns"], worst["mean_window_ns"])
+        depth = max(row["stage_count"] for row in stages)
+        return (
+            f"{pipelines} of {depth} stages; {units.share(bubble, window)} of their time is bubbles, "
+            f"most on rank {worst['rank']} (stage {worst['stage']}, {share})"
+        )
 
 
-def _tables(value: Row) -> Iterator[Table]:
-    if not value["stages"]:
-        return
-    yield Table(
-        "pipeline-stages",
-        "Stages",
-        [
-            Col("rank", "Rank", "count"),
-            Col("pipeline", "Pipeline", "count"),
-            Col("stage", "Stage", "count"),
-            Col("bubble_fraction", "Bubble", "share", "of the step of its pipeline"),
-            Col("mean_bubble_ns", "Bubble per step", "time"),
-            Col("min_bubble_ns", "Least", "time", narrow=False),
-            Col("max_bubble_ns", "Most", "time", narrow=False),
-            Col("mean_compute_ns", "Compute", "time", "per step"),
-            Col("mean_window_ns", "Step", "time", "from the first to the last compute of the pipeline"),
-        ],
-        value["stages"],
-        "pipeline.stages",
-    )
-    yield Table(
-        "pipeline-steps",
-        "Bubbles by step",
-        [
-            Col("step", "Step", "count"),
-            Col("rank", "Rank", "count"),
-            Col("stage", "Stage", "count"),
-            Col("bubble_ns", "Bubble", "time"),
-            Col("warm_up_ns", "Warm-up", "time", "before its first compute"),
-            Col("steady_ns", "Between", "time", "neither computing nor in other communication"),
-            Col("drain_ns", "Drain", "time", "after its last compute"),
-            Col("in_pairs_ns", "In messages", "time", "the part that it stood in sends and receives"),
-            Col("compute_ns", "Compute", "time", narrow=False),
-            Col("other_ns", "Other communication", "time", narrow=False),
-            Col("window_ns", "Step", "time", narrow=False),
-        ],
-        value["steps"],
-        "pipeline.steps",
-    )
-
-
-def _summary(value: Row) -> str | None:
-    stages = value["stages"]
-    if not stages:
-        return None
-    bubble = sum(row["mean_bubble_ns"] for row in stages)
-    window = sum(row["mean_window_ns"] for row in stages)
-    worst = max(stages, key=lambda row: row["bubble_fraction"])
-    many = len({row["pipeline"] for row in stages})
-    pipelines = "1 pipeline" if many == 1 else f"{units.count(many)} pipelines"
-    share = units.share(worst["mean_bubble_ns"], worst["mean_window_ns"])
-    depth = max(row["stage_count"] for row in stages)
-    return (
-        f"{pipelines} of {depth} stages; {units.share(bubble, window)} of their time is bubbles, "
-        f"most on rank {worst['rank']} (stage {worst['stage']}, {share})"
-    )
-
-
-SECTION = Section(
-    key="pipeline",
-    title="Pipeline",
-    note="Stages by who sends to whom, and the time in which they had nothing to compute.",
-    measure=part_of,
-    build=_build,
-    tables=_tables,
-    summary=_summary,
-    schema=record(
-        {
-            "stages": rows(STAGE_SCHEMA, what="ranks of pipelines, with their bubbles"),
-            "steps": rows(STEP_SCHEMA, nullable={"step"}, what="bubbles of each step and rank"),
-        },
-        what="pipelines",
-    ),
-    reasons={
-        "pipeline.stages": _WHY,
-        "pipeline.steps": _WHY,
-        "pipeline.steps[*].step": "the traces mark no steps",
-    },
-)
+SECTION = PipelineSection()

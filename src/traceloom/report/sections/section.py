@@ -1,43 +1,88 @@
 """What a section of the report is.
 
 A section answers one question. Its module holds everything about it: how one rank is measured, what stands in the
-document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the
-same tables (`report/table.py`).
-A new section is one module with a `SECTION`, named in `sections/__init__.py`; then `python scripts/report_schema.py`
-writes its shape into the published schema.
+document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the same tables
+(`report/table.py`).
+A new section is one module with a `SECTION`, named in `sections/__init__.py`; its columns are declared in
+`traceloom.model.columns`; then `python scripts/report_schema.py` writes its shape into the published schema.
 
-    def _measure(trace: Trace, _options: ReportOptions) -> Copies:
-        return analyze.copies(trace)
+    class CopiesSection(Section[Frames]):
+        key, title, note = "copies", "Copies", "How much is copied."
+        parts = {"kinds": Part(KIND_SCHEMA, "copies by direction", empty="no copies were recorded")}
 
-    def _build(study: Study[Copies], absent: Absent) -> dict[str, Any]:
-        rows = study.concat(lambda copies: copies.kinds)          # one frame, with a column `rank`
-        if not rows.height:
-            absent.say("copies")
-        return {"kinds": absent.rows(rows, "copies.kinds")}
+        def measure(self, trace: Trace, options: ReportOptions) -> Frames:
+            return {"kinds": analyze.copies(trace).kinds}
 
-    SECTION = Section(key="copies", title="Copies", note="...", measure=_measure, build=_build, tables=_tables, ...)
+        def build(self, study: Study[Frames], absent: Absent) -> Row:
+            return self.lists(study.frames(self.parts), absent)
+
+        def tables(self, value: Row) -> Iterator[Table]:
+            yield table("copies.kinds", "Copies by direction", ["?rank", "kind", "bytes"], value["kinds"])
+
+    SECTION = CopiesSection()
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import polars as pl
 
 from traceloom.model import Session, Trace, units
+from traceloom.model.columns import column
 from traceloom.report.absent import Absent
+from traceloom.report.measure import Measured
 from traceloom.report.options import ReportOptions
+from traceloom.report.sections.shapes import Part, or_null, record
 from traceloom.report.table import Col, Table
 
 Row = dict[str, Any]
-Measured = TypeVar("Measured")
+Frames = dict[str, pl.DataFrame]
+Columns = list[str | Col]
+Result = TypeVar("Result")
+
+
+def table(
+    path: str,
+    title: str,
+    columns: Iterable[str | Col],
+    rows: Sequence[Row],
+    note: str = "",
+    *,
+    key: str = "",
+    among: Iterable[Row] | None = None,
+) -> Table:
+    """A table whose columns are declared in `traceloom.model.columns`.
+
+    Args:
+        path: See `Table`.
+        title: See `Table`.
+        columns: Keys of the rows. A key that begins with `+` stands on wide terminals only; one with `?` (as `?rank`)
+            only where not all rows have the same value. A `Col` is what is no column of the document, or has another
+            heading or unit than there.
+        rows: See `Table`.
+        note: See `Table`.
+        key: See `Table`; by default the path with dashes.
+        among: The rows that decide about the columns with `?`, where these are not the same.
+    """
+    deciding = rows if among is None else list(among)
+    shown = []
+    for asked in columns:
+        if isinstance(asked, Col):
+            shown.append(asked)
+            continue
+        name = asked.lstrip("+?")
+        if not asked.startswith("?") or len({row[name] for row in deciding}) > 1:
+            declared = column(name, path)
+            shown.append(Col(name, declared.title, declared.unit, declared.meaning, narrow=not asked.startswith("+")))
+    return Table(key or path.replace(".", "-").replace("_", "-"), title, shown, rows, path, note)
 
 
 @dataclass(frozen=True, slots=True)
-class Study(Generic[Measured]):
+class Study(Generic[Result]):
     """What `build` may ask.
 
     Attributes:
@@ -50,9 +95,9 @@ class Study(Generic[Measured]):
     session: Session
     part: Session
     options: ReportOptions
-    results: Sequence[Measured]
+    results: Sequence[Result]
 
-    def concat(self, frame: Callable[[Measured], pl.DataFrame], ranks: Sequence[bool] | None = None) -> pl.DataFrame:
+    def concat(self, frame: Callable[[Result], pl.DataFrame], ranks: Sequence[bool] | None = None) -> pl.DataFrame:
         """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a file does not say).
 
         Args:
@@ -66,6 +111,13 @@ class Study(Generic[Measured]):
             numbers = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, of_rank.height)
             frames.append(of_rank.clone().insert_column(0, numbers))
         return pl.concat(frames)
+
+    def frames(self, names: Iterable[str]) -> Frames:
+        """`concat` of each of these frames, where results are `Frames` or have them as attributes."""
+        out = {}
+        for name in names:
+            out[name] = self.concat(lambda of: of[name] if isinstance(of, dict) else getattr(of, name))  # noqa: B023
+        return out
 
 
 def on_rank(row: Row, rows: Iterable[Row]) -> str:
@@ -92,61 +144,94 @@ def with_shares(frame: pl.DataFrame, by: str) -> pl.DataFrame:
     )
 
 
-def whole_document(document: Row) -> Row:
-    """`read` of sections that are drawn from several keys of the document."""
-    return document
-
-
-def _nothing(*_: Any) -> None:
-    """For sections that look at the whole session only, and those without a sentence."""
-
-
-def _no_picture(_value: Any) -> str:
-    return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Section(Generic[Measured]):
+class Section(Generic[Result]):
     """One question of the report.
 
     Attributes:
         key: Key in the document, name for `--only`, id in the page: lower case with underscores.
         title: Heading.
         note: What the section tells, in one line.
-        tables: value -> its tables; none where there is nothing to show.
-        build: (study, absent) -> the JSON value under `key`; None or empty where nothing is known, with the reason
-            said to `absent`. Sections that only show what stands under other keys have none.
-        summary: value -> one sentence with the main figure, for the short report; None where there is nothing to say.
-        schema: JSON Schema of the value (see `shapes`); that of the core is written by hand.
-        reasons: Path in the document -> why a value there can be unknown; `key` itself where all may be missing.
-        measure: (trace, options) -> what is known of one rank: small, and picklable. Runs rank by rank, so that no
-            more than a few ranks are in memory. Sections of the core share one measurement.
-        picture: value -> SVG or HTML above the tables of the page; names from traces escaped. Empty for none.
-        read: document -> the value; by default what stands under `key`.
+        what: Description of the value.
+        parts: The lists of the value.
+        others: JSON Schema of what else the value holds.
+        missing: Why the value may be null; empty where it never is.
+        shows_only: Whether it has no key of its own, but shows what stands under others.
         path: Where it stands in the document, if not under `key`: why it is missing is looked up there.
         anchor: Its id in the page, if that is not its key.
-        definition: value -> HTML of how it is counted, folded below the tables.
         nothing: What stands in the page where there is nothing to show and nothing is missing.
         in_markdown: Whether its first table stands in Markdown.
+        unknown: Path below `key` (empty: itself) -> why a value there can be null or empty, where `parts` do not say.
     """
 
-    key: str
-    title: str
-    note: str
-    tables: Callable[[Any], Iterable[Table]]
-    build: Callable[[Study[Measured], Absent], Any] | None = None
-    summary: Callable[[Any], str | None] = _nothing
-    schema: Row = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    measure: Callable[[Trace, ReportOptions], Measured] = _nothing  # type: ignore[assignment]
-    picture: Callable[[Any], str] = _no_picture
-    read: Callable[[Row], Any] | None = None
-    path: str = ""
-    anchor: str = ""
-    definition: Callable[[Any], str] = _no_picture
-    nothing: str = ""
-    in_markdown: bool = False
+    key: ClassVar[str]
+    title: ClassVar[str]
+    note: ClassVar[str]
+    what: ClassVar[str] = ""
+    parts: ClassVar[Mapping[str, Part]] = {}
+    others: ClassVar[Mapping[str, Row]] = {}
+    missing: ClassVar[str] = ""
+    unknown: ClassVar[Mapping[str, str]] = {}
+    shows_only: ClassVar[bool] = False
+    path: ClassVar[str] = ""
+    anchor: ClassVar[str] = ""
+    nothing: ClassVar[str] = ""
+    in_markdown: ClassVar[bool] = False
+
+    def measure(self, trace: Trace, options: ReportOptions) -> Result:
+        """What is known of one rank: small. Runs rank by rank, so that no more than a few ranks are in memory."""
+        return None  # type: ignore[return-value]  # of sections that look at the whole session only
+
+    def build(self, study: Study[Result], absent: Absent) -> Any:
+        """The JSON value under `key`; None or empty where nothing is known, with the reason said to `absent`."""
+        raise NotImplementedError
 
     def value(self, document: Row) -> Any:
         """What the section is drawn from; None where it is missing."""
-        return self.read(document) if self.read else document.get(self.key)
+        return document.get(self.key)
+
+    def tables(self, value: Any) -> Iterable[Table]:
+        """The tables of the value; none where there is nothing to show."""
+        raise NotImplementedError
+
+    def summary(self, value: Any) -> str | None:
+        """One sentence with the main figure, for the short report; None where there is nothing to say."""
+        return None
+
+    def picture(self, value: Any) -> str:
+        """SVG or HTML above the tables of the page; names from traces escaped. Empty for none."""
+        return ""
+
+    def definition(self, value: Any) -> str:
+        """HTML of how it is counted, folded below the tables."""
+        return ""
+
+    @property
+    def schema(self) -> Row:
+        """JSON Schema of the value."""
+        properties = {name: part.schema() for name, part in self.parts.items()}
+        shape = record({**properties, **self.others}, what=self.what)
+        return or_null(shape) if self.missing else shape
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Path in the document -> why a value there can be unknown; `key` itself where all may be missing."""
+        out = {self.key: self.missing} if self.missing else {}
+        for name, part in self.parts.items():
+            out |= part.reasons(f"{self.key}.{name}")
+        return out | {f"{self.key}.{path}".rstrip("."): reason for path, reason in self.unknown.items()}
+
+    def lists(self, frames: Mapping[str, pl.DataFrame], absent: Absent) -> Row:
+        """The rows of frames as they stand in the document; why there are none, where the part of that name says so."""
+        out = {}
+        for name, frame in frames.items():
+            out[name] = absent.rows(frame, f"{self.key}.{name}")
+            if not out[name] and self.parts[name].empty:
+                absent.say(f"{self.key}.{name}")
+        return out
+
+
+class CoreSection(Section[Measured]):
+    """A section of the core: all share one measurement, and are drawn from the whole document."""
+
+    def value(self, document: Row) -> Row:
+        return document

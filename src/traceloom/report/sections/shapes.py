@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
 
+from traceloom.model.columns import column
+
 Row = dict[str, Any]
 
 
-def rows(columns: Mapping[str, Any], *, nullable: Collection[str] = (), what: str = "") -> Row:
-    """A list with one object per row of a frame; only the columns in `nullable` may be null."""
-    properties = {name: of_type(kind, nullable=name in nullable) for name, kind in columns.items()}
-    shape: Row = {"type": "array", "items": record(properties)}
-    return {"description": what, **shape} if what else shape
+@dataclass(frozen=True)
+class Part:
+    """A list in the document, with an object for each row of a frame.
 
+    Attributes:
+        columns: Name -> Polars type.
+        what: What the list holds.
+        unknown: Column -> why it can be null.
+        nullable: Columns that can be null for the reason that `traceloom.model.columns` gives.
+        empty: Why the list may be empty; empty where that needs no reason.
+        ranked: Whether the column `rank` stands before the others, as `Study.concat` makes it.
+    """
 
-def ranked(columns: Mapping[str, Any], *, nullable: Collection[str] = (), what: str = "") -> Row:
-    """`rows` with the column `rank` before the others, as `Study.concat` makes them."""
-    return rows({"rank": pl.Int32, **columns}, nullable={"rank", *nullable}, what=what)
+    columns: Mapping[str, Any]
+    what: str
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    nullable: Collection[str] = ()
+    empty: str = ""
+    ranked: bool = True
+
+    def schema(self) -> Row:
+        """Its JSON Schema."""
+        columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
+        nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
+        properties = {name: of_type(kind, nullable=name in nullable) for name, kind in columns.items()}
+        return {"description": self.what, "type": "array", "items": record(properties)}
+
+    def reasons(self, path: str) -> dict[str, str]:
+        """Path in the document -> why a value there can be unknown, where the list stands at `path`."""
+        registered = {
+            name: column(name, path).unknown for name in (*self.nullable, *(("rank",) if self.ranked else ()))
+        }
+        rows = {f"{path}[*].{name}": why for name, why in {**registered, **self.unknown}.items()}
+        return {path: self.empty, **rows} if self.empty else rows
 
 
 def record(properties: Mapping[str, Row], *, what: str = "") -> Row:
@@ -40,13 +67,6 @@ def of_type(kind: Any, *, nullable: bool = False) -> Row:
     if isinstance(kind, (pl.List, pl.Array)):
         shape: Row = {"type": "array", "items": of_type(kind.inner)}
         return or_null(shape) if nullable else shape
-    name = (
-        "integer"
-        if kind.is_integer()
-        else "number"
-        if kind.is_numeric()
-        else "boolean"
-        if kind == pl.Boolean
-        else "string"
-    )
+    name = "integer" if kind.is_integer() else "number" if kind.is_numeric() else "string"
+    name = "boolean" if kind == pl.Boolean else name
     return {"type": [name, "null"] if nullable else name}

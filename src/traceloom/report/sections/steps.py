@@ -3,48 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from traceloom.model import units
 from traceloom.report.accounts import main_account
 from traceloom.report.names import rank_name
 from traceloom.report.parts import DEVICE, PHASES, named
 from traceloom.report.sections.breakdown import share_columns, shares
-from traceloom.report.sections.section import Row, Section, whole_document
+from traceloom.report.sections.section import CoreSection, Row
 from traceloom.report.table import Bar, Col, Table
 
 
-def tables(document: Row) -> Iterator[Table]:
-    """Of several ranks: a line for each; then the steps of every rank."""
-    ranks = document["ranks"]
-    several = len(ranks) > 1
-    if several and any(rank["steps"] for rank in ranks):
-        yield Table(
-            "steps-by-rank",
-            "Steps by rank",
-            [
-                Col("rank", "Rank"),
-                Col("steps", "Steps", "count"),
-                Col("median_ns", "Median", "time", "of the whole steps", scale="step"),
-                Col("min_ns", "Shortest", "time", scale="step"),
-                Col("max_ns", "Longest", "time", scale="step"),
-                *((Col("each", "Each", "spark"),) if any(len(rank["steps"]) > 1 for rank in ranks) else ()),
-            ],
-            [
-                {
-                    "rank": rank_name(rank, k),
-                    "steps": len(rank["steps"]),
-                    **(rank["step_times"] or {}),
-                    "each": [step["duration_ns"] for step in rank["steps"]],
-                }
-                for k, rank in enumerate(ranks)
-                if rank["steps"]
-            ],
-            unknown=dict.fromkeys(("median_ns", "min_ns", "max_ns"), "no whole step was recorded"),
-        )
-    for position, rank in enumerate(ranks):
-        if rank["steps"]:
-            yield _of_rank(rank, position, several=several)
+class StepsSection(CoreSection):
+    """The steps of every rank, and what the devices or the main thread did in each."""
+
+    key, title = "steps", "Steps"
+    shows_only = True
+    note = "One row per step; the longest step fills the width."
+    path = "ranks[*].steps"
+
+    def tables(self, document: Row) -> Iterator[Table]:
+        """Of several ranks: a line for each; then the steps of every rank."""
+        ranks = document["ranks"]
+        several = len(ranks) > 1
+        if several and any(rank["steps"] for rank in ranks):
+            yield Table(
+                "steps-by-rank",
+                "Steps by rank",
+                [
+                    Col("rank", "Rank"),
+                    Col("steps", "Steps", "count"),
+                    Col("median_ns", "Median", "time", "of the whole steps", scale="step"),
+                    Col("min_ns", "Shortest", "time", scale="step"),
+                    Col("max_ns", "Longest", "time", scale="step"),
+                    *((Col("each", "Each", "spark"),) if any(len(rank["steps"]) > 1 for rank in ranks) else ()),
+                ],
+                [
+                    {
+                        "rank": rank_name(rank, k),
+                        "steps": len(rank["steps"]),
+                        **(rank["step_times"] or {}),
+                        "each": [step["duration_ns"] for step in rank["steps"]],
+                    }
+                    for k, rank in enumerate(ranks)
+                    if rank["steps"]
+                ],
+                unknown=dict.fromkeys(("median_ns", "min_ns", "max_ns"), "no whole step was recorded"),
+            )
+        for position, rank in enumerate(ranks):
+            if rank["steps"]:
+                yield _of_rank(rank, position, several=several)
 
 
 def _of_rank(rank: Row, position: int, *, several: bool) -> Table:
@@ -113,11 +120,4 @@ def _on_devices(step: Row) -> tuple[Row, int]:
     return sums, sum(device.get("window_ns") or 0 for device in devices) + edges
 
 
-SECTION: Section[Any] = Section(
-    key="steps",
-    title="Steps",
-    note="One row per step; the longest step fills the width.",
-    read=whole_document,
-    tables=tables,
-    path="ranks[*].steps",
-)
+SECTION = StepsSection()
