@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from traceloom.model.units import count, duration, share, size
+from traceloom.model.units import common_scale, count, duration, rounded, share, size
+
+ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "html" / "assets"
+SCRIPT = ASSETS / "units.js"
 
 
 @pytest.mark.parametrize(
@@ -39,3 +47,54 @@ def test_sizes_are_decimal_and_counts_have_thin_spaces() -> None:
     assert size(None) == "-"
     assert size(512) == "512 B"
     assert count(1_234_567) == "1\u202f234\u202f567"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (1234567.2, "1\u202f234\u202f567"),
+        (123.4, "123"),
+        (99.96, "100"),
+        (12.34, "12.3"),
+        (1.234, "1.23"),
+        (0.1234, "0.123"),
+        (0.01234, "0.012"),
+        (0.0004, "<0.001"),
+        (-12.34, "-12.3"),
+    ],
+)
+def test_three_significant_digits(value: float, shown: str) -> None:
+    assert rounded(value) == shown
+
+
+def test_a_column_has_the_unit_of_its_largest_value() -> None:
+    assert common_scale("time", [1, 2_500_000, None]) == (1_000_000, "ms")
+    assert common_scale("time", [999]) == (1, "ns")
+    assert common_scale("time", [0, None]) == (1, "")
+    assert common_scale("bytes", [3_000_000_000]) == (10**9, "GB")
+
+
+def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
+    """`units.js` says the same of the same values, with a thin space before the unit and a dash for what is unknown."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    # no exact halves: Python rounds these to even, JavaScript up
+    powers = [10**power for power in range(16)]
+    near = [factor * k // 10_000 for factor in powers for k in (9_994, 9_995, 9_996, 12_344, 99_949, 99_951)]
+    numbers = [None, 0, 1, 999, 1_000, -1_500, *powers, *near]
+    parts = [(0, 0), (0, 5), (5, 5), (1, 10**6), (10**6 - 1, 10**6), (1, 8), (1, 3), (123, 1000)]
+    (tmp_path / "units.mjs").write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "ask.mjs").write_text(
+        "import { duration, byteSize, share } from './units.mjs';"
+        f"const numbers = {json.dumps(numbers)}, parts = {json.dumps(parts)};"
+        "console.log(JSON.stringify([numbers.map(duration), numbers.map(byteSize), parts.map((p) => share(...p))]));",
+        encoding="utf-8",
+    )
+    done = subprocess.run([node, str(tmp_path / "ask.mjs")], capture_output=True, text=True, check=True)
+    expected = [[duration(n) for n in numbers], [size(n) for n in numbers], [share(*part) for part in parts]]
+    for of_script, of_package in zip(json.loads(done.stdout), expected, strict=True):
+        assert [t.replace("\u202f", " ").replace("–", "-") for t in of_script] == [
+            t.replace("\u202f", " ") for t in of_package
+        ]

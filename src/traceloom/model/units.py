@@ -1,10 +1,55 @@
-"""Numbers for people: durations, bytes, shares; honest rounding."""
+"""Numbers for people: durations, bytes, rates, shares; honest rounding. `units.js` has the same for the page."""
 
 from __future__ import annotations
 
-_TIME = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
-_PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
-_BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+from collections.abc import Callable, Iterable
+from typing import Any
+
+EXACT = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
+"""Unit of the exact value, by unit of a column (see `traceloom.model.columns`)."""
+
+Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
+_PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
+_SCALES: dict[str, tuple[Scale, ...]] = {
+    "time": ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns")),
+    "bytes": ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B")),
+    **{
+        rate: tuple((factor, f"{prefix}{EXACT[rate]}") for factor, prefix in _PREFIXES)
+        for rate in ("flops", "flop_rate", "byte_rate")
+    },
+}
+_MOST_DECIMALS = 3
+
+
+def common_scale(unit: str, values: Iterable[Any]) -> Scale:
+    """The scale of a column of this unit in which its largest value is at least 1; none for a column of zeros."""
+    if unit == "share":
+        return 0.01, "%"
+    if unit not in _SCALES:
+        return 1, ""
+    largest = max((abs(value) for value in values if value is not None), default=0)
+    return next((scale for scale in _SCALES[unit] if largest >= scale[0]), (1, ""))
+
+
+def rounded(value: float) -> str:
+    """Three significant digits, at most three decimals, thin spaces; what is not zero never shows as zero."""
+    size = abs(value)
+    if size == 0 or float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    if size < 0.001:
+        return "<0.001"
+    decimals = next((d for d in range(_MOST_DECIMALS) if size >= 99.95 / 10**d), _MOST_DECIMALS)
+    shown = f"{value:,.{decimals}f}".replace(",", "\u202f")
+    return shown.rstrip("0").rstrip(".") if size < 0.01 else shown
+
+
+def per_cent(fraction: float) -> str:
+    """A fraction in per cent, without the sign; never 0 or 100 unless it is exactly that."""
+    if fraction in (0, 1):
+        return f"{fraction * 100:.0f}"
+    if 0 < fraction < 0.001:
+        return "<0.1"
+    return ">99.9" if 0.999 < fraction < 1 else f"{fraction * 100:.1f}"
 
 
 def _three(value: float) -> str:
@@ -14,44 +59,37 @@ def _three(value: float) -> str:
     return f"{value:,.{digits}f}".replace(",", "\u202f")
 
 
+def _scaled(value: float | None, unit: str) -> str:
+    """With the largest unit in which it is at least 1; `-` for None."""
+    if value is None:
+        return "-"
+    factor, name = next((scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1])
+    return f"{value} {name}" if factor == 1 and unit in ("time", "bytes") else f"{_three(value / factor)} {name}"
+
+
 def duration(ns: int | None) -> str:
     """1234567 -> `1.23 ms`; None -> `-`."""
-    if ns is None:
-        return "-"
-    for factor, unit in _TIME:
-        if abs(ns) >= factor * 0.9995:
-            return f"{_three(ns / factor)} {unit}"
-    return f"{ns} ns"
+    return _scaled(ns, "time")
 
 
 def size(count: int | None) -> str:
     """1500000 -> `1.50 MB` (10^6); None -> `-`."""
-    if count is None:
-        return "-"
-    for factor, unit in _BYTES:
-        if abs(count) >= factor * 0.9995:
-            return f"{_three(count / factor)} {unit}"
-    return f"{count} B"
+    return _scaled(count, "bytes")
 
 
 def flops(value: float | None) -> str:
     """1.5e12 -> `1.50 TFLOP`; None -> `-`."""
-    return "-" if value is None else f"{_prefixed(value)}FLOP"
+    return _scaled(value, "flops")
 
 
 def flop_rate(value: float | None) -> str:
     """1.5e12 -> `1.50 TFLOP/s`; None -> `-`."""
-    return "-" if value is None else f"{_prefixed(value)}FLOP/s"
+    return _scaled(value, "flop_rate")
 
 
 def byte_rate(value: float | None) -> str:
     """1.5e9 -> `1.50 GB/s` (10^9); None -> `-`."""
-    return "-" if value is None else f"{_prefixed(value)}B/s"
-
-
-def _prefixed(value: float) -> str:
-    factor, prefix = next(((f, p) for f, p in _PREFIXES if abs(value) >= f * 0.9995), (1, ""))
-    return f"{_three(value / factor)} {prefix}"
+    return _scaled(value, "byte_rate")
 
 
 def number(value: float | None) -> str:
@@ -65,20 +103,28 @@ def number(value: float | None) -> str:
 
 def share(part: float, whole: float) -> str:
     """A share in per cent that is never 0 % or 100 % unless it is exactly that; `-` of nothing."""
-    if not whole:
-        return "-"
-    fraction = part / whole
-    if part == 0:
-        return "0 %"
-    if part == whole:
-        return "100 %"
-    if 0 < fraction < 0.001:
-        return "<0.1 %"
-    if 0.999 < fraction < 1:
-        return ">99.9 %"
-    return f"{fraction * 100:.1f} %"
+    return f"{per_cent(part / whole)} %" if whole else "-"
 
 
 def count(value: int | None) -> str:
     """1234567 -> `1 234 567` with thin spaces; None -> `-`."""
     return "-" if value is None else f"{value:,}".replace(",", "\u202f")
+
+
+_WRITE: dict[str, Callable[[Any], str]] = {
+    "time": duration,
+    "bytes": size,
+    "count": count,
+    "share": lambda value: share(value, 1.0),
+    "number": number,
+    "flops": flops,
+    "flop_rate": flop_rate,
+    "byte_rate": byte_rate,
+}
+NUMBERS = tuple(_WRITE)
+"""The units of columns that hold numbers."""
+
+
+def written(value: Any, unit: str) -> str:
+    """A number with the unit of its column; `-` for None."""
+    return _WRITE[unit](value) if value is not None else "-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,6 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.model.columns import UNITS
 
-EXACT = {"time": "ns", "bytes": "B", "share": "%", "flops": "FLOP", "flop_rate": "FLOP/s", "byte_rate": "B/s"}
-"""Unit of the exact value of a kind of column."""
-
-NUMBERS = ("count", "number", *EXACT)
 PICTURES = ("bar", "spark")
 KINDS = (*UNITS, "html", *PICTURES)
 """Kinds of a column: what its values are, so that every view writes them with a unit."""
@@ -65,7 +61,7 @@ class Col:
     @property
     def numeric(self) -> bool:
         """Whether cells are aligned on the decimal and sorted as numbers."""
-        return self.kind in NUMBERS
+        return self.kind in units.NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +96,8 @@ class Table:
     brief: bool = True
 
 
-_WRITE: dict[str, Callable[[Any], str]] = {
-    "time": units.duration,
-    "bytes": units.size,
-    "count": units.count,
-    "share": lambda value: units.share(value, 1.0),
-    "number": units.number,
-    "flops": units.flops,
-    "flop_rate": units.flop_rate,
-    "byte_rate": units.byte_rate,
-}
-
-
 def written(column: Col, value: Any) -> str:
     """A cell as text, with its unit; `-` for what is unknown."""
-    if value is None:
-        return "-"
-    write = _WRITE.get(column.kind)
-    return write(value) if write else harmless(str(value))
+    if column.numeric or value is None:
+        return units.written(value, column.kind)
+    return harmless(str(value))

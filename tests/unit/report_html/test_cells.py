@@ -2,38 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from traceloom.report.table import Col
-from traceloom.report.views.html.cells import cells, rounded, unit_of
+from traceloom.report.views.html.cells import cells
 from traceloom.report.views.html.text import text
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0, "0"),
-        (1234567.2, "1\u202f234\u202f567"),
-        (123.4, "123"),
-        (99.96, "100"),
-        (12.34, "12.3"),
-        (1.234, "1.23"),
-        (0.1234, "0.123"),
-        (0.01234, "0.012"),
-        (0.0004, "<0.001"),
-        (-12.34, "-12.3"),
-    ],
-)
-def test_three_significant_digits(value: float, shown: str) -> None:
-    assert rounded(value) == shown
-
-
-def test_a_column_has_the_unit_of_its_largest_value() -> None:
-    time = Col("t", "T", "time")
-    assert unit_of(time, [1, 2_500_000, None]) == (1_000_000, "ms")
-    assert unit_of(time, [999]) == (1, "ns")
-    assert unit_of(time, [0, None]) == (1, "")
-    assert unit_of(Col("b", "B", "bytes"), [3_000_000_000]) == (10**9, "GB")
 
 
 def test_the_exact_value_stands_behind_the_rounded_one() -> None:

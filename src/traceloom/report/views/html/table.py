@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from traceloom.report.table import EXACT, Col
-from traceloom.report.views.html.cells import NAME_LENGTH, cells, unit_of
+from traceloom.model.units import EXACT, common_scale
+from traceloom.report.table import Col
+from traceloom.report.views.html.cells import NAME_LENGTH, cells
 from traceloom.report.views.html.text import text
 
 MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
@@ -40,7 +41,7 @@ def table(
     scales: dict[str, list[Any]] = {}
     for column in columns:
         scales.setdefault(column.scale or column.key, []).extend(values[column.key])
-    units = [unit_of(column, scales[column.scale or column.key]) for column in columns]
+    units = [common_scale(column.kind, scales[column.scale or column.key]) for column in columns]
     shown = [cells(c, values[c.key], unit, reasons.get(c.key, "")) for c, unit in zip(columns, units, strict=True)]
     heads = "".join(_head(column, unit) for column, (_, unit) in zip(columns, units, strict=True))
     full = [_full(columns, row) for row in kept]
