@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from traceloom.errors import InputError
 from traceloom.files import note_input, read_small
 from traceloom.model.notice import Notice
 from traceloom.read import capture_document
+from traceloom.read.sources import SOURCES
 
 _DEPTH = 4  # levels below a directory
-_ENDINGS = (".json", ".json.gz")
 _CAPTURE = "capture.json"
 _Capture = tuple[dict[str, Any], list[Notice]]
 _MOST_CAPTURE = 1 << 28  # bytes
@@ -121,7 +122,7 @@ def _directory(folder: Path, discovered: Found, seen: set[Path], depth: int) -> 
     for path in entries:
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
             _directory(path, discovered, seen, depth - 1)
-        elif path.is_file() and path.name.lower().endswith(_ENDINGS):
+        elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
             _add(discovered, seen, Input(path, given=False))
 
 

@@ -9,8 +9,9 @@ from traceloom.read.damage import Damage
 from traceloom.read.host_text import HostText
 from traceloom.read.inputs import Input
 from traceloom.read.metadata import find_rank, whole
-from traceloom.read.runs import Peek, peek
+from traceloom.read.runs import Peek
 from traceloom.read.source import first_pieces, open_input
+from traceloom.read.sources import source_of
 
 
 class HostPeek(Struct, frozen=True):
@@ -35,7 +36,7 @@ def told(source: Input) -> Peek | HostPeek:
     """
     envelope = None if str(source.path) == "-" else _envelope(source)
     if envelope is None:
-        return peek(source)
+        return source_of(source.path).peek(source)
     rank, _, _ = find_rank({}, None, str(source.path), source.entry)
     return HostPeek(source, rank, whole(envelope.get("pid")))
 

@@ -12,7 +12,8 @@ from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
 from traceloom.read.inputs import Found, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
-from traceloom.read.runs import Peek, group, names, peeked
+from traceloom.read.runs import Peek, group, names
+from traceloom.read.sources import source_of
 from traceloom.storage.cache import Cache
 
 AnyPath = str | os.PathLike[str]
@@ -128,13 +129,13 @@ def _plan(
         _check_number(discovered.inputs, most)  # at once: even their beginnings take a while
     peeks: list[Peek] = []
     refused: list[InputError] = []
-    for source, result in zip(discovered.inputs, peeked(discovered.inputs), strict=True):
-        if isinstance(result, Peek):
-            peeks.append(result)
-        elif source.given or source.capture is not None or result.slug not in _BESIDE:
-            refused.append(result)
-        else:
-            continue
+    for source in discovered.inputs:
+        try:
+            peeks.append(source_of(source.path).peek(source))
+        except InputError as error:
+            if not source.given and source.capture is None and error.slug in _BESIDE:
+                continue
+            refused.append(error)
         note_input(source.path)
     if not peeks:
         raise (

@@ -5,34 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError
-from traceloom.files import open_input, read_small
+from traceloom.files import read_small
 from traceloom.model import Trace
+from traceloom.read.sources import head_of
 
 SNAPSHOT, TIMELINE, OUT_OF_MEMORY = "snapshot", "timeline", "out of memory"
 OOM_FORMAT = "traceloom-out-of-memory"
 MOST_OOM_BYTES = 1 << 26
-_HEAD = 4096
 _ROWS = re.compile(rb"\[\s*\[\s*-?\d+\s*,\s*-?\d+")
 _STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
 
 
 def kind_of(path: Path) -> str | None:
     """`SNAPSHOT`, `TIMELINE` or `OUT_OF_MEMORY`; None for anything else (a trace, a directory, no file)."""
-    try:
-        with open_input(path) as file:
-            head = file.read(_HEAD)
-    except OSError:
+    head = head_of(path)
+    if head is None:
         return None
-    if head.startswith(b"\x1f\x8b"):
-        try:
-            head = zlib.decompressobj(31).decompress(head, _HEAD)
-        except zlib.error:
-            return None
     if head.startswith(b"\x80"):
         return SNAPSHOT
     if _ROWS.match(head.lstrip()):

@@ -26,7 +26,7 @@ from traceloom.model import Notice, Trace, trace_store
 from traceloom.model.parked import ColumnFiles
 from traceloom.read.graph_step import with_shapes
 from traceloom.read.inputs import Input
-from traceloom.read.kineto import read_kineto
+from traceloom.read.sources import source_of
 from traceloom.storage.cache import Cache, Entry, Seen
 
 _WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
@@ -171,7 +171,9 @@ def _cores(missing: list[int]) -> int:
 
 def _here(source: Input, number: int, meter: _Meter, column_files: ColumnFiles) -> Trace | InputError:
     try:
-        trace = read_kineto(source.path, capture=source.entry, step=lambda read, _text: meter.moved(number, read))
+        trace = source_of(source.path).read(
+            source.path, capture=source.entry, step=lambda read, _text: meter.moved(number, read), processes=None
+        )
     except InputError as error:
         return error
     meter.finished(number)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from traceloom.errors import InputError
 from traceloom.read import metadata as md
 from traceloom.read.damage import Damage
 from traceloom.read.document import Document
@@ -150,14 +148,3 @@ def _common(paths: list[Path]) -> str:
     masked = {re.sub(r"\d+", "*", path.name) for path in paths}
     name = masked.pop() if len(masked) == 1 else paths[0].name
     return str(paths[0].parent / name)
-
-
-def peeked(inputs: list[Input]) -> Iterator[Peek | InputError]:
-    """Each file's first part, or why it is refused."""
-    for source in inputs:
-        result: Peek | InputError
-        try:
-            result = peek(source)
-        except InputError as error:
-            result = error
-        yield result

@@ -13,7 +13,7 @@ from typing import Any
 
 from traceloom.errors import InputError
 from traceloom.model import trace_store
-from traceloom.read.kineto import read_kineto
+from traceloom.read.sources import source_of
 
 _EVERY_BYTES = 1 << 21  # how often to say how far it is
 
@@ -29,7 +29,7 @@ def main(job: dict[str, Any]) -> None:
             _say({"read": read})
 
     try:
-        trace = read_kineto(job["path"], capture=job["capture"], step=step, processes=job["processes"])
+        trace = source_of(job["path"]).read(job["path"], capture=job["capture"], step=step, processes=job["processes"])
     except InputError as error:
         _say({"refused": error.to_dict()})
         return

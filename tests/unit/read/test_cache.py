@@ -14,7 +14,7 @@ import pytest
 from isal.isal_zlib import crc32
 
 from traceloom.model import Trace, trace_store
-from traceloom.read import load, ranks
+from traceloom.read import kineto, load
 from traceloom.storage import cache as caching
 from traceloom.storage.cache import Cache, Seen
 from traceloom.testing import TraceBuilder
@@ -84,7 +84,7 @@ def test_what_a_file_was_is_never_kept_as_what_it_is(
     change: object, when: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = old(made("old", "old").write(tmp_path / "a.json"))
-    read = ranks.read_kineto
+    read = kineto.read_kineto
     changes = [change]
 
     def reading(given: Path, **options: object) -> Trace:
@@ -95,7 +95,7 @@ def test_what_a_file_was_is_never_kept_as_what_it_is(
             changes.pop()(given)
         return trace
 
-    monkeypatch.setattr(ranks, "read_kineto", reading)
+    monkeypatch.setattr(kineto, "read_kineto", reading)
     session = load(path)
     monkeypatch.undo()
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(own_cache))
@@ -133,7 +133,7 @@ def test_of_a_file_that_was_just_written_the_content_decides_and_not_the_clock_o
     assert names(path) == ["old"]
     made("new").write(path)
     assert names(path) == ["new"]
-    read = ranks.read_kineto
+    read = kineto.read_kineto
 
     def reading(given: Path, **options: object) -> Trace:
         trace = read(given, **options)
@@ -141,9 +141,9 @@ def test_of_a_file_that_was_just_written_the_content_decides_and_not_the_clock_o
         return trace
 
     made("xyz").write(path)
-    monkeypatch.setattr(ranks, "read_kineto", reading)
+    monkeypatch.setattr(kineto, "read_kineto", reading)
     assert names(path) == ["xyz"]
-    monkeypatch.setattr(ranks, "read_kineto", read)
+    monkeypatch.setattr(kineto, "read_kineto", read)
     assert names(path) == ["abc"]
     assert len(entries(own_cache)) == 3
 
