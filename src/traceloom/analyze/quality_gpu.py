@@ -14,7 +14,7 @@ from traceloom.analyze.counters import kernel_launches
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.verdict import Check, graded, many
 from traceloom.analyze.vocabulary import vocabulary
-from traceloom.link.full_device import BEGINNING, MUCH
+from traceloom.link.device_edges import BEGINNING, MUCH
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.units import count, duration, share

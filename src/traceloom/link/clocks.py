@@ -14,7 +14,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 # Nobody leaves these before everybody has come.
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -23,7 +22,7 @@ _DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a dri
 _MOST_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadratic
 
 
-class Clock(Struct, frozen=True):
+class HostClock(Struct, frozen=True):
     """How a host's clock is corrected: `corrected = time + offset_ns + drift * (time - since_ns)`.
 
     Attributes:
@@ -48,7 +47,7 @@ class Clock(Struct, frozen=True):
         return times + self.offset_ns + bent
 
 
-def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, Clock]:
+def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]:
     """One clock per host; the first host of each connected set is the reference.
 
     Args:
@@ -60,43 +59,43 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, Clock]:
         str(name[0]): dict(zip(frame["instance"].to_list(), frame["end_ns"].to_list(), strict=True))
         for name, frame in ends.group_by("host")
     }
-    clocks: dict[str, Clock] = {}
+    clocks: dict[str, HostClock] = {}
     for first in hosts:
         if first in clocks:
             continue
-        clocks[first] = Clock(residual_ns=_spread(meetings, first), meetings=len(by_host.get(first, {})))
-        _reach(first, hosts, by_host, clocks)
+        # how far the ranks of the host disagree about the ends
+        apart = (
+            meetings.filter(pl.col("host") == first)
+            .group_by("instance")
+            .agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart"), pl.len())
+        )
+        several = apart.filter(pl.col("len") > 1)["apart"].to_numpy()
+        residual = _usual(several) if len(several) else None
+        clocks[first] = HostClock(residual_ns=residual, meetings=len(by_host.get(first, {})))
+        # every host that shares meetings with one that is fitted, those with most meetings first
+        on_job_clock: dict[int, list[int]] = defaultdict(list)
+        host = first
+        while True:
+            own_ends = by_host.get(host, {})
+            times = clocks[host].corrected(np.array(list(own_ends.values()), dtype=np.int64))
+            for key, time in zip(own_ends, times.tolist(), strict=True):
+                on_job_clock[key].append(time)
+            shared = [
+                (len(by_host[other].keys() & on_job_clock.keys()), other)
+                for other in hosts
+                if other not in clocks and other in by_host
+            ]
+            most, host = max(shared, default=(0, ""), key=lambda pair: pair[0])
+            if not most:
+                break
+            common = sorted(by_host[host].keys() & on_job_clock.keys())
+            job_ends = np.array([int(np.median(on_job_clock[key])) for key in common], dtype=np.int64)
+            clocks[host] = _fit(np.array([by_host[host][key] for key in common], dtype=np.int64), job_ends)
     return clocks
 
 
-def _reach(first: str, hosts: list[str], by_host: dict[str, dict[int, int]], clocks: dict[str, Clock]) -> None:
-    """Fit every host that shares meetings with one that is fitted, those with most meetings first."""
-    on_job_clock: dict[int, list[int]] = defaultdict(list)
-    _settle(by_host.get(first, {}), clocks[first], on_job_clock)
-    while True:
-        shared = [
-            (len(by_host[host].keys() & on_job_clock.keys()), host)
-            for host in hosts
-            if host not in clocks and host in by_host
-        ]
-        best = max(shared, default=(0, ""), key=lambda pair: pair[0])
-        if not best[0]:
-            return
-        own_ends = by_host[best[1]]
-        common = sorted(own_ends.keys() & on_job_clock.keys())
-        job_ends = np.array([int(np.median(on_job_clock[key])) for key in common], dtype=np.int64)
-        clocks[best[1]] = _fit(np.array([own_ends[key] for key in common], dtype=np.int64), job_ends)
-        _settle(own_ends, clocks[best[1]], on_job_clock)
-
-
-def _settle(ends: dict[int, int], clock: Clock, on_job_clock: dict[int, list[int]]) -> None:
-    keys = list(ends)
-    times = clock.corrected(np.array([ends[key] for key in keys], dtype=np.int64))
-    for key, time in zip(keys, times.tolist(), strict=True):
-        on_job_clock[key].append(time)
-
-
-def _fit(own_ends: Ints, job_ends: Ints) -> Clock:
+def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
+    """The correction that makes the ends of a host those of the job."""
     order = np.argsort(own_ends, kind="stable")
     own_ends, job_ends = own_ends[order], job_ends[order]
     offsets = job_ends - own_ends
@@ -104,41 +103,27 @@ def _fit(own_ends: Ints, job_ends: Ints) -> Clock:
     left = np.abs(offsets - offset)
     residual = _usual(left)
     since = int(own_ends[0])
-    drift = _drift((own_ends - since).astype(np.float64), offsets.astype(np.float64))
+    # the Theil-Sen slope, where the meetings are not too few or too close
+    drift = 0.0
+    if len(own_ends) >= _FOR_DRIFT and own_ends[-1] - since >= _DRIFT_SPAN_NS:
+        chosen = np.unique(np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MOST_PAIRS)).astype(np.int64))
+        x, y = (own_ends - since).astype(np.float64)[chosen], offsets.astype(np.float64)[chosen]
+        first, second = np.triu_indices(len(x), 1)
+        wide = x[second] - x[first] > 0
+        if wide.any():
+            drift = float(np.median((y[second] - y[first])[wide] / (x[second] - x[first])[wide]))
     if drift:
         drifted = offsets - np.floor(drift * (own_ends - since)).astype(np.int64)
         drifted_offset = int(np.median(drifted))
         drifted_left = np.abs(drifted - drifted_offset)
         # A drift that explains little is chance: it would bend every time for nothing.
         if np.median(drifted_left) < 0.5 * np.median(left):
-            return Clock(drifted_offset, drift, since, _usual(drifted_left), len(own_ends))
+            return HostClock(drifted_offset, drift, since, _usual(drifted_left), len(own_ends))
     # An offset within the noise of its own measurement is none: ranks of one machine share a clock.
     if abs(offset) <= residual and len(own_ends) > 1:
-        return Clock(0, 0.0, 0, _usual(np.abs(offsets)), len(own_ends))
-    return Clock(offset, 0.0, 0, residual, len(own_ends))
-
-
-def _drift(since: Floats, offsets: Floats) -> float:
-    """Theil-Sen slope; 0 where the meetings are too few or too close."""
-    if len(since) < _FOR_DRIFT or since[-1] - since[0] < _DRIFT_SPAN_NS:
-        return 0.0
-    chosen = np.unique(np.linspace(0, len(since) - 1, min(len(since), _MOST_PAIRS)).astype(np.int64))
-    x, y = since[chosen], offsets[chosen]
-    first, second = np.triu_indices(len(x), 1)
-    wide = x[second] - x[first] > 0
-    return float(np.median((y[second] - y[first])[wide] / (x[second] - x[first])[wide])) if wide.any() else 0.0
+        return HostClock(0, 0.0, 0, _usual(np.abs(offsets)), len(own_ends))
+    return HostClock(offset, 0.0, 0, residual, len(own_ends))
 
 
 def _usual(differences: Ints) -> int:
     return int(np.percentile(differences, 95)) if len(differences) else 0
-
-
-def _spread(meetings: pl.DataFrame, host: str) -> int | None:
-    """How far the ranks of one host disagree about the ends."""
-    ends = (
-        meetings.filter(pl.col("host") == host)
-        .group_by("instance")
-        .agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart"), pl.len())
-    )
-    several = ends.filter(pl.col("len") > 1)["apart"].to_numpy()
-    return _usual(several) if len(several) else None

@@ -6,9 +6,6 @@ kind and size agree. What does not agree is said, never guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import polars as pl
 from msgspec import Struct
@@ -25,7 +22,7 @@ _SAME_SIZE = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 _MOST_SHIFTS = 4096
 
 
-class Joined(Struct, frozen=True):
+class JoinedParts(Struct, frozen=True):
     """The outcome.
 
     Attributes:
@@ -39,7 +36,7 @@ class Joined(Struct, frozen=True):
     notices: tuple[Notice, ...]
 
 
-def join_parts(parts: pl.DataFrame) -> Joined:
+def join_parts(parts: pl.DataFrame) -> JoinedParts:
     """Join the parts of communications.
 
     Args:
@@ -57,34 +54,43 @@ def join_parts(parts: pl.DataFrame) -> Joined:
     instance = np.full(parts.height, -1, dtype=np.int64)
     evidence: list[str | None] = [None] * parts.height
     notices: list[Notice] = []
-    count = 0
-    for rows, basis in _matches(table, notices):
-        numbers = rows["key"].rank("dense").to_numpy().astype(np.int64) - 1
-        at = rows["row"].to_numpy()
-        instance[at] = numbers + count
-        count += int(numbers.max(initial=-1)) + 1
-        for row in at.tolist():
-            evidence[row] = basis
-    return Joined(instance, evidence, tuple(notices))
-
-
-def _matches(table: pl.DataFrame, notices: list[Notice]) -> Iterator[tuple[pl.DataFrame, str]]:
-    """Rows that have partners, with a `key` equal within each operation, and how that is known."""
+    # rows that have partners, with a `key` that is equal within each operation, and how that is known
+    matches: list[tuple[pl.DataFrame, str]] = []
     together = table.filter(~pl.col("kind").is_in(POINT_TO_POINT))
     for (group, _), rows in together.group_by("group", "members", maintain_order=True):
         if rows["part"].n_unique() < 2:
             continue
         name = str(group) or "unnamed"
         if rows["sequence"].null_count() == 0:
-            yield _by_sequence(rows, name, notices), "measured"
+            matches.append((_by_sequence(rows, name, notices), "measured"))
         else:
-            yield _by_order(rows, name, notices), "inferred"
-    pairs = _pairs(table.filter(pl.col("kind").is_in(POINT_TO_POINT)))
-    if pairs.height:
-        yield pairs, "inferred"
+            matches.append((_by_order(rows, name, notices), "inferred"))
+    # sends and receives between the same two ranks, group and tag, in order
+    sends = pl.col("kind") == "send"
+    pairs = (
+        table.filter(pl.col("kind").is_in(POINT_TO_POINT) & pl.col("rank").is_not_null() & pl.col("peer").is_not_null())
+        .with_columns(
+            pl.when(sends).then("rank").otherwise("peer").alias("from"),
+            pl.when(sends).then("peer").otherwise("rank").alias("to"),
+            pl.col("tag").fill_null(-1).alias("tag"),
+        )
+        .with_columns(pl.int_range(pl.len()).over("kind", "group", "from", "to", "tag").alias("nth"))
+        .with_columns(pl.struct("group", "from", "to", "tag", "nth").alias("key"))
+        .filter(pl.col("kind").n_unique().over("key") == 2)
+    )
+    count = 0
+    for rows, basis in [*matches, (pairs, "inferred")]:
+        numbers = rows["key"].rank("dense").to_numpy().astype(np.int64) - 1
+        at = rows["row"].to_numpy()
+        instance[at] = numbers + count
+        count += int(numbers.max(initial=-1)) + 1
+        for row in at.tolist():
+            evidence[row] = basis
+    return JoinedParts(instance, evidence, tuple(notices))
 
 
 def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
+    """Parts of one sequence number; not those that are not of one kind."""
     # Calls that are coalesced share a sequence number: their order tells them apart.
     keyed = rows.with_columns(pl.int_range(pl.len()).over("part", "sequence").alias("nth")).with_columns(
         pl.struct("sequence", "nth").alias("key")
@@ -95,29 +101,19 @@ def _by_sequence(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.Da
     differ = keyed.filter(pl.col("kinds") > 1)
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0])
-        text = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
-        notices.append(
-            Notice(
-                "collectives-mismatch",
-                "warning",
-                f"{differ['key'].n_unique()} collectives of group {group} are not of one kind on all ranks, "
-                f"first number {first['sequence'][0]}: {text}; they are not joined",
-                differ.height,
-            )
+        each = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
+        text = (
+            f"{differ['key'].n_unique()} collectives of group {group} are not of one kind on all ranks, "
+            f"first number {first['sequence'][0]}: {each}; they are not joined"
         )
+        notices.append(Notice("collectives-mismatch", "warning", text, differ.height))
     whole = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
     differ = whole.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0])
-        text = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
-        notices.append(
-            Notice(
-                "collectives-sizes",
-                "warning",
-                f"{differ['key'].n_unique()} collectives of group {group} differ in size between ranks, first: {text}",
-                differ.height,
-            )
-        )
+        each = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
+        text = f"{differ['key'].n_unique()} collectives of group {group} differ in size between ranks, first: {each}"
+        notices.append(Notice("collectives-sizes", "warning", text, differ.height))
     return whole
 
 
@@ -138,17 +134,15 @@ def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataF
         end = skip + length
         if end < own.height and shift + end < reference.height:
             expected, actual = reference.row(shift + end, named=True), own.row(end, named=True)
-            notices.append(
-                Notice(
-                    "collectives-mismatch",
-                    "warning",
-                    f"the order of collectives of group {group} differs: number {end + 1} of rank {actual['rank']} is "
-                    f"{_spoken(actual)}, where rank {expected['rank']} has {_spoken(expected)}; from there on they are "
-                    "not joined",
-                    own.height - end,
-                    rank=actual["rank"],
-                )
+            here, there = (
+                (row["kind"] or "unknown") + ("" if row["in_bytes"] is None else f" of {row['in_bytes']} B")
+                for row in (actual, expected)
             )
+            text = (
+                f"the order of collectives of group {group} differs: number {end + 1} of rank {actual['rank']} is "
+                f"{here}, where rank {expected['rank']} has {there}; from there on they are not joined"
+            )
+            notices.append(Notice("collectives-mismatch", "warning", text, own.height - end, rank=actual["rank"]))
         numbers = (pl.int_range(length, dtype=pl.Int64) + (shift + skip)).alias("key")
         keep.append(own.slice(skip, length).with_columns(numbers))
     joined = pl.concat([frame.select("row", "part", "key") for frame in keep])
@@ -180,23 +174,3 @@ def _aligned(reference: pl.DataFrame, own: pl.DataFrame) -> tuple[int, int]:
     length = min(len(codes), len(own_codes))
     differ = np.flatnonzero(codes[:length] != own_codes[:length])
     return 0, int(differ[0]) if len(differ) else length
-
-
-def _spoken(row: dict[str, Any]) -> str:
-    size = "" if row["in_bytes"] is None else f" of {row['in_bytes']} B"
-    return f"{row['kind'] or 'unknown'}{size}"
-
-
-def _pairs(rows: pl.DataFrame) -> pl.DataFrame:
-    """Sends and receives between the same two ranks, group and tag, in order."""
-    addressed = rows.filter(pl.col("rank").is_not_null() & pl.col("peer").is_not_null())
-    if not addressed.height:
-        return addressed.with_columns(pl.lit(0).alias("key"))
-    sends = pl.col("kind") == "send"
-    keyed = addressed.with_columns(
-        pl.when(sends).then("rank").otherwise("peer").alias("from"),
-        pl.when(sends).then("peer").otherwise("rank").alias("to"),
-        pl.col("tag").fill_null(-1).alias("tag"),
-    ).with_columns(pl.int_range(pl.len()).over("kind", "group", "from", "to", "tag").alias("nth"))
-    keyed = keyed.with_columns(pl.struct("group", "from", "to", "tag", "nth").alias("key"))
-    return keyed.filter(pl.col("kind").n_unique().over("key") == 2)

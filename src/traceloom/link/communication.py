@@ -44,7 +44,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-class Communication(Struct, frozen=True):
+class OwnCommunication(Struct, frozen=True):
     """Communication of one rank.
 
     Attributes:
@@ -72,11 +72,6 @@ class Communication(Struct, frozen=True):
             .cast(GRAPH_SCHEMAS["communication"])
         )
 
-    def node_bytes(self, parts: Parts) -> tuple[Ints, Ints]:
-        """Nodes whose bytes are known, and the bytes that this rank puts in."""
-        has_bytes = self.about["in_bytes"].is_not_null().to_numpy()
-        return self.nodes(parts)[has_bytes], self.about["in_bytes"].drop_nulls().to_numpy()
-
 
 @lru_cache(maxsize=1)
 def _kernel_pattern() -> str:
@@ -85,7 +80,7 @@ def _kernel_pattern() -> str:
     return "(?i)" + "|".join(f"(?:{row['pattern']})" for row in table if row["category"] == "communication")
 
 
-def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> Communication:
+def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunication:
     """Find the communication of a rank.
 
     On devices: kernels by the table of names. On hosts: calls of back ends that work there (`gloo:all_reduce`).
@@ -96,8 +91,29 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> Communicati
     names = trace.events["name"].gather(work.row)
     is_talk = named(names, _kernel_pattern()).to_numpy() & (category == cat.KERNEL).to_numpy()
     chosen = np.flatnonzero(is_talk)
-    host = _host_events(tree, work)
-    described = _described(trace)
+    # outermost calls of back ends that communicate from the host, without GPU work of their own
+    outermost = tree.named(HOST_BACKENDS) & ~tree.call
+    outermost &= nearest(tree.parent, outermost) < 0
+    submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
+    np.add.at(submitted, work.call[work.call >= 0] + 1, 1)
+    total = np.cumsum(submitted)
+    host = np.flatnonzero(outermost)
+    host = host[total[tree.stop[host]] == total[host]]
+    # what the file says of each event that describes a collective; columns `event` and _FIELDS
+    members = trace.groups.select("group", pl.col("ranks").alias("members"))
+    described = (
+        trace.collectives.filter(~pl.col("kind").is_in(_NOT_THE_OPERATION) | pl.col("kind").is_null())
+        .with_columns(
+            whole_list("ranks", pl.Int32),
+            whole_list("in_splits", pl.Int64),
+            whole_list("out_splits", pl.Int64),
+            pl.lit(None, pl.Int64).alias("tag"),
+        )
+        .join(members.unique("group"), on="group", how="left", maintain_order="left")
+        .with_columns(pl.coalesce("ranks", "members").alias("ranks"))
+        .select("event", *_FIELDS)
+        .unique("event", keep="first", maintain_order=True)
+    )
     on_host = _around(tree, described, host, tree.name.gather(host))
     rows = work.row[chosen]
     own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
@@ -112,25 +128,7 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> Communicati
     codes = np.full(chosen.size, gs.NODE_KINDS.index(gs.COLLECTIVE))
     codes[(kinds == "send").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
     codes[(kinds == "receive").fill_null(value=False).to_numpy()] = gs.NODE_KINDS.index(gs.RECEIVE)
-    return Communication(chosen, codes, host, about)
-
-
-def _described(trace: Trace) -> pl.DataFrame:
-    """What the file says of each event that describes a collective; columns `event` and _FIELDS."""
-    frame = trace.collectives.filter(~pl.col("kind").is_in(_NOT_THE_OPERATION) | pl.col("kind").is_null())
-    members = trace.groups.select("group", pl.col("ranks").alias("members"))
-    return (
-        frame.with_columns(
-            whole_list("ranks", pl.Int32),
-            whole_list("in_splits", pl.Int64),
-            whole_list("out_splits", pl.Int64),
-            pl.lit(None, pl.Int64).alias("tag"),
-        )
-        .join(members.unique("group"), on="group", how="left", maintain_order="left")
-        .with_columns(pl.coalesce("ranks", "members").alias("ranks"))
-        .select("event", *_FIELDS)
-        .unique("event", keep="first", maintain_order=True)
-    )
+    return OwnCommunication(chosen, codes, host, about)
 
 
 def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
@@ -141,46 +139,22 @@ def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
 
 
 def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series) -> pl.DataFrame:
-    """For each position the fields of itself, completed by those of the described events around it."""
-    if not described.height:
-        return _told_by_name(described.select(_FIELDS).clear(position.size), names)
-    is_described = np.zeros(tree.row.size + 1, dtype=np.bool_)
-    at = tree.position[described["event"].to_numpy()]
-    is_described[at[at >= 0]] = True
-    above = nearest(tree.parent, is_described[:-1])
-    rows = pl.DataFrame({"place": at, **{name: described[name] for name in _FIELDS}}).filter(pl.col("place") >= 0)
-    rows = rows.unique("place", keep="first")
-    current = position.copy()
-    fields: pl.DataFrame | None = None
-    for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
-        current = np.where(
-            (current >= 0) & is_described[current],
-            current,
-            np.where(current >= 0, above[current], -1) if above.size else -1,
-        )
-        part = (
-            pl.DataFrame({"place": current}).join(rows, on="place", how="left", maintain_order="left").select(_FIELDS)
-        )
-        fields = part if fields is None else fields.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
-        current = np.where(current >= 0, above[current], -1) if above.size else current
-    assert fields is not None
-    return _told_by_name(fields, names)
-
-
-def _told_by_name(fields: pl.DataFrame, names: pl.Series) -> pl.DataFrame:
-    """Where nothing says what kind of communication it is, its name does."""
+    """For each position the fields of itself, completed by those of the described events around it, and by its name."""
+    fields = described.select(_FIELDS).clear(position.size)
+    if described.height:
+        is_described = np.zeros(tree.row.size + 1, dtype=np.bool_)
+        at = tree.position[described["event"].to_numpy()]
+        is_described[at[at >= 0]] = True
+        above = nearest(tree.parent, is_described[:-1])
+        rows = described.select(_FIELDS).with_columns(pl.Series("position", at)).filter(pl.col("position") >= 0)
+        rows = rows.unique("position", keep="first")
+        current = position
+        for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
+            outside = np.where(current >= 0, above[current], -1) if above.size else np.full(current.size, -1)
+            current = np.where((current >= 0) & is_described[current], current, outside)
+            part = pl.DataFrame({"position": current}).join(rows, on="position", how="left", maintain_order="left")
+            fields = fields.select(pl.coalesce(pl.col(name), part[name]) for name in _FIELDS)
+            current = np.where(current >= 0, above[current], -1) if above.size else current
     lower = names.str.to_lowercase()
     by_name = pl.coalesce(pl.when(lower.str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS)
     return fields.with_columns(pl.coalesce("kind", pl.select(by_name).to_series()).alias("kind"))
-
-
-def _host_events(tree: HostTree, work: DeviceWork) -> Ints:
-    """Outermost calls of back ends that communicate from the host, without GPU work of their own."""
-    outermost = tree.named(HOST_BACKENDS) & ~tree.call
-    outermost &= nearest(tree.parent, outermost) < 0
-    submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
-    np.add.at(submitted, work.call[work.call >= 0] + 1, 1)
-    total = np.cumsum(submitted)
-    position = np.flatnonzero(outermost)
-    alone: Ints = position[total[tree.stop[position]] == total[position]]
-    return alone

@@ -1,4 +1,4 @@
-"""Data edges: who wrote a tensor's storage last before somebody read it."""
+"""What ops get from each other: tensors, by who wrote a storage last, and forward ops to their backward ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
-from traceloom.link.segments import Segments
+from traceloom.link.segments import HostSegments
+from traceloom.model import Trace
+from traceloom.model import category as cat
 from traceloom.model.arrays import nearest
 
 Ints = NDArray[np.int64]
@@ -28,21 +30,19 @@ class DataFlow(Struct, frozen=True):
     Attributes:
         source: Node of each edge that wrote.
         target: Node that read.
-        storages: Different storages that the ops name.
         unplaced: Reads of storages that nothing recorded had written.
         late: Reads that began, by the recorded times, before the write had ended; no edges.
     """
 
     source: Ints
     target: Ints
-    storages: int
     unplaced: int
     late: int
 
 
 def data_flow(  # noqa: PLR0917  (the parts of a rank)
     tree: HostTree,
-    host: Segments,
+    host: HostSegments,
     work: DeviceWork,
     segment_node: Ints,
     work_node: Ints,
@@ -64,10 +64,24 @@ def data_flow(  # noqa: PLR0917  (the parts of a rank)
         host_op: Id in the host trace of each host event; -1 where it has none.
         ops: The ops of the host trace: columns as `host_ops`.
     """
-    acts, first_work, last_work = _actors(tree, work, host_op)
+    # Ops that do something themselves, the innermost ops around launches and ops without ops inside; with the first
+    # and the last GPU work of each (-1: none).
+    matched = host_op >= 0
+    above = nearest(tree.parent, matched)
+    owner = np.where(matched, np.arange(matched.size), above)
+    launched = np.flatnonzero(work.call >= 0)
+    of = owner[work.call[launched]]
+    launched, of = launched[of >= 0], of[of >= 0]
+    first_work, last_work = (np.full(matched.size, -1, dtype=np.int64) for _ in range(2))
+    by_start, by_end = np.argsort(-work.start[launched], kind="stable"), np.argsort(work.end[launched], kind="stable")
+    first_work[of[by_start]] = launched[by_start]
+    last_work[of[by_end]] = launched[by_end]
+    acts = matched.copy()
+    acts[above[matched & (above >= 0)]] = False
+    acts |= first_work >= 0
     uses = _uses(host_op, acts, ops)
-    time = np.where(uses["write"].to_numpy(), tree.end[uses["position"].to_numpy()], 0)
-    time = np.where(uses["write"].to_numpy(), time, tree.start[uses["position"].to_numpy()])
+    position = uses["position"].to_numpy()
+    time = np.where(uses["write"].to_numpy(), tree.end[position], tree.start[position])
     uses = uses.with_columns(pl.Series("time", time)).sort(
         "storage", "time", pl.col("write").not_(), "position", maintain_order=True
     )
@@ -91,37 +105,12 @@ def data_flow(  # noqa: PLR0917  (the parts of a rank)
     kept = (done <= begun) & ~(on_device & ~to_work)
     late = int(((done > begun) & ~(on_device & ~to_work)).sum())
     pairs = np.unique(np.stack([source[kept], target[kept]], axis=1), axis=0)
-    return DataFlow(pairs[:, 0], pairs[:, 1], uses["storage"].n_unique(), unplaced, late)
-
-
-def data_edges(edges: Edges, flow: DataFlow, evidence: str) -> None:
-    """From the end of what wrote to the start of what reads."""
-    edges.add("data", evidence, flow.source, flow.target, from_end=True, to_end=False)
+    return DataFlow(pairs[:, 0], pairs[:, 1], unplaced, late)
 
 
 def _at(values: Ints, rows: Ints) -> Ints:
     """Values at rows, anything where there is no row."""
     return values[np.maximum(rows, 0)] if values.size else np.zeros(rows.size, dtype=np.int64)
-
-
-def _actors(tree: HostTree, work: DeviceWork, host_op: Ints) -> tuple[Bools, Ints, Ints]:
-    """Which ops do something themselves, with the first and the last GPU work of each (-1: none).
-
-    These are the innermost ops around launches, and ops without ops inside.
-    """
-    matched = host_op >= 0
-    above = nearest(tree.parent, matched)
-    owner = np.where(matched, np.arange(matched.size), above)
-    launched = np.flatnonzero(work.call >= 0)
-    of = owner[work.call[launched]]
-    launched, of = launched[of >= 0], of[of >= 0]
-    first, last = (np.full(matched.size, -1, dtype=np.int64) for _ in range(2))
-    by_start, by_end = np.argsort(-work.start[launched], kind="stable"), np.argsort(work.end[launched], kind="stable")
-    first[of[by_start]] = launched[by_start]
-    last[of[by_end]] = launched[by_end]
-    leaf = matched.copy()
-    leaf[above[matched & (above >= 0)]] = False
-    return leaf | (first >= 0), first, last
 
 
 def _uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
@@ -177,3 +166,63 @@ def _tensors(about: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
         .filter(pl.col("storage") > 0)
         .unique(maintain_order=True)
     )
+
+
+def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: HostSegments, segment_node: Ints) -> None:
+    """From the end of each forward op to the start of its backward op.
+
+    Arrows of the file come first. Else ops are joined by sequence number, which counts within one forward thread:
+    only where a process has one such thread is it known which is meant.
+    """
+    arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
+    source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
+    has_both = (source >= 0) & (target >= 0)
+    source, target = source[has_both], target[has_both]
+    by_number = _equal_sequences(trace, tree)
+    # an arrow may end at an op inside the one that stands for the node
+    arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
+    drawn = arrows_before[tree.stop[by_number[1]]] > arrows_before[by_number[1]]
+    evidence = np.repeat(["measured", "correlated"], [target.size, int((~drawn).sum())])
+    source = np.concatenate([source, by_number[0][~drawn]])
+    target = np.concatenate([target, by_number[1][~drawn]])
+    possible = tree.end[source] <= tree.start[target]
+    source, target = source[possible], target[possible]
+    edges.add(
+        "forward-backward", evidence[possible], segment_node[host.last[source]], segment_node[host.first[target]],
+        from_end=True, to_end=False,
+    )  # fmt: skip
+
+
+def _equal_sequences(trace: Trace, tree: HostTree) -> tuple[Ints, Ints]:
+    """Positions of forward and backward op that share a process and a sequence number.
+
+    Several ops can have one number, since it is read when an op begins: of forward ops the last to begin made the
+    node, of backward ops the outermost stands for it.
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    columns = trace.events.select("process", "sequence", "forward_thread", "category", "lane")
+    numbered = columns.with_columns(pl.Series("position", tree.position)).filter(
+        (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
+    )
+    forward = numbered.filter(pl.col("forward_thread").fill_null(0) == 0)
+    backward = numbered.filter(pl.col("forward_thread") > 0)
+    if not forward.height or not backward.height:
+        return nothing, nothing
+    threads = pl.concat(
+        [
+            forward.group_by("process").agg(pl.col("lane").n_unique().alias("threads")),
+            backward.group_by("process").agg(pl.col("forward_thread").n_unique().alias("threads")),
+        ]
+    )
+    if (threads["threads"] > 1).any():
+        return nothing, nothing
+    is_backward = np.zeros(tree.row.size, dtype=np.bool_)
+    is_backward[backward["position"].to_numpy()] = True
+    outermost = nearest(tree.parent, is_backward) < 0
+    made = forward.group_by("process", "sequence").agg(pl.col("position").max().alias("forward"))
+    joined = (
+        backward.filter(pl.Series(outermost[backward["position"].to_numpy()], dtype=pl.Boolean))
+        .join(made, on=["process", "sequence"], how="inner")
+        .sort("position")
+    )
+    return joined["forward"].to_numpy(), joined["position"].to_numpy()

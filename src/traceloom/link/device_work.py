@@ -79,7 +79,10 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         by_number = first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers)
         launch = np.where(command, by_number, launch)
     correlated = launch >= 0
-    launch = np.where(correlated, launch, _by_arrow(trace, row))
+    arrows = trace.flows.filter(pl.col("kind") == "launch").drop_nulls(["source", "target"])
+    arrow_from = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    arrow_from[arrows["target"].to_numpy()] = arrows["source"].to_numpy()
+    launch = np.where(correlated, launch, arrow_from[row])
     call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
     has_call = call >= 0
     called = np.full(row.size, BEFORE, dtype=np.int64)
@@ -90,14 +93,23 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     lost = call < 0
     unnumbered = work["correlation"].is_null().to_numpy()
     orphans[lost] = np.where(unnumbered[lost], 1, 2)
-    orphans[lost & ~unnumbered & _first_of_stream(work["lane"].to_numpy(), start, lost)] = 0
+    # what runs before any work with a launch does on its stream was launched before the window
+    lane = work["lane"].to_numpy()
+    earliest = np.full(int(lane.max(initial=0)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(earliest, lane[~lost], start[~lost])
+    orphans[lost & ~unnumbered & (start <= earliest[lane])] = 0
     orphans[wrong] = 3
-    op = _named_op(trace, tree, row, start, lost)
+    # the op that the file names for a work without a call, where it began before the work
+    named = trace.events["op"].cast(pl.Int64).fill_null(-1).to_numpy()[row] if row.size else row
+    op = np.where(lost & (named >= 0), tree.position[named], -1) if tree.position.size else np.full(row.size, -1)
+    later = op >= 0
+    later[later] = tree.start[op[later]] > start[later]
+    op[later] = -1
     orphans[op >= 0] = BY_OP
-    order = np.lexsort((row, end, called, start, work["lane"].to_numpy()))
+    order = np.lexsort((row, end, called, start, lane))
     return DeviceWork(
         row=row[order],
-        lane=work["lane"].to_numpy().astype(np.int64)[order],
+        lane=lane.astype(np.int64)[order],
         device=work["device"].cast(pl.Int64).fill_null(-1).to_numpy()[order],
         start=start[order],
         end=end[order],
@@ -108,28 +120,3 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         op=op[order],
         command=command[order],
     )
-
-
-def _named_op(trace: Trace, tree: HostTree, row: Ints, start: Ints, lost: Bools) -> Ints:
-    """Position of the op that the file names for each work without a call, where it began before the work; else -1."""
-    named = trace.events["op"].cast(pl.Int64).fill_null(-1).to_numpy()[row] if row.size else row
-    at = np.where(lost & (named >= 0), tree.position[named], -1) if tree.position.size else np.full(row.size, -1)
-    earlier = at >= 0
-    earlier[earlier] = tree.start[at[earlier]] <= start[earlier]
-    return np.where(earlier, at, -1)
-
-
-def _by_arrow(trace: Trace, row: Ints) -> Ints:
-    """The event at the start of the arrow that ends at each GPU work; -1 where no arrow does."""
-    arrows = trace.flows.filter(pl.col("kind") == "launch").drop_nulls(["source", "target"])
-    source = np.full(trace.events.height + 1, -1, dtype=np.int64)
-    source[arrows["target"].to_numpy()] = arrows["source"].to_numpy()
-    return source[row]
-
-
-def _first_of_stream(lane: NDArray[np.uint32], start: Ints, lost: Bools) -> Bools:
-    """Work that runs before any work with a launch does on its stream: it was launched before the window."""
-    earliest = np.full(int(lane.max(initial=0)) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(earliest, lane[~lost], start[~lost])
-    early: Bools = start <= earliest[lane]
-    return early

@@ -69,7 +69,14 @@ class Edges(Struct):
         target = _joined([target[kept], 2 * free], np.int64)
         kind = _joined([kind[kept], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)], np.uint8)
         evidence = _joined([evidence[kept], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)], np.uint8)
-        order = _sorted_once(target, source, kind, times.size)
+        # by target, source and kind; of those that are alike the first, since one between two points is enough
+        columns: tuple[NDArray[Any], ...] = (target, source, kind)
+        if times.size < _ONE_KEY:
+            columns = ((target * times.size + source) * len(EDGE_KINDS) + kind,)
+        order: Ints = np.argsort(columns[0], kind="stable") if len(columns) == 1 else np.lexsort(columns[::-1])
+        new = np.ones(order.size, dtype=np.bool_)
+        new[1:] = np.any([column[order][1:] != column[order][:-1] for column in columns], axis=0)
+        order = order[new]
         source, target, kind, evidence = source[order], target[order], kind[order], evidence[order]
         frame = pl.DataFrame(
             {
@@ -86,20 +93,6 @@ class Edges(Struct):
         )
         rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
         return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
-
-
-def _sorted_once(target: Ints, source: Ints, kind: NDArray[np.uint8], points: int) -> Ints:
-    """Edges by target, source and kind; of those that are alike the first, since one between two points is enough."""
-    columns: tuple[NDArray[Any], ...] = (target, source, kind)
-    if points < _ONE_KEY:
-        columns = ((target * points + source) * len(EDGE_KINDS) + kind,)
-    order: Ints = np.argsort(columns[0], kind="stable") if len(columns) == 1 else np.lexsort(columns[::-1])
-    new = np.zeros(max(order.size - 1, 0), dtype=np.bool_)
-    for column in columns:
-        ordered = column[order]
-        new |= ordered[1:] != ordered[:-1]
-    first: Ints = order[np.append(True, new)[: order.size]]
-    return first
 
 
 def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:
@@ -137,7 +130,14 @@ def fitting(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
         basis &= ~inside
     position = np.empty(times.size, dtype=np.int64)
     position[order] = np.arange(times.size)
-    moved = _moved_on(times, source[at], target[at])
+    # times moved on until no edge goes back and no node ends before it starts
+    moved, before, after = times.copy(), source[at], target[at]
+    while True:
+        late = np.flatnonzero(moved[after] < moved[before])
+        if not late.size and not (moved[1::2] < moved[0::2]).any():
+            break
+        np.maximum.at(moved, after[late], moved[before[late]])
+        moved[1::2] = np.maximum(moved[1::2], moved[0::2])
     forward = (moved[source] < moved[target]) | (
         (moved[source] == moved[target]) & (position[source] < position[target])
     )
@@ -165,15 +165,3 @@ def _behind_circles(nodes: int, source: Ints, target: Ints) -> Bools:
                 if waits[follower] == 0 and left[follower]:
                     ready.append(follower)
     return left
-
-
-def _moved_on(times: Ints, source: Ints, target: Ints) -> Ints:
-    """Times moved on until no edge goes back and no node ends before it starts."""
-    moved = times.copy()
-    while True:
-        late = np.flatnonzero(moved[target] < moved[source])
-        ends = np.flatnonzero(moved[1::2] < moved[0::2])
-        if not late.size and not ends.size:
-            return moved
-        np.maximum.at(moved, target[late], moved[source[late]])
-        moved[1::2] = np.maximum(moved[1::2], moved[0::2])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import polars as pl
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
-from traceloom.link import by_names
 from traceloom.link import matching as ms
 from traceloom.link.matching import Matching
 from traceloom.model import Trace
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
-from traceloom.read.sequences import device_lines, host_lines, is_op, name_codes
+from traceloom.read.alignment import Places, align, hashes, occurrences, similar
+from traceloom.read.sequences import Line, device_lines, host_lines, is_op, name_codes
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -22,6 +25,9 @@ Bools = NDArray[np.bool_]
 LEAST = 0.9  # of the host ops must be found, or the two traces are not of one run
 _TRIED = 4  # places, where the ops fit only nearly
 _LEAST_BY_ID = 0.5  # where ids and names agree, one of the traces may be cut
+# An op gets its id and its start time one after the other; in between another thread may get both.
+_RACE_NS = 200_000
+_LANES = 64  # tried for each thread: those with most ops
 
 
 class _Both(Struct, frozen=True):
@@ -74,166 +80,130 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     if not op.any():
         raise InputError("the host trace holds no op", slug="empty-host-trace", where=host.path)
     both = _Both(trace, host, no_op, op, is_op(trace), host_code, event_code)
-    _refuse_by_names(both)
-    _refuse_by_process(both)
-    matching = _by_record_id(both) or _by_external_id(both)
-    return matching if matching is not None else _by_names(both)
-
-
-# -- what cannot be of one run -----------------------------------------------------------------------------------------
-
-
-def _refuse_by_names(both: _Both) -> None:
-    """Quickly, by how often each name occurs: no more can be matched than that."""
-    size = int(max(both.host_code.max(initial=0), both.event_code.max(initial=0))) + 1
-    host_counts = np.bincount(both.host_code[both.op], minlength=size)
-    event_counts = np.bincount(both.event_code[both.event], minlength=size)
+    of_ops = trace.events.filter(pl.Series(both.event))
+    # Quickly, by how often each name occurs: no more can be matched than that. Fewer have to be where every event has
+    # an id: the device trace may be cut.
+    size = int(max(host_code.max(initial=0), event_code.max(initial=0))) + 1
+    host_counts = np.bincount(host_code[op], minlength=size)
+    event_counts = np.bincount(event_code[both.event], minlength=size)
     most = int(np.minimum(host_counts, event_counts).sum())
-    if most < _least(both):
-        raise _mismatch(both, most, "are in the device trace at all", by_name_only=True)
+    least = _LEAST_BY_ID if of_ops["record_function_id"].count() > 0 else LEAST
+    if most < least * both.ops:
+        raise _mismatch(both, most, "are in the device trace at all", least)
+    # The process id, where both have it: ranks of one job run the same ops, so names do not tell them apart.
+    processes = of_ops["process"].unique().drop_nulls()
+    if host.process is not None and processes.len() and host.process not in processes:
+        shown = trace.meta.process if trace.meta.process is not None else processes[0]
+        raise InputError(
+            f"the host trace is of process {host.process}, the device trace of process {shown}",
+            slug="host-mismatch",
+            where=f"{host.path}, {trace.meta.path}",
+            hint="give the two traces of one process; ranks of one job look alike but are not the same",
+        )
+    return _by_ids(both) or _by_names(both)
 
 
-def _least(both: _Both) -> float:
-    """Host ops that must be found; fewer where every event has an id, and the device trace may be cut."""
-    has_ids = both.trace.events["record_function_id"].filter(pl.Series(both.event)).count() > 0
-    return (_LEAST_BY_ID if has_ids else LEAST) * both.ops
-
-
-def _refuse_by_process(both: _Both) -> None:
-    """The process id, where both know it; ranks of one job run the same ops, so names do not tell them apart."""
-    host_process, trace = both.host.process, both.trace
-    device_processes = trace.events["process"].filter(pl.Series(both.event)).unique().drop_nulls()
-    if host_process is None or not device_processes.len() or host_process in device_processes:
-        return
-    shown = trace.meta.process if trace.meta.process is not None else device_processes[0]
-    raise InputError(
-        f"the host trace is of process {host_process}, the device trace of process {shown}",
-        slug="host-mismatch",
-        where=f"{both.host.path}, {trace.meta.path}",
-        hint="give the two traces of one process; ranks of one job look alike but are not the same",
-    )
-
-
-def _mismatch(both: _Both, count: int, clause: str, *, by_name_only: bool = False) -> InputError:
+def _mismatch(both: _Both, count: int, clause: str, least: float) -> InputError:
     host_process, device_process = both.host.process, both.trace.meta.process
     processes = (
         f" (process {host_process}, process {device_process})"
         if None not in {host_process, device_process} and host_process != device_process
         else ""
     )
-    least = _least(both) / both.ops if by_name_only else LEAST
     return InputError(
         f"host trace and device trace are not of one run{processes}: only {count:,} of {both.ops:,} host ops "
-        f"({_percent(count, both.ops)}) {clause}, {100 * least:.0f} % are needed",
+        f"({100 * count / both.ops:.1f} %) {clause}, {100 * least:.0f} % are needed",
         slug="host-mismatch",
         where=f"{both.host.path}, {both.trace.meta.path}",
         hint="give the host trace of the same run and process, or the device trace alone",
     )
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "0 %"
+def _by_ids(both: _Both) -> Matching | None:
+    """By record function id, or by `External id`, which was the record function id in some older versions.
 
-
-# -- by ids ------------------------------------------------------------------------------------------------------------
-
-
-def _by_record_id(both: _Both) -> Matching | None:
-    """By record function id: exact, whatever the names; most have to agree, to show that it is one run."""
-    row, event = _equal_ids(both, "record_function_id")
-    same = both.host_code[row] == both.event_code[event]
-    if row.size < _LEAST_BY_ID * both.ops or same.sum() < LEAST * row.size:
-        return None
-    outcome = _outcomes(both, ms.NO_ID)
-    outcome[_outside(both, "record_function_id")] = ms.OUTCOMES.index(ms.OUTSIDE)
-    outcome[row] = ms.OUTCOMES.index(ms.BY_RECORD_ID)
-    outcome[row[~same]] = ms.OUTCOMES.index(ms.BY_RECORD_ID_RENAMED)
-    matching = _matching(both, row, event, outcome, exact=True)
-    if row.size >= LEAST * both.ops:
-        return matching
-    text = f"only {row.size:,} of {both.ops:,} host ops ({_percent(row.size, both.ops)}) are in the device trace"
-    return matching.with_notices(Notice("host-ops-missing", "warning", text, both.ops - row.size, where=both.host.path))
-
-
-def _by_external_id(both: _Both) -> Matching | None:
-    """By `External id`, which was the record function id in some older versions: only where the names agree."""
-    row, event = _equal_ids(both, "external_id")
-    same = both.host_code[row] == both.event_code[event]
-    if same.sum() < LEAST * both.ops or same.sum() < LEAST * row.size:
-        return None
-    row, event = row[same], event[same]
-    outcome = _outcomes(both, ms.NO_ID)
-    outcome[_outside(both, "external_id")] = ms.OUTCOMES.index(ms.OUTSIDE)
-    outcome[row] = ms.OUTCOMES.index(ms.BY_EXTERNAL_ID)
-    return _matching(both, row, event, outcome, exact=True)
-
-
-def _equal_ids(both: _Both, column: str) -> tuple[Ints, Ints]:
-    """Rows of host ops and of events whose ids are equal; of several with one id the first."""
-    ids = both.trace.events[column]
-    event = np.flatnonzero(both.event & ids.is_not_null().to_numpy())
+    The former is exact, whatever the names; most have to agree, to show that it is one run. The latter only counts
+    where the names agree.
+    """
     own = both.host.ops["record_function_id"]
-    row = np.flatnonzero(both.op & own.is_not_null().to_numpy())
-    if not row.size or not event.size:
-        return row[:0], event[:0]
-    keys, first = np.unique(ids.fill_null(0).to_numpy()[event], return_index=True)
-    event = event[first]
-    own_keys, first = np.unique(own.fill_null(0).to_numpy()[row], return_index=True)
-    row = row[first]
-    at = np.minimum(np.searchsorted(keys, own_keys), keys.size - 1)
-    hit = keys[at] == own_keys
-    return row[hit], event[at[hit]]
-
-
-def _outside(both: _Both, column: str) -> Bools:
-    """Host ops with ids before the first or after the last of the device trace: the profiler begins a little later."""
-    ids = both.trace.events[column].filter(pl.Series(both.event))
-    own = both.host.ops["record_function_id"]
-    outside = (own < ids.min()) | (own > ids.max())
-    return outside.fill_null(value=False).to_numpy() & both.op
-
-
-# -- by names ----------------------------------------------------------------------------------------------------------
+    for column in ("record_function_id", "external_id"):
+        # rows of host ops and of events whose ids are equal; of several with one id the first
+        ids = both.trace.events[column]
+        event = np.flatnonzero(both.event & ids.is_not_null().to_numpy())
+        row = np.flatnonzero(both.op & own.is_not_null().to_numpy())
+        keys, first = np.unique(ids.fill_null(0).to_numpy()[event], return_index=True)
+        event = event[first]
+        own_keys, first = np.unique(own.fill_null(0).to_numpy()[row], return_index=True)
+        row = row[first]
+        _, at, own_at = np.intersect1d(keys, own_keys, assume_unique=True, return_indices=True)
+        row, event = row[own_at], event[at]
+        same = both.host_code[row] == both.event_code[event]
+        if not row.size or same.sum() < LEAST * row.size:
+            continue
+        # before the first id or after the last of the device trace: the profiler begins a little later
+        recorded = ids.filter(pl.Series(both.event))
+        outside = ((own < recorded.min()) | (own > recorded.max())).fill_null(value=False).to_numpy() & both.op
+        if column == "record_function_id" and row.size >= _LEAST_BY_ID * both.ops:
+            matching = _matching(
+                both, row, event,
+                [(ms.NO_ID, both.op), (ms.OUTSIDE, outside), (ms.BY_RECORD_ID, row),
+                 (ms.BY_RECORD_ID_RENAMED, row[~same])],
+                exact=True,
+            )  # fmt: skip
+            if row.size >= LEAST * both.ops:
+                return matching
+            share = f"{100 * row.size / both.ops:.1f} %"
+            text = f"only {row.size:,} of {both.ops:,} host ops ({share}) are in the device trace"
+            return matching.with_notices(
+                Notice("host-ops-missing", "warning", text, both.ops - row.size, where=both.host.path)
+            )
+        if column == "external_id" and same.sum() >= LEAST * both.ops:
+            row, event = row[same], event[same]
+            outcomes = [(ms.NO_ID, both.op), (ms.OUTSIDE, outside), (ms.BY_EXTERNAL_ID, row)]
+            return _matching(both, row, event, outcomes, exact=True)
+    return None
 
 
 def _by_names(both: _Both) -> Matching:
+    """By the order of the names of each thread, all threads in the same iteration."""
     in_trace = np.isin(both.host_code, both.event_code[both.event])
     in_host = np.isin(both.event_code, both.host_code[both.op])
     threads = host_lines(both.host, both.host_code, both.op & in_trace)
     lanes = device_lines(both.trace, both.event_code, both.event & in_host)
-    fitted = by_names.fit(threads, lanes)
-    row, event = by_names.pairs(fitted)
-    for iteration in range(1, min(fitted.iterations, _TRIED)):
+    fit = _Fit.of(threads, lanes)
+    row, event = fit.pairs()
+    for iteration in range(1, min(fit.iterations, _TRIED)):
         if row.size >= LEAST * both.ops:
             break
-        row, event = max((row, event), by_names.pairs(fitted, iteration), key=lambda pair: pair[0].size)
+        row, event = max((row, event), fit.pairs(iteration), key=lambda pair: pair[0].size)
     if row.size < LEAST * both.ops:
-        row, event = max((row, event), by_names.pairs(fitted, shifted=False), key=lambda pair: pair[0].size)
+        row, event = max((row, event), fit.pairs(shifted=False), key=lambda pair: pair[0].size)
     if row.size < LEAST * both.ops:
-        raise _mismatch(both, row.size, "are found in the same order")
-    outcome = _outcomes(both, ms.NO_PLACE)
-    outcome[both.op & ~in_trace] = ms.OUTCOMES.index(ms.NO_NAME)
-    outcome[row] = ms.OUTCOMES.index(ms.BY_NAMES)
-    matching = _matching(both, row, event, outcome, exact=False, iterations=fitted.iterations)
-    if fitted.iterations == 1:
+        raise _mismatch(both, row.size, "are found in the same order", LEAST)
+    outcomes = [(ms.NO_PLACE, both.op), (ms.NO_NAME, both.op & ~in_trace), (ms.BY_NAMES, row)]
+    matching = _matching(both, row, event, outcomes, exact=False, iterations=fit.iterations)
+    if fit.iterations == 1:
         return matching
     text = (
-        f"the host trace fits {fitted.iterations} iterations of the device trace equally well; the first is taken, and "
+        f"the host trace fits {fit.iterations} iterations of the device trace equally well; the first is taken, and "
         "what the graph says because of it is inferred"
     )
-    return matching.with_notices(Notice("several-iterations", "info", text, fitted.iterations, where=both.host.path))
+    return matching.with_notices(Notice("several-iterations", "info", text, fit.iterations, where=both.host.path))
 
 
-# -- the result --------------------------------------------------------------------------------------------------------
-
-
-def _outcomes(both: _Both, unmatched: str) -> Ints:
-    """Numbers of outcomes before anything is matched."""
-    codes = both.no_op.to_physical().cast(pl.Int64).fill_null(ms.OUTCOMES.index(unmatched))
-    return codes.to_numpy().copy()
-
-
-def _matching(both: _Both, row: Ints, event: Ints, outcome: Ints, *, exact: bool, iterations: int = 1) -> Matching:
+def _matching(
+    both: _Both,
+    row: Ints,
+    event: Ints,
+    outcomes: Iterable[tuple[str, NDArray[Any]]],
+    *,
+    exact: bool,
+    iterations: int = 1,
+) -> Matching:
+    """The result from rows that belong together, and what became of which rows of the host trace; the last counts."""
+    outcome = both.no_op.to_physical().cast(pl.Int64).fill_null(0).to_numpy().copy()
+    for word, rows in outcomes:
+        outcome[rows] = ms.OUTCOMES.index(word)
     rank = both.trace.rank if both.trace.rank is not None else both.host.rank
     host_op = np.full(both.trace.events.height, -1, dtype=np.int64)
     host_op[event] = both.host.ops["id"].to_numpy()[row]
@@ -261,3 +231,146 @@ def _matching(both: _Both, row: Ints, event: Ints, outcome: Ints, *, exact: bool
         notices=tuple(notice.of_rank(rank) for notice in both.host.notices),
         rank=rank,
     )
+
+
+class _ThreadInLane(Struct, frozen=True):
+    """Where the ops of one host thread stand.
+
+    Attributes:
+        line: The thread.
+        lane: The lane.
+        start: Where in the lane they begin, for each iteration that fits.
+        slack: How far off that may be; 0: exactly there, one after the other.
+    """
+
+    line: Line
+    lane: Line
+    start: Ints
+    slack: int
+
+
+class _Fit(Struct):
+    """A choice of lanes for threads.
+
+    Attributes:
+        placed: Of each thread that has a place.
+        ops: How many ops these threads hold.
+    """
+
+    placed: list[_ThreadInLane] = field(default_factory=list)
+    ops: int = 0
+
+    @classmethod
+    def of(cls, threads: list[Line], lanes: list[Line]) -> _Fit:
+        """Choose a lane for every thread, so that as many ops as possible fit in the same iterations.
+
+        The thread with most ops comes first. The ids of the host trace count ops of all threads in the order in which
+        they began, so they say between which of its ops each other thread begins.
+
+        Args:
+            threads: Lines of the host trace, longest first.
+            lanes: Lines of the device trace.
+        """
+        best = cls()
+        if not threads:
+            return best
+        places = [_places(thread, lanes[:_LANES]) for thread in threads]
+        for first_lane, first in places[0].items():
+            attempt = cls([_ThreadInLane(threads[0], lanes[first_lane], first.start, first.slack)], threads[0].size)
+            taken = {first_lane}
+            for thread, thread_places in zip(threads[1:], places[1:], strict=True):
+                # the lane in which the thread fits most of the iterations, if there is one
+                most: tuple[Bools, Ints, int] | None = None
+                for at, in_lane in thread_places.items():
+                    if at in taken:
+                        continue
+                    good, chosen = _in_iteration(attempt.placed[0], thread, lanes[at], in_lane)
+                    if good.any() and (most is None or good.sum() > most[0].sum()):
+                        most = good, in_lane.start[chosen], at
+                if most is None:
+                    continue
+                good, start, at = most
+                attempt.placed = [
+                    _ThreadInLane(other.line, other.lane, other.start[good], other.slack) for other in attempt.placed
+                ]
+                attempt.placed.append(_ThreadInLane(thread, lanes[at], start[good], thread_places[at].slack))
+                attempt.ops += thread.size
+                taken.add(at)
+            if (attempt.ops, attempt.iterations) > (best.ops, best.iterations):
+                best = attempt
+        return best
+
+    @property
+    def iterations(self) -> int:
+        """In how many iterations all of them fit."""
+        return self.placed[0].start.size if self.placed else 0
+
+    def pairs(self, iteration: int = 0, *, shifted: bool = True) -> tuple[Ints, Ints]:
+        """Rows of host ops and of events that belong together, in one of the iterations that fit.
+
+        Args:
+            iteration: Which of those that fit.
+            shifted: Trust that most ops stand as far apart in both as the place says. Where a short pattern repeats and
+                ops are missing, that pairs repetitions wrongly.
+        """
+        host_rows, event_rows = [], []
+        for placed in self.placed:
+            start = int(placed.start[iteration])
+            if placed.slack == 0:
+                left, right = np.arange(placed.line.size), np.arange(start, start + placed.line.size)
+            else:
+                low = max(0, start - placed.slack)
+                high = min(placed.lane.size, start + placed.line.size + 2 * placed.slack)
+                shift = start - low if shifted else None
+                left, right = align(placed.line.names, hashes(placed.lane.names.tokens[low:high]), shift)
+                right = right + low
+            host_rows.append(placed.line.row[left])
+            event_rows.append(placed.lane.row[right])
+        nothing = np.empty(0, dtype=np.int64)
+        return np.concatenate([nothing, *host_rows]), np.concatenate([nothing, *event_rows])
+
+
+def _places(thread: Line, lanes: list[Line]) -> dict[int, Places]:
+    """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or nearly."""
+    for nested in (True, False):
+        exact = {
+            at: Places(start, np.full(start.size, thread.size), 0)
+            for at, lane in enumerate(lanes)
+            if (
+                start := occurrences(thread.nested if nested else thread.names, lane.nested if nested else lane.names)
+            ).size
+        }
+        if exact:
+            return exact
+    near = {at: similar(thread.names, lane.names) for at, lane in enumerate(lanes)}
+    most = max((int(candidate.votes.max(initial=0)) for candidate in near.values()), default=0)
+    return {at: candidate for at, candidate in near.items() if most and candidate.votes.max(initial=0) >= 0.8 * most}
+
+
+def _in_iteration(first: _ThreadInLane, thread: Line, lane: Line, places: Places) -> tuple[Bools, Ints]:
+    """For each iteration of the first thread: whether the other has a place in it, and which."""
+
+    def times(lane: Line, at: Ints) -> Ints:
+        return lane.order[np.clip(at, 0, lane.size - 1)]
+
+    before = int(np.searchsorted(first.line.order, thread.order[0])) - 1
+    low = times(first.lane, first.start + before - first.slack)
+    high = times(first.lane, first.start + before + 1 + first.slack)
+    early = times(lane, places.start - places.slack)
+    late = times(lane, places.start + places.slack)
+    last = places.start.size - 1
+    if before < 0:
+        chosen = np.searchsorted(early, high, side="right") - 1
+        good = (chosen >= 0) | (early[0] <= high + _RACE_NS)
+    else:
+        chosen = np.searchsorted(late, low)
+        bounded = before + 1 < first.line.size
+        good = (chosen <= last) & ((early[np.minimum(chosen, last)] <= high + _RACE_NS) | (not bounded))
+        # Only where none comes after, one that came a little before.
+        near = ~good & (chosen > 0) & (late[np.maximum(chosen - 1, 0)] >= low - _RACE_NS)
+        chosen = np.where(near, chosen - 1, chosen)
+        good |= near
+    chosen = np.clip(chosen, 0, places.start.size - 1)
+    again = np.flatnonzero(chosen[1:] == chosen[:-1])  # one place cannot belong to two iterations
+    good[again if before >= 0 else again + 1] = False
+    return good, chosen

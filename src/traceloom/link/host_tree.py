@@ -82,7 +82,15 @@ def host_tree(trace: Trace) -> HostTree:
     lane_of = events["lane"].to_numpy().astype(np.int64)
     call = category.is_in([cat.RUNTIME, cat.DRIVER]).to_numpy()
     kept = category.is_in(list(_KEPT)).to_numpy() & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
-    outer = _calls_around(parent, call, np.flatnonzero((category == cat.DRIVER).to_numpy()))
+    # of each driver call the nearest call around it
+    driver = np.flatnonzero((category == cat.DRIVER).to_numpy())
+    above = parent[driver]
+    todo = np.flatnonzero(above >= 0)
+    while (todo := todo[~call[above[todo]]]).size:  # one turn per level of nesting
+        above[todo] = parent[above[todo]]
+        todo = todo[above[todo] >= 0]
+    outer = np.full(parent.size, -1, dtype=np.int64)
+    outer[driver] = above
     talk = _communications_around(trace, parent, call)
     outer = np.where(talk >= 0, talk, outer)
     kept &= outer < 0
@@ -100,10 +108,17 @@ def host_tree(trace: Trace) -> HostTree:
     position[inside] = position[outer[inside]]
     lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
     end = events["nested_end_ns"].to_numpy()[row]
-    stop = _stops(lane, start, end)
+    stop = np.arange(1, lane.size + 1)
+    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
+    for low, high in pairwise(bounds.tolist()):
+        first_after = low + np.searchsorted(start[low:high], end[low:high], side="left")
+        stop[low:high] = np.maximum(stop[low:high], first_after)
     above = innermost(np.arange(row.size), stop, row.size)
     name = events["name"].gather(row)
-    words, word = _words(name)
+    physical = name.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
+    example = np.full(int(physical.max(initial=0)) + 1, -1)
+    example[physical] = np.arange(physical.size)
+    used = example >= 0
     durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
     return HostTree(
         row=row,
@@ -116,23 +131,11 @@ def host_tree(trace: Trace) -> HostTree:
         stop=stop,
         call=call[row],
         name=name,
-        words=words,
-        word=word,
+        words=name.gather(example[used]),
+        word=(np.cumsum(used) - 1)[physical],
         polling=int(left_out.sum()),
         polling_ns=int(durations[left_out].sum()),
     )
-
-
-def _calls_around(parent: Ints, call: Bools, driver: Ints) -> Ints:
-    """For each event that is a driver call the nearest call around it; -1 for none, and for all other events."""
-    above = parent[driver]
-    todo = np.flatnonzero(above >= 0)
-    while (todo := todo[~call[above[todo]]]).size:  # one turn per level of nesting
-        above[todo] = parent[above[todo]]
-        todo = todo[above[todo] >= 0]
-    outer = np.full(parent.size, -1, dtype=np.int64)
-    outer[driver] = above
-    return outer
 
 
 def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
@@ -157,16 +160,6 @@ def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
     return outer
 
 
-def _words(name: pl.Series) -> tuple[pl.Series, Ints]:
-    """The distinct names, and the number of each name among them."""
-    physical = name.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
-    example = np.full(int(physical.max(initial=0)) + 1, -1)
-    example[physical] = np.arange(physical.size)
-    used = example >= 0
-    number = np.cumsum(used) - 1
-    return name.gather(example[used]), number[physical]
-
-
 def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
     """Lanes that hold calls and nothing else, most of them polls for completion."""
     lanes = trace.lanes.height
@@ -179,12 +172,3 @@ def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
     poll_count = np.bincount(lane_of[polls], minlength=lanes)
     polling: Bools = (poll_count > _POLLING * count) & (calls == count) & (count > 0)
     return polling
-
-
-def _stops(lane: Ints, start: Ints, end: Ints) -> Ints:
-    stop = np.arange(1, lane.size + 1)
-    bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
-    for low, high in pairwise(bounds.tolist()):
-        first_after = low + np.searchsorted(start[low:high], end[low:high], side="left")
-        stop[low:high] = np.maximum(stop[low:high], first_after)
-    return stop

@@ -85,9 +85,33 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
         return _of_capture(sources, path_texts, window)
     if len(sources.inputs) > 1 and any(str(file.path) == "-" for file in sources.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
-    devices, hosts, refused = _kinds(sources.inputs)
+    devices: list[Peek] = []
+    hosts: list[HostPeek] = []
+    refused: list[InputError] = []
+    for file in sources.inputs:
+        try:
+            seen = told(file)
+        except InputError as error:
+            if file.given or error.slug not in _BESIDE:
+                refused.append(error)
+                note_input(file.path)
+            continue
+        note_input(file.path)
+        if isinstance(seen, HostPeek):
+            hosts.append(seen)
+        else:
+            devices.append(seen)
+    if not devices and hosts:
+        raise InputError(
+            f"only host traces were given ({_listed(host.source.path for host in hosts)}); they hold no times",
+            slug="no-device-trace",
+            hint="give the Kineto traces of the same processes with them",
+        )
+    if not devices and refused:
+        raise refused[0]
     if not devices:
-        raise _no_device(hosts, refused, path_texts)
+        where = ", ".join(path_texts)
+        raise InputError("the directory holds no trace among its .json files", slug="no-traces", where=where)
     runs = group(devices)
     if len(runs) > 1:
         shown = "; ".join(names(runs, path_texts)[:6])
@@ -104,38 +128,6 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
         out.ranks.append(RankInput(rank, device.source, pairs.get(rank)))
     _say_missing(out, max((device.world_size or 1 for device in devices), default=1))
     return out
-
-
-def _kinds(inputs: list[Input]) -> tuple[list[Peek], list[HostPeek], list[InputError]]:
-    devices: list[Peek] = []
-    hosts: list[HostPeek] = []
-    refused: list[InputError] = []
-    for file in inputs:
-        try:
-            seen = told(file)
-        except InputError as error:
-            if file.given or error.slug not in _BESIDE:
-                refused.append(error)
-                note_input(file.path)
-            continue
-        note_input(file.path)
-        if isinstance(seen, HostPeek):
-            hosts.append(seen)
-        else:
-            devices.append(seen)
-    return devices, hosts, refused
-
-
-def _no_device(hosts: list[HostPeek], refused: list[InputError], paths: tuple[str, ...]) -> InputError:
-    if hosts:
-        return InputError(
-            f"only host traces were given ({_listed(host.source.path for host in hosts)}); they hold no times",
-            slug="no-device-trace",
-            hint="give the Kineto traces of the same processes with them",
-        )
-    if refused:
-        return refused[0]
-    return InputError("the directory holds no trace among its .json files", slug="no-traces", where=", ".join(paths))
 
 
 # -- plain files ------------------------------------------------------------------------------------------------------
@@ -230,7 +222,18 @@ def _of_capture(sources: Found, paths: tuple[str, ...], window: Window) -> Input
     out.notices.extend(sources.notices.get(folder, []))
     listed = document.get("ranks")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    _check_job(folder, document)
+    jobs: dict[str | int, list[str]] = {}
+    for name, entry in windows(document):
+        jobs.setdefault(job_of(entry), []).append(str(folder / name))
+    if len(jobs) > 1:
+        first, *_ = jobs.values()
+        raise UsageError(
+            f"the capture holds {len(jobs)} runs (processes of no common group), expected one: "
+            f"{'; '.join(names[0] for names in list(jobs.values())[:6])}{'; ...' if len(jobs) > 6 else ''}",
+            slug="several-runs",
+            where=str(folder),
+            hint=f"give the files of one run, as in: traceloom link {shlex.join(first[:4])}",
+        )
     for entry in entries:
         _add_entry(out, folder, entry, window)
     if not out.ranks:
@@ -244,21 +247,6 @@ def _of_capture(sources: Found, paths: tuple[str, ...], window: Window) -> Input
         )
         out.notices.append(Notice("observer-cost", "warning", text, len(out.ranks), where=str(folder)))
     return out
-
-
-def _check_job(folder: Path, document: dict[str, Any]) -> None:
-    files: dict[str | int, list[str]] = {}
-    for name, entry in windows(document):
-        files.setdefault(job_of(entry), []).append(str(folder / name))
-    if len(files) > 1:
-        first, *_ = files.values()
-        raise UsageError(
-            f"the capture holds {len(files)} runs (processes of no common group), expected one: "
-            f"{'; '.join(names[0] for names in list(files.values())[:6])}{'; ...' if len(files) > 6 else ''}",
-            slug="several-runs",
-            where=str(folder),
-            hint=f"give the files of one run, as in: traceloom link {shlex.join(first[:4])}",
-        )
 
 
 def _add_entry(out: Inputs, folder: Path, entry: dict[str, Any], window: Window) -> None:

@@ -7,18 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
-from traceloom.link.collectives import Joined, join_parts
+from traceloom.link.clocks import ENDS_TOGETHER, HostClock, fit_clocks
+from traceloom.link.collectives import JoinedParts, join_parts
 from traceloom.link.meeting import meet
 from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import points
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
 from traceloom.model.points import acyclic
-
-Ints = NDArray[np.int64]
 
 # Frames whose rows point to nodes, and with which columns.
 _POINTING = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
@@ -43,16 +40,46 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
     ranks = [next(free) if rank is None else rank for rank in own_ranks]
     parts = [_ranked(part, rank) for part, rank in zip(parts, ranks, strict=True)]
     first_epoch = min(part.epoch_ns for part in parts)
-    communication = _communication(parts, first_epoch)
+    # a rank that does not state its host may have a clock of its own
+    hosts = [part.ranks["host"][0] or f"rank {number}" for number, part in enumerate(parts)]
+    # the communication of all ranks in one frame, in the order of the parts, on a common epoch
+    frames = []
+    for number, (part, host) in enumerate(zip(parts, hosts, strict=True)):
+        nodes = part.nodes.select("rank", "start_ns", "duration_ns")[part.communication["node"]]
+        start = nodes["start_ns"] + (part.epoch_ns - first_epoch)
+        frames.append(
+            part.communication.with_columns(
+                nodes["rank"],
+                start,
+                pl.lit(number).alias("part"),
+                (start + nodes["duration_ns"]).alias("end_ns"),
+                pl.lit(host).alias("host"),
+            )
+        )
+    communication = pl.concat(frames)
     joined = join_parts(communication)
-    clocks = _clocks(parts, communication, joined)
+    ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
+        (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
+    )
+    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    clocks = [fitted[host] for host in hosts]
     merged = _merged(parts, first_epoch, clocks, name)
     together, doubts = _met(merged, joined)
-    notices = (*merged.notices, *joined.notices, *doubts, *_clock_notices(parts, clocks))
-    return replace(together, notices=notices)
+    notices = [*merged.notices, *joined.notices, *doubts]
+    moved = [clock for clock in clocks if clock.offset_ns or clock.drift]
+    if moved:
+        worst = max(abs(clock.offset_ns) for clock in moved)
+        left = max(clock.residual_ns or 0 for clock in moved)
+        text = (
+            f"the clocks of {len(moved)} ranks were corrected by up to {worst / 1e6:.3f} ms, fitted on the ends of "
+            f"collectives; {left / 1e3:.1f} us remain"
+        )
+        notices.append(Notice("clocks-corrected", "info", text, len(moved)))
+    return replace(together, notices=tuple(notices))
 
 
 def _ranked(part: Graph, rank: int) -> Graph:
+    """A part with its rank; the given one, with a notice, where it has none."""
     if part.ranks.height and part.ranks["rank"][0] is not None:
         return part
     named = pl.lit(rank, dtype=pl.Int32).alias("rank")
@@ -70,81 +97,32 @@ def _ranked(part: Graph, rank: int) -> Graph:
     )
 
 
-def _met(merged: Graph, joined: Joined) -> tuple[Graph, list[Notice]]:
-    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a circle."""
+def _met(merged: Graph, joined: JoinedParts) -> tuple[Graph, list[Notice]]:
+    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a circle.
+
+    Then what was joined by the order of names is not, and in the end nothing is: what does not meet is ordered as each
+    rank is.
+    """
     by_number = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
-    for kept in (np.ones(len(by_number), dtype=np.bool_), by_number):
+    for kept in (np.ones_like(by_number), by_number, np.zeros_like(by_number)):
         instance = np.where(kept, joined.instance, -1)
-        graph = _numbered(merged, instance, joined.evidence)
-        # What does not meet is ordered as each rank is.
+        numbers = pl.Series("instance", instance).replace(-1, None).cast(pl.Int64)
+        communication = merged.communication.with_columns(numbers)
+        graph = meet(replace(merged, communication=communication), joined.evidence)
         if not (instance >= 0).any() or acyclic(graph.nodes.height, *points(graph)):
-            dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
-            return graph, [_circle(dropped)] if dropped else []
-    nothing = np.full(len(by_number), -1, dtype=np.int64)
-    return _numbered(merged, nothing, joined.evidence), [_circle(int((joined.instance >= 0).sum()))]
-
-
-def _numbered(merged: Graph, instance: Ints, evidence: list[str | None]) -> Graph:
-    numbers = pl.Series("instance", instance).replace(-1, None).cast(pl.Int64)
-    return meet(replace(merged, communication=merged.communication.with_columns(numbers)), evidence)
-
-
-def _circle(count: int) -> Notice:
+            break
+    dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
+    if not dropped:
+        return graph, []
     text = (
-        f"{count} parts of communications, joined between ranks, would wait for each other in a circle; "
+        f"{dropped} parts of communications, joined between ranks, would wait for each other in a circle; "
         "they are not joined (the traces do not show one and the same run, or their order cannot be told)"
     )
-    return Notice("collectives-circle", "warning", text, count)
+    return graph, [Notice("collectives-circle", "warning", text, dropped)]
 
 
-def _communication(parts: Sequence[Graph], epoch: int) -> pl.DataFrame:
-    """The communication of all ranks in one frame, in the order of `parts`, on a common epoch."""
-    frames = []
-    for number, part in enumerate(parts):
-        nodes = part.nodes.select("rank", "start_ns", "duration_ns")[part.communication["node"]]
-        shift = part.epoch_ns - epoch
-        frames.append(
-            part.communication.with_columns(
-                nodes["rank"], nodes["start_ns"], (nodes["start_ns"] + nodes["duration_ns"]).alias("end")
-            ).with_columns(
-                pl.lit(number).alias("part"),
-                (pl.col("start_ns") + shift).alias("start_ns"),
-                (pl.col("end") + shift).alias("end_ns"),
-                pl.lit(_host(part, number)).alias("host"),
-            )
-        )
-    return pl.concat(frames)
-
-
-def _host(part: Graph, number: int) -> str:
-    """The host of a rank; a rank that does not say its host may have a clock of its own."""
-    host = part.ranks["host"][0] if part.ranks.height else None
-    return host or f"rank {number}"
-
-
-def _clocks(parts: Sequence[Graph], communication: pl.DataFrame, joined: Joined) -> list[Clock]:
-    ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
-        (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
-    )
-    hosts = [_host(part, number) for number, part in enumerate(parts)]
-    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
-    return [fitted[host] for host in hosts]
-
-
-def _clock_notices(parts: Sequence[Graph], clocks: list[Clock]) -> list[Notice]:
-    moved = [(part, clock) for part, clock in zip(parts, clocks, strict=True) if clock.offset_ns or clock.drift]
-    if not moved:
-        return []
-    worst = max(abs(clock.offset_ns) for _, clock in moved)
-    left = max(clock.residual_ns or 0 for _, clock in moved)
-    text = (
-        f"the clocks of {len(moved)} ranks were corrected by up to {worst / 1e6:.3f} ms, fitted on the ends of "
-        f"collectives; {left / 1e3:.1f} us remain"
-    )
-    return [Notice("clocks-corrected", "info", text, len(moved))]
-
-
-def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) -> Graph:
+def _merged(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: str) -> Graph:
+    """All ranks in one graph, on one clock."""
     frames: dict[str, list[pl.DataFrame]] = {key: [] for key in GRAPH_SCHEMAS}
     nodes = lanes = 0
     notices: list[Notice] = []
@@ -153,8 +131,7 @@ def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) 
             frames[key].append(_moved(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock))
         nodes += part.nodes.height
         lanes += part.lanes.height
-        rank = part.ranks["rank"][0] if part.ranks.height else None
-        notices += [notice.of_rank(rank) for notice in part.notices]
+        notices += [notice.of_rank(part.ranks["rank"][0]) for notice in part.notices]
     whole = {key: pl.concat(several) for key, several in frames.items()}
     worlds = [part.world_size for part in parts if part.world_size is not None]
     merged = Graph(
@@ -177,7 +154,7 @@ def _merged(parts: Sequence[Graph], epoch: int, clocks: list[Clock], name: str) 
     )
 
 
-def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: Clock) -> pl.DataFrame:
+def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock) -> pl.DataFrame:
     """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
     nodes, lanes = before
     if key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift):

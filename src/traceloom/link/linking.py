@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from traceloom.link.inputs import AnyPath, Window
-from traceloom.link.loading import load_ranks
-from traceloom.model import Graph, Notice
+import numpy as np
+from msgspec import Struct, field
+
+from traceloom.errors import InputError
+from traceloom.link.host_device import match
+from traceloom.link.inputs import AnyPath, RankInput, Window, find_inputs
+from traceloom.link.matching import Matching
+from traceloom.model import Graph, Notice, Trace
+from traceloom.model.host_trace import HostTrace
+from traceloom.read import Cache
 from traceloom.read.freeing import give_back
-from traceloom.read.ranks import Progress
+from traceloom.read.graph_step import same_ops, timed_ops
+from traceloom.read.host_trace import read_host_trace
+from traceloom.read.kineto import read_kineto
+from traceloom.read.ranks import Progress, Report, read_all
 
 Say = Callable[[str], None]
+
+_LEAST = 0.5  # of the ops of the timed steps; below, the graph step is no picture of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
         >>> import traceloom
         >>> graph = traceloom.link.link("run").graph  # doctest: +SKIP
     """
-    say = progress or _silent
+    say: Say = progress or (lambda _: None)
 
     def tell(reading: Progress) -> None:
         part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
@@ -58,7 +70,10 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
     say("reading")
     loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
     give_back()
-    from traceloom.link.rank import link_rank  # not before: what is refused needs nothing of it
+    # not before: what is refused needs nothing of it
+    from traceloom.link.job import join
+    from traceloom.link.rank import link_rank
+    from traceloom.retime import calibrate
 
     parts = []
     for number, loaded_rank in enumerate(loaded.ranks, 1):
@@ -69,25 +84,139 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
     refused = tuple(
         Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in loaded.refused
     )
-    return Linked(linked(parts, loaded.name, (*loaded.notices, *refused)), refused)
+    give_back()
+    graph = calibrate(join(parts, loaded.name))
+    give_back()
+    return Linked(replace(graph, notices=(*loaded.notices, *refused, *graph.notices)), refused)
 
 
-def linked(parts: Sequence[Graph], name: str, notices: Iterable[Notice] = ()) -> Graph:
-    """The calibrated graph of a job from the graphs of its ranks.
+class LoadedRank(Struct, frozen=True):
+    """One rank, read and matched.
+
+    Attributes:
+        rank: The rank.
+        trace: The device trace.
+        matching: Its host trace joined to it; None without one.
+    """
+
+    rank: int
+    trace: Trace
+    matching: Matching | None
+
+
+class LoadedRanks(Struct):
+    """All ranks.
+
+    Attributes:
+        name: What the user gave.
+        ranks: Ascending.
+        notices: What is missing or left out.
+        refused: Files that could not be used.
+    """
+
+    name: str
+    ranks: list[LoadedRank] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    refused: list[InputError] = field(default_factory=list)
+
+
+def load_ranks(
+    *paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Report | None = None
+) -> LoadedRanks:
+    """Read the traces of one run and join host and device traces.
 
     Args:
-        parts: One uncalibrated graph per rank, at least one; see `traceloom.link.rank.link_rank`.
-        name: What to call it.
-        notices: What is to be said before what the graph itself says.
+        paths: As for `traceloom.link.inputs.find_inputs`.
+        window: Of a capture, what to link.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told how far the reading is.
+
+    Raises:
+        UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given belongs to another
+            process; the refusal of the only device trace.
     """
-    from traceloom.link.job import join
-    from traceloom.retime import calibrate
+    inputs = find_inputs(*paths, window=window)
+    out = LoadedRanks(inputs.name, notices=list(inputs.notices), refused=list(inputs.refused))
+    # Host traces first: a device trace may be decoded beside until then (see `traceloom.read.ahead`).
+    hosts: list[HostTrace | InputError | None] = []
+    for rank_input in inputs.ranks:
+        try:
+            host = rank_input.host
+            hosts.append(None if host is None else read_host_trace(host.path, capture=host.entry))
+        except InputError as error:  # noqa: PERF203  (few)
+            hosts.append(error)
+    devices = read_all(
+        [rank_input.device for rank_input in inputs.ranks], cache=Cache() if cache else None, report=progress
+    )
+    for rank_input, host_trace, trace in zip(inputs.ranks, hosts, devices, strict=True):
+        if isinstance(trace, InputError):
+            out.refused.append(trace)
+            continue
+        out.ranks.append(LoadedRank(rank_input.rank, trace, _matched(rank_input, host_trace, trace, out.notices)))
+    if not out.ranks:
+        raise out.refused[0]
+    return out
 
-    give_back()
-    graph = calibrate(join(parts, name))
-    give_back()
-    return replace(graph, notices=(*notices, *graph.notices))
+
+def _matched(
+    rank_input: RankInput, host: HostTrace | InputError | None, trace: Trace, notices: list[Notice]
+) -> Matching | None:
+    """Join the host trace of a rank to its device trace; over the graph step where a capture has one.
+
+    Args:
+        rank_input: The files of the rank.
+        host: The host trace, read.
+        trace: The device trace, read.
+        notices: Told why a capture's host trace is left out.
+
+    Raises:
+        InputError: A host trace that the user gave cannot be read, or is of another process.
+    """
+    if rank_input.host is None or host is None:
+        return None
+    try:
+        if isinstance(host, InputError):
+            raise host
+        if rank_input.graph_step is None:
+            return match(trace, host)
+        step = read_kineto(rank_input.graph_step.path, capture=rank_input.graph_step.entry)
+        return _carried(trace, step, match(step, host))
+    except InputError as error:
+        if rank_input.host.capture is None:
+            raise
+        text = f"the host trace of rank {rank_input.rank} is left out: {error}"
+        notices.append(
+            Notice("host-trace-unused", "warning", text, rank=rank_input.rank, where=str(rank_input.host.path))
+        )
+        return None
 
 
-def _silent(_: str) -> None:
-    """Nobody wants to know."""
+def _carried(timed: Trace, graph: Trace, matching: Matching) -> Matching:
+    """Give every op of the timed steps the host op that the same op of the graph step has.
+
+    Host ops and the graph step are joined by ids, the graph step and each timed step by the order of names.
+
+    Args:
+        timed: The trace of the timed window.
+        graph: The trace of the graph step, of the same process.
+        matching: The host trace joined to the graph step.
+
+    Returns:
+        The host trace joined to the timed steps; its outcomes are those of the graph step. Evidence is `inferred`.
+    """
+    same = same_ops(timed, graph, matching.host_op >= 0)
+    host_op = np.where(same >= 0, matching.host_op[same], -1)
+    matched, all_ops = int((host_op >= 0).sum()), int(timed_ops(timed).sum())
+    carried = replace(
+        matching,
+        host_op=host_op,
+        exact=False,
+        carried=(matched, all_ops - matched),
+        rank=timed.rank if timed.rank is not None else matching.rank,
+    )
+    if matched >= _LEAST * all_ops and matched:
+        return carried
+    text = (
+        f"only {matched:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
+    )
+    return carried.with_notices(Notice("unlike-graph-step", "warning", text, all_ops - matched, where=timed.meta.path))

@@ -10,21 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.model import graph_schema as gs
 from traceloom.model.graph import Graph
-
-Ints = NDArray[np.int64]
 
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("reduce", "gather")
 _JITTER = 1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
 _ALIKE = ["kind", "in_bytes", "group", "group_size", "name"]  # operations that should take equally long
 _LINKS = ["pattern", "group", "group_size"]  # those that go the same way
-_NO_SLACK = pl.lit(0).alias("slack")
 
 
 def meet(graph: Graph, evidence: list[str | None]) -> Graph:
@@ -37,7 +32,19 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
     if not graph.communication.height:
         return graph
     parts = _parts(graph, evidence)
-    meetings = _meetings(parts)
+    # one row per operation that has, or must have had, several parts
+    sender_start = pl.col("from").filter(pl.col("gives"))
+    meetings = (
+        parts.group_by("key", maintain_order=True)
+        .agg(
+            sender_start.max().fill_null(pl.col("from").min()).alias("start"),
+            (pl.col("expected").max() - pl.len()).clip(lower_bound=0).alias("missing"),
+            pl.len().alias("parts"),
+            pl.col("kind", "group", "in_bytes", "group_size", "rank", "evidence", "name").first(),
+            pl.col("to").min().alias("earliest_end"),
+        )
+        .filter((pl.col("parts") > 1) | (pl.col("missing") > 0))
+    )
     if not meetings.height:
         return replace(graph, coverage=_coverage(graph, parts))
     first = graph.nodes.height
@@ -53,7 +60,28 @@ def meet(graph: Graph, evidence: list[str | None]) -> Graph:
     timed = timed.with_columns(pl.max_horizontal("start", "at").alias("met"))
     met = _points(gs.RENDEZVOUS, timed, "meeting", "met")
     nodes = pl.concat([graph.nodes, met, _points(gs.ARRIVAL, arrivals, "arrival", "at")])
-    edges = pl.concat([graph.edges, _into(parts), _out_of(parts, met), _arrival_edges(arrivals, parts)])
+    into = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives")).select(
+        pl.col("node").alias("source"), pl.col("meeting").alias("target"), "evidence", pl.lit(0).alias("slack")
+    )
+    when = met.select(pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns")
+    out_of = (
+        parts.filter(pl.col("meeting").is_not_null() & pl.col("takes"))
+        .join(when, on="meeting", how="left", maintain_order="left")
+        .select(
+            pl.col("meeting").alias("source"),
+            pl.col("node").alias("target"),
+            "evidence",
+            (pl.col("to") - pl.col("start_ns")).alias("slack"),
+        )
+    )
+    edges = pl.concat(
+        [
+            graph.edges,
+            _edges(into, from_end=False, to_end=False),
+            _edges(out_of, from_end=True, to_end=True),
+            _arrival_edges(arrivals, parts),
+        ]
+    )
     return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
 
 
@@ -85,48 +113,13 @@ def _parts(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
     )
 
 
-def _meetings(parts: pl.DataFrame) -> pl.DataFrame:
-    """One row per operation that has, or must have had, several parts."""
-    sender_start = pl.col("from").filter(pl.col("gives"))
-    return (
-        parts.group_by("key", maintain_order=True)
-        .agg(
-            sender_start.max().fill_null(pl.col("from").min()).alias("start"),
-            (pl.col("expected").max() - pl.len()).clip(lower_bound=0).alias("missing"),
-            pl.len().alias("parts"),
-            pl.col("kind").first(),
-            pl.col("group").first(),
-            pl.col("in_bytes").first(),
-            pl.col("group_size").first(),
-            pl.col("rank").first(),
-            pl.col("evidence").first(),
-            pl.col("to").min().alias("earliest_end"),
-            pl.col("name").first(),
-        )
-        .filter((pl.col("parts") > 1) | (pl.col("missing") > 0))
-    )
-
-
 def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
-    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone."""
-    timed = arrivals.join(_transfer_times(parts), on=_ALIKE, how="left", nulls_equal=True, maintain_order="left")
-    # Never before the last recorded part: what came earlier held nothing back.
-    latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
-    last = pl.max_horizontal("start", "latest")
-    waited = pl.col("earliest_end") - last > _JITTER * pl.col("transfer")
-    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
-    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(
-        pl.when(waited).then(at).otherwise(last).alias("at")
-    )
+    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone.
 
-
-def _transfer_times(parts: pl.DataFrame) -> pl.DataFrame:
-    """`transfer` (ns) of each kind, size, group and name of operation when nobody is waited for.
-
-    The lower quartile of what such operations took after the last recorded part came: some of them waited for nobody.
-    The shortest one would take every jitter of the transfer for waiting. Where all of them waited, as at the first
-    communication of a step for a peer that always begins late, other sizes in the same group know better: a transfer
-    takes no longer than a larger one, nor longer per byte than a smaller one.
+    That is the lower quartile of what operations of its kind, size, group and name took after the last recorded part
+    came: some of them waited for nobody. The shortest one would take every jitter of the transfer for waiting. Where
+    all of them waited, as at the first communication of a step for a peer that always begins late, other sizes in the
+    same group know better: a transfer takes no longer than a larger one, nor longer per byte than a smaller one.
     """
     took = pl.col("to") - pl.max_horizontal("from", "start")
     size = pl.max_horizontal("in_bytes", "out_bytes").max().alias("size")
@@ -144,7 +137,16 @@ def _transfer_times(parts: pl.DataFrame) -> pl.DataFrame:
     least = pl.min_horizontal("larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64))
     unsized = usual.filter(~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False))
     columns = [*_ALIKE, "transfer"]
-    return pl.concat([sized.with_columns(least.alias("transfer")).select(columns), unsized.select(columns)])
+    transfers = pl.concat([sized.with_columns(least.alias("transfer")).select(columns), unsized.select(columns)])
+    timed = arrivals.join(transfers, on=_ALIKE, how="left", nulls_equal=True, maintain_order="left")
+    # Never before the last recorded part: what came earlier held nothing back.
+    latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
+    last = pl.max_horizontal("start", "latest")
+    waited = pl.col("earliest_end") - last > _JITTER * pl.col("transfer")
+    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
+    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(
+        pl.when(waited).then(at).otherwise(last).alias("at")
+    )
 
 
 def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:
@@ -172,14 +174,14 @@ def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFr
     )
 
 
-def _edges(frame: pl.DataFrame, kind: str, *, from_end: bool, to_end: bool) -> pl.DataFrame:
+def _edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame:
     """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for more than it got."""
     return _filled(
         "edges",
         frame.select(
             "source",
             "target",
-            pl.lit(kind).alias("kind"),
+            pl.lit("rendezvous").alias("kind"),
             pl.col("evidence").fill_null("assumed"),
             pl.lit(from_end).alias("from_end"),
             pl.lit(to_end).alias("to_end"),
@@ -187,28 +189,6 @@ def _edges(frame: pl.DataFrame, kind: str, *, from_end: bool, to_end: bool) -> p
             pl.lit(0).alias("residual_ns"),
         ),
     )
-
-
-def _into(parts: pl.DataFrame) -> pl.DataFrame:
-    met = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives"))
-    ends = met.select(
-        pl.col("node").alias("source"), pl.col("meeting").alias("target"), "evidence", pl.lit(0).alias("slack")
-    )
-    return _edges(ends, "rendezvous", from_end=False, to_end=False)
-
-
-def _out_of(parts: pl.DataFrame, meetings: pl.DataFrame) -> pl.DataFrame:
-    when = meetings.select(pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns")
-    met = parts.filter(pl.col("meeting").is_not_null() & pl.col("takes")).join(
-        when, on="meeting", how="left", maintain_order="left"
-    )
-    ends = met.select(
-        pl.col("meeting").alias("source"),
-        pl.col("node").alias("target"),
-        "evidence",
-        (pl.col("to") - pl.col("start_ns")).alias("slack"),
-    )
-    return _edges(ends, "rendezvous", from_end=True, to_end=True)
 
 
 def _arrival_edges(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
@@ -222,14 +202,10 @@ def _arrival_edges(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
     last = parts.sort("from", descending=True, maintain_order=True).group_by("key").agg(pl.col("node").first())
     met = arrivals.join(last, on="key", how="left", maintain_order="left")
     assumed = pl.lit("assumed").alias("evidence")
-    into = met.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, _NO_SLACK)
-    onward = met.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, _NO_SLACK)
-    return pl.concat(
-        [
-            _edges(into, "rendezvous", from_end=False, to_end=False),
-            _edges(onward, "rendezvous", from_end=True, to_end=False),
-        ]
-    )
+    no_slack = pl.lit(0).alias("slack")
+    into = met.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack)
+    onward = met.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack)
+    return pl.concat([_edges(into, from_end=False, to_end=False), _edges(onward, from_end=True, to_end=False)])
 
 
 def _coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:

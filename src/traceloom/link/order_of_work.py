@@ -19,7 +19,7 @@ class WorkByTime:
     def __init__(self, work: DeviceWork, tree: HostTree) -> None:
         self.work = work
         self.lanes, bounds = work.lanes()
-        self._streams = [_Stream(work, low, high) for low, high in pairwise(bounds.tolist())]
+        self._streams = [_StreamWork(work, low, high) for low, high in pairwise(bounds.tolist())]
         self._by_lane = dict(zip(self.lanes.tolist(), self._streams, strict=True))
         submitted = np.flatnonzero(work.call >= 0)
         thread = tree.lane[work.call[submitted]]
@@ -55,31 +55,31 @@ class WorkByTime:
 
     def thread_launched_before(self, thread: Ints, time: Ints) -> Ints:
         """The last work that a host thread launched before a time."""
-        at = self._place(thread, time, "left") - 1
+        at = self._insertion_point(thread, time) - 1
         valid = at >= 0
         valid[valid] = self._thread[at[valid]] == thread[valid]
         return np.where(valid, self._submitted[at] if self._submitted.size else -1, -1)
 
     def thread_launches_after(self, thread: Ints, time: Ints) -> Ints:
         """The first work that a host thread launches at or after a time."""
-        at = self._place(thread, time, "left")
+        at = self._insertion_point(thread, time)
         valid = at < self._thread.size
         valid[valid] = self._thread[at[valid]] == thread[valid]
         at = np.where(valid, at, 0)
         return np.where(valid, self._submitted[at] if self._submitted.size else -1, -1)
 
-    def _place(self, thread: Ints, time: Ints, side: str) -> Ints:
+    def _insertion_point(self, thread: Ints, time: Ints) -> Ints:
         """Where (thread, time) would stand among the launches."""
         out = np.zeros(thread.size, dtype=np.int64)
         for number in np.unique(thread).tolist():
             own = thread == number
             low = np.searchsorted(self._thread, number, "left")
             high = np.searchsorted(self._thread, number, "right")
-            out[own] = low + np.searchsorted(self._asked[low:high], time[own], side)  # type: ignore[call-overload]
+            out[own] = low + np.searchsorted(self._asked[low:high], time[own])
         return out
 
 
-class _Stream:
+class _StreamWork:
     """One stream's work: what of it ends last among all that was launched, or had ended, before a time."""
 
     def __init__(self, work: DeviceWork, low: int, high: int) -> None:

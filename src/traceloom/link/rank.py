@@ -1,4 +1,4 @@
-"""The graph of one rank: what its threads and streams did, and what each thing waited for."""
+"""The graph of one rank: what its threads and streams did, what each thing waited for, and what is left over."""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.link.attached import Found, coverage_rows, late_notices
-from traceloom.link.autograd import forward_backward_edges
 from traceloom.link.calls import LAUNCHES, NO_LAUNCH
-from traceloom.link.communication import Communication, communication
-from traceloom.link.dataflow import DataFlow, data_edges, data_flow
-from traceloom.link.device_work import DeviceWork, device_work
+from traceloom.link.communication import OwnCommunication, communication
+from traceloom.link.dataflow import DataFlow, data_flow, forward_backward_edges
+from traceloom.link.device_edges import (
+    MUCH,
+    LateWork,
+    command_waits,
+    launch_edges,
+    occupancy_edges,
+    queue_edges,
+    stream_edges,
+    wait_edges,
+)
+from traceloom.link.device_work import BY_OP, ORPHANS, DeviceWork, device_work
 from traceloom.link.edges import Edges
-from traceloom.link.full_device import occupancy_edges
-from traceloom.link.full_queue import queue_edges
 from traceloom.link.host_tree import HostTree, host_tree
-from traceloom.link.launches import launch_edges
 from traceloom.link.matching import Matching
 from traceloom.link.order_of_work import WorkByTime
-from traceloom.link.segments import Segments, segments
-from traceloom.link.spins import Spins, spins
-from traceloom.link.streams import stream_edges
+from traceloom.link.segments import HostSegments, segments
 from traceloom.link.sync_records import sync_records
-from traceloom.link.syncs import Awaited, awaited
-from traceloom.link.threads import HandOffs, hand_off_edges, hand_offs
-from traceloom.link.waits import command_waits, wait_edges
+from traceloom.link.syncs import awaited, spins
+from traceloom.link.threads import hand_off_edges, hand_offs
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
 from traceloom.model.arrays import nullable
 from traceloom.model.category import COPY
 from traceloom.model.graph import Graph
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.model.notice import Notice
 from traceloom.plain_text import clean
 
 Ints = NDArray[np.int64]
+
+_LONG_NAME = 60
 
 
 class Parts(Struct, frozen=True):
@@ -44,7 +49,8 @@ class Parts(Struct, frozen=True):
     Attributes:
         tree: Host events.
         host: Their segments.
-        kinds: Kind of each segment: number in NODE_KINDS.
+        kinds: Kind of each segment: number in NODE_KINDS. Gaps think, calls launch or block, the rest is the
+            host's own work.
         work: GPU work.
         talk: Which of the work, and which host events, are communication.
         segment_node: Node of each segment.
@@ -52,12 +58,32 @@ class Parts(Struct, frozen=True):
     """
 
     tree: HostTree
-    host: Segments
+    host: HostSegments
     kinds: Ints
     work: DeviceWork
-    talk: Communication
+    talk: OwnCommunication
     segment_node: Ints
     work_node: Ints
+
+
+class EdgeCounts(Struct, frozen=True):
+    """Counts of what was seen while edges were made.
+
+    Attributes:
+        overlapping: Neighbours on one stream that overlap.
+        queued: Launches that found their queue full.
+        held: Numbers of commands that hold their stream until another's event.
+        unknown: Positions of synchronising calls that took long although nothing is known that they waited for.
+        spins: Segments in which the host looks at memory until GPU work is done.
+        flow: Who reads what whom wrote; None without a host trace.
+    """
+
+    overlapping: int
+    queued: int
+    held: Ints
+    unknown: Ints
+    spins: Ints
+    flow: DataFlow | None
 
 
 def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
@@ -78,19 +104,39 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     times = WorkByTime(work, tree)
     records = sync_records(trace, tree)
     waiting = awaited(trace, tree, work, times, records)
-    spinning = spins(trace, tree, host, times, handovers.waits)
+    spinning, spun_on = spins(trace, tree, host, times, handovers.waits)
     talk = communication(trace, tree, work)
+    submits = np.zeros(tree.row.size, dtype=np.bool_)
+    submits[work.call[work.call >= 0]] = True
+    call = np.flatnonzero(tree.call)
+    submits[call[tree.named(LAUNCHES, call) & ~tree.named(NO_LAUNCH, call)]] = True
+    kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
+    kinds[handovers.waits] = gs.NODE_KINDS.index(gs.WAIT)
+    kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
+    kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[spinning] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
     parts = Parts(
         tree=tree,
         host=host,
-        kinds=_segment_kinds(tree, handovers, work, waiting, spinning, talk),
+        kinds=kinds,
         work=work,
         talk=talk,
         segment_node=np.arange(1, host.owner.size + 1),
         work_node=np.arange(host.owner.size + 1, host.owner.size + 1 + work.row.size),
     )
     edges = Edges()
-    _thread_edges(edges, parts)
+    # each segment after the one before it on its thread
+    index = np.flatnonzero(host.lane[1:] == host.lane[:-1])
+    before, after = host.owner[index], host.owner[index + 1]
+    low, high = np.minimum(before, after), np.maximum(before, after)
+    nested = (low >= 0) & (low != high) & (high < tree.stop[low]) if tree.row.size else low > 0
+    for kind, follows in (("call", index[nested]), ("thread", index[~nested])):
+        edges.add(
+            kind, "measured", parts.segment_node[follows], parts.segment_node[follows + 1],
+            from_end=True, to_end=False, firm=True,
+        )  # fmt: skip
     waits = np.zeros(tree.row.size, dtype=np.bool_)
     waits[waiting.call] = True
     launch_edges(edges, tree, work, waits, host, parts.segment_node, parts.work_node)
@@ -102,73 +148,37 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     )  # fmt: skip
     wait_edges(edges, tree, times, parts.work_node, records)
     edges.add(
-        "synchronize", "inferred", parts.work_node[spinning.work], parts.segment_node[spinning.segment],
+        "synchronize", "inferred", parts.work_node[spun_on], parts.segment_node[spinning],
         from_end=True, to_end=True,
     )  # fmt: skip
     held = command_waits(edges, trace, work, parts.work_node)
     queued = queue_edges(edges, tree, work, last_node, parts.work_node)
     hand_off_edges(edges, handovers, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
-    flow = None if matching is None else _data(parts, edges, matching)
+    flow = None
+    if matching is not None:
+        host_op = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
+        flow = data_flow(tree, host, work, parts.segment_node, parts.work_node, host_op, matching.host.ops)
+        edges.add("data", matching.evidence, flow.source, flow.target, from_end=True, to_end=False)
     return _assembled(
-        trace, parts, edges, Found(overlapping, queued, held, waiting.unknown, spinning.segment, flow=flow), matching
+        trace, parts, edges, EdgeCounts(overlapping, queued, held, waiting.unknown, spinning, flow), matching
     )
 
 
-def _data(parts: Parts, edges: Edges, matching: Matching) -> DataFlow:
-    """Edges by storage, from what the host trace says of each op."""
-    tree = parts.tree
-    ids = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
-    flow = data_flow(tree, parts.host, parts.work, parts.segment_node, parts.work_node, ids, matching.host.ops)
-    data_edges(edges, flow, matching.evidence)
-    return flow
-
-
-def _segment_kinds(  # noqa: PLR0917  (what was found about the segments)
-    tree: HostTree, handovers: HandOffs, work: DeviceWork, waiting: Awaited, spinning: Spins, talk: Communication
-) -> Ints:
-    """Number of the kind of each segment: gaps think, calls launch or block, the rest is the host's own work."""
-    host = handovers.host
-    kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
-    submits = np.zeros(tree.row.size, dtype=np.bool_)
-    submits[work.call[work.call >= 0]] = True
-    call = np.flatnonzero(tree.call)
-    submits[call[tree.named(LAUNCHES, call) & ~tree.named(NO_LAUNCH, call)]] = True
-    kinds[handovers.waits] = gs.NODE_KINDS.index(gs.WAIT)
-    kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
-    kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[spinning.segment] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[host.first[talk.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
-    return kinds
-
-
-def _thread_edges(edges: Edges, parts: Parts) -> None:
-    """Each segment after the one before it on its thread."""
-    host, tree = parts.host, parts.tree
-    index = np.flatnonzero(host.lane[1:] == host.lane[:-1])
-    before, after = host.owner[index], host.owner[index + 1]
-    low, high = np.minimum(before, after), np.maximum(before, after)
-    nested = (low >= 0) & (low != high) & (high < tree.stop[low]) if tree.row.size else low > 0
-    for kind, chosen in (("call", nested), ("thread", ~nested)):
-        at = index[chosen]
-        edges.add(
-            kind, "measured", parts.segment_node[at], parts.segment_node[at + 1],
-            from_end=True, to_end=False, firm=True,
-        )  # fmt: skip
-
-
-def _assembled(trace: Trace, parts: Parts, edges: Edges, observed: Found, matching: Matching | None) -> Graph:
-    nodes, lanes = _nodes(trace, parts, observed.held, matching)
-    times = _point_times(nodes)
-    on_engines = (nodes["category"].gather(parts.work_node) == COPY).to_numpy()
-    observed = observed._replace(late=occupancy_edges(edges, parts.work, ~on_engines, parts.work_node, times))
+def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, matching: Matching | None) -> Graph:
+    """The graph from its nodes and edges; what waited for room on the device is seen last, after all other edges."""
+    meta, rank, work_node = trace.meta, trace.meta.rank or 0, parts.work_node
+    nodes, lanes = _nodes(trace, parts, seen.held, matching)
+    times = np.empty(2 * nodes.height, dtype=np.int64)
+    times[0::2] = nodes["start_ns"].to_numpy()
+    times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
+    on_engines = (nodes["category"].gather(work_node) == COPY).to_numpy()
+    late = occupancy_edges(edges, parts.work, ~on_engines, work_node, times)
     frame, refused = edges.frame(times)
-    meta = trace.meta
     ranks = pl.DataFrame(
         [
             {
-                "rank": meta.rank or 0,
+                "rank": rank,
                 "host": meta.host,
                 "process": meta.process,
                 "device_trace": clean(meta.path),
@@ -181,20 +191,31 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, observed: Found, matchi
         ],
         schema=GRAPH_SCHEMAS["ranks"],
     )
-    coverage = coverage_rows(meta.rank or 0, parts, observed, refused)
-    names = nodes["name"].gather(parts.work_node)
-    late = late_notices(names, observed.late, int(times.max() - times[0]), meta.rank or 0)
-    host_ops, notices = empty_frame("host_ops"), (*trace.notices, *late)
+    copy_node = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    copy_node[parts.work.row] = work_node
+    transfers = (
+        trace.copies.with_columns(pl.Series("node", copy_node[trace.copies["event"].to_numpy()]))
+        .filter(pl.col("node") >= 0)
+        .sort("node")
+        .select("node", "kind", "source_memory", "target_memory")
+        .cast(GRAPH_SCHEMAS["transfers"])
+    )
+    coverage = _coverage(rank, parts, seen, late, refused)
+    names = nodes["name"].gather(work_node)
+    notices = (*trace.notices, *_late_notices(names, late, int(times.max() - times[0]), rank))
+    host_ops = empty_frame("host_ops")
     if matching is not None:
-        host_ops = _of_rank(matching.host.ops, meta.rank or 0, "host_ops")
-        coverage = pl.concat([_of_rank(matching.coverage(), meta.rank or 0, "coverage"), coverage])
+        of_rank = pl.lit(rank, dtype=pl.Int32).alias("rank")
+        schema = GRAPH_SCHEMAS["host_ops"]
+        host_ops = matching.host.ops.with_columns(of_rank).select(list(schema)).cast(schema)
+        coverage = pl.concat([matching.coverage().with_columns(of_rank), coverage])
         notices = (*notices, *matching.notices)
     return Graph(
         nodes=nodes,
         edges=frame,
         lanes=lanes,
         communication=parts.talk.rows(parts),
-        transfers=_transfers(trace, parts),
+        transfers=transfers,
         ranks=ranks,
         coverage=coverage,
         host_ops=host_ops,
@@ -205,14 +226,8 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, observed: Found, matchi
     )
 
 
-def _point_times(nodes: pl.DataFrame) -> Ints:
-    times = np.empty(2 * nodes.height, dtype=np.int64)
-    times[0::2] = nodes["start_ns"].to_numpy()
-    times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
-    return times
-
-
 def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The `nodes` and `lanes` of a rank; commands that hold their stream (`held`) wait."""
     host, work, tree = parts.host, parts.work, parts.tree
     owned = host.owner >= 0
     row = np.full(host.owner.size, -1, dtype=np.int64)
@@ -222,16 +237,37 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     end = np.concatenate([host.end, work.end])
     first = int(start.min()) if start.size else trace.start_ns
     start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
-    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, _work_kinds(trace, parts, held)])
+    category = trace.events["category"].gather(work.row)
+    work_kind = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
+    for name, of_category in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
+        work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(of_category)
+    work_kind[parts.talk.work] = parts.talk.work_kind
+    work_kind[held] = gs.NODE_KINDS.index(gs.WAIT)
+    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, work_kind])
     lane, lanes = _lanes(trace, np.concatenate([[-1], host.lane, work.lane]))
+    # the step by the time at which a node began; -1 outside the steps
+    step = np.full(start.size, -1, dtype=np.int64)
+    steps = trace.steps.sort("start_ns")
+    if steps.height:
+        time = start + trace.start_ns
+        at = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
+        inside = (at >= 0) & (time < steps["end_ns"].to_numpy()[at])
+        step = np.where(inside, steps["step"].to_numpy()[at], -1)
+    # bytes of copies, fills and communication; -1 unknown
+    sizes = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    copies = trace.copies.drop_nulls("bytes")
+    sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
+    sizes = sizes[event]
+    sizes[: host.owner.size + 1] = -1
+    talk_bytes = parts.talk.about["in_bytes"]
+    sizes[parts.talk.nodes(parts)[talk_bytes.is_not_null().to_numpy()]] = talk_bytes.drop_nulls().to_numpy()
     events = trace.events.select("name", "category", "op", "step", "correlation")
     row_of = nullable(event, pl.UInt32, absent=-1)
     frame = pl.DataFrame([column.gather(row_of) for column in events])
     is_op = frame["category"] == "op"
-    labels = pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind).gather(kind)
     nodes = frame.with_columns(
         pl.int_range(event.size, dtype=gs.Node).alias("node"),
-        labels.alias("kind"),
+        pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind).gather(kind).alias("kind"),
         pl.col("name").fill_null(pl.Series(gs.NODE_KINDS).gather(kind)),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
         nullable(lane, pl.UInt32, absent=-1).alias("lane"),
@@ -241,69 +277,15 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         pl.lit(0, dtype=pl.Int64).alias("residual_ns"),
         row_of.alias("event"),
         pl.when(is_op.fill_null(value=False)).then(row_of).otherwise(pl.col("op")).alias("op"),
-        pl.coalesce(pl.col("step"), nullable(_step_at(trace, start), pl.Int32, absent=-1)).alias("step"),
-        nullable(_bytes(trace, parts, event), absent=-1).alias("bytes"),
+        pl.coalesce(pl.col("step"), nullable(step, pl.Int32, absent=-1)).alias("step"),
+        nullable(sizes, absent=-1).alias("bytes"),
     )
     host_op = pl.Series("host_op", [None], dtype=pl.Int64).new_from_index(0, nodes.height)
     if matching is not None:
         ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
         host_op = ids.gather(nodes["op"].cast(pl.UInt32))
-    nodes = nodes.with_columns(host_op)
-    return nodes.select(list(GRAPH_SCHEMAS["nodes"])).cast(GRAPH_SCHEMAS["nodes"]), lanes
-
-
-def _of_rank(frame: pl.DataFrame, rank: int, name: str) -> pl.DataFrame:
-    """The rows of a frame of the graph, with their rank."""
-    with_rank = frame.with_columns(pl.lit(rank, dtype=pl.Int32).alias("rank"))
-    return with_rank.select(list(GRAPH_SCHEMAS[name])).cast(GRAPH_SCHEMAS[name])
-
-
-def _step_at(trace: Trace, start: Ints) -> Ints:
-    """The step at each time (since the trace's start) by the time it began; -1 outside the steps."""
-    steps = trace.steps.sort("start_ns")
-    if not steps.height:
-        return np.full(start.size, -1, dtype=np.int64)
-    time = start + trace.start_ns
-    at = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
-    inside = (at >= 0) & (time < steps["end_ns"].to_numpy()[at])
-    return np.where(inside, steps["step"].to_numpy()[at], -1)
-
-
-def _work_kinds(trace: Trace, parts: Parts, held: Ints) -> Ints:
-    """Number of the kind of each work; commands that hold their stream wait."""
-    of = {"kernel": gs.KERNEL, "copy": gs.COPY, "fill": gs.FILL}
-    category = trace.events["category"].gather(parts.work.row)
-    kinds = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
-    for name, kind in of.items():
-        kinds[(category == name).to_numpy()] = gs.NODE_KINDS.index(kind)
-    kinds[parts.talk.work] = parts.talk.work_kind
-    kinds[held] = gs.NODE_KINDS.index(gs.WAIT)
-    return kinds
-
-
-def _bytes(trace: Trace, parts: Parts, event: Ints) -> Ints:
-    """Bytes of copies, fills and communication; -1 unknown."""
-    sizes = np.full(trace.events.height + 1, -1, dtype=np.int64)
-    copies = trace.copies.drop_nulls("bytes")
-    sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
-    out = sizes[event]
-    out[: parts.host.owner.size + 1] = -1
-    node, amount = parts.talk.node_bytes(parts)
-    out[node] = amount
-    return out
-
-
-def _transfers(trace: Trace, parts: Parts) -> pl.DataFrame:
-    number = np.full(trace.events.height + 1, -1, dtype=np.int64)
-    number[parts.work.row] = parts.work_node
-    node = number[trace.copies["event"].to_numpy()]
-    return (
-        trace.copies.with_columns(pl.Series("node", node))
-        .filter(pl.col("node") >= 0)
-        .sort("node")
-        .select("node", "kind", "source_memory", "target_memory")
-        .cast(GRAPH_SCHEMAS["transfers"])
-    )
+    schema = GRAPH_SCHEMAS["nodes"]
+    return nodes.with_columns(host_op).select(list(schema)).cast(schema), lanes
 
 
 def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
@@ -323,3 +305,98 @@ def _lanes(trace: Trace, lane: Ints) -> tuple[Ints, pl.DataFrame]:
         .cast(GRAPH_SCHEMAS["lanes"])
     )
     return number[lane], frame
+
+
+def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused: pl.DataFrame) -> pl.DataFrame:
+    """The `coverage` rows of a rank, except those of its host trace.
+
+    Args:
+        rank: The rank.
+        parts: What its nodes are made of.
+        seen: What was seen on the way.
+        late: Work that started long after it was ready.
+        refused: Edges that contradict the order of others: kind, count.
+    """
+    work, host = parts.work, parts.host
+    span = work.end - work.start
+    rows: list[tuple[str, str, int, int | None]] = []
+    launched = work.call >= 0
+    outcomes = (
+        ("attached by correlation", launched & work.correlated),
+        ("attached by arrow", launched & ~work.correlated),
+        ("attached to its op by External id", work.orphans == BY_OP),
+        *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
+    )
+    for subject, of_subject in (("gpu-work", ~work.command), ("device-commands", work.command)):
+        for outcome, chosen in outcomes:
+            counted = chosen & of_subject
+            if counted.any():
+                rows.append((subject, outcome, int(counted.sum()), int(span[counted].sum())))
+    submitted = np.unique(work.call[launched]).size
+    is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
+    rows.append(("launches", "with GPU work", submitted, None))
+    silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[launched])]].sum())
+    if silent:
+        rows.append(("launches", "without GPU work in the window", silent, None))
+    if seen.overlapping:
+        rows.append(("streams", "neighbours that overlap", seen.overlapping, None))
+    if seen.queued:
+        rows.append(("launches", "held up by a full queue", seen.queued, None))
+    if seen.flow is not None:
+        rows.append(("data", "edges from the last writer of a storage", seen.flow.source.size, None))
+        rows.append(("data", "reads of what was written before the window, or nowhere", seen.flow.unplaced, None))
+        rows.append(("data", "reads before their writer had ended: no edge", seen.flow.late, None))
+    if late.crowded:
+        rows.append(("streams", "work that waited for room on the device", late.crowded, None))
+    if late.before.size:
+        waited = int(late.before_ns.sum())
+        rows.append(("streams", "work behind what was launched before the window", late.before.size, waited))
+    if late.unexplained.size:
+        waited = int(late.waited_ns.sum())
+        rows.append(("streams", "work that waited for nothing recorded", late.unexplained.size, waited))
+    if seen.unknown.size:
+        took = int(parts.tree.span()[seen.unknown].sum())
+        rows.append(("synchronisations", "long, and not known what was awaited", seen.unknown.size, took))
+    if seen.spins.size:
+        took = int((host.end - host.start)[seen.spins].sum())
+        rows.append(("synchronisations", "self time that ends with the work launched before it", seen.spins.size, took))
+    lengths = host.end - host.start
+    gaps = host.owner < 0
+    rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
+    rows.append(("host-time", "in gaps between them", int(gaps.sum()), int(lengths[gaps].sum())))
+    if parts.tree.polling:
+        rows.append(("host-time", "left out: threads that only poll", parts.tree.polling, parts.tree.polling_ns))
+    rows += [("edges", f"left out: {kind} against the order of others", count, None) for kind, count in refused.rows()]
+    return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")
+
+
+def _late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -> list[Notice]:
+    """Warn where much of the window is spent before GPU work that nothing recorded holds back.
+
+    Args:
+        names: Name of each work.
+        late: What waited.
+        window_ns: Length of the rank's window.
+        rank: The rank.
+    """
+    least = MUCH * max(window_ns, 1)
+    notices = []
+    longest = int(late.before_ns.max(initial=0))
+    if longest >= least:
+        text = (
+            f"for {longest / 1e6:.1f} ms ({100 * longest / window_ns:.0f} % of the window) the device did nothing that "
+            "is recorded, though work had been launched: it was behind what lies before the window; "
+            "that time is taken as given"
+        )
+        notices.append(Notice("busy-before-window", "warning", text, int(late.before.size), rank))
+    total = int(late.waited_ns.sum())
+    if total < least:
+        return notices
+    worst = int(np.argmax(late.waited_ns))
+    name, waited = names[int(late.unexplained[worst])][:_LONG_NAME], late.waited_ns[worst] / 1e6
+    text = (
+        f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
+        f"known to hold them back ({name}: {waited:.1f} ms); "
+        "re-timing from causes alone misses that time"
+    )
+    return [*notices, Notice("unexplained-starts", "warning", text, int(late.unexplained.size), rank)]

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from traceloom.errors import InputError, UsageError
-from traceloom.link.cutting import cut_to_step, step_bounds
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session, Trace
+from traceloom.model.arrays import nullable
+from traceloom.model.category import COMMAND, GPU_WORK
 from traceloom.model.notice import Notice
 from traceloom.model.parked import ColumnFiles, many
+from traceloom.model.schema import empty
 from traceloom.read.freeing import give_back
 from traceloom.retime import calibrate
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Say = Callable[[str], None]
 
 _KEPT = 2  # graphs remembered: of one run, the whole and a step
+_POINTING = {"collectives": "event", "copies": "event", "syncs": "event", "python": "event", "tensors": "event"}
+_NOT_LINKED = ("allocations", "kernels", "sources")
+_BY_TIME = ("counters", "marks")
+_REFERENCES = ("parent", "op", "launch")
+_MOMENT = 0.01  # of the step: GPU work from before that goes on for less needs no lead
 
 
 class _Remembered:
@@ -59,7 +71,7 @@ def link_session(
 
     With a `step`, every rank is cut to that step before it is linked, so that a step of a large job fits in memory.
     What the host did from the step's beginning to its end is in the graph, the GPU work that this launched, however
-    late it ran, and what ran before it on the same devices (see `traceloom.link.cutting`). `event` and `op` of the
+    late it ran, and what ran before it on the same devices. `event` and `op` of the
     nodes are rows of the whole traces. Host traces are not looked at.
 
     The most recent graphs are remembered as long as the traces live: do not change them.
@@ -88,7 +100,7 @@ def link_session(
     steps = None if step is None else (step, step if last is None else last)
     if steps in remembered:
         return remembered[steps]
-    say = progress or _silent
+    say: Say = progress or (lambda _: None)
     chosen, notices = _chosen(session, steps)
     several = many(chosen)
     parts, storage = [], ColumnFiles()
@@ -113,65 +125,138 @@ def link_session(
 
 
 def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
-    """One trace per rank: with steps those that have the first and the last, else all."""
-    if steps is None:
-        _one_per_rank(session.traces)
-        return list(session.traces), []
-    having = [trace for trace in session.traces if all(step_bounds(trace, step) is not None for step in steps)]
-    if not having:
-        recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
-        recorded_text = (
-            f"; the traces have {recorded[0]} to {recorded[-1]}" if recorded else ": the traces have no steps"
-        )
-        raise UsageError(f"there is no {_in_words(steps)}{recorded_text}", slug="no-such-step")
+    """One trace per rank: with steps the first that has the first and the last of them."""
+    having = list(session.traces)
+    words = ""
+    if steps is not None:
+        words = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
+        having = [trace for trace in having if all(_step_bounds(trace, step) is not None for step in steps)]
+        if not having:
+            recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+            recorded_text = (
+                f"; the traces have {recorded[0]} to {recorded[-1]}" if recorded else ": the traces have no steps"
+            )
+            raise UsageError(f"there is no {words}{recorded_text}", slug="no-such-step")
+    unique = steps is None or any(trace.rank is None for trace in having)
     first: dict[int | None, Trace] = {}
     for trace in having:
-        first.setdefault(trace.rank, trace)
-    if len(first) < len(having) and None in first:
-        _one_per_rank(tuple(having))
-    lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
-    notices = []
-    if lacking:
-        who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
-        text = f"{_in_words(steps)} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
-        notices.append(Notice("step-missing", "warning", text, len(lacking)))
-    return list(first.values()), notices
-
-
-def _one_per_rank(traces: Iterable[Trace]) -> None:
-    seen: dict[int | None, Trace] = {}
-    for trace in traces:
-        if trace.rank in seen:
-            both = f"{seen[trace.rank].meta.path}, {trace.meta.path}"
-            if trace.rank is None:
-                raise InputError(
-                    f"several traces do not say their rank: {both}",
-                    slug="unknown-ranks",
-                    hint="put the rank into the file names, as in rank0.json.gz",
-                )
+        if first.setdefault(trace.rank, trace) is trace or not unique:
+            continue
+        both = f"{first[trace.rank].meta.path}, {trace.meta.path}"
+        if trace.rank is None:
             raise InputError(
-                f"there are two device traces of rank {trace.rank}: {both}",
-                slug="several-windows",
-                hint="a graph is of one window; give one device trace per rank, or ask for one step",
+                f"several traces do not say their rank: {both}",
+                slug="unknown-ranks",
+                hint="put the rank into the file names, as in rank0.json.gz",
             )
-        seen[trace.rank] = trace
+        raise InputError(
+            f"there are two device traces of rank {trace.rank}: {both}",
+            slug="several-windows",
+            hint="a graph is of one window; give one device trace per rank, or ask for one step",
+        )
+    lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
+    if not lacking:
+        return list(first.values()), []
+    who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
+    text = f"{words} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
+    return list(first.values()), [Notice("step-missing", "warning", text, len(lacking))]
 
 
-def _in_words(steps: tuple[int, int]) -> str:
-    first, last = steps
-    return f"step {first}" if first == last else f"step {first} to {last}"
+def _step_bounds(trace: Trace, step: int) -> tuple[int, int] | None:
+    """Start and end of a step on the trace's clock, ns; None where the trace does not have it."""
+    rows = trace.steps.filter(pl.col("step") == step)
+    return (int(rows["start_ns"][0]), int(rows["end_ns"][0])) if rows.height else None
 
 
 def _steps_of(trace: Trace, first: int, last: int) -> Graph:
-    begin, end = step_bounds(trace, first), step_bounds(trace, last)
+    """The graph of some steps; a function of its own, so that the part of the trace is freed."""
+    begin, end = _step_bounds(trace, first), _step_bounds(trace, last)
     assert begin is not None, "only traces that have the steps are chosen"
     assert end is not None, "only traces that have the steps are chosen"
-    part = cut_to_step(trace, begin[0], end[1])
-    graph = link_rank(part.trace)
-    rows = pl.Series(part.row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
+    part, row = _cut(trace, begin[0], end[1])
+    graph = link_rank(part)
+    rows = pl.Series(row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
     nodes = graph.nodes.with_columns(rows.gather(graph.nodes[column]).alias(column) for column in ("event", "op"))
     return replace(graph, nodes=nodes)
 
 
-def _silent(_: str) -> None:
-    """Nobody wants to know."""
+def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
+    """Cut a trace to [low, high) of its host time, to the GPU work that belongs to that, and to a lead.
+
+    Kept are: what the host does until `high`; GPU work that it launched, however late it runs, and GPU work launched
+    before that still runs. The lead begins where the first GPU work that still runs in
+    the step was launched, at most as long before the step as the step is long: waits between streams are told by calls
+    that come before the work. Where such work goes on for a moment only there is no lead: it would hold what the host
+    did meanwhile, up to a whole step of one rank without its peers. Host events that cross a bound are shortened to it.
+
+    Args:
+        trace: The whole trace.
+        low: Start of the step, ns.
+        high: Its end, ns.
+
+    Returns:
+        The part, with rows of its own, for linking (accounts of lanes are those of the whole trace); and the row in
+        the whole trace of each of its events.
+    """
+    events = trace.events
+    start = events["start_ns"].to_numpy()
+    end = start + np.maximum(events["duration_ns"].to_numpy(), 0)
+    device = events["category"].is_in([*GPU_WORK, COMMAND]).to_numpy()
+    launch = events["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+    running = device & (start < high) & (end > low) & (launch >= 0)
+    before = running.copy()
+    before[running] = start[launch[running]] < low
+    from_ns = low
+    if int(end[before].max(initial=low)) - low >= _MOMENT * (high - low):
+        from_ns = max(int(start[launch[running]].min(initial=low)), low - (high - low))
+    launched_ns = np.where(launch >= 0, start[launch], start) if start.size else start
+    own_work = device & (launched_ns >= from_ns) & (launched_ns < high)
+    until = max(high, int(end[own_work].max(initial=high)))
+    # What was launched after the step came after its work on each stream: it held nothing of it back.
+    ran = device & (end > from_ns) & (start < until) & ((launch < 0) | (launched_ns < high))
+    host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else device
+    bound = np.where(host, high, until)
+    # What has no length counts where it stands; the first moment belongs to the part, the last does not.
+    kept = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
+    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    # parents stand above all children that stood under them
+    while (missing := parent[kept & (parent >= 0) & ~kept[parent]]).size:
+        kept[missing] = True
+    row = np.flatnonzero(kept)
+    first = np.where(host[row], np.maximum(start[row], from_ns), start[row])
+    row = row[np.argsort(first, kind="stable")]
+    return _part(trace, row, host[row], from_ns, high), row
+
+
+def _part(trace: Trace, row: Ints, host: Bools, low: int, high: int) -> Trace:
+    """The events of some rows and all that goes with them, cut to [low, high) on the host."""
+    number = np.full(trace.events.height + 1, -1, dtype=np.int64)  # the last for rows that are null
+    number[row] = np.arange(row.size)
+    events = trace.events[row]
+    start, duration = events["start_ns"].to_numpy(), events["duration_ns"].to_numpy()
+    first = np.where(host, np.maximum(start, low), start)
+    last = np.where(host, np.minimum(start + duration, high), start + duration)
+    nested = np.where(host, np.minimum(events["nested_end_ns"].to_numpy(), high), events["nested_end_ns"].to_numpy())
+    events = events.with_columns(
+        pl.int_range(row.size, dtype=pl.UInt32).alias("event"),
+        pl.Series("start_ns", first),
+        # Negative durations of damaged files stay; others end at the bound, never before they begin.
+        pl.Series("duration_ns", np.where(duration < 0, duration, np.maximum(last - first, 0))),
+        pl.Series("nested_end_ns", np.maximum(nested, first)),
+        *(_moved(events[column], number).alias(column) for column in _REFERENCES),
+    )
+    frames: dict[str, Any] = {"events": events, **{name: empty(name) for name in _NOT_LINKED}}
+    for name, column in _POINTING.items():
+        frame = getattr(trace, name)
+        frames[name] = frame.with_columns(_moved(frame[column], number)).drop_nulls(column)
+    flows = trace.flows.with_columns(_moved(trace.flows[end], number) for end in ("source", "target"))
+    frames["flows"] = flows.drop_nulls(["source", "target"])
+    for name in _BY_TIME:
+        frames[name] = getattr(trace, name).filter(pl.col("time_ns").is_between(low, high, closed="left"))
+    return replace(trace, **frames)
+
+
+def _moved(rows: pl.Series, number: Ints) -> pl.Series:
+    """References to rows of the whole trace as rows of the part; null where the row is not in it."""
+    old = rows.fill_null(number.size - 1).to_numpy()
+    return nullable(number[old], pl.UInt32, absent=-1).alias(rows.name)

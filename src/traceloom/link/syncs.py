@@ -1,4 +1,4 @@
-"""What calls wait for that return only when GPU work is done: synchronisations and blocking copies."""
+"""What the host waits for on devices: synchronisations, blocking copies, and code that looks at memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from traceloom.link import calls
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
+from traceloom.link.segments import HostSegments
 from traceloom.link.sync_records import UNKNOWN, SyncRecords
 from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+_Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), how that is known
 
 _EARLY_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done
 _AT_ONCE_NS = 25_000  # a call that waited returns within this time
 _LONG_NS = 20_000  # a call this long did wait
 
+_LONG_SPIN_NS = 200_000
+_CLOSE = 0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
+_BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
+_AFTER_NS = 20_000
+_PLAIN_OP = r"^(?:aten|c10d)::"  # does its own work
 
-class Awaited(Struct, frozen=True):
+
+class AwaitedWork(Struct, frozen=True):
     """What calls wait for.
 
     Attributes:
@@ -40,7 +48,7 @@ class Awaited(Struct, frozen=True):
     unknown: Ints
 
 
-def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, records: SyncRecords) -> Awaited:
+def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, records: SyncRecords) -> AwaitedWork:
     """Find the work that each synchronising call and each blocking copy waits for.
 
     Where the file has records of what was awaited, these are taken. Else a device is awaited on all its streams, and
@@ -52,63 +60,44 @@ def awaited(trace: Trace, tree: HostTree, work: DeviceWork, times: WorkByTime, r
         position[tree.named(pattern, position)]
         for pattern in (calls.DEVICE_WAITS, calls.STREAM_WAITS, calls.EVENT_WAITS)
     )
-    synchronising = np.unique(np.concatenate([device, stream, event]))
-    if not work.row.size:
-        return _Pairs.none().awaited(tree, synchronising)
-    recorded = _told(tree, times, records, np.concatenate([device, stream, event]))
-    stream, event = (part[~np.isin(part, recorded.call)] for part in (stream, event))
-    has_record = np.isin(device, records.of("Context Sync").call)
-    parts = [
-        recorded,
-        _whole_device(tree, times, device[has_record], records),
-        _whole_device(tree, times, device[~has_record], None),
-        _one_stream(tree, times, stream),
-        _one_event(tree, times, event),
-        _copies(trace, tree, work),
-    ]
-    call = np.concatenate([part.call for part in parts])
-    of = np.concatenate([part.work for part in parts])
-    evidence = np.concatenate([part.evidence for part in parts])
+    waiting = np.concatenate([device, stream, event])
+    parts: list[_Pairs] = []
+    if work.row.size:
+        recorded = _recorded(tree, times, records, waiting)
+        in_records = recorded[0][recorded[1] >= 0]
+        stream, event = (part[~np.isin(part, in_records)] for part in (stream, event))
+        has_record = np.isin(device, records.of("Context Sync").call)
+        parts = [
+            recorded,
+            _whole_device(tree, times, device[has_record], records),
+            _whole_device(tree, times, device[~has_record], None),
+            _one_stream(tree, times, stream),
+            _one_event(tree, times, event),
+            _copies(trace, tree, work),
+        ]
+    nothing = np.zeros(0, dtype=np.int64)
+    call = np.concatenate([nothing, *(part[0] for part in parts)])
+    of = np.concatenate([nothing, *(part[1] for part in parts)])
+    evidence = np.concatenate([np.zeros(0, dtype=np.str_), *(np.full(part[0].size, part[2]) for part in parts)])
     # A call is only held back by what can end no later than it returns.
-    possible = work.end[of] <= tree.end[call] + _EARLY_NS
+    possible = of >= 0
+    possible[possible] = work.end[of[possible]] <= tree.end[call[possible]] + _EARLY_NS
     call, of, evidence = call[possible], of[possible], evidence[possible]
     _, first = np.unique(call * (work.row.size + 1) + of, return_index=True)
-    return _Pairs(call[first], of[first], evidence[first]).awaited(tree, synchronising)
+    call, of, evidence = call[first], of[first], evidence[first]
+    synchronising = np.unique(waiting)
+    without = synchronising[~np.isin(synchronising, call)]
+    return AwaitedWork(call, of, evidence, synchronising, without[tree.span()[without] >= _LONG_NS])
 
 
-class _Pairs(Struct, frozen=True):
-    """Calls and work that they wait for."""
-
-    call: Ints
-    work: Ints
-    evidence: NDArray[np.str_]
-
-    @classmethod
-    def none(cls) -> _Pairs:
-        nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, np.zeros(0, dtype=np.str_))
-
-    def awaited(self, tree: HostTree, calls: Ints) -> Awaited:
-        """The pairs, with all calls that synchronise."""
-        without = calls[~np.isin(calls, self.call)]
-        unknown = without[tree.span()[without] >= _LONG_NS]
-        return Awaited(self.call, self.work, self.evidence, calls, unknown)
-
-
-def _pairs(call: Ints, work: Ints, evidence: str) -> _Pairs:
-    valid = work >= 0
-    return _Pairs(call[valid], work[valid], np.full(int(valid.sum()), evidence))
-
-
-def _told(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> _Pairs:
+def _recorded(tree: HostTree, times: WorkByTime, records: SyncRecords, waiting: Ints) -> _Pairs:
     """From records of stream and event synchronisation; questions that do not wait have such records, too."""
     stream, event = records.of("Stream Sync"), records.of("Event Sync")
     call = np.concatenate([stream.call, event.call])
     lane = np.concatenate([stream.lane, event.awaited])
     until = np.concatenate([tree.start[stream.call], event.recorded])
     usable = (lane != UNKNOWN) & (until != UNKNOWN) & np.isin(call, waiting)
-    call, lane, until = call[usable], lane[usable], until[usable]
-    return _pairs(call, times.launched_before(lane, until), "measured")
+    return call[usable], times.launched_before(lane[usable], until[usable]), "measured"
 
 
 def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRecords | None) -> _Pairs:
@@ -127,7 +116,7 @@ def _whole_device(tree: HostTree, times: WorkByTime, call: Ints, records: SyncRe
     call, of = call[order], of[order]
     again = np.zeros(call.size, dtype=np.bool_)
     again[1:] = (of[1:] == of[:-1]) & (tree.lane[call[1:]] == tree.lane[call[:-1]])
-    return _pairs(call[~again], of[~again], "inferred" if records is None else "measured")
+    return call[~again], of[~again], "inferred" if records is None else "measured"
 
 
 def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
@@ -138,7 +127,7 @@ def _one_stream(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
     last = times.launched_before(lane, start)
     # its own stream explains the return as well as any other
     own = (last >= 0) & (times.work.end[last] <= end + _EARLY_NS) & (times.work.end[last] >= end - _AT_ONCE_NS)
-    return _pairs(call, np.where(own | (explains < 0), last, explains), "inferred")
+    return call, np.where(own | (explains < 0), last, explains), "inferred"
 
 
 def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
@@ -152,7 +141,7 @@ def _one_event(tree: HostTree, times: WorkByTime, call: Ints) -> _Pairs:
     usual = times.thread_launched_before(tree.lane[call], until)
     lane = np.where(usual >= 0, times.work.lane[usual], UNKNOWN)
     last = times.launched_before(lane, until)
-    return _pairs(call, np.where(explains < 0, last, explains), "inferred")
+    return call, np.where(explains < 0, last, explains), "inferred"
 
 
 def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
@@ -168,7 +157,15 @@ def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool
     A stream is awaited as far as it has been filled (`ended_by` False), an event as far as it was then recorded.
     """
     best = np.full(call.size, -1, dtype=np.int64)
-    at, lane = _ending_streams(times, tree, call)
+    # the streams on which work ends when such a call returns: indices into `call`, and lanes
+    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
+    until = tree.end[call[long]]
+    by_end = np.argsort(times.work.end, kind="stable")
+    ends = times.work.end[by_end]
+    low = np.searchsorted(ends, until - _AT_ONCE_NS, side="left")
+    count = np.searchsorted(ends, until + _EARLY_NS, side="right") - low
+    index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
+    at, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
     start, end = tree.start[call[at]], tree.end[call[at]]
     of = times.launched_before(lane, start)
     if ended_by:
@@ -180,19 +177,6 @@ def _explaining(times: WorkByTime, call: Ints, tree: HostTree, *, ended_by: bool
     order = fits[np.lexsort((-lane[fits], finished[fits]))]
     best[at[order]] = of[order]
     return best
-
-
-def _ending_streams(times: WorkByTime, tree: HostTree, call: Ints) -> tuple[Ints, Ints]:
-    """Of each long call, the streams on which work ends when it returns: indices into `call`, and their lanes."""
-    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
-    until = tree.end[call[long]]
-    by_end = np.argsort(times.work.end, kind="stable")
-    ends = times.work.end[by_end]
-    low = np.searchsorted(ends, until - _AT_ONCE_NS, side="left")
-    count = np.searchsorted(ends, until + _EARLY_NS, side="right") - low
-    index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
-    pairs = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
-    return pairs[0], pairs[1]
 
 
 def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
@@ -215,4 +199,41 @@ def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
     # a call that returned no earlier than its copy ended did wait
     waited = ~pinned & (tree.end[call] >= work.end[of]) & (tree.end[call] - work.end[of] < _AT_ONCE_NS)
     chosen = blocking | to_host | waited
-    return _pairs(call[chosen], of[chosen], "inferred")
+    return call[chosen], of[chosen], "inferred"
+
+
+def spins(trace: Trace, tree: HostTree, host: HostSegments, times: WorkByTime, waits: Ints) -> tuple[Ints, Ints]:
+    """Find long self time, right after a launch, that ends when the work of that launch does.
+
+    DeepEP's dispatch is such: the host reads from memory how much will arrive, as soon as a kernel has written that.
+
+    Args:
+        trace: The trace.
+        tree: Its host events.
+        host: Their segments.
+        times: GPU work by time.
+        waits: HostSegments that wait for another thread.
+
+    Returns:
+        Numbers of the segments, and of the work that each waits for.
+    """
+    if not times.work.row.size or not host.owner.size:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing
+    category = trace.events["category"].gather(tree.row)
+    plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
+    fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_SPIN_NS)
+    fits[waits] = False
+    submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    submits[times.work.call[times.work.call >= 0]] = True
+    before = np.append(-1, host.owner[:-1])
+    # right after a call that submitted GPU work
+    fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
+    at = np.flatnonzero(fits)
+    of = times.thread_launched_before(host.lane[at], host.start[at])
+    close = np.minimum(_CLOSE * (host.end[at] - host.start[at]), _BEFORE_NS)
+    late = times.work.end[of] - host.end[at]
+    matches = (
+        (of >= 0) & (late <= close) & (-late <= np.minimum(close, _AFTER_NS)) & (times.work.end[of] > host.start[at])
+    )
+    return at[matches], of[matches]

@@ -10,8 +10,7 @@ from traceloom.link.calls import HOST_BACKENDS
 from traceloom.link.cpu_time import CpuTime
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
-from traceloom.link.segments import Segments
-from traceloom.link.wakers import Wakers, calls_for, wakers
+from traceloom.link.segments import HostSegments
 from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
@@ -26,6 +25,9 @@ _ONLY = 0.9  # of a thread's outermost events are of the backward pass
 _FAR_MORE = 10  # times as many calls and operators
 _AUTOGRAD = r"^autograd::engine::evaluate_function"
 _PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
+_COLLECTIVE = r"^c10d::"
+_IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
+_JUST_NS = 1_000_000  # by what ended no longer ago than this, for all that is known
 
 
 class HandOffs(Struct, frozen=True):
@@ -33,15 +35,15 @@ class HandOffs(Struct, frozen=True):
 
     Attributes:
         host: The segments.
-        waits: Segments in which a thread waits for another.
+        waits: HostSegments in which a thread waits for another.
         source: Segment whose end hands over, one per hand-off.
         target: Segment that is held back.
         to_end: Whether its end is held back (it waits), else its start.
         certain: Whether a hand-off is more than a guess.
-        unknown: Segments in which a thread waits for what nothing tells: they end when they ended.
+        unknown: HostSegments in which a thread waits for what nothing tells: they end when they ended.
     """
 
-    host: Segments
+    host: HostSegments
     waits: Ints
     source: Ints
     target: Ints
@@ -50,14 +52,24 @@ class HandOffs(Struct, frozen=True):
     unknown: Ints
 
 
-class _Waits(Struct, frozen=True):
-    """Quiet segments, and what filled each: columns of one length; see `_filled`."""
+class _Wakers(Struct, frozen=True):
+    """Work that begins after an idle time, with what another thread did when it was handed over.
 
-    segment: Ints
-    begin: Ints
-    done: Ints
+    Attributes:
+        head: HostSegments that begin such work.
+        source: For each the segment of another thread that hands over; -1 where nothing tells.
+        cut_ns: When it does, inside a quiet time of that thread; -1 where at its end.
+        certain: Whether that is more than a guess.
+    """
+
     head: Ints
-    tail: Ints
+    source: Ints
+    cut_ns: Ints
+    certain: Bools
+
+    def of(self, chosen: Bools) -> _Wakers:
+        """Some of them."""
+        return _Wakers(self.head[chosen], self.source[chosen], self.cut_ns[chosen], self.certain[chosen])
 
 
 class _Spells(Struct, frozen=True):
@@ -76,12 +88,12 @@ class _Spells(Struct, frozen=True):
     last: Ints
 
 
-def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
+def hand_offs(trace: Trace, tree: HostTree, host: HostSegments) -> HandOffs:
     """Find where the main thread waits for others, and where others begin what they were given.
 
     A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
     three: until that work begins, which is when it was handed over; the waiting; and what the main thread did alone
-    after it. A worker's work after a gap waits for that, else for who woke it (see `traceloom.link.wakers`). In its
+    after it. A worker's work after a gap waits for that, else for who woke it (see `_wakers`). In its
     self time any thread may wait for communication that another one does.
 
     Args:
@@ -99,23 +111,36 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
     autograd = np.unique(tree.lane[tree.named(_AUTOGRAD)])
     main = _main_lane(trace, tree, lanes)
-    spells = {
-        lane: _roots(tree, host, lane) if lane in autograd else _runs(host, gap, lane)
-        for lane in lanes.tolist()
-        if lane != main
-    }
     talk = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
-    spells = {lane: spell for lane, spell in spells.items() if lane not in tree.lane[talk]}
+    spells = {}
+    for lane in np.setdiff1d(lanes, [main, *tree.lane[talk]]).tolist():
+        if lane in autograd:
+            root = np.flatnonzero((tree.lane == lane) & (tree.parent < 0))
+            spells[lane] = _Spells(tree.start[root], tree.end[root], host.first[root], host.last[root])
+        else:  # segments that follow each other without a gap
+            at = np.flatnonzero((host.lane == lane) & ~gap)
+            opens = np.append(True, np.diff(at) > 1) if at.size else np.zeros(0, dtype=np.bool_)
+            first, last = at[opens], at[np.append(opens[1:], True)] if at.size else at
+            spells[lane] = _Spells(host.start[first], host.end[last], first, last)
     segment = np.flatnonzero(quiet & (host.lane == main))
     begin, done, head, tail = _filled(host, segment, spells, set(autograd.tolist()))
     taken = _communicated(tree, host, segment, talk, (begin, done, head, tail))
-    waited = [_Waits(segment, begin, done, head, tail)]
+    filled = [(segment, begin, done, head, tail)]
     inside = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[talk])
     talk = np.setdiff1d(talk, taken)
-    waited += [
-        _elsewhere(tree, host, np.flatnonzero(inside & (host.lane == lane)), talk) for lane in lanes[lanes != main]
-    ]
-    segment, begin, done, head, tail = _in_order(waited)
+    # quiet self times of other threads that end about when communication of another one does
+    for lane in lanes[lanes != main]:
+        segment = np.flatnonzero(inside & (host.lane == lane))
+        begin, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
+        if segment.size and talk.size:
+            _communicated(tree, host, segment, talk, (begin, done, head, tail))
+            low, high = host.start[segment], host.end[segment]
+            done[high - done > np.maximum(_AWAKE_NS, _ALONE * (high - low))] = -1
+        filled.append((segment, begin, done, head, tail))
+    segment, begin, done, head, tail = (np.concatenate(column) for column in zip(*filled, strict=True))
+    order = np.argsort(segment, kind="stable")
+    order = order[done[order] >= 0]
+    segment, begin, done, head, tail = (column[order] for column in (segment, begin, done, head, tail))
     cut, number = host.cut(np.repeat(segment, 2), np.stack([begin, done], axis=1).ravel())
     waiting = number[segment] + 1
     handed_over = head >= 0
@@ -125,66 +150,7 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     still[waiting] = False
     works = np.isin(host.lane[tail], list(spells))  # not communication, which waits itself
     awake = np.union1d(heads, _awaited(cut, host.lane[tail[works]], begin[works], done[works]))
-    return _with_wakers(cut, waiting, source, heads, wakers(cut, tree, still, awake, main, cpu))
-
-
-def _awaited(host: Segments, lane: Ints, begin: Ints, done: Ints) -> Ints:
-    """Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
-
-    Args:
-        host: Segments.
-        lane: Of each such work its thread.
-        begin: Of each when it begins, ns.
-        done: Of each when it ends, ns.
-    """
-    awaited = [np.zeros(0, dtype=np.int64)]
-    for number in np.unique(lane).tolist():
-        own = np.flatnonzero(host.lane == number)
-        begun = np.searchsorted(np.sort(begin[lane == number]), host.start[own], side="left")
-        over = np.searchsorted(np.sort(done[lane == number]), host.start[own], side="left")
-        awaited.append(own[begun > over])
-    return np.concatenate(awaited)
-
-
-def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: Wakers) -> HandOffs:
-    """All hand-overs: what was found of quiet times that work fills, and who woke threads that were idle.
-
-    Args:
-        cut: Segments.
-        waiting: Those in which a thread waits for work that is known.
-        source: What ends those waits, one for each; then what hands over that work.
-        heads: The work that is handed over.
-        woken: Other work that was handed over.
-    """
-    nothing_known = woken.of(woken.source < 0)
-    woken = woken.of(woken.source >= 0)
-    again = np.flatnonzero(woken.cut_ns >= 0)
-    again = again[np.lexsort((woken.cut_ns[again], woken.source[again]))]
-    segment = woken.source[again]
-    host, number = cut.cut(segment, woken.cut_ns[again])
-    givers = number[woken.source] + _parts_after(cut, number, woken.source)
-    first = np.searchsorted(segment, segment, side="left")
-    givers[again] = number[segment] + np.arange(segment.size) - first
-    target, to_end = _held(host, number[np.concatenate([heads, woken.head])])
-    unknown, idle = _held(host, number[nothing_known.head])
-    waiting = number[waiting]
-    all_certain = np.ones(source.size, dtype=np.bool_)
-    return HandOffs(
-        host,
-        waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
-        source=np.concatenate([number[source] + _parts_after(cut, number, source), givers]),
-        target=np.concatenate([waiting, target]),
-        to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
-        certain=np.concatenate([all_certain, woken.certain]),
-        unknown=unknown[idle],
-    )
-
-
-def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
-    """How many parts of a segment follow its first."""
-    bounds = np.append(number, number[-1] + 1 if number.size else 0)
-    last = segment + 1 == host.owner.size
-    return np.where(last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1)
+    return _with_wakers(cut, waiting, source, heads, _wakers(cut, tree, still, awake, main, cpu))
 
 
 def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
@@ -208,7 +174,7 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     return int(named[0]) if named.size and done[named[0]] * _FAR_MORE >= done[most] else most
 
 
-def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
+def _quiet(trace: Trace, tree: HostTree, host: HostSegments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
     category = trace.events["category"].gather(tree.row)
     plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
@@ -217,21 +183,8 @@ def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     return quiet
 
 
-def _roots(tree: HostTree, host: Segments, lane: int) -> _Spells:
-    root = np.flatnonzero((tree.lane == lane) & (tree.parent < 0))
-    return _Spells(tree.start[root], tree.end[root], host.first[root], host.last[root])
-
-
-def _runs(host: Segments, gap: Bools, lane: int) -> _Spells:
-    """Segments that follow each other without a gap."""
-    at = np.flatnonzero((host.lane == lane) & ~gap)
-    opens = np.append(True, np.diff(at) > 1) if at.size else np.zeros(0, dtype=np.bool_)
-    first, last = at[opens], at[np.append(opens[1:], True)] if at.size else at
-    return _Spells(host.start[first], host.end[last], first, last)
-
-
 def _filled(
-    host: Segments, segment: Ints, spells: dict[int, _Spells], autograd: set[int]
+    host: HostSegments, segment: Ints, spells: dict[int, _Spells], autograd: set[int]
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with which segments.
 
@@ -263,28 +216,8 @@ def _filled(
     return begin, done, head, tail
 
 
-def _elsewhere(tree: HostTree, host: Segments, quiet: Ints, talk: Ints) -> _Waits:
-    """Quiet self times of one thread beside the main one that end about when communication of another one does."""
-    begin, done, head, tail = (np.full(quiet.size, -1, dtype=np.int64) for _ in range(4))
-    if quiet.size and talk.size:
-        _communicated(tree, host, quiet, talk, (begin, done, head, tail))
-        low, high = host.start[quiet], host.end[quiet]
-        done[high - done > np.maximum(_AWAKE_NS, _ALONE * (high - low))] = -1
-    return _Waits(quiet, begin, done, head, tail)
-
-
-def _in_order(waits: list[_Waits]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """All segments that something filled, ascending, with what filled them."""
-    segment, begin, done, head, tail = (
-        np.concatenate([getattr(wait, name) for wait in waits]) for name in ("segment", "begin", "done", "head", "tail")
-    )
-    order = np.argsort(segment, kind="stable")
-    order = order[done[order] >= 0]
-    return segment[order], begin[order], done[order], head[order], tail[order]
-
-
 def _communicated(
-    tree: HostTree, host: Segments, segment: Ints, talk: Ints, filled: tuple[Ints, Ints, Ints, Ints]
+    tree: HostTree, host: HostSegments, segment: Ints, talk: Ints, filled: tuple[Ints, Ints, Ints, Ints]
 ) -> Ints:
     """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
 
@@ -296,9 +229,9 @@ def _communicated(
     low, high = host.start[segment], host.end[segment]
     first = np.searchsorted(high, tree.start[talk], side="right")
     count = np.maximum(np.searchsorted(low, tree.end[talk], side="left") - first, 0)
-    event = np.repeat(talk, count)
+    event: Ints = np.repeat(talk, count)
     quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    call = np.repeat(calls_for(tree, talk), count)
+    call = np.repeat(_calls_for(tree, talk), count)
     early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
     since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
@@ -312,11 +245,142 @@ def _communicated(
     begin[quiet], done[quiet] = since[fits], until[fits]
     head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~early[fits], host.first[event], -1)
     tail[quiet] = host.last[event]
-    taken: Ints = event
-    return taken
+    return event
 
 
-def _held(host: Segments, head: Ints) -> tuple[Ints, Bools]:
+def _awaited(host: HostSegments, lane: Ints, begin: Ints, done: Ints) -> Ints:
+    """Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
+
+    Args:
+        host: HostSegments.
+        lane: Of each such work its thread.
+        begin: Of each when it begins, ns.
+        done: Of each when it ends, ns.
+    """
+    awaited = [np.zeros(0, dtype=np.int64)]
+    for number in np.unique(lane).tolist():
+        own = np.flatnonzero(host.lane == number)
+        begun = np.searchsorted(np.sort(begin[lane == number]), host.start[own], side="left")
+        over = np.searchsorted(np.sort(done[lane == number]), host.start[own], side="left")
+        awaited.append(own[begun > over])
+    return np.concatenate(awaited)
+
+
+def _wakers(host: HostSegments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime) -> _Wakers:  # noqa: PLR0917
+    """Find who woke the threads beside the main one: a thread with nothing to do waits for that, however long it takes.
+
+    Communication was handed over by the call of the framework that began last before it. All else by what ended last
+    on another thread; where that is long ago, by whoever did that, at that moment: it may have handed over in Python,
+    which nothing records. What ended before the idle time began woke nobody.
+
+    Args:
+        host: All segments.
+        tree: Their events.
+        quiet: HostSegments in which nothing says what the thread does, shape (segments,).
+        has_waker: HostSegments whose waker is known already.
+        main: The main thread.
+        cpu: How long threads ran: one that ran all the time was not idle.
+    """
+    gap = (host.owner < 0) & (host.end - host.start >= _IDLE_NS)
+    gap &= ~cpu.worked(host.lane, host.start, host.end)
+    first = np.flatnonzero(np.append(True, host.lane[1:] != host.lane[:-1]))
+    after = np.flatnonzero(gap[:-1] & (host.lane[1:] == host.lane[:-1])) + 1
+    head = np.setdiff1d(np.concatenate([first, after]), has_waker)
+    head = head[host.lane[head] != main]
+    begins = np.zeros(host.owner.size, dtype=np.bool_)
+    begins[after] = True
+    since = np.where(begins[head], host.start[np.maximum(head - 1, 0)], np.iinfo(np.int64).min)
+    # for work that is communication, the call that asked for it, after the idle time had begun; else -1
+    called = np.full(head.size, -1, dtype=np.int64)
+    owner = host.owner[head]
+    talk = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
+    event = _calls_for(tree, owner[talk])
+    fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[talk])
+    called[talk[fits]] = event[fits]
+    # The event of another thread that ended last before each head, after its idle time had begun; else -1. Where the
+    # one that ended last is of the head's own thread, it is the one before the run of that thread's events.
+    ends = np.argsort(tree.end, kind="stable")
+    lane = tree.lane[ends]
+    opens = np.append(True, lane[1:] != lane[:-1])[: lane.size]
+    before_run = np.maximum.accumulate(np.where(opens, np.arange(lane.size), 0)) - 1
+    at = np.searchsorted(tree.end[ends], host.start[head], side="right") - 1
+    own = (at >= 0) & (lane[at] == host.lane[head])
+    at = np.where(own, before_run[at], at)
+    ended = np.where(at >= 0, ends[at], -1)
+    ended[(ended >= 0) & (tree.end[ended] < since)] = -1
+    just = ended >= 0
+    just[just] = host.start[head[just]] - tree.end[ended[just]] <= _JUST_NS
+    event = np.where(called >= 0, called, ended)
+    source = np.where(event >= 0, host.last[np.maximum(event, 0)], -1)
+    certain = (called >= 0) | just
+    # where that is a guess, the quiet segment of its thread within which the head begins; else -1
+    inside = np.full(head.size, -1, dtype=np.int64)
+    guessed = np.where(certain | (event < 0), -1, tree.lane[np.maximum(event, 0)])
+    for number in np.unique(guessed[guessed >= 0]).tolist():
+        segments = np.flatnonzero(host.lane == number)
+        heads = np.flatnonzero(guessed == number)
+        time = host.start[head[heads]]
+        at = segments[np.maximum(np.searchsorted(host.start[segments], time, side="right") - 1, 0)]
+        within = quiet[at] & (host.start[at] < time) & (time < host.end[at])
+        inside[heads[within]] = at[within]
+    cut = np.where(inside >= 0, host.start[head], -1)
+    woken = _Wakers(head, np.where(inside >= 0, inside, source), cut, certain)
+    return woken.of(begins[head] | certain)  # what begins a thread for the first time may have begun by itself
+
+
+def _calls_for(tree: HostTree, talk: Ints) -> Ints:
+    """The framework's call on another thread that began last before each communication; -1 where there is none."""
+    calls = np.flatnonzero(tree.named(_COLLECTIVE) & ~tree.call)
+    if not calls.size:
+        return np.full(talk.size, -1, dtype=np.int64)
+    calls = calls[np.argsort(tree.start[calls], kind="stable")]
+    at = np.searchsorted(tree.start[calls], tree.start[talk], side="right") - 1
+    event = calls[np.maximum(at, 0)]
+    return np.where((at >= 0) & (tree.lane[event] != tree.lane[talk]), event, -1)
+
+
+def _with_wakers(cut: HostSegments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakers) -> HandOffs:
+    """All hand-overs: what was found of quiet times that work fills, and who woke threads that were idle.
+
+    Args:
+        cut: HostSegments.
+        waiting: Those in which a thread waits for work that is known.
+        source: What ends those waits, one for each; then what hands over that work.
+        heads: The work that is handed over.
+        woken: Other work that was handed over.
+    """
+    nothing_known = woken.of(woken.source < 0)
+    woken = woken.of(woken.source >= 0)
+    again = np.flatnonzero(woken.cut_ns >= 0)
+    again = again[np.lexsort((woken.cut_ns[again], woken.source[again]))]
+    segment = woken.source[again]
+    host, number = cut.cut(segment, woken.cut_ns[again])
+    givers = number[woken.source] + _parts_after(cut, number, woken.source)
+    first = np.searchsorted(segment, segment, side="left")
+    givers[again] = number[segment] + np.arange(segment.size) - first
+    target, to_end = _held(host, number[np.concatenate([heads, woken.head])])
+    unknown, idle = _held(host, number[nothing_known.head])
+    waiting = number[waiting]
+    all_certain = np.ones(source.size, dtype=np.bool_)
+    return HandOffs(
+        host,
+        waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
+        source=np.concatenate([number[source] + _parts_after(cut, number, source), givers]),
+        target=np.concatenate([waiting, target]),
+        to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
+        certain=np.concatenate([all_certain, woken.certain]),
+        unknown=unknown[idle],
+    )
+
+
+def _parts_after(host: HostSegments, number: Ints, segment: Ints) -> Ints:
+    """How many parts of a segment follow its first."""
+    bounds = np.append(number, number[-1] + 1 if number.size else 0)
+    last = segment + 1 == host.owner.size
+    return np.where(last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1)
+
+
+def _held(host: HostSegments, head: Ints) -> tuple[Ints, Bools]:
     """What of a head's thread is held back: the gap before it, which waits; or its start, where there is no gap."""
     before = np.maximum(head - 1, 0)
     gap = (head > 0) & (host.lane[before] == host.lane[head]) & (host.owner[before] < 0)
@@ -330,10 +394,6 @@ def hand_off_edges(edges: Edges, hand_offs: HandOffs, segment_node: Ints) -> Non
         segment_node[hand_offs.target], from_end=True, to_end=hand_offs.to_end,
     )  # fmt: skip
     edges.add(
-        "origin",
-        "assumed",
-        np.zeros_like(hand_offs.unknown),
-        segment_node[hand_offs.unknown],
-        from_end=True,
-        to_end=True,
-    )
+        "origin", "assumed", np.zeros_like(hand_offs.unknown), segment_node[hand_offs.unknown],
+        from_end=True, to_end=True,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.link.loading import load_ranks
+from traceloom.link.linking import load_ranks
 from traceloom.link.matching import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUPS, NO_ID, OUTSIDE, ROOT
 
 pytestmark = pytest.mark.torch

@@ -12,7 +12,7 @@ import pytest
 
 from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.link.inputs import Inputs, find_inputs
-from traceloom.link.loading import load_ranks
+from traceloom.link.linking import load_ranks
 from traceloom.testing import HostTraceBuilder, TraceBuilder
 from traceloom.testing.host_trace import NestedOp, pair
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.across.rank_part import RankPart
 from traceloom.analyze.collective.calls import sum_or_null
-from traceloom.link.clocks import ENDS_TOGETHER, Clock, fit_clocks
+from traceloom.link.clocks import ENDS_TOGETHER, HostClock, fit_clocks
 from traceloom.link.collectives import join_parts
 from traceloom.link.meeting import FROM_ROOT, TO_ROOT
 from traceloom.model.notice import Notice
@@ -98,7 +98,7 @@ class Matched:
     clocks: pl.DataFrame
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    clock_of: tuple[Clock, ...]
+    clock_of: tuple[HostClock, ...]
     notices: tuple[Notice, ...]
     unmatched: pl.DataFrame
 
