@@ -22,6 +22,7 @@ _MANY = 8
 _UNEVEN = 1.5  # times the mean: the largest part of an exchange
 # What the next operation does not need at once; the results of the others are used right behind them.
 _MESSAGES = ("send", "receive")
+_HAS_SPLITS = (pl.col("in_splits").list.len() > 1) & (pl.col("in_splits").list.sum() > 0)
 _MOVABLE = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -94,7 +95,7 @@ def uneven_exchange(context: Context) -> Iterator[Said]:
     rows = context.graph.communication.filter(pl.col("kind") == "all_to_all")
     if not rows.height:
         return
-    if not _split(rows).height:
+    if not rows.filter(_HAS_SPLITS).height:
         yield Abstention("uneven-exchange", "the split sizes of all_to_all were not recorded")
         return
     change = evened(context)
@@ -111,13 +112,9 @@ def uneven_exchange(context: Context) -> Iterator[Said]:
     )
 
 
-def _split(rows: pl.DataFrame) -> pl.DataFrame:
-    return rows.filter(pl.col("in_splits").list.len() > 1, pl.col("in_splits").list.sum() > 0)
-
-
 def evened(context: Context) -> Change | None:
     """Uneven all-to-alls, as fast as they would be with equal parts; None where none is uneven."""
-    split = _split(context.graph.communication.filter(pl.col("kind") == "all_to_all"))
+    split = context.graph.communication.filter(pl.col("kind") == "all_to_all", _HAS_SPLITS)
     ratios = split.with_columns(
         given=pl.col("in_splits").list.max() / pl.col("in_splits").list.mean(),
         got=pl.col("out_splits").list.max() / pl.col("out_splits").list.mean(),

@@ -15,7 +15,7 @@ from traceloom.analyze import across_ranks
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.intervals import Spans, difference, union
+from traceloom.analyze.intervals import difference, union
 from traceloom.analyze.path.window import common_steps, usual_step
 from traceloom.analyze.steps import of_requests
 from traceloom.findings.wording import brief
@@ -407,8 +407,11 @@ class Context:
         whole = 0
         for rank in frame.filter(pl.Series(nodes))["rank"].unique().to_list():
             of_rank = frame["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0]).to_numpy()
-            hidden = _spans(frame, of_rank & self.of_kind(gs.KERNEL))
-            whole += difference(_spans(frame, of_rank & nodes), hidden).total
+            own, hiding = (
+                union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())
+                for rows in (frame.filter(pl.Series(of_rank & which)) for which in (nodes, self.of_kind(gs.KERNEL)))
+            )
+            whole += difference(own, hiding).total
         return whole
 
     def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
@@ -461,8 +464,3 @@ def _samples(trace: Trace) -> dict[str, ThreadClock]:
 def _frames(trace: Trace) -> pl.DataFrame:
     python = trace.events.filter(pl.col("category") == cat.PYTHON)
     return python.select("name", "lane", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-
-
-def _spans(frame: pl.DataFrame, mask: Bools) -> Spans:
-    rows = frame.filter(pl.Series(mask))
-    return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

@@ -36,8 +36,18 @@ def back_and_forth(context: Context) -> Iterator[Said]:
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     pairs = 0
     for trace in context.traces:
-        rows = pl.Series(_pairs(context.in_step(_copies(trace))), dtype=pl.UInt32)
-        pairs += rows.len() // 2
+        # a copy to the host, and the next copy of as many bytes back
+        paired: list[int] = []
+        waiting: dict[int, list[int]] = {}
+        copies = context.in_step(_copies(trace))
+        copies = copies.filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
+        for event, kind, size in copies.select("event", "kind", "bytes").iter_rows():
+            if kind == "DtoH":
+                waiting.setdefault(size, []).append(event)
+            elif waiting.get(size):
+                paired += [waiting[size].pop(0), event]
+        pairs += len(paired) // 2
+        rows = pl.Series(paired, dtype=pl.UInt32)
         calls = trace.events["launch"].gather(rows).drop_nulls()
         mask |= context.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
     if not pairs or not mask.any():
@@ -52,19 +62,6 @@ def back_and_forth(context: Context) -> Iterator[Said]:
         advice="Keep it on the device: no `.cpu()`, `.numpy()` or `.to('cpu')` between two operations of the device.",
         evidence=context.evidence(on_device),
     )
-
-
-def _pairs(copies: pl.DataFrame) -> list[int]:
-    """Events of copies to the host and of the next copy of as many bytes back."""
-    paired: list[int] = []
-    waiting: dict[int, list[int]] = {}
-    rows = copies.filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
-    for event, kind, size in rows.select("event", "kind", "bytes").iter_rows():
-        if kind == "DtoH":
-            waiting.setdefault(size, []).append(event)
-        elif waiting.get(size):
-            paired += [waiting[size].pop(0), event]
-    return paired
 
 
 def on_the_device(context: Context) -> Iterator[Said]:

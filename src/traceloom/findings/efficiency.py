@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -44,22 +43,11 @@ _HINTS = {
 _HINT = "Fuse it with its neighbours (torch.compile) or use a fused implementation."
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
-    """Matrix products that a known reason makes slow.
+def _products(context: Context) -> tuple[Bools, Bools, bool]:
+    """Matrix products that a known reason makes slow, and whether sizes could be looked at.
 
-    Attributes:
-        odd: Those whose sizes do not fit, by operator.
-        unused: Those that use no matrix units.
-        checked: Whether anybody could look at sizes.
+    Those whose sizes do not fit, by operator; and of the others those that use no matrix units; shape (nodes,).
     """
-
-    odd: Bools
-    unused: Bools
-    checked: bool
-
-
-def _products(context: Context) -> _Products:
     size = context.graph.nodes.height
     odd, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
     checked = False
@@ -72,7 +60,7 @@ def _products(context: Context) -> _Products:
             odd |= context.below(trace, rows["event"])
         unused |= context.nodes_of(trace, context.ask(trace, _without_units))
     kernels = context.of_kind(gs.KERNEL)
-    return _Products(odd & kernels, unused & kernels & ~odd, checked)
+    return odd & kernels, unused & kernels & ~odd, checked
 
 
 def _without_units(trace: Trace) -> pl.Series:
@@ -102,22 +90,22 @@ def odd_sizes(context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention("unaligned-matmul", "no GPU work was recorded")
         return
-    products = _products(context)
-    if not products.checked:
+    odd, _, checked = _products(context)
+    if not checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
         return
-    time = context.work_ns(products.odd)
+    time = context.work_ns(odd)
     if time < _LEAST_SHARE * context.whole_ns:
         return
-    factor = _roofline_factor(context, products.odd)
+    factor = _roofline_factor(context, odd)
     yield Candidate(
         title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8",
-        changes=(Change("scale", Chosen("matrix products of odd sizes", products.odd, "kernels"),
+        changes=(Change("scale", Chosen("matrix products of odd sizes", odd, "kernels"),
                         _ON_MATRIX_UNITS if factor is None else factor),),
         confidence=0.6,
         advice="Pad the last dimensions to a multiple of 8 (better 64): vocabulary, sequence length, hidden sizes; in "
         "attention, scaled_dot_product_attention pads by itself.",
-        evidence=context.evidence(products.odd),
+        evidence=context.evidence(odd),
     )  # fmt: skip
 
 
@@ -126,7 +114,7 @@ def no_matrix_units(context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
-    unused = _products(context).unused
+    _, unused, _ = _products(context)
     time = context.work_ns(unused)
     if time < _LEAST_SHARE * context.whole_ns:
         return
@@ -153,7 +141,7 @@ def low_roofline(context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
-    products = _products(context)
+    odd, unused, _ = _products(context)
     any_modelled = False
     by_op: dict[str, list[tuple[Trace, pl.DataFrame]]] = {}
     for trace in context.traces:
@@ -170,7 +158,7 @@ def low_roofline(context: Context) -> Iterator[Said]:
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         for trace, op_work in parts:
             mask |= context.nodes_of(trace, op_work["event"])
-        mask &= ~products.odd & ~products.unused
+        mask &= ~odd & ~unused
         factor = _roofline_factor(context, mask) if mask.any() else None
         if factor is None or factor * _REACHABLE >= _FAR:
             continue
@@ -199,7 +187,15 @@ def slow_kernels(context: Context) -> Iterator[Said]:
         slow = slow.filter(pl.col("event").is_in(context.graph.nodes["event"].filter(pl.Series(mask)).implode()))
         lost = int((slow["duration_ns"] - slow["usual"]).sum())
         factor = float(slow["usual"].sum()) / max(float(slow["duration_ns"].sum()), 1.0)
-        shared = _beside_communication_ns(context, mask)
+        # for how long communication of the same rank runs beside them
+        nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+        kernels = nodes.filter(pl.Series(mask))
+        talk = nodes.filter(
+            pl.Series(context.of_kind(*gs.COMMUNICATION)),
+            pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True),
+        )
+        spans = union(talk["start_ns"].to_numpy(), talk["end_ns"].to_numpy())
+        shared = int(coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
         beside = 2 * shared > context.work_ns(mask)
         of_rank = f" of rank {trace.rank}" if len(context.traces) > 1 else ""
         yield Candidate(
@@ -213,17 +209,6 @@ def slow_kernels(context: Context) -> Iterator[Said]:
             evidence=context.evidence(mask),
             at_most_ns=min(lost, shared) if beside else None,
         )  # fmt: skip
-
-
-def _beside_communication_ns(context: Context, mask: Bools) -> int:
-    """For how long communication of the same rank runs beside some kernels."""
-    nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-    kernels = nodes.filter(pl.Series(mask))
-    talk = nodes.filter(
-        pl.Series(context.of_kind(*gs.COMMUNICATION)), pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True)
-    )
-    spans = union(talk["start_ns"].to_numpy(), talk["end_ns"].to_numpy())
-    return int(coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
 
 
 def _slow(trace: Trace) -> pl.DataFrame:

@@ -51,7 +51,14 @@ def extra_copies(context: Context) -> Iterator[Said]:
         by_name = pl.concat([by_name, rows.select("name", "duration_ns")])
         if rows.height:
             mask |= context.below(trace, rows["event"])
-    mask |= _behind(context, mask)
+    # the short stretch of Python behind each: it calls the next one, and gives the memory back
+    nodes = context.graph.nodes
+    order = nodes.select("rank", "lane", "start_ns", "node").with_row_index("at")
+    order = order.sort("rank", "lane", "start_ns", "node")
+    at, lane = order["at"].to_numpy(), order["lane"].fill_null(_NO_LANE).to_numpy()
+    follows = np.zeros(at.size, dtype=np.bool_)
+    follows[at[1:]] = mask[at[:-1]] & (lane[1:] == lane[:-1])
+    mask |= follows & between_operators(context) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
     time = context.work_ns(mask & context.of_kind(*_HOST))
     if not count or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
@@ -68,20 +75,6 @@ def extra_copies(context: Context) -> Iterator[Said]:
     )
 
 
-def _behind(context: Context, mask: Bools) -> Bools:
-    """The short stretch of Python behind each: it calls the next one, and gives the memory back."""
-    nodes = context.graph.nodes
-    order = (
-        nodes.select("rank", "lane", "start_ns", "node").with_row_index("at").sort("rank", "lane", "start_ns", "node")
-    )
-    at = order["at"].to_numpy()
-    lane = order["lane"].fill_null(_NO_LANE).to_numpy()
-    follows = np.zeros(at.size, dtype=np.bool_)
-    follows[at[1:]] = mask[at[:-1]] & (lane[1:] == lane[:-1])
-    short: Bools = follows & between_operators(context) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
-    return short
-
-
 def _copies(trace: Trace) -> pl.DataFrame:
     """Outermost operators that copy, without those of the optimizer, of FSDP and of the loader."""
     events = trace.events
@@ -91,22 +84,16 @@ def _copies(trace: Trace) -> pl.DataFrame:
     back = names.str.contains(_COPIES_BACK).to_numpy()
     candidate = np.flatnonzero((names.str.contains(_COPIES).to_numpy() & is_op) | back)
     outer = candidate[(parent[candidate] < 0) | ~is_op[np.maximum(parent[candidate], 0)]]
-    inside = _has_below(parent, copying, outer) | copying[outer] | back[outer]
+    has_copying = np.zeros(parent.size, dtype=np.bool_)  # inside
+    above = parent[np.flatnonzero(copying)]
+    while (above := above[above >= 0]).size:  # one turn per level of nesting
+        has_copying[above] = True
+        above = parent[above]
+    inside = has_copying[outer] | copying[outer] | back[outer]
     own = _below(parent, names.str.contains(_OWN).to_numpy(), outer)
     kept = outer[inside & ~own]
     rows: pl.DataFrame = events.select("event", pl.col("name").cast(pl.String), "duration_ns", "step")[kept]
     return rows
-
-
-def _has_below(parent: Ints, marked: Bools, roots: Ints) -> Bools:
-    """Which of some events have a marked one inside."""
-    has_marked = np.zeros(parent.size, dtype=np.bool_)
-    above = parent[np.flatnonzero(marked)]
-    while (above := above[above >= 0]).size:  # one turn per level of nesting
-        has_marked[above] = True
-        above = parent[above]
-    inside: Bools = has_marked[roots]
-    return inside
 
 
 def _below(parent: Ints, marked: Bools, events: Ints) -> Bools:

@@ -27,10 +27,20 @@ _COSTLY = 1.05  # recording that makes steps this many times longer is told
 def collections(context: Context) -> Iterator[Said]:
     """Python collects garbage in the step."""
     mask = named(context.graph, COLLECTIONS).fill_null(value=False).to_numpy() & context.of_kind(gs.HOST, gs.THINK)
+    nodes = context.graph.nodes
     for trace in context.traces:  # frames and annotations that the graph knows only as time of something else
         gaps = context.in_step(context.ask(trace, analyze.idle).gaps)
-        if not mask.any() and (gaps["cause"].cast(pl.String) == "host_garbage_collection").any():
-            mask |= _during(context, trace.rank, gaps)
+        gaps = gaps.filter(pl.col("cause").cast(pl.String) == "host_garbage_collection")
+        if mask.any() or not gaps.height:
+            continue
+        # host nodes that hold such a pause of the device
+        start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
+        end = start + nodes["duration_ns"].to_numpy()
+        for low, length in gaps.select("start_ns", "duration_ns").iter_rows():
+            mask |= (start <= low) & (end >= low + length)
+        if len(context.traces) > 1:
+            mask &= nodes["rank"].eq_missing(pl.Series([trace.rank], dtype=pl.Int32)[0]).to_numpy()
+        mask &= context.of_kind(gs.HOST, gs.THINK)
     if not mask.any():
         yield from _without_host(context, "garbage-collection")
         return
@@ -48,23 +58,6 @@ def _without_host(context: Context, slug: str) -> Iterator[Abstention]:
     """What the host did not do cannot be told where nothing of it was recorded."""
     if not context.of_kind(gs.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
-
-
-def _during(context: Context, rank: int | None, gaps: pl.DataFrame) -> np.ndarray:
-    """Host nodes that hold a pause of the device of that cause."""
-    rows = gaps.filter(pl.col("cause").cast(pl.String) == "host_garbage_collection")
-    nodes = context.graph.nodes
-    start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
-    end = start + nodes["duration_ns"].to_numpy()
-    of_rank = (
-        nodes["rank"].eq_missing(pl.Series([rank], dtype=pl.Int32)[0]).to_numpy()
-        if len(context.traces) > 1
-        else np.ones(nodes.height, dtype=np.bool_)
-    )
-    holding = np.zeros(nodes.height, dtype=np.bool_)
-    for low, long in rows.select("start_ns", "duration_ns").iter_rows():
-        holding |= (start <= low) & (end >= low + long)
-    return holding & of_rank & context.of_kind(gs.HOST, gs.THINK)
 
 
 def compiling(context: Context) -> Iterator[Said]:

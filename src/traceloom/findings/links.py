@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.collective.bandwidth import DeviceLink, link_of, with_sizes
+from traceloom.analyze.collective.bandwidth import link_of, with_sizes
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, Rule, Said
 from traceloom.model import graph_schema as gs
@@ -31,7 +31,7 @@ _SWITCHED = ("NVLink 4", "NVLink 5")  # all of a device's links lead to every ot
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class SlowTransfers:
     """Transfers of one kind and size that take too long.
 
     Attributes:
@@ -55,9 +55,16 @@ class Slow:
     nodes: np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def slow_links(context: Context) -> list[Slow]:
+def slow_links(context: Context) -> list[SlowTransfers]:
     """Transfers that take too long, by kind and size, those that lose the most time first."""
-    rows = _transfers(context)
+    # communication whose transfer is known
+    edges = context.graph.edges
+    ends = pl.Series(among(edges["kind"], gs.EDGE_KINDS, ("rendezvous",))) & edges["to_end"]
+    transfers = edges.filter(ends).select(node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns"))
+    transfers = transfers.filter(pl.col("transfer_ns") > 0)
+    calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))
+    sized = with_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
+    rows = sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _LARGE)
     if not rows.height:
         return []
     keys = ["kind", "size_bytes", "group_size"]
@@ -79,36 +86,14 @@ def slow_links(context: Context) -> list[Slow]:
     return [slow for slow, _ in sorted(candidates, key=lambda candidate: -candidate[1])]
 
 
-def _transfers(context: Context) -> pl.DataFrame:
-    """Communication whose transfer is known: node, kind, ranks, group_size, size_bytes, wire_bytes, transfer_ns."""
-    edges = context.graph.edges
-    ends = pl.Series(among(edges["kind"], gs.EDGE_KINDS, ("rendezvous",))) & edges["to_end"]
-    transfers = edges.filter(ends).select(
-        node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns")
-    ).filter(pl.col("transfer_ns") > 0)  # fmt: skip
-    calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))
-    sized = with_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
-    return sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _LARGE)
-
-
 def _target(context: Context, row: dict[str, Any], peers: pl.DataFrame, *, certain: bool) -> dict[str, Any] | None:
     """The group with `should_ns` and `against`, where it takes far longer; None where not."""
     if certain:
         others = [peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]]
         should, against = float(np.median(others or [row["takes_ns"]])), "in the other groups of this run"
         return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOWER * should else None
-    link = _link(context, row["ranks"])
-    if link is None:
-        return None
-    steps = _STEPS[row["kind"]] * (row["group_size"] - 1)
-    should = _BEGIN_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _OF_THE_RATE)
-    against = f"over {link.name} ({link.peak_gb_per_s:.0f} GB/s)"
-    return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _FAR * should else None
-
-
-def _link(context: Context, ranks: list[int]) -> DeviceLink | None:
-    """The link between ranks that are known to be on one host; None where it is unknown or not switched."""
-    members = [context.trace_of(rank) for rank in ranks]
+    # the link between ranks that are known to be on one host, where it is known and switched
+    members = [context.trace_of(rank) for rank in row["ranks"]]
     hosts = {trace.meta.host if trace is not None else None for trace in members}
     if len(hosts) != 1 or None in hosts or len(context.traces) < 2:
         return None
@@ -116,10 +101,16 @@ def _link(context: Context, ranks: list[int]) -> DeviceLink | None:
     names = {name for device_names in used for name in device_names.to_list()}
     links = {link_of(name) for name in names}
     link = links.pop() if len(links) == 1 else None
-    return link if link is not None and link.name in _SWITCHED else None
+    if link is None or link.name not in _SWITCHED:
+        return None
+    steps = _STEPS[row["kind"]] * (row["group_size"] - 1)
+    should = _BEGIN_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _OF_THE_RATE)
+    against = f"over {link.name} ({link.peak_gb_per_s:.0f} GB/s)"
+    return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _FAR * should else None
 
 
-def _slow(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> Slow:
+def _slow(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> SlowTransfers:
+    """What is slow of one kind and size, with a change for each group."""
     whole = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     changes = []
     for target in targets:
@@ -131,7 +122,9 @@ def _slow(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> 
     times = float(np.median([target["takes_ns"] / target["should_ns"] for target in targets]))
     ranks = tuple(tuple(target["ranks"]) for target in targets)
     first = targets[0]
-    return Slow(first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), whole)
+    return SlowTransfers(
+        first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), whole
+    )
 
 
 def slow_link(context: Context) -> Iterator[Said]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -23,21 +22,6 @@ _TRIES, _NEAR = 6, 0.01  # until a step is shorter by what the schedule saves, a
 _PER_STAGE = 4  # microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
 
 
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """What could be done about the bubbles of a step.
-
-    Attributes:
-        bubble_ns: Bubbles of a stage, the mean over stages.
-        left_ns: What is left of them.
-        how: In words.
-    """
-
-    bubble_ns: float
-    left_ns: float
-    how: str
-
-
 def bubbles(context: Context) -> Iterator[Said]:
     """Stages wait for each other at the beginning and end of each step."""
     if context.across is None:
@@ -53,24 +37,23 @@ def bubbles(context: Context) -> Iterator[Said]:
     if bubble < _LEAST * window:
         return
     share = bubble / max(window, 1.0)
-    better = _better(context, rows)
+    mean_ns, left_ns, how = _better(context, rows)
     worst = rows.sort("bubble_ns", descending=True).head(3)
     stages = rows["stage"].n_unique()
     yield Candidate(
         title=f"pipeline bubbles take {units.share(share, 1)} of {stages} stages' time",
-        changes=(_shorter(context, share, better),),
+        changes=(_shorter(context, share, mean_ns, mean_ns - left_ns),),
         confidence=0.4,
-        advice="More microbatches per step, or an interleaved or zero-bubble schedule: the saving assumes "
-        f"{better.how}.",
+        advice=f"More microbatches per step, or an interleaved or zero-bubble schedule: the saving assumes {how}.",
         evidence=tuple(
             Evidence(f"bubbles of stage {row['stage']}", row["rank"], total_ns=row["bubble_ns"])
             for row in worst.to_dicts()
         ),
-        at_most_ns=round((better.bubble_ns - better.left_ns) * context.step_count),
+        at_most_ns=round((mean_ns - left_ns) * context.step_count),
     )
 
 
-def _shorter(context: Context, share: float, better: _Schedule) -> Change:
+def _shorter(context: Context, share: float, bubble_ns: float, target_ns: float) -> Change:
     """Everything takes less time, so that the step gets as much shorter as the bubbles that go are long.
 
     All stages wait in turn, so that a shorter bubble shortens the whole step evenly. Stages are in different steps at
@@ -78,12 +61,12 @@ def _shorter(context: Context, share: float, better: _Schedule) -> Change:
     takes a smaller factor for the same time.
     """
     everything = np.ones(context.graph.nodes.height, dtype=np.bool_)
-    target_ns, base = better.bubble_ns - better.left_ns, Scenario.of(context.graph)
+    base = Scenario.of(context.graph)
 
     def change(gone: float) -> Change:
         return Change("scale", Chosen("everything, by the bubbles that go", everything), 1 - gone)
 
-    gone = share * target_ns / max(better.bubble_ns, 1.0)
+    gone = share * target_ns / max(bubble_ns, 1.0)
     for _ in range(_TRIES):
         times = whatif_many(context.graph, (base, context.changed(base, [change(gone)])), context.plan)
         saved = float(times[0] - times[1]) / context.step_count
@@ -93,7 +76,7 @@ def _shorter(context: Context, share: float, better: _Schedule) -> Change:
     return change(gone)
 
 
-def _better(context: Context, rows: pl.DataFrame) -> _Schedule:
+def _better(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
     """Four microbatches per stage where there are fewer; else two chunks per stage.
 
     With m microbatches each stage waits (stages - 1) / m of the time it computes for the pipeline to fill and to drain;
@@ -101,32 +84,32 @@ def _better(context: Context, rows: pl.DataFrame) -> _Schedule:
     comes once for each microbatch, however small.
 
     Source: Huang et al., GPipe (2019), and Narayanan et al., Megatron-LM (2021), section 2.2.
+
+    Returns:
+        Bubbles of a stage, the mean over stages, and what is left of them, ns; and how, in words.
     """
+    # how many activations each rank of the last stages gets in the step, where that is one number
+    now = None
+    if context.steps is not None:
+        last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]
+        received = context.graph.nodes.filter(
+            pl.Series(context.of_kind(gs.RECEIVE)),
+            pl.col("rank").is_in(last.implode()),
+            pl.col("step").is_in(list(context.steps)),
+        )
+        counts = received.group_by("rank", "step").len()["len"].unique().to_list()
+        now = int(counts[0]) if len(counts) == 1 else None
     bubble = float(rows["bubble_ns"].mean() or 0)  # type: ignore[arg-type]
-    now, target_count = _microbatches(context, rows), _PER_STAGE * rows["stage"].n_unique()
+    target_count = _PER_STAGE * rows["stage"].n_unique()
     if now is None:
-        return _Schedule(bubble, bubble * _LEFT, "two chunks per stage, which halve the bubbles")
+        return bubble, bubble * _LEFT, "two chunks per stage, which halve the bubbles"
     waits = min(float(rows["steady_ns"].min() or 0), bubble)  # type: ignore[arg-type]
     message, filling = waits / max(now - 1, 1), bubble - waits
     if now < target_count:
         left = filling * now / target_count + message * (target_count - 1)
-        return _Schedule(bubble, min(left, bubble), f"{target_count} microbatches, four per stage, in place of {now}")
+        return bubble, min(left, bubble), f"{target_count} microbatches, four per stage, in place of {now}"
     left = filling * _LEFT + 2 * waits  # each chunk has messages of its own
-    return _Schedule(bubble, min(left, bubble), "two chunks per stage, which halve the time until all are busy")
-
-
-def _microbatches(context: Context, rows: pl.DataFrame) -> int | None:
-    """How many activations each rank of the last stages gets in the step; None where that is not one number."""
-    if context.steps is None:
-        return None
-    last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]
-    received = context.graph.nodes.filter(
-        pl.Series(context.of_kind(gs.RECEIVE)),
-        pl.col("rank").is_in(last.implode()),
-        pl.col("step").is_in(list(context.steps)),
-    )
-    counts = received.group_by("rank", "step").len()["len"].unique().to_list()
-    return int(counts[0]) if len(counts) == 1 else None
+    return bubble, min(left, bubble), "two chunks per stage, which halve the time until all are busy"
 
 
 RULES = (Rule("pipeline-bubbles", "stages of a pipeline wait for each other", bubbles),)

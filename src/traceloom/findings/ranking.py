@@ -1,23 +1,33 @@
-"""Ranking: what each fix saves, one after the other, so that the savings never add up to more than the step."""
+"""Ranking: what each fix saves, one after the other, so that the savings never add up to more than the step.
+
+What a fix saves is evaluated per step of a steady run, over steps that follow each other. A step that is looked at
+alone ends with all that it launched. In a run the host begins the next step meanwhile: what holds the host back at the
+end of a step costs what the next step could have begun earlier.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark, Rule
-from traceloom.findings.steady import MOST_STEPS, Key, Steady, interval, keyed, middle, steady
 from traceloom.model.finding import Abstention, Alternative, Finding
+from traceloom.model.graph_arrays import point_times
+from traceloom.retime import Plan
+from traceloom.simulate import Scenario, evaluations, most_saved_ns, unrecorded_saving_ns
 from traceloom.simulate.lower_bound import saves_more
 
 Ints = NDArray[np.int64]
+Key = tuple[str, tuple[tuple[str, str], ...], int]
 
 LEAST = 0.005  # of the step; less is not worth a line
 HIGH, MEDIUM = 0.10, 0.03
+MOST_STEPS = 5
+_MOST_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
 _COUNTS = 0.01  # of the step: a saving that may be larger by this much is a lower bound
 _SAME = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
 _NEARLY = 0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
@@ -65,21 +75,63 @@ def rank(context: Context, rules: Sequence[Rule], *, steps: int = MOST_STEPS) ->
             if isinstance(outcome, Abstention):
                 abstained.append(outcome)
             elif isinstance(outcome, MemoryCandidate):
-                memory.append(_of_memory(rule, outcome))
+                memory.append(
+                    Finding(
+                        slug=rule.slug,
+                        title=outcome.title,
+                        severity="high" if outcome.severe else "medium" if outcome.risk else "low",
+                        confidence=outcome.confidence,
+                        advice=outcome.advice,
+                        saving_bytes=outcome.saving_bytes,
+                        risk=outcome.risk,
+                        evidence=outcome.evidence,
+                        learn_more=f"docs/findings/{rule.slug}.md",
+                    )
+                )
             elif isinstance(outcome, Remark):
-                remarks.append(_of_remark(rule, outcome))
+                remarks.append(
+                    Finding(
+                        slug=rule.slug,
+                        title=outcome.title,
+                        severity="low",
+                        confidence=outcome.confidence,
+                        advice=outcome.advice,
+                        saving_ns=0,
+                        saving_fraction=0.0,
+                        alone_ns=0,
+                        evidence=outcome.evidence,
+                        learn_more=f"docs/findings/{rule.slug}.md",
+                    )
+                )
             else:
                 time.append((rule, outcome))
-    findings, limit = _greedy(context, keyed(time), rules, steps) if context.whole_ns else ((), "")
-    abstained += _untold(context, [(rule.slug, candidate) for rule, candidate in time], findings)
-    return Ranked((*findings, *remarks), tuple(sorted(memory, key=_by_risk)), tuple(abstained), limit)
+    findings, limit = _greedy(context, _keyed(time), rules, steps) if context.whole_ns else ((), "")
+    # why something that looks large is no finding: without it the step would take as long
+    slugs = {finding.slug for finding in findings}
+    slugs |= {alternative.slug for finding in findings for alternative in finding.alternatives}
+    abstained += [
+        Abstention(rule.slug, f"{candidate.title}: hiding it saves nothing, what comes behind waits for more than that")
+        for rule, candidate in time
+        if rule.slug not in slugs and (candidate.seen_ns or 0) >= HIGH * context.step_ns
+    ]
+    severities = ("high", "medium", "low")
+    memory.sort(key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0)))
+    return Ranked((*findings, *remarks), tuple(memory), tuple(abstained), limit)
 
 
 def _greedy(
     context: Context, usual: dict[Key, Candidate], rules: Sequence[Rule], most: int
 ) -> tuple[tuple[Finding, ...], str]:
     """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on."""
-    steps = steady(context, usual, rules, most)
+    # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
+    fitting = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
+    around = context.around(fitting) if most > 1 and fitting > 1 else ()
+    if len(around) > 1:
+        several = context.over(around)
+        outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
+        steps = Steady(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
+    else:
+        steps = Steady(context, usual)
     order = {rule.slug: number for number, rule in enumerate(rules)}
     left = sorted(steps.candidates, key=lambda key: order[key[0]])
     position = {key: number for number, key in enumerate(left)}
@@ -111,7 +163,12 @@ def _greedy(
         best = _first(steps, {key: middle(saved[key]) for key in sorted(left, key=position.__getitem__)})
         finding = _finding(steps, best, (usual.get(best), context), (saved[best], alone[best]), room)
         room -= finding.saving_ns or 0
-        ranked.append(replace(finding, lower_bound=_held(steps, best)))
+        # whether threads whose waker is unknown hold the saving back
+        fixed = steps.context.changed(steps.base, steps.candidates[best].changes)
+        saved_ns = int(np.ptp(steps.base.times(steps.plan)) - np.ptp(fixed.times(steps.plan)))
+        counts_ns = round(_COUNTS * steps.context.step_ns * steps.context.step_count)
+        held = saves_more(steps.base, fixed, saved_ns, counts_ns, steps.plan)
+        ranked.append(replace(finding, lower_bound=held))
         steps.fix(best, after.get(best))
         before = saved
         left.remove(best)
@@ -121,18 +178,6 @@ def _greedy(
         context.steps is not None and steps.count == steps.context.step_count == 1 and context.unit == "step"
     )
     return tuple(sorted(kept, key=lambda fix: -(fix.saving_ns or 0))), _LIMIT if alone_in_time else ""
-
-
-def _untold(context: Context, seen: list[tuple[str, Candidate]], findings: tuple[Finding, ...]) -> Iterator[Abstention]:
-    """Why something that looks large is no finding: without it the step would take as long."""
-    slugs = {finding.slug for finding in findings} | {
-        alternative.slug for finding in findings for alternative in finding.alternatives
-    }
-    for slug, candidate in seen:
-        if slug not in slugs and (candidate.seen_ns or 0) >= HIGH * context.step_ns:
-            yield Abstention(
-                slug, f"{candidate.title}: hiding it saves nothing, what comes behind waits for more than that"
-            )
 
 
 def _first(steps: Steady, saved: dict[Key, int]) -> Key:
@@ -153,14 +198,6 @@ def _first(steps: Steady, saved: dict[Key, int]) -> Key:
         if saving + saved[most] - together >= _SHARED * saving:
             return key
     return most
-
-
-def _held(steps: Steady, key: Key) -> bool:
-    """Whether threads whose waker is unknown hold the saving back."""
-    context = steps.context
-    fixed = context.changed(steps.base, steps.candidates[key].changes)
-    saved = int(np.ptp(steps.base.times(steps.plan)) - np.ptp(fixed.times(steps.plan)))
-    return saves_more(steps.base, fixed, saved, round(_COUNTS * context.step_ns * context.step_count), steps.plan)
 
 
 def _finding(
@@ -197,43 +234,115 @@ def _finding(
         saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,
         evidence=candidate.evidence,
-        learn_more=_page(key[0]),
+        learn_more=f"docs/findings/{key[0]}.md",
         change="; ".join(str(change) for change in candidate.changes),
     )
 
 
-def _of_remark(rule: Rule, remark: Remark) -> Finding:
-    return Finding(
-        slug=rule.slug,
-        title=remark.title,
-        severity="low",
-        confidence=remark.confidence,
-        advice=remark.advice,
-        saving_ns=0,
-        saving_fraction=0.0,
-        alone_ns=0,
-        evidence=remark.evidence,
-        learn_more=_page(rule.slug),
-    )
+@dataclass
+class Steady:
+    """Steps, and what could be fixed in them.
+
+    Attributes:
+        context: Steps that follow each other, or one step.
+        candidates: By what they are about.
+        base: The steps with what was fixed so far.
+        plan: Of its graph.
+        now_ns: How long each counted step takes with that, shape (counted steps,).
+    """
+
+    context: Context
+    candidates: dict[Key, Candidate]
+    base: Scenario = field(init=False)
+    plan: Plan = field(init=False)
+    now_ns: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is fixed yet."""
+        self.base, self.plan = Scenario.of(self.context.graph), self.context.plan
+        self.now_ns = self._lengths(point_times(self.context.graph))
+
+    @property
+    def count(self) -> int:
+        """Steps that count."""
+        return int(self.now_ns.size)
+
+    def after(self, keys: Sequence[Key]) -> dict[Key, Ints]:
+        """How long each step takes with each of these fixed, too, where there is something to fix; ns."""
+        present = [key for key in keys if key in self.candidates]
+        graph = self.context.graph
+        # one after the other: each scenario is large
+        scenarios = (self.context.changed(self.base, self.candidates[key].changes) for key in present)
+        measured = point_times(graph)
+        lengths = {}
+        for key, (scenario, times) in zip(present, evaluations(scenarios, self.plan), strict=True):
+            lengths[key] = self._lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
+        return lengths
+
+    def after_both(self, first: Key, second: Key) -> Ints:
+        """How long each step takes with two of these fixed, too; ns."""
+        changes = (*self.candidates[first].changes, *self.candidates[second].changes)
+        return self._lengths(self.context.changed(self.base, changes).times(self.plan))
+
+    def saved_ns(self, key: Key, after_ns: Ints | None) -> Ints:
+        """What a fix saves in each step on top of those before it, together at most what it can; ns."""
+        if after_ns is None:
+            return np.zeros(self.count, dtype=np.int64)
+        saved = self.now_ns - after_ns
+        most, whole = self.candidates[key].at_most_ns, int(saved.sum())
+        if most is not None and whole > most * self.count / self.context.step_count:
+            saved = np.floor(saved * (most * self.count / self.context.step_count / whole)).astype(np.int64)
+        return saved
+
+    def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
+        """A saving of one step when nobody records."""
+        if key not in self.candidates:
+            return 0
+        context = self.context
+        return unrecorded_saving_ns(
+            context.graph, self.candidates[key].changes, min(saved_ns, context.step_ns),
+            whole_ns=context.step_ns, ratio=context.host_ratio,
+        )  # fmt: skip
+
+    def fix(self, key: Key, after_ns: Ints | None) -> None:
+        """From now on this is fixed."""
+        if after_ns is None:
+            return
+        self.base, self.now_ns = self.context.changed(self.base, self.candidates[key].changes), after_ns
+        if self.base.graph is not self.plan.graph:
+            self.plan = Plan(self.base.graph)
+
+    def _lengths(self, times: Ints) -> Ints:
+        """How long each step that counts takes."""
+        lengths = self.context.lengths_ns(times)
+        # the first one may begin with what others left behind: it counts where there are too few others
+        return lengths[1:] if lengths.size == 2 or lengths.size > MOST_STEPS else lengths
 
 
-def _of_memory(rule: Rule, candidate: MemoryCandidate) -> Finding:
-    return Finding(
-        slug=rule.slug,
-        title=candidate.title,
-        severity="high" if candidate.severe else "medium" if candidate.risk else "low",
-        confidence=candidate.confidence,
-        advice=candidate.advice,
-        saving_bytes=candidate.saving_bytes,
-        risk=candidate.risk,
-        evidence=candidate.evidence,
-        learn_more=_page(rule.slug),
-    )
+def _keyed(candidates: Iterable[tuple[Rule, Candidate]]) -> dict[Key, Candidate]:
+    """Candidates by rule and what they change, figures left out."""
+    by_key: dict[Key, Candidate] = {}
+    for rule, candidate in candidates:
+        about = tuple((change.action, str(change.selection)) for change in candidate.changes)
+        number = sum(key[:2] == (rule.slug, about) for key in by_key)
+        by_key[rule.slug, about, number] = candidate
+    return by_key
 
 
-def _by_risk(finding: Finding) -> tuple[int, int]:
-    return ("high", "medium", "low").index(finding.severity), -(finding.saving_bytes or 0)
+def middle(values: ArrayLike) -> int:
+    """The median; of an even number the mean of the two in the middle, rounded down."""
+    return int(np.median(np.asarray(values, dtype=np.int64)))
 
 
-def _page(slug: str) -> str:
-    return f"docs/findings/{slug}.md"
+def interval(values: Sequence[int]) -> tuple[int, int]:
+    """Between which values the median of all such steps lies, nine times of ten where there are at least five.
+
+    By the order of the values alone; of fewer than five it is the smallest and the largest. As many are left out at
+    each end as a coin shows heads in one of twenty throws at most.
+    """
+    ordered = np.sort(np.array(values, dtype=np.int64))
+    chances = np.ones(1)  # of each number of heads
+    for _ in range(ordered.size):
+        chances = (np.append(chances, 0.0) + np.append(0.0, chances)) / 2
+    left = max(int(np.searchsorted(np.cumsum(chances), 0.05, side="right")) - 1, 0)
+    return int(ordered[left]), int(ordered[ordered.size - 1 - left])

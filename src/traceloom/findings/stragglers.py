@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -25,19 +24,13 @@ _APART = "the ranks share no communication: nobody waits for another"
 _UNEVEN = 1.05
 _WORK = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
 _ITS_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is called slow
+_ADVICE = {
+    "compute": "its share of the work, its clocks and power, what else runs on its device.",
+    "host_data_loading": "its data: more workers, its storage, the size of its files.",
+    "host_garbage_collection": "collect on all ranks at the same step: gc.disable() and gc.collect() every N steps.",
+}
+_ANY_ADVICE = "its host (processes beside it, its CPU's clock), its data, its share of the work."
 _MEASURES = {"tokens": "tokens", "exchanged_bytes": "exchanged bytes", "embedding_ns": "time in embedding tables"}
-
-
-def _latest(context: Context) -> list[int]:
-    """Ranks whose work, from when they begin, ends last."""
-    work = (
-        context.graph.nodes.filter(pl.Series(context.of_kind(*_WORK)))
-        .group_by("rank")
-        .agg(pl.col("work_ns").sum(), first=pl.col("start_ns").min())
-        .with_columns(late=pl.col("work_ns") + pl.col("first"))
-        .sort("late", "rank", descending=[True, False])
-    )
-    return [rank for rank in work["rank"].to_list() if rank is not None]
 
 
 def straggler(context: Context) -> Iterator[Said]:
@@ -56,14 +49,35 @@ def straggler(context: Context) -> Iterator[Said]:
         for slow_rank in slow_ranks(context.across.collectives)
         if slow_rank.fraction >= _ITS_SHARE
     }
-    ranks = [rank for rank in slow or _latest(context) if rank in context.meeting][:_MOST_RANKS]
-    uneven = _given_more(context)
+    # else those whose work, from when they begin, ends last
+    ended = (
+        context.graph.nodes.filter(pl.Series(context.of_kind(*_WORK)))
+        .group_by("rank")
+        .agg(late=pl.col("work_ns").sum() + pl.col("start_ns").min())
+        .sort("late", "rank", descending=[True, False])
+    )
+    latest = slow or ended["rank"].drop_nulls().to_list()
+    ranks = [rank for rank in latest if rank in context.meeting][:_MOST_RANKS]
+    # ranks that were given more to do, by more than they compute for longer in all
+    kernels = context.of_kind(gs.KERNEL)
+    worst = _worst(context, kernels) if kernels.any() else None
+    measures = _measures(context)
+    if worst is not None:
+        measures = measures.filter(
+            (pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * worst[1])
+        )
+    uneven = measures["max_rank"].to_list()
     for rank in ranks:
         cause = slow[rank].cause if rank in slow else None
         # who has more to do is not slow: see compute-imbalance and shard-imbalance
         if not (rank in uneven and cause == "compute"):
             yield _late(context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
-    for host, members in _hosts(context, ranks):
+    # hosts with several ranks of which more than one is late, where there are other hosts
+    hosts = {trace.rank: trace.meta.host for trace in context.traces if trace.rank is not None}
+    for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
+        members = tuple(sorted(rank for rank, name in hosts.items() if name == host))
+        if host is None or len(set(hosts.values())) < 2 or sum(rank in ranks for rank in members) < 2:
+            continue
         slow_members = [slow[rank] for rank in members if rank in slow]
         # that of most of the waiting for these ranks
         cause = max(slow_members, key=lambda slow_rank: slow_rank.waited_ns).cause if slow else None
@@ -71,20 +85,20 @@ def straggler(context: Context) -> Iterator[Said]:
                     roots.filter(pl.col("root_rank").is_in(list(members))), cause)  # fmt: skip
 
 
-def _hosts(context: Context, ranks: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Hosts with several ranks of which more than one is late, where there are other hosts."""
-    hosts = {trace.rank: trace.meta.host for trace in context.traces if trace.rank is not None}
-    if len(set(hosts.values())) < 2:
-        return
-    for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
-        members = tuple(sorted(rank for rank, name in hosts.items() if name == host))
-        if host is not None and len(members) > 1 and sum(rank in ranks for rank in members) > 1:
-            yield host, members
-
-
 def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFrame, cause: str | None) -> Candidate:
+    """Ranks that begin late or work longer, with the collectives at which others waited for them."""
     why = "" if cause is None else f": {CAUSE_WORDS[cause]}"
-    worst = roots.sort("wait_ns", descending=True).head(3).to_dicts()
+    assert context.across is not None
+    # the waits of the ranks that waited longest, on their own clocks
+    waits = []
+    for row in roots.sort("wait_ns", descending=True).head(3).to_dicts():
+        parts = context.across.parts.filter(pl.col("instance") == row["instance"]).sort("wait_ns", descending=True)
+        waiting = parts["rank"][0] if parts.height else None
+        trace = context.trace_of(waiting)
+        if parts.height and trace is not None:
+            event = trace.events.row(parts["event"][0], named=True)
+            what = f"rank {waiting} waits in {row['kind']}"
+            waits.append(Evidence(what, waiting, event["start_ns"], event["duration_ns"], event["lane"]))
     waited = units.duration(int(roots["wait_ns"].sum()))
     count = units.count(roots.height)
     seen = (Evidence(f"waits that end at {who}", ranks[0], count=roots.height, total_ns=int(roots["wait_ns"].sum())),)
@@ -92,11 +106,8 @@ def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFram
         title=f"{who} makes the others wait{why}" + (f" ({waited} at {count} collectives)" if roots.height else ""),
         changes=(Change("delay", Selection("host", "", ranks)),),
         confidence=0.7 if roots.height else 0.4,
-        advice=f"See what {who} does at that time: {_advice(cause)}",
-        evidence=(
-            *(wait for row in worst if (wait := _wait(context, row)) is not None),
-            *(seen if roots.height else ()),
-        ),
+        advice=f"See what {who} does at that time: {_ADVICE.get(cause or '', _ANY_ADVICE)}",
+        evidence=(*waits, *(seen if roots.height else ())),
         at_most_ns=_behind_ns(context, ranks),
     )
 
@@ -120,31 +131,6 @@ def _behind_ns(context: Context, ranks: tuple[int, ...]) -> int:
     begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
     usual = float(np.median([begin for rank, begin in begins.items() if rank not in ranks] or [0]))
     return behind + max(round(max((begins.get(rank, usual) for rank in ranks), default=usual) - usual), 0)
-
-
-def _wait(context: Context, row: dict[str, Any]) -> Evidence | None:
-    """The wait of the rank that waited longest, on its own clock."""
-    assert context.across is not None
-    parts = context.across.parts.filter(pl.col("instance") == row["instance"]).sort("wait_ns", descending=True)
-    if not parts.height:
-        return None
-    part = parts.row(0, named=True)
-    trace = context.trace_of(part["rank"])
-    if trace is None:
-        return None
-    event = trace.events.row(part["event"], named=True)
-    return Evidence(f"rank {part['rank']} waits in {row['kind']}", part["rank"], event["start_ns"],
-                    event["duration_ns"], event["lane"])  # fmt: skip
-
-
-def _advice(cause: str | None) -> str:
-    if cause == "compute":
-        return "its share of the work, its clocks and power, what else runs on its device."
-    if cause == "host_data_loading":
-        return "its data: more workers, its storage, the size of its files."
-    if cause == "host_garbage_collection":
-        return "collect on all ranks at the same step: gc.disable() and gc.collect() every N steps."
-    return "its host (processes beside it, its CPU's clock), its data, its share of the work."
 
 
 def imbalance(context: Context) -> Iterator[Said]:
@@ -192,17 +178,6 @@ def _measures(context: Context) -> pl.DataFrame:
     return context.across.balance.measures.filter(
         pl.col("measure").is_in(list(_MEASURES)), pl.col("max_over_mean") > _UNEVEN
     ).sort("max_over_mean", descending=True)
-
-
-def _given_more(context: Context) -> list[int]:
-    """Ranks that were given more to do, by more than they compute for longer in all."""
-    kernels = context.of_kind(gs.KERNEL)
-    worst = _worst(context, kernels) if kernels.any() else None
-    rows = _measures(context)
-    if worst is not None:
-        rows = rows.filter((pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * worst[1]))
-    ranks: list[int] = rows["max_rank"].to_list()
-    return ranks
 
 
 def shards(context: Context) -> Iterator[Said]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -58,7 +57,7 @@ _PROFILER = re.compile(r"(?i)profil|traceloom/capture")
 
 
 @dataclass(slots=True)
-class _Place:
+class _WaitingSite:
     """One place in the code that waits, over all ranks."""
 
     kind: str
@@ -66,39 +65,8 @@ class _Place:
     where: str
     nodes: Bools
     blocked_ns: int = 0
-    count: int = 0
     pageable: int = 0
     evidence: list[Evidence] = field(default_factory=list)
-
-
-def _places(context: Context, slug: str) -> list[_Place]:
-    kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
-    places: dict[tuple[str, ...], _Place] = {}
-    for trace in context.traces:
-        blocking = context.ask(trace, analyze.blocking_calls)
-        calls = context.in_step(blocking.calls)
-        sites = blocking.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
-        for site in sites.to_dicts():
-            site_calls = calls.filter(pl.col("site") == site["site"])
-            if not site_calls.height or _of_profiler(site):
-                continue
-            where = brief(site["frame"]) if site["frame"] else place(site["op"] or site["call"])
-            # an op's copy and the synchronisation behind it wait for the same: only both together can go
-            nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-            entry = places.setdefault((site["kind"], where), _Place(site["kind"], site["call"], where, nowhere))
-            entry.nodes |= context.nodes_of(trace, site_calls["event"])
-            entry.blocked_ns += int(site_calls["blocked_ns"].sum())
-            entry.count += site_calls.height
-            entry.pageable += site["pageable_count"]
-            entry.evidence += [
-                Evidence(site["call"], trace.rank, row["start_ns"], row["blocked_ns"], site["lane"])
-                for row in site_calls.sort("blocked_ns", descending=True).head(3).to_dicts()
-            ]
-    return [entry for entry in places.values() if entry.nodes.any()]
-
-
-def _of_profiler(site: dict[str, Any]) -> bool:
-    return any(text is not None and _PROFILER.search(text) is not None for text in (site["frame"], site["stack"]))
 
 
 def _of(slug: str, context: Context) -> Iterator[Said]:
@@ -106,7 +74,31 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
     if not context.on_device:
         yield Abstention(slug, "no GPU work was recorded")
         return
-    for site in _places(context, slug):
+    kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
+    waiting: dict[tuple[str, str], _WaitingSite] = {}
+    for trace in context.traces:
+        blocking = context.ask(trace, analyze.blocking_calls)
+        calls = context.in_step(blocking.calls)
+        sites = blocking.sites.with_row_index("site").filter(pl.col("kind").cast(pl.String).is_in(kinds))
+        for row in sites.to_dicts():
+            site_calls = calls.filter(pl.col("site") == row["site"])
+            of_profiler = any(text is not None and _PROFILER.search(text) for text in (row["frame"], row["stack"]))
+            if not site_calls.height or of_profiler:
+                continue
+            where = brief(row["frame"]) if row["frame"] else place(row["op"] or row["call"])
+            # an op's copy and the synchronisation behind it wait for the same: only both together can go
+            nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+            site = waiting.setdefault((row["kind"], where), _WaitingSite(row["kind"], row["call"], where, nowhere))
+            site.nodes |= context.nodes_of(trace, site_calls["event"])
+            site.blocked_ns += int(site_calls["blocked_ns"].sum())
+            site.pageable += row["pageable_count"]
+            site.evidence += [
+                Evidence(row["call"], trace.rank, call["start_ns"], call["blocked_ns"], row["lane"])
+                for call in site_calls.sort("blocked_ns", descending=True).head(3).to_dicts()
+            ]
+    for site in waiting.values():
+        if not site.nodes.any():
+            continue
         label = f"{site.call} at {site.where}" if site.where != site.call else site.call
         chosen = Chosen(label, site.nodes, "syncs")
         pageable = " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""

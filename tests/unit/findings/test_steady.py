@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from traceloom.findings import RULES, Context, findings, rank
-from traceloom.findings.steady import interval, middle
+from traceloom.findings.ranking import interval, middle
 from traceloom.model import Session
 from traceloom.testing.builder import TraceBuilder
 
