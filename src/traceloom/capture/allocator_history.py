@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,8 +45,11 @@ class AllocatorHistory:
         if not self._wanted or os.getpid() != self._pid:  # ended meanwhile, or a fork, which has one of its own
             return
         try:
-            if not _is_on():
-                torch.cuda.memory._record_memory_history("all", **_known(_WANTED))
+            is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+            if is_enabled is None or not is_enabled():  # else the program keeps a history already
+                supported = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+                options = {name: value for name, value in _WANTED.items() if name in supported}
+                torch.cuda.memory._record_memory_history("all", **options)
                 self._ours = True
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
             self.problem = f"the allocator keeps no history, so that blocks have no stacks: {error}"
@@ -77,15 +79,3 @@ class AllocatorHistory:
             self._ours = False
             with contextlib.suppress(RuntimeError):  # the device may be gone at the end of a process
                 torch.cuda.memory._record_memory_history(None)
-
-
-def _is_on() -> bool:
-    """Whether the program keeps a history already."""
-    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(is_enabled()) if is_enabled is not None else False
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that this PyTorch knows."""
-    supported = inspect.signature(torch.cuda.memory._record_memory_history).parameters
-    return {name: value for name, value in options.items() if name in supported}

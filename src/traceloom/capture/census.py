@@ -35,7 +35,8 @@ def census() -> dict[str, list[Any]]:
     what a forward pass has saved for its backward pass by the node of the graph that keeps it (`activation`), found by
     following the graphs of the tensors that are reachable; other tensors by their type and shape.
     """
-    objects = [obj for obj in gc.get_objects() if _is_known(obj)]
+    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+    objects = [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
     rows: dict[tuple[str, int], Row] = {}
     for owner, name, owned in _owned(objects):
         for tensor in _plain(owned):
@@ -43,19 +44,15 @@ def census() -> dict[str, list[Any]]:
             if row is not None:
                 rows.setdefault((row[2], row[0]), row)
     ordered = sorted(rows.values(), key=lambda row: -row[1])
-    kept = ordered[:MOST_ROWS] + list(_summed(ordered[MOST_ROWS:]))
-    return {name: [row[k] for row in kept] for k, name in enumerate(COLUMNS)}
-
-
-def _summed(rows: list[Row]) -> Iterator[Row]:
-    """The smallest storages of a great many, added up by device and owner; their address is 0."""
-    total: dict[tuple[str, int, str], list[int]] = {}
-    for _, size, kind, device, owner, _ in rows:
-        entry = total.setdefault((kind, device, owner), [0, 0])
+    kept = ordered[:MOST_ROWS]
+    smallest: dict[tuple[str, int, str], list[int]] = {}
+    for _, size, device_type, device, owner, _ in ordered[MOST_ROWS:]:
+        entry = smallest.setdefault((device_type, device, owner), [0, 0])
         entry[0] += size
         entry[1] += 1
-    for (kind, device, owner), (size, count) in total.items():
-        yield 0, size, kind, device, owner, f"({count} smaller ones)"
+    for (device_type, device, owner), (size, count) in smallest.items():
+        kept.append((0, size, device_type, device, owner, f"({count} smaller ones)"))
+    return {name: [row[k] for row in kept] for k, name in enumerate(COLUMNS)}
 
 
 def live_bytes(found: dict[str, list[Any]]) -> dict[str, int]:
@@ -67,15 +64,10 @@ def live_bytes(found: dict[str, list[Any]]) -> dict[str, int]:
     return total
 
 
-def _is_known(obj: object) -> bool:
-    kind = type(obj)
-    return issubclass(kind, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
-
-
 def _owned(objects: list[Any]) -> Iterator[Owned]:
     """(owner, name, tensor), the surest owner first."""
     modules = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
-    inner = {id(child) for module in modules for child in _children(module)}
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
     roots = [module for module in modules if id(module) not in inner]
     names: dict[int, str] = {}
     gradients: list[tuple[str, torch.Tensor]] = []
@@ -95,7 +87,12 @@ def _owned(objects: list[Any]) -> Iterator[Owned]:
                     yield "buffer", f"{path}.{name}", tensor
     for name, tensor in gradients:
         yield "gradient", name, tensor
-    yield from _of_optimizers([obj for obj in objects if isinstance(obj, torch.optim.Optimizer)], names)
+    for optimizer in [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]:
+        for parameter, state in list(optimizer.state.items()):
+            of = names.get(id(parameter), "(no module)")
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer_state", f"{type(optimizer).__name__}.{key} of {of}", value
     tensors = [obj for obj in objects if isinstance(obj, torch.Tensor)]
     nodes = []
     for tensor in tensors:
@@ -109,21 +106,6 @@ def _owned(objects: list[Any]) -> Iterator[Owned]:
     yield from _kept_by_autograd(nodes)
     for tensor in tensors:
         yield "other", f"{type(tensor).__name__} {list(tensor.shape)}", tensor
-
-
-def _children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (child for child in module._modules.values() if child is not None)
-
-
-def _of_optimizers(optimizers: list[torch.optim.Optimizer], names: dict[int, str]) -> Iterator[Owned]:
-    for optimizer in optimizers:
-        for parameter, state in list(optimizer.state.items()):
-            if not isinstance(state, dict):
-                continue
-            of = names.get(id(parameter), "(no module)")
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    yield "optimizer_state", f"{type(optimizer).__name__}.{key} of {of}", value
 
 
 def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:

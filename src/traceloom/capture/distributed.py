@@ -189,7 +189,18 @@ class CollectiveLog:
             return None
         rows = self._merge(_flight_recorder(self._begin_ns, end_ns))
         self._calls.clear()
-        return _columns(sorted(rows, key=lambda row: row["start_ns"])) if rows else None
+        if not rows:
+            return None
+        rows.sort(key=lambda row: row["start_ns"])
+        table: dict[str, Any] = {}
+        for column, legend in (("group", "groups"), ("kind", "kinds"), ("type", "types")):
+            names = list(dict.fromkeys(row[column] for row in rows))
+            index = {name: at for at, name in enumerate(names)}
+            table[legend] = names
+            table[column] = [index[row[column]] for row in rows]
+        for column in ("sequence", "bytes_in", "bytes_out", "peer", "start_ns", "thread"):
+            table[column] = [row[column] for row in rows]
+        return table
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         calls, clock, thread = self._calls, time.time_ns, threading.get_native_id
@@ -344,15 +355,3 @@ def _bytes(sizes: Any, types: Any) -> int | None:
             count *= int(extent)
         total += count * _ITEM_BYTES[kind]
     return total
-
-
-def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for column, legend in (("group", "groups"), ("kind", "kinds"), ("type", "types")):
-        names = list(dict.fromkeys(row[column] for row in rows))
-        index = {name: at for at, name in enumerate(names)}
-        table[legend] = names
-        table[column] = [index[row[column]] for row in rows]
-    for column in ("sequence", "bytes_in", "bytes_out", "peer", "start_ns", "thread"):
-        table[column] = [row[column] for row in rows]
-    return table

@@ -126,6 +126,7 @@ class Attachment:
 
     def __init__(self, recorder: Any, *, in_child: bool) -> None:
         from traceloom.capture.endings import Endings
+        from traceloom.capture.yielding import Yielding
 
         self.recorder = recorder
         self._handles: list[Any] = []  # what stands for as long as this process is recorded
@@ -137,7 +138,13 @@ class Attachment:
         self.inherits_kineto = False  # a fork of a process that was being recorded
         self._watch_steps()
         self._watch_modules()
-        self._watch_profilers()
+        self._yielding = Yielding(
+            recorder.foreign_profiler,
+            recorder.foreign_profiler_ended,
+            recorder.profiler_stepped,
+            recorder.profiler_has_stepped,
+        )
+        self._yielding.install()
         self._watch_compiler()
         self._handles.append(_LoaderWorkers(recorder))
         self.endings = Endings(recorder)
@@ -232,18 +239,6 @@ class Attachment:
             _Restored(torch.autograd, "backward", passes, backward),
         ]
 
-    def _watch_profilers(self) -> None:
-        from traceloom.capture.yielding import Yielding
-
-        recorder = self.recorder
-        self._yielding = Yielding(
-            recorder.foreign_profiler,
-            recorder.foreign_profiler_ended,
-            recorder.profiler_stepped,
-            recorder.profiler_has_stepped,
-        )
-        self._yielding.install()
-
     def _watch_modules(self) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -326,12 +321,9 @@ class Attachment:
             from traceloom.capture.kineto import abandon
 
             abandon()
-        self._stop_waiting()
+        self._waiting = False
+        self._module_hook.remove()
         if not moments.is_loader_worker():
             self.recorder.used_torch = by == "module"
             self.recorder.first_call()
             self._alarm.changed()
-
-    def _stop_waiting(self) -> None:
-        self._waiting = False
-        self._module_hook.remove()

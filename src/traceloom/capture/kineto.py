@@ -7,6 +7,7 @@ it, and only that thread may stop it (another one would crash).
 # ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -95,17 +96,18 @@ class Kineto:
     """
 
     def __init__(self, settings: Settings, *, every_thread: bool, with_observer: bool = False) -> None:
-        options = {
-            "trace_only": not settings.stacks,
-            "profile_all_threads": every_thread,
-        }
+        wanted = {"trace_only": not settings.stacks, "profile_all_threads": every_thread}
+        options: dict[str, Any] = {name: True for name, on in wanted.items() if on and _knows(name)}
+        # The processor, and the accelerators in use: asking for another one would make a context on it.
+        accelerators = ((ProfilerActivity.CUDA, torch.cuda), (ProfilerActivity.XPU, torch.xpu))
+        idle = {activity for activity, backend in accelerators if not backend.is_initialized()}
         self.every_thread = every_thread
         self._profile = _Profile(
-            activities=_activities(),
+            activities=[activity for activity in supported_activities() if activity not in idle],
             record_shapes=bool(settings.shapes) or with_observer,
             profile_memory=settings.memory and not with_observer,
             with_stack=settings.stacks and not with_observer,
-            experimental_config=_experimental(options),
+            experimental_config=_ExperimentalConfig(**options),
         )
         self._memory = settings.memory
         self._told_of_job = False
@@ -175,16 +177,6 @@ def require_whole(path: Path) -> None:
         raise OSError(28, os.strerror(28), str(path))
 
 
-def _activities() -> list[ProfilerActivity]:
-    """The processor, and the accelerators in use: asking for another one would make a context on it."""
-    idle = {
-        activity
-        for activity, backend in ((ProfilerActivity.CUDA, torch.cuda), (ProfilerActivity.XPU, torch.xpu))
-        if not backend.is_initialized()
-    }
-    return [activity for activity in supported_activities() if activity not in idle]
-
-
 def kinds(settings: Settings) -> tuple[bool, ...]:
     """The kinds of recorder that this PyTorch has for these settings, the better first: of every thread, or of one.
 
@@ -192,12 +184,6 @@ def kinds(settings: Settings) -> tuple[bool, ...]:
     """
     able = _knows("profile_all_threads") and hasattr(torch._C._autograd, "_toggle_collection_dynamic")
     return (True, False) if able and not settings.memory else (False,)
-
-
-def _experimental(options: dict[str, bool]) -> Any:
-    """The experimental options that this PyTorch knows."""
-    supported: dict[str, Any] = {name: True for name, on in options.items() if on and _knows(name)}
-    return _ExperimentalConfig(**supported)
 
 
 def _knows(option: str) -> bool:
@@ -216,7 +202,7 @@ class _Observer(ExecutionTraceObserver):  # type: ignore[misc]
             self._registered = False
 
 
-class Graph:
+class GraphStepRecorder:
     """The graph step: the host trace, and Kineto at the same time, joined by `Record function id`."""
 
     def __init__(self, settings: Settings, host_path: Path, *, every_thread: bool) -> None:
@@ -264,24 +250,17 @@ class Graph:
         except OSError:
             return
         null = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in _open_descriptors():
-            if _same_file(descriptor, target):
-                os.dup2(null, descriptor)
+        descriptors = list(range(3, 256))
+        for directory in ("/proc/self/fd", "/dev/fd"):
+            if os.path.isdir(directory):  # noqa: PTH112
+                descriptors = [int(name) for name in os.listdir(directory) if name.isdigit()]  # noqa: PTH208
+                break
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # closed in the meantime: it was the one that listed them
+                same = os.path.samestat(os.fstat(descriptor), target)
+                if same:
+                    os.dup2(null, descriptor)
         os.close(null)
-
-
-def _same_file(descriptor: int, target: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), target)
-    except OSError:
-        return False  # closed in the meantime: it was the one that listed them
-
-
-def _open_descriptors() -> list[int]:
-    for directory in ("/proc/self/fd", "/dev/fd"):
-        if os.path.isdir(directory):  # noqa: PTH112
-            return [int(name) for name in os.listdir(directory) if name.isdigit()]  # noqa: PTH208
-    return list(range(3, 256))
 
 
 def abandon() -> None:

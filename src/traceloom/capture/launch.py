@@ -117,7 +117,11 @@ class Launch:
                 ) from error
             reached(process)
             status = self._status = process.wait()
-            self._collect_notes()
+            with contextlib.suppress(OSError, ValueError):  # only the diagnosis suffers
+                for path in self._notes.iterdir():
+                    self._reached.add(path.name)
+                    if path.suffix == ".end":
+                        self._ends.append(json.loads(path.read_text(encoding="utf-8")))
             self._finish(
                 {
                     "command": self._command,
@@ -183,15 +187,6 @@ class Launch:
         where = manifest.set_apart(made, self._directory)
         sentence = f"the capture in `{self._directory}` stays; the unfinished one is in `{where}`"
         self._remarks.append(f"{sentence} [kept-beside]")
-
-    def _collect_notes(self) -> None:
-        try:
-            for path in self._notes.iterdir():
-                self._reached.add(path.name)
-                if path.suffix == ".end":
-                    self._ends.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return  # only the diagnosis suffers
 
     def _clean(self) -> None:
         """Leave nothing of ours behind but what was recorded, and touch nothing of another recording."""

@@ -45,7 +45,10 @@ class Lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
             if not _lock(handle):
-                holder = _holder(handle)
+                holder = ""
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is being written just now
+                    about = json.loads(os.read(handle, 1000))
+                    holder = f" (process {int(about['process'])} on {about['host']})"
                 os.close(handle)
                 raise OutputError(
                     f"another recording into this directory is running{holder}",
@@ -95,11 +98,3 @@ def _lock(handle: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _holder(handle: int) -> str:
-    try:
-        about = json.loads(os.read(handle, 1000))
-        return f" (process {int(about['process'])} on {about['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # it is being written just now

@@ -5,6 +5,7 @@ The format is described in docs/reference/capture-json.md.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -54,7 +55,10 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
     while True:
         before = parts(directory)
         if run is None:
-            run = _run_of(directory / NAME)
+            run = {}
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                merged = json.loads((directory / NAME).read_text(encoding="utf-8"))["run"]
+                run = merged if isinstance(merged, dict) else {}
         capture = {
             "format": FORMAT,
             "version": VERSION,
@@ -81,14 +85,6 @@ def drop_incidental(directory: Path) -> None:
         for name in files(directory):
             if name.partition(".")[0] in incidental:
                 (directory / name).unlink()
-
-
-def _run_of(path: Path) -> dict[str, Any]:
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return run if isinstance(run, dict) else {}
 
 
 def files(directory: Path) -> dict[str, int]:

@@ -102,15 +102,11 @@ class ModuleScopes:
             return class_name(module)
         path = self._paths.get(module)
         if path is None:
-            self._learn(module)
+            for below, part in named_parts(module):  # nobody above has named it
+                if part not in self._paths:
+                    self._paths[part] = below
             path = self._paths.get(module, class_name(module))
         outer = self._paths.get(around) if around is not None else None
         if outer is not None and path.startswith(f"{outer}."):
             return path[len(outer) + 1 :]
         return path
-
-    def _learn(self, root: torch.nn.Module) -> None:
-        """Note the paths of all modules below one that nobody above has named."""
-        for path, module in named_parts(root):
-            if module not in self._paths:
-                self._paths[module] = path

@@ -45,6 +45,12 @@ def write(path: Path, error: BaseException, steps: int) -> None:
         error: The exception, with its traceback: its frames still hold their tensors.
         steps: How many steps the run has ended.
     """
+    stack = []  # where it happened, outermost frame first, as `file(line): function`
+    at = error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        stack.append(f"{code.co_filename}({at.tb_lineno}): {code.co_name}")
+        at = at.tb_next
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -52,7 +58,7 @@ def write(path: Path, error: BaseException, steps: int) -> None:
         "step": steps,
         "asked_bytes": asked_bytes(error),
         "message": str(error)[:4000],
-        "stack": _frames(error),
+        "stack": stack[-MOST_FRAMES:],
         "devices": devices(),
         "live_storages": census(),
     }
@@ -60,17 +66,6 @@ def write(path: Path, error: BaseException, steps: int) -> None:
         write_json(path, document)
     except OSError as problem:
         say_once("no-memory-report", f"the memory report could not be written: {problem.strerror or problem}")
-
-
-def _frames(error: BaseException) -> list[str]:
-    """Where it happened, outermost frame first, as `file(line): function`."""
-    out = []
-    at = error.__traceback__
-    while at is not None:
-        code = at.tb_frame.f_code
-        out.append(f"{code.co_filename}({at.tb_lineno}): {code.co_name}")
-        at = at.tb_next
-    return out[-MOST_FRAMES:]
 
 
 def devices() -> list[dict[str, Any]]:

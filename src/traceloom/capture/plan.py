@@ -51,7 +51,7 @@ class Phase(Enum):
     DONE = "done"
 
 
-class Plan:
+class RecordingPlan:
     """The decisions of one recording in one process. Times are seconds of any one clock.
 
     Args:
@@ -160,14 +160,11 @@ class Plan:
             return []
         if self.phase is Phase.IDLE:
             return self._begin(Phase.WINDOW, now, number)
-        return self._from_early_to_window(number, now)
-
-    def _from_early_to_window(self, number: int, now: float) -> list[Action]:
-        settings = self._settings
-        if not settings.from_the_start:
+        # from the early part to the window
+        if not self._settings.from_the_start:
             if self._may_cross() or self._postponed >= MOST_POSTPONED:
                 return [Action.DISCARD, *self._begin(Phase.WINDOW, now, number)]
-            if settings.stacks:  # the early part has none; the next step may be a better moment
+            if self._settings.stacks:  # the early part has none; the next step may be a better moment
                 self._postponed += 1
                 return []
         self.phase, self._window_from = Phase.WINDOW, number

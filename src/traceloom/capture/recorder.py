@@ -26,11 +26,11 @@ from traceloom.capture.compiler import never_traced, pause
 from traceloom.capture.messages import say_once
 from traceloom.capture.module_scopes import ModuleScopes
 from traceloom.capture.moments import on_main_thread, on_main_thread_later
-from traceloom.capture.plan import Action, Phase, Plan
+from traceloom.capture.plan import Action, Phase, RecordingPlan
 from traceloom.capture.processor_time import ThreadTimes
 from traceloom.capture.settings import Settings
 from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, Tick
-from traceloom.capture.storage import Held, Storage
+from traceloom.capture.storage import HeldTrace, Storage
 
 # Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who needs more stays.
 EVENTS_TO_LEAVE = 100_000
@@ -43,7 +43,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass
-class Window:
+class RecordedWindow:
     """A part of the run that Kineto records or has recorded."""
 
     kineto: kineto.Kineto
@@ -53,7 +53,7 @@ class Window:
     stacks: bool = False
     shapes: bool = False
     called: bool = False  # it began with, or after, the first module call or optimizer step
-    held: Held | None = None
+    held: HeldTrace | None = None
     end_step: int = 0
     end_ns: int = 0
     times: ThreadTimes = field(default_factory=ThreadTimes)
@@ -132,17 +132,17 @@ class Recorder:
         self._called = False
         self._began = False
         self._every_thread = True  # the kind of the last recorder of the timed part
-        self.plan = Plan(settings, now, self._may_cross)
+        self.plan = RecordingPlan(settings, now, self._may_cross)
         self.clock = StepClock()
         self.log = StepLog(Instant.now())
         self.storage = Storage(settings, self.log, self.clock)
-        self.graph: kineto.Graph | None = None
+        self.graph: kineto.GraphStepRecorder | None = None
         self.attachment: Any = None
         self.deadline_changed: Callable[[], None] = lambda: None
         self.on_start: Callable[[], None] = lambda: None
-        self._window: Window | None = None
-        self._held: Window | None = None
-        self._before: Window | None = None  # what came before the first call, set aside
+        self._window: RecordedWindow | None = None
+        self._held: RecordedWindow | None = None
+        self._before: RecordedWindow | None = None  # what came before the first call, set aside
         self._collectives = distributed.CollectiveLog()
         self.modules = ModuleScopes(settings.module_names)
         self._checkpoints = CheckpointMarks()
@@ -389,7 +389,7 @@ class Recorder:
             by_step = kind == "steps" or self.log.number > 0 or settings.from_the_start
             shapes = not (settings.graph_step and by_step)
         chosen = replace(settings, stacks=settings.stacks and not hurried, shapes=shapes)
-        window = Window(
+        window = RecordedWindow(
             kineto.Kineto(chosen, every_thread=kinds[0]),
             kind,
             first_step=self.log.number + (0 if between_steps else 1),
@@ -414,7 +414,7 @@ class Recorder:
                 kineto.mark(0)
         return True
 
-    def _stop(self) -> Window | None:
+    def _stop(self) -> RecordedWindow | None:
         window, self._window = self._window, None
         if window is None:
             return None
@@ -450,25 +450,30 @@ class Recorder:
                 return False
         return True
 
-    def _hold(self, window: Window | None) -> None:
+    def _hold(self, window: RecordedWindow | None) -> None:
         """Keep the better of two attempts: more whole steps, then with calls of modules, then more operators."""
         window = self._set_aside(window)
         attempts = [attempt for attempt in (self._held, window) if attempt is not None]
         if not attempts:
             return
-        best = max(attempts, key=_worth)
+
+        def worth(attempt: RecordedWindow) -> tuple[int, bool, int]:
+            operators = attempt.held.operators if attempt.held is not None else 0
+            return attempt.end_step - attempt.first_step, attempt.called, operators
+
+        best = max(attempts, key=worth)
         for attempt in attempts:
             if attempt is not best:
                 self._forget(attempt)
         self._held = best
 
-    def _set_aside(self, window: Window | None) -> Window | None:
+    def _set_aside(self, window: RecordedWindow | None) -> RecordedWindow | None:
         """Export what was recorded, for the case that nothing better follows."""
         if window is not None:
             window.held = self.storage.hold(window)
         return window
 
-    def _forget(self, window: Window | None) -> None:
+    def _forget(self, window: RecordedWindow | None) -> None:
         if window is not None:
             self.log.relabel(window.first_step, window.end_step, Mark.RECORDED, Mark.EARLY)
             if window.held is not None:
@@ -481,7 +486,7 @@ class Recorder:
         if not kinds:
             return False
         self._graph_step = self.log.number
-        graph = kineto.Graph(self.settings, self.storage.host_trace_path(), every_thread=kinds[0])
+        graph = kineto.GraphStepRecorder(self.settings, self.storage.host_trace_path(), every_thread=kinds[0])
         try:
             graph.start()
         except OSError as error:
@@ -537,11 +542,6 @@ class Recorder:
         if graph is not None:
             graph.redirect_in_child()
         return inherits
-
-
-def _worth(window: Window) -> tuple[int, bool, int]:
-    """How much an attempt is worth beside another one."""
-    return window.end_step - window.first_step, window.called, window.held.operators if window.held is not None else 0
 
 
 def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:

@@ -20,8 +20,8 @@ from traceloom.capture.settings import WARM_UP_STEPS, Settings
 from traceloom.capture.steps import Mark, StepClock, StepLog
 
 if TYPE_CHECKING:
-    from traceloom.capture.kineto import Graph
-    from traceloom.capture.recorder import Window
+    from traceloom.capture.kineto import GraphStepRecorder
+    from traceloom.capture.recorder import RecordedWindow
 
 # Longer tables are put into a file of their own.
 INLINE_ROWS = 10_000
@@ -29,7 +29,7 @@ _OPERATOR = b'"cat": "cpu_op"'
 _PIECE = 1 << 24
 
 
-class Held(NamedTuple):
+class HeldTrace(NamedTuple):
     """A trace that is exported, in case nothing better follows."""
 
     path: Path
@@ -44,7 +44,7 @@ class Storage:
         self._settings = settings
         self._log = log
         self._clock = clock
-        self._writer = writing.Writer()
+        self._writer = writing.BackgroundWriter()
         self._created_ns = time.time_ns()
         self._stem: str | None = None
         self._window: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class Storage:
         self._job: str | None = None
         self.history = AllocatorHistory()
         self.directory = Path(settings.directory)
-        self._places = writing.Places(self.directory)
+        self._places = writing.CaptureFolders(self.directory)
         self._holds = 0
         self._used_torch = False
 
@@ -109,7 +109,7 @@ class Storage:
         """Where PyTorch's observer writes during the graph step."""
         return self._places.for_torch(_expected_bytes(0)) / f"{self.stem()}.host.json"
 
-    def hold(self, window: Window) -> Held | None:
+    def hold(self, window: RecordedWindow) -> HeldTrace | None:
         """Export what was recorded, without a name in the capture yet; None where it could not be written at all."""
         notes = self.directory / writing.NOTES
         folder = self._places.for_torch(_expected_bytes(window.end_ns - window.start_ns))
@@ -120,18 +120,23 @@ class Storage:
         self._holds += 1
         plain = folder / f"{os.getpid()}-{self._holds}.kineto.json"
         complete = self._export(plain, window.kineto.save)
-        return Held(plain, complete, _operators(plain)) if plain.exists() else None
+        return HeldTrace(plain, complete, _operators(plain)) if plain.exists() else None
 
-    def keep(self, window: Window, *, used_torch: bool) -> None:
+    def keep(self, window: RecordedWindow, *, used_torch: bool) -> None:
         """Write a recorded window: exported now if it is not yet, compressed beside the steps."""
         self._used_torch = used_torch
         self.look_around()
         steps = max(0, window.end_step - window.first_step)
         held = window.held
-        if not used_torch and (self._is_bystander() or (held is not None and self._is_empty(held, steps))):
-            if held is not None:
-                held.path.unlink(missing_ok=True)
-            return
+        if not used_torch:
+            # without rank and steps, where others have recorded theirs, it has only started them
+            notes = self.directory / writing.NOTES
+            others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
+            is_bystander = self._place[0] is None and self._log.number == 0 and others
+            if is_bystander or (held is not None and held.whole and not steps and not held.operators):
+                if held is not None:
+                    held.path.unlink(missing_ok=True)
+                return
         self._writer.wait()  # an earlier attempt may still be on its way into the same file
         if held is not None:
             plain = self._named(held.path, "kineto.json")
@@ -162,7 +167,7 @@ class Storage:
         self._writer.submit(lambda: self._compress(table, "file", plain))
         self._writer.submit(lambda: self._publish("running"))
 
-    def keep_before(self, held: Held) -> None:
+    def keep_before(self, held: HeldTrace) -> None:
         """Write what came before the window, in a file of its own; it counts for nothing."""
         if self._window is None or not held.operators:
             held.path.unlink(missing_ok=True)
@@ -172,7 +177,7 @@ class Storage:
         table = self._window["before"] = {"file": plain.name, "operators": held.operators}
         self._writer.submit(lambda: self._compress(table, "file", plain))
 
-    def keep_graph(self, graph: Graph, step: int) -> None:
+    def keep_graph(self, graph: GraphStepRecorder, step: int) -> None:
         """Write the graph step."""
         self._writer.wait()
         host = graph.host_path
@@ -241,25 +246,10 @@ class Storage:
         if path.parent != self.directory:
             self._notices.append({"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"})
 
-    def _is_incidental(self) -> bool:
-        """A worker of `multiprocessing` that called no module: of interest only where nobody else was recorded."""
-        return (
-            self._place[0] is None and not self._used_torch and not self._log.number and is_child_of_multiprocessing()
-        )
-
     def _named(self, path: Path, suffix: str) -> Path:
         """Give a file that is held back its name in the capture, or beside it where the capture takes no more."""
         folder = self.directory if path.parent == self.directory / writing.NOTES else path.parent
         return path.replace(folder / f"{self.stem()}.{suffix}")
-
-    def _is_empty(self, held: Held, steps: int) -> bool:
-        return held.whole and not steps and not held.operators
-
-    def _is_bystander(self) -> bool:
-        """A process without rank and steps, where others have recorded theirs: it has only started them."""
-        notes = self.directory / writing.NOTES
-        others = notes.is_dir() and any(path.name.startswith(("rank", "pid")) for path in notes.iterdir())
-        return self._place[0] is None and self._log.number == 0 and others
 
     def _memory_snapshot(self) -> None:
         """On GPUs the allocator's own history goes along with `--memory`."""
@@ -294,6 +284,8 @@ class Storage:
         self.look_around()
         rank, size, local = self._place
         graph_ns = self._log.durations(self._log.numbers(Mark.GRAPH))
+        # a worker of `multiprocessing` that called no module: of interest only where nobody else was recorded
+        incidental = rank is None and not self._used_torch and not self._log.number and is_child_of_multiprocessing()
         if rank is None:
             rank, size = 0, 1
         if self._graph is not None:
@@ -310,7 +302,7 @@ class Storage:
             "created_ns": self._created_ns,
             "written_ns": time.time_ns(),
             "ended": reason,
-            "incidental": self._is_incidental(),
+            "incidental": incidental,
             "window": self._window,
             "graph_step": self._graph,
             "step_source": self._clock.source,

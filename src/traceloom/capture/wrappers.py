@@ -36,7 +36,9 @@ def class_name(module: torch.nn.Module) -> str:
     `fully_shard` and `replicate` give a module a class of their own, made of one of PyTorch's and that of the user.
     """
     kind = type(unwrapped(module))
-    while len(kind.__bases__) == 2 and all(_of_distributed(cls) for cls in (kind, kind.__bases__[0])):
+    while len(kind.__bases__) == 2 and all(
+        cls.__module__.startswith("torch.distributed.") for cls in (kind, kind.__bases__[0])
+    ):
         kind = kind.__bases__[1]
     return kind.__name__
 
@@ -67,7 +69,3 @@ def _inner(module: torch.nn.Module) -> torch.nn.Module | None:
         if kind.__name__ in INNER and kind.__module__.startswith("torch."):
             return module._modules.get(INNER[kind.__name__])
     return None
-
-
-def _of_distributed(kind: type) -> bool:
-    return kind.__module__.startswith("torch.distributed.")

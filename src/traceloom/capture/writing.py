@@ -70,7 +70,7 @@ def reason(error: OSError, directory: Path) -> str:
     return why
 
 
-class Places:
+class CaptureFolders:
     """Where files go: the capture directory, or a refuge in the temporary directory where that is full or forbidden."""
 
     def __init__(self, directory: Path) -> None:
@@ -79,7 +79,11 @@ class Places:
 
     def for_torch(self, expected_bytes: int) -> Path:
         """As `choose`, for a file that PyTorch writes: it takes no path that is not UTF-8."""
-        return self.choose(expected_bytes) if _is_text(self.directory) else self.refuge()
+        try:
+            str(self.directory).encode("utf-8")
+        except UnicodeEncodeError:
+            return self.refuge()
+        return self.choose(expected_bytes)
 
     def choose(self, expected_bytes: int) -> Path:
         """A directory for a file of about this size before compression.
@@ -90,7 +94,12 @@ class Places:
             self.directory.mkdir(parents=True, exist_ok=True)
             if os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
                 free = shutil.disk_usage(self.directory).free
-                if free >= expected_bytes or free >= _free_elsewhere():
+                if free >= expected_bytes:
+                    return self.directory
+                free_elsewhere = 0  # where temporary files go
+                with contextlib.suppress(OSError):
+                    free_elsewhere = shutil.disk_usage(tempfile.gettempdir()).free
+                if free >= free_elsewhere:
                     return self.directory
         return self.refuge()
 
@@ -134,22 +143,6 @@ class Places:
                 self._refuge.rmdir()
 
 
-def _is_text(path: Path) -> bool:
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _free_elsewhere() -> int:
-    """Bytes that are free where temporary files go."""
-    try:
-        return shutil.disk_usage(tempfile.gettempdir()).free
-    except OSError:
-        return 0
-
-
 def _gzip(plain: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -162,7 +155,7 @@ def _gzip(plain: Path, target: Path) -> None:
         raise
 
 
-class Writer:
+class BackgroundWriter:
     """Does the slow part of writing in a thread of low priority."""
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp
 def test_a_file_is_compressed_whole_and_the_plain_one_goes(tmp_path: Path) -> None:
     plain = tmp_path / "x.json"
     plain.write_bytes(b'{"a": 1}' * 300_000)
-    target = writing.Places(tmp_path).compress(plain)
+    target = writing.CaptureFolders(tmp_path).compress(plain)
     assert target == tmp_path / "x.json.gz"
     assert gzip.decompress(target.read_bytes()) == b'{"a": 1}' * 300_000
     assert [path.name for path in tmp_path.iterdir()] == ["x.json.gz"]
@@ -103,7 +103,7 @@ def test_a_directory_that_is_gone_sends_files_to_a_refuge(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "file").write_text("")
-    places = writing.Places(tmp_path / "file" / "run")
+    places = writing.CaptureFolders(tmp_path / "file" / "run")
     place = places.choose(10)
     assert place.parent == tmp_path / "tmp"
     (place / "x.json").write_text("{}")

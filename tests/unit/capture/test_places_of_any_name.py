@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from traceloom.capture.writing import Places
+from traceloom.capture.writing import CaptureFolders
 
 
 def test_what_pytorch_writes_goes_through_a_path_that_is_text(tmp_path, monkeypatch):
@@ -12,7 +12,7 @@ def test_what_pytorch_writes_goes_through_a_path_that_is_text(tmp_path, monkeypa
     monkeypatch.setattr("tempfile.tempdir", None)
     directory = tmp_path / os.fsdecode(b"run\xff")
     directory.mkdir()
-    places = Places(directory)
+    places = CaptureFolders(directory)
     place = places.for_torch(1)
     str(place).encode("utf-8")
     assert places.choose(1) == directory
@@ -26,4 +26,4 @@ def test_what_pytorch_writes_goes_through_a_path_that_is_text(tmp_path, monkeypa
 def test_a_directory_of_any_other_name_is_used_at_once(tmp_path):
     directory = tmp_path / "run ∑"
     directory.mkdir()
-    assert Places(directory).for_torch(1) == directory
+    assert CaptureFolders(directory).for_torch(1) == directory

@@ -7,15 +7,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.capture.plan import Action, Phase, Plan
+from traceloom.capture.plan import Action, Phase, RecordingPlan
 from traceloom.capture.settings import Settings
 
 
-def plan(**options: Any) -> Plan:
-    return Plan(Settings("x", **options), now=100.0)
+def plan(**options: Any) -> RecordingPlan:
+    return RecordingPlan(Settings("x", **options), now=100.0)
 
 
-def steps(machine: Plan, *numbers: int) -> list[tuple[int, Action]]:
+def steps(machine: RecordingPlan, *numbers: int) -> list[tuple[int, Action]]:
     return [(number, action) for number in numbers for action in machine.step_starts(number, 100.0 + number)]
 
 
@@ -88,7 +88,7 @@ def test_an_early_part_that_held_next_to_nothing_is_followed_by_the_next_one() -
 
 
 def test_where_something_is_still_open_the_early_part_becomes_the_beginning_of_the_window() -> None:
-    machine = Plan(Settings("x"), 100.0, may_cross=lambda: False)
+    machine = RecordingPlan(Settings("x"), 100.0, may_cross=lambda: False)
     machine.torch_imported(100.0)
     assert machine.first_call(130.0) == []
     assert steps(machine, *range(1, 10)) == [
@@ -101,7 +101,7 @@ def test_where_something_is_still_open_the_early_part_becomes_the_beginning_of_t
 
 def test_with_stacks_the_window_waits_for_a_moment_at_which_nothing_is_open() -> None:
     free = False
-    machine = Plan(Settings("x", stacks=True), 100.0, may_cross=lambda: free)
+    machine = RecordingPlan(Settings("x", stacks=True), 100.0, may_cross=lambda: free)
     machine.torch_imported(100.0)
     assert steps(machine, 3, 4) == []
     free = True
@@ -188,7 +188,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_whatever_happens_recorders_start_and_stop_in_turns(
     events: list[str], options: dict[str, Any], may_cross: bool
 ) -> None:
-    machine = Plan(Settings("x", **options), 100.0, may_cross=lambda: may_cross)
+    machine = RecordingPlan(Settings("x", **options), 100.0, may_cross=lambda: may_cross)
     running, graph, refuses, number, now = False, False, False, 0, 100.0
     for event in [*events, "finish"]:
         now += 1.0
