@@ -58,7 +58,7 @@ def launch_edges(  # noqa: PLR0917  (both ends of the edges)
         tree: Host events.
         work: The GPU work.
         awaited: Host events that wait for GPU work; their own starts before they end.
-        host: HostSegments of the host events.
+        host: Segments of the host events.
         segment_node: Node of each segment.
         work_node: Node of each work.
     """

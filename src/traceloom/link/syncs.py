@@ -212,7 +212,7 @@ def spins(trace: Trace, tree: HostTree, host: HostSegments, times: WorkByTime, w
         tree: Its host events.
         host: Their segments.
         times: GPU work by time.
-        waits: HostSegments that wait for another thread.
+        waits: Segments that wait for another thread.
 
     Returns:
         Numbers of the segments, and of the work that each waits for.

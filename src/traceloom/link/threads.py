@@ -56,7 +56,7 @@ class _Wakers(Struct, frozen=True):
     """Work that begins after an idle time, with what another thread did when it was handed over.
 
     Attributes:
-        head: HostSegments that begin such work.
+        head: Segments that begin such work.
         source: For each the segment of another thread that hands over; -1 where nothing tells.
         cut_ns: When it does, inside a quiet time of that thread; -1 where at its end.
         certain: Whether that is more than a guess.
