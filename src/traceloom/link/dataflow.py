@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
-from traceloom.link.segments import HostSegments
+from traceloom.link.segments import Segments
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import nearest
@@ -42,7 +42,7 @@ class DataFlow(Struct, frozen=True):
 
 def data_flow(  # noqa: PLR0917  (the parts of a rank)
     tree: HostTree,
-    host: HostSegments,
+    host: Segments,
     work: DeviceWork,
     segment_node: Ints,
     work_node: Ints,
@@ -168,7 +168,7 @@ def _tensors(about: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
     )
 
 
-def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: HostSegments, segment_node: Ints) -> None:
+def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Segments, segment_node: Ints) -> None:
     """From the end of each forward op to the start of its backward op.
 
     Arrows of the file come first. Else ops are joined by sequence number, which counts within one forward thread:

@@ -15,7 +15,7 @@ from traceloom.link.device_work import DeviceWork
 from traceloom.link.edges import Bools, Edges, Ints
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
-from traceloom.link.segments import HostSegments
+from traceloom.link.segments import Segments
 from traceloom.link.sync_records import UNKNOWN, SyncRecords
 from traceloom.link.syncs import last_of_thread
 from traceloom.model import Trace
@@ -43,7 +43,7 @@ def launch_edges(  # noqa: PLR0917  (both ends of the edges)
     tree: HostTree,
     work: DeviceWork,
     awaited: Bools,
-    host: HostSegments,
+    host: Segments,
     segment_node: Ints,
     work_node: Ints,
 ) -> None:

@@ -25,7 +25,7 @@ from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree, host_tree
 from traceloom.link.matching import Matching
 from traceloom.link.order_of_work import WorkByTime
-from traceloom.link.segments import HostSegments, segments
+from traceloom.link.segments import Segments, segments
 from traceloom.link.sync_records import sync_records
 from traceloom.link.syncs import awaited, spins
 from traceloom.link.threads import hand_off_edges, hand_offs
@@ -58,7 +58,7 @@ class Parts(Struct, frozen=True):
     """
 
     tree: HostTree
-    host: HostSegments
+    host: Segments
     kinds: Ints
     work: DeviceWork
     talk: OwnCommunication

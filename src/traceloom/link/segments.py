@@ -12,7 +12,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class HostSegments(Struct, frozen=True):
+class Segments(Struct, frozen=True):
     """Consecutive stretches of host threads, each with its innermost event; arrays of shape (segments,).
 
     Every thread is tiled from its first event to the end of its last one. Each event has one segment that begins where
@@ -34,7 +34,7 @@ class HostSegments(Struct, frozen=True):
     first: Ints
     last: Ints
 
-    def cut(self, at: Ints, times: Ints) -> tuple[HostSegments, Ints]:
+    def cut(self, at: Ints, times: Ints) -> tuple[Segments, Ints]:
         """Cut segments in two.
 
         Args:
@@ -54,10 +54,10 @@ class HostSegments(Struct, frozen=True):
         end[behind - 1] = times
         after = number + pieces - 1
         last = after[self.last]
-        return HostSegments(self.owner[of], self.lane[of], start, end, number[self.first], last), number
+        return Segments(self.owner[of], self.lane[of], start, end, number[self.first], last), number
 
 
-def segments(tree: HostTree) -> HostSegments:
+def segments(tree: HostTree) -> Segments:
     """Tile each host thread with segments."""
     size = tree.row.size
     events = np.arange(size)
@@ -75,7 +75,7 @@ def segments(tree: HostTree) -> HostSegments:
     follows = np.append(lane[1:] == lane[:-1], False) if size else np.zeros(0, dtype=np.bool_)
     kept = ~closes | (follows & (until > time))
     number = np.cumsum(kept) - 1
-    return HostSegments(
+    return Segments(
         owner=owner[kept],
         lane=lane[kept],
         start=time[kept],

@@ -11,7 +11,7 @@ from traceloom.link import calls
 from traceloom.link.device_work import DeviceWork
 from traceloom.link.host_tree import HostTree
 from traceloom.link.order_of_work import WorkByTime
-from traceloom.link.segments import HostSegments
+from traceloom.link.segments import Segments
 from traceloom.link.sync_records import UNKNOWN, SyncRecords
 from traceloom.model import Trace
 
@@ -202,7 +202,7 @@ def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
     return call[chosen], of[chosen], "inferred"
 
 
-def spins(trace: Trace, tree: HostTree, host: HostSegments, times: WorkByTime, waits: Ints) -> tuple[Ints, Ints]:
+def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits: Ints) -> tuple[Ints, Ints]:
     """Find long self time, right after a launch, that ends when the work of that launch does.
 
     DeepEP's dispatch is such: the host reads from memory how much will arrive, as soon as a kernel has written that.

@@ -10,7 +10,7 @@ from traceloom.link.calls import HOST_BACKENDS
 from traceloom.link.cpu_time import CpuTime
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
-from traceloom.link.segments import HostSegments
+from traceloom.link.segments import Segments
 from traceloom.model import Trace
 
 Ints = NDArray[np.int64]
@@ -35,15 +35,15 @@ class HandOffs(Struct, frozen=True):
 
     Attributes:
         host: The segments.
-        waits: HostSegments in which a thread waits for another.
+        waits: Segments in which a thread waits for another.
         source: Segment whose end hands over, one per hand-off.
         target: Segment that is held back.
         to_end: Whether its end is held back (it waits), else its start.
         certain: Whether a hand-off is more than a guess.
-        unknown: HostSegments in which a thread waits for what nothing tells: they end when they ended.
+        unknown: Segments in which a thread waits for what nothing tells: they end when they ended.
     """
 
-    host: HostSegments
+    host: Segments
     waits: Ints
     source: Ints
     target: Ints
@@ -88,7 +88,7 @@ class _Spells(Struct, frozen=True):
     last: Ints
 
 
-def hand_offs(trace: Trace, tree: HostTree, host: HostSegments) -> HandOffs:
+def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     """Find where the main thread waits for others, and where others begin what they were given.
 
     A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
@@ -174,7 +174,7 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     return int(named[0]) if named.size and done[named[0]] * _FAR_MORE >= done[most] else most
 
 
-def _quiet(trace: Trace, tree: HostTree, host: HostSegments) -> Bools:
+def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
     category = trace.events["category"].gather(tree.row)
     plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
@@ -184,7 +184,7 @@ def _quiet(trace: Trace, tree: HostTree, host: HostSegments) -> Bools:
 
 
 def _filled(
-    host: HostSegments, segment: Ints, spells: dict[int, _Spells], autograd: set[int]
+    host: Segments, segment: Ints, spells: dict[int, _Spells], autograd: set[int]
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with which segments.
 
@@ -217,7 +217,7 @@ def _filled(
 
 
 def _communicated(
-    tree: HostTree, host: HostSegments, segment: Ints, talk: Ints, filled: tuple[Ints, Ints, Ints, Ints]
+    tree: HostTree, host: Segments, segment: Ints, talk: Ints, filled: tuple[Ints, Ints, Ints, Ints]
 ) -> Ints:
     """Quiet times in which another thread communicates, in place; returns the communication that was waited for.
 
@@ -248,11 +248,11 @@ def _communicated(
     return event
 
 
-def _awaited(host: HostSegments, lane: Ints, begin: Ints, done: Ints) -> Ints:
+def _awaited(host: Segments, lane: Ints, begin: Ints, done: Ints) -> Ints:
     """Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
 
     Args:
-        host: HostSegments.
+        host: Segments.
         lane: Of each such work its thread.
         begin: Of each when it begins, ns.
         done: Of each when it ends, ns.
@@ -266,7 +266,7 @@ def _awaited(host: HostSegments, lane: Ints, begin: Ints, done: Ints) -> Ints:
     return np.concatenate(awaited)
 
 
-def _wakers(host: HostSegments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime) -> _Wakers:  # noqa: PLR0917
+def _wakers(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main: int, cpu: CpuTime) -> _Wakers:  # noqa: PLR0917
     """Find who woke the threads beside the main one: a thread with nothing to do waits for that, however long it takes.
 
     Communication was handed over by the call of the framework that began last before it. All else by what ended last
@@ -276,8 +276,8 @@ def _wakers(host: HostSegments, tree: HostTree, quiet: Bools, has_waker: Ints, m
     Args:
         host: All segments.
         tree: Their events.
-        quiet: HostSegments in which nothing says what the thread does, shape (segments,).
-        has_waker: HostSegments whose waker is known already.
+        quiet: Segments in which nothing says what the thread does, shape (segments,).
+        has_waker: Segments whose waker is known already.
         main: The main thread.
         cpu: How long threads ran: one that ran all the time was not idle.
     """
@@ -339,11 +339,11 @@ def _calls_for(tree: HostTree, talk: Ints) -> Ints:
     return np.where((at >= 0) & (tree.lane[event] != tree.lane[talk]), event, -1)
 
 
-def _with_wakers(cut: HostSegments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakers) -> HandOffs:
+def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakers) -> HandOffs:
     """All hand-overs: what was found of quiet times that work fills, and who woke threads that were idle.
 
     Args:
-        cut: HostSegments.
+        cut: Segments.
         waiting: Those in which a thread waits for work that is known.
         source: What ends those waits, one for each; then what hands over that work.
         heads: The work that is handed over.
@@ -373,14 +373,14 @@ def _with_wakers(cut: HostSegments, waiting: Ints, source: Ints, heads: Ints, wo
     )
 
 
-def _parts_after(host: HostSegments, number: Ints, segment: Ints) -> Ints:
+def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
     """How many parts of a segment follow its first."""
     bounds = np.append(number, number[-1] + 1 if number.size else 0)
     last = segment + 1 == host.owner.size
     return np.where(last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1)
 
 
-def _held(host: HostSegments, head: Ints) -> tuple[Ints, Bools]:
+def _held(host: Segments, head: Ints) -> tuple[Ints, Bools]:
     """What of a head's thread is held back: the gap before it, which waits; or its start, where there is no gap."""
     before = np.maximum(head - 1, 0)
     gap = (head > 0) & (host.lane[before] == host.lane[head]) & (host.owner[before] < 0)
