@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Session
-from traceloom.model.finding import Finding
 from traceloom.model.units import duration
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
@@ -40,11 +39,18 @@ def told(session: Session, options: ReportOptions, absent: Absent) -> tuple[list
         ranked = rank(context, RULES)
     except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
         return _nothing(f"the traces cannot be linked: {error}", absent)
-    rows = [
-        _row(finding, kind, absent)
-        for kind, findings in (("time", ranked.time), ("memory", ranked.memory))
-        for finding in findings
-    ]
+    times = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
+    rows = times + [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
+    for row in rows:
+        for key in (
+            "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
+        ):  # fmt: skip
+            absent.value(row[key], f"findings[*].{key}")
+        for evidence in row["evidence"]:
+            if evidence["start_ns"] is not None:
+                evidence["start_ns"] -= absent.epoch_ns
+            for key in ("rank", "start_ns", "duration_ns", "lane", "total_ns"):
+                absent.value(evidence[key], f"findings[*].evidence[*].{key}")
     if not rows:
         absent.say("findings")
     return rows, _context_row(context, ranked, absent)
@@ -56,38 +62,22 @@ def _nothing(reason: str, absent: Absent) -> tuple[list[Row], None]:
     return [], None
 
 
-def _row(finding: Finding, kind: str, absent: Absent) -> Row:
-    row = finding.to_dict() | {"list": kind}
-    for key in (
-        "saving_ns", "saving_fraction", "alone_ns", "saving_low_ns", "saving_high_ns", "saving_bytes", "risk",
-    ):  # fmt: skip
-        absent.value(row[key], f"findings[*].{key}")
-    for evidence in row["evidence"]:
-        if evidence["start_ns"] is not None:
-            evidence["start_ns"] -= absent.epoch_ns
-        for key in ("rank", "start_ns", "duration_ns", "lane", "total_ns"):
-            absent.value(evidence[key], f"findings[*].evidence[*].{key}")
-    return row
-
-
-def _basis(context: Context, ranked: Ranked) -> str:
-    """What the savings refer to, in words."""
-    length = duration(context.step_ns)
-    steps = max((finding.step_count for finding in ranked.time), default=1)
-    if steps > 1:
-        return f"per {context.unit} of {length}, the middle one of {steps}"
-    if context.step is None:
-        return f"of the window of {length}"
-    start = "its first start on any rank" if context.rank_count > 1 else "its start"
-    return f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
-
-
 def _context_row(context: Context, ranked: Ranked, absent: Absent) -> Row:
+    """What the findings are judged by; `basis` says in words what the savings refer to."""
     law = context.law
+    length = duration(context.step_ns)
+    counted = max((finding.step_count for finding in ranked.time), default=1)
+    if counted > 1:
+        basis = f"per {context.unit} of {length}, the middle one of {counted}"
+    elif context.step is None:
+        basis = f"of the window of {length}"
+    else:
+        start = "its first start on any rank" if context.rank_count > 1 else "its start"
+        basis = f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
     return {
         "step": absent.value(context.step, "findings_ground.step"),
         "unit": context.unit,
-        "basis": _basis(context, ranked),
+        "basis": basis,
         "whole_ns": context.whole_ns,
         "law": law.sentence,
         "holds": law.holds,

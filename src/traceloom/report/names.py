@@ -43,49 +43,20 @@ def short(name: str, width: int) -> str:
     name = harmless(name[:_LONGEST])
     if len(name) <= width:
         return name
-    for step in (_plain, _without_namespaces, _telling_arguments):
-        name = step(name)
-        if len(name) <= width:
-            return name
+    name = _plain(name)
+    if len(name) > width:
+        name = _NAMESPACE.sub("", _LAMBDA.sub("", name))
+    if len(name) > width:  # tile sizes and wrappers, with which template arguments often begin
+        name = _NUMBERS.sub("<", _WRAPPER.sub("", name))
+    if len(name) <= width:
+        return name
     head, bracket, arguments = name.partition("<")
     room = width - len(head) - 3  # for `<`, `…` and `>`
     if bracket and room >= _LEAST_ARGUMENTS:
         return f"{head}<{arguments[:room]}{_ELLIPSIS}>"
     if bracket and len(head) + 3 <= width:
         return f"{head}<{_ELLIPSIS}>"
-    return _middle_out(head if bracket else name, width)
-
-
-def _plain(name: str) -> str:
-    """Without `void `, the parameter list behind a C++ function and unnamed namespaces."""
-    name = _ANONYMOUS.sub("", name.removeprefix("void "))
-    if name.endswith((")", ") const")):
-        opening = _matching(name.removesuffix(" const"))
-        if opening > 0 and name[opening - 1] not in " :":
-            name = name[:opening]
-    return name
-
-
-def _matching(name: str) -> int:
-    """Where the bracket that the last character closes was opened."""
-    depth = 0
-    for position in range(len(name) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(name[position], 0)
-        if depth == 0:
-            return position
-    return 0
-
-
-def _without_namespaces(name: str) -> str:
-    return _NAMESPACE.sub("", _LAMBDA.sub("", name))
-
-
-def _telling_arguments(name: str) -> str:
-    """Without the tile sizes and wrappers that template arguments often begin with."""
-    return _NUMBERS.sub("<", _WRAPPER.sub("", name))
-
-
-def _middle_out(name: str, width: int) -> str:
+    name = head if bracket else name
     if len(name) <= width:
         return name
     if width <= 1:
@@ -93,3 +64,19 @@ def _middle_out(name: str, width: int) -> str:
     front = (width - 1) * 2 // 3
     back = width - 1 - front
     return name[:front] + _ELLIPSIS + (name[-back:] if back else "")
+
+
+def _plain(name: str) -> str:
+    """Without `void `, the parameter list behind a C++ function and unnamed namespaces."""
+    name = _ANONYMOUS.sub("", name.removeprefix("void "))
+    if name.endswith((")", ") const")):
+        depth = opening = 0
+        function = name.removesuffix(" const")
+        for position in range(len(function) - 1, -1, -1):
+            depth += {")": 1, "(": -1}.get(function[position], 0)
+            if depth == 0:  # the bracket that the last character closes was opened here
+                opening = position
+                break
+        if opening > 0 and name[opening - 1] not in " :":
+            name = name[:opening]
+    return name

@@ -12,7 +12,7 @@ from traceloom import __version__
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import rank_label
-from traceloom.report.views.terminal.columns import Column, heading, lines
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.retime.law import Law
 from traceloom.simulate.changes import ASSUMES, Change
 from traceloom.simulate.whatif import WhatIf
@@ -86,12 +86,12 @@ def render(document: Row, width: int) -> Iterator[Text]:
              units.duration(r["saved_ns"])]
             for r in document["ranks"]
         ]  # fmt: skip
-        columns = [Column("", right=False), Column("before"), Column("after"), Column("saved")]
+        columns = [TextColumn("", right=False), TextColumn("before"), TextColumn("after"), TextColumn("saved")]
         yield from lines(columns, rows, ("", lambda *_: ""), width)
     yield from heading("Critical path", "what decides how long it takes", width)
     parts = document["path"][:_ROWS]
     cells: list[list[str | Text]] = [[units.duration(p["before_ns"]), units.duration(p["after_ns"])] for p in parts]
-    columns = [Column("before"), Column("after")]
+    columns = [TextColumn("before"), TextColumn("after")]
 
     def name(i: int, _room: int) -> str:
         kind = parts[i]["kind"]

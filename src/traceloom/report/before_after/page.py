@@ -37,10 +37,20 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
         view: The timeline before and after; a page without one says so.
     """
     name = str(document["name"])
+    whole = max(document["before_ns"], document["after_ns"], 1)
+    bars = "".join(
+        f'<rect class="{side}" x="0" y="{14 * k}" width="{document[f"{side}_ns"] / whole * 100:.2f}" height="10"/>'
+        for k, side in enumerate(("before", "after"))
+    )
+    label = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
+    picture = (
+        f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label)}">{bars}</svg>'
+    )
     return framed(
         title=f"What if: {document['sentence']} – {name}",
         name=f"What if: {name}",
-        headline=f"<h1>{text(document['sentence'])}</h1>{_bars(document)}",
+        headline=f"<h1>{text(document['sentence'])}</h1>{picture}",
         numbers=_numbers(document),
         footer=(
             f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
@@ -99,16 +109,3 @@ def _numbers(document: Row) -> str:
         for label, value, more in shown
     )
     return f'<dl class="key">{items}</dl>'
-
-
-def _bars(document: Row) -> str:
-    whole = max(document["before_ns"], document["after_ns"], 1)
-    bars = "".join(
-        f'<rect class="{name}" x="0" y="{14 * k}" width="{document[f"{name}_ns"] / whole * 100:.2f}" height="10"/>'
-        for k, name in enumerate(("before", "after"))
-    )
-    label = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
-    return (
-        f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)}">{bars}</svg>'
-    )

@@ -40,13 +40,12 @@ def write(session: Session, handle: BinaryIO) -> None:
         nothing = {"type": "evented", "name": "nothing recorded", "unit": "nanoseconds"}
         handle.write(json.dumps({**nothing, "startValue": 0, "endValue": 0, "events": []}).encode())
     handle.write(b'], "shared": {"frames": [')
-    handle.write(b",".join(_frame(*key) for key in frames.keys))
+    fields = ("name", "file", "line")
+    known = (
+        {key: value for key, value in zip(fields, frame, strict=True) if value is not None} for frame in frames.keys
+    )
+    handle.write(b",".join(json.dumps(frame).encode() for frame in known))
     handle.write(b"]}}\n")
-
-
-def _frame(name: str, file: str | None, line: int | None) -> bytes:
-    fields = {"name": name, "file": file, "line": line}
-    return json.dumps({key: value for key, value in fields.items() if value is not None}).encode()
 
 
 def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator[Iterator[bytes]]:

@@ -14,7 +14,7 @@ from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.ancestry import forest
 from traceloom.model.snapshot import Snapshot, frame_text
 from traceloom.read.memory_files import whole
-from traceloom.report.memory.sources import Report, Sources
+from traceloom.report.memory.sources import OutOfMemoryReport, Sources
 
 Row = dict[str, Any]
 MARK = "[OutOfMemory]"
@@ -48,7 +48,7 @@ def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Row
     return _of_snapshot(explained, own, epoch_ns)
 
 
-def _of_report(report: Report, sources: Sources, ranks: list[Row], epoch_ns: int) -> Row:
+def _of_report(report: OutOfMemoryReport, sources: Sources, ranks: list[Row], epoch_ns: int) -> Row:
     document = report.document
     listed = document.get("stack")
     stack = [str(frame)[:2000] for frame in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []

@@ -30,7 +30,7 @@ SNAPSHOT_ENDING, REPORT_ENDING = ".memory.pickle", ".oom.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class OutOfMemoryReport:
     """A report of memory that ran out: of which rank, from which file."""
 
     rank: int | None
@@ -57,7 +57,7 @@ class Sources:
     snapshots: list[tuple[int | None, Snapshot]] = field(default_factory=list)
     attached: dict[str, Snapshot] = field(default_factory=dict)
     timelines: list[Timeline] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[OutOfMemoryReport] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
     def explained(self, *, full_op_names: bool = False) -> Iterator[Explained]:
@@ -138,7 +138,7 @@ def find(paths: list[str], *, cache: bool = True) -> Sources:
         elif kind == TIMELINE:
             out.timelines.append(read_timeline(path))
         elif kind == OUT_OF_MEMORY:
-            out.reports.append(Report(rank_of(path), text, read_out_of_memory(path)))
+            out.reports.append(OutOfMemoryReport(rank_of(path), text, read_out_of_memory(path)))
         else:
             rest.append(text)
     if not rest:
@@ -163,7 +163,7 @@ def _without_traces(paths: list[str], out: Sources) -> bool:
             continue
         for path in sorted(folder.glob(f"*{REPORT_ENDING}")):
             note_input(path)
-            out.reports.append(Report(rank_of(path), str(path), read_out_of_memory(path)))
+            out.reports.append(OutOfMemoryReport(rank_of(path), str(path), read_out_of_memory(path)))
             has_files = True
         for path in sorted(folder.glob(f"*{SNAPSHOT_ENDING}")):
             note_input(path)
@@ -180,6 +180,6 @@ def _beside(trace: Trace, out: Sources) -> None:
             out.attached[trace.meta.path] = read_snapshot(snapshot)
         report = beside(trace, REPORT_ENDING)
         if report is not None and str(report) not in {other.path for other in out.reports}:
-            out.reports.append(Report(trace.rank, str(report), read_out_of_memory(report)))
+            out.reports.append(OutOfMemoryReport(trace.rank, str(report), read_out_of_memory(report)))
     except InputError as error:
         out.notices.append(Notice("refused-input", "warning", str(error), rank=trace.rank))

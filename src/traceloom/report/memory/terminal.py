@@ -18,7 +18,7 @@ from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.table import Table
 from traceloom.report.views.terminal.bars import plain, sparkline
-from traceloom.report.views.terminal.columns import Column, heading, lines
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.notices import notice_lines
 from traceloom.report.views.terminal.sections import table_lines
@@ -182,7 +182,7 @@ def _opened(rows: list[Row], options: MemoryOptions) -> list[tuple[int, str, Row
     return drawn
 
 
-_HELD = (Column("bytes"), Column("share"), Column("", right=False), Column("blocks"))
+_HELD = (TextColumn("bytes"), TextColumn("share"), TextColumn("", right=False), TextColumn("blocks"))
 
 
 def _held(row: Row) -> list[str | Text]:

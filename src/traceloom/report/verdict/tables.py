@@ -57,18 +57,15 @@ def reasons(document: Row) -> list[str]:
         )
     if any(row["metric"].endswith("step_time") and row["source"] == "recorded steps" for row in checks):
         out.append("step_time is of recorded steps: no wall times of at least 5 undisturbed steps were kept.")
-    return [*out, *(_power(row) for row in document["power"])]
-
-
-def _power(row: Row) -> str:
-    """How many runs show a change of a size."""
-    change = units.share(row["effect"], 1)
-    if row["runs"] is None:
-        return f"{row['condition']}: how many runs show a change of {change} is not known: {row['reason']}."
-    return (
-        f"{row['condition']}: a change of {change} is found eight times of ten with {row['runs']} runs a side (a run "
-        f"scatters by {units.share(row['scatter'], 1)})."
-    )
+    for row in document["power"]:  # how many runs show a change of a size
+        size = units.share(row["effect"], 1)
+        out.append(
+            f"{row['condition']}: how many runs show a change of {size} is not known: {row['reason']}."
+            if row["runs"] is None
+            else f"{row['condition']}: a change of {size} is found eight times of ten with {row['runs']} runs a side "
+            f"(a run scatters by {units.share(row['scatter'], 1)})."
+        )
+    return out
 
 
 def _checks(document: Row) -> Table:

@@ -12,7 +12,7 @@ from traceloom.report.names import short
 from traceloom.report.views.html.frame import asset, policy
 from traceloom.report.views.html.text import text
 from traceloom.report.workload.picture import Box, Link, Picture
-from traceloom.report.workload.places import HEIGHT, WIDTH, Places, arrange
+from traceloom.report.workload.places import HEIGHT, WIDTH, Layout, arrange
 
 _MOST_LINKS = 400
 _LETTERS, _SMALL_LETTERS = 27, 42  # that fit into a box
@@ -79,7 +79,7 @@ def _group(kind: str) -> str:
     return _GROUPS.get(kind, "other")
 
 
-def _svg(picture: Picture, places: Places) -> str:
+def _svg(picture: Picture, places: Layout) -> str:
     most = max((link.count for link in picture.links), default=1)
     lines = "".join(_line(link, places, most) for link in reversed(picture.links))
     boxes = "".join(_box(number, box, places) for number, box in enumerate(picture.boxes))
@@ -92,7 +92,7 @@ def _svg(picture: Picture, places: Places) -> str:
     )
 
 
-def _line(link: Link, places: Places, most: int) -> str:
+def _line(link: Link, places: Layout, most: int) -> str:
     """From the right side of a box to the left side of the next; backwards and sideways lines go round."""
     if link.source == link.target:
         return ""
@@ -114,7 +114,7 @@ def _line(link: Link, places: Places, most: int) -> str:
     )
 
 
-def _box(number: int, box: Box, places: Places) -> str:
+def _box(number: int, box: Box, places: Layout) -> str:
     x, y = places.x[number], places.y[number]
     chosen = " chosen" if box.chosen else ""
     title = short(box.title or "(no name)", _LETTERS)

@@ -12,7 +12,7 @@ _SWEEPS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Layout:
     """Left upper corner of every box, and the size of the whole."""
 
     x: tuple[int, ...]
@@ -21,7 +21,7 @@ class Places:
     height: int
 
 
-def arrange(picture: Picture) -> Places:
+def arrange(picture: Picture) -> Layout:
     """Give every box its position; the same picture always looks the same."""
     columns = _columns(picture)
     _order(columns, picture)
@@ -33,7 +33,7 @@ def arrange(picture: Picture) -> Places:
         for slot, box in enumerate(column):
             x[box], y[box] = number * (WIDTH + _ACROSS), top + slot * (HEIGHT + _DOWN)
     width = len(columns) * (WIDTH + _ACROSS) - _ACROSS if columns else 0
-    return Places(tuple(x), tuple(y), max(width, 1), max(height, 1))
+    return Layout(tuple(x), tuple(y), max(width, 1), max(height, 1))
 
 
 def _columns(picture: Picture) -> list[list[int]]:

@@ -115,22 +115,18 @@ def _slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> 
                 *optional, pl.lit("}}"),
             ),
         )  # fmt: skip
-        rows = rows.join(_ends(rows, arrows, "source", '{"ph":"s",'), on="node", how="left", maintain_order="left")
-        rows = rows.join(
-            _ends(rows, arrows, "target", '{"ph":"f","bp":"e",'),
-            on="node",
-            how="left",
-            maintain_order="left",
-            suffix="_in",
-        )
-        whole = rows.select(pl.concat_str("text", "arrows", "arrows_in", separator=",\n", ignore_nulls=True))
+        for end, opening in (("source", '{"ph":"s",'), ("target", '{"ph":"f","bp":"e",')):
+            arrow = pl.concat_str(
+                pl.lit(opening), "begin", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow",
+                pl.lit('","id":'), "id", pl.lit("}"),
+            )  # fmt: skip
+            own = (
+                arrows.select(pl.col(end).alias("node"), "arrow", "id")
+                .join(rows.select("node", "begin"), on="node")
+                .select("node", arrow.alias(end))
+                .group_by("node")
+                .agg(pl.col(end).str.join(",\n"))
+            )
+            rows = rows.join(own, on="node", how="left", maintain_order="left")
+        whole = rows.select(pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True))
         yield str(whole.to_series().str.join(",\n").item())
-
-
-def _ends(rows: pl.DataFrame, arrows: pl.DataFrame, end: str, opening: str) -> pl.DataFrame:
-    arrow_ends = arrows.select(pl.col(end).alias("node"), "arrow", "id").join(rows.select("node", "begin"), on="node")
-    text = pl.concat_str(
-        pl.lit(opening), "begin", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow", pl.lit('","id":'), "id",
-        pl.lit("}"),
-    )  # fmt: skip
-    return arrow_ends.select("node", text.alias("arrows")).group_by("node").agg(pl.col("arrows").str.join(",\n"))

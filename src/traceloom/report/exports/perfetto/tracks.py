@@ -40,12 +40,24 @@ class Tracks:
 
 def lay_out(trace: Trace) -> Tracks:
     """Give every event a track on which it nests."""
-    events, lanes = trace.events, _shown_order(trace.lanes)
+    events = trace.events
+    # Host threads first, the busiest on top; then the devices, each with its annotations, streams and waits.
+    kind = pl.col("kind").cast(pl.String)
+    lanes = trace.lanes.filter(pl.col("events") > 0).sort(
+        pl.when(kind.str.starts_with("device")).then(1).when(kind == "other").then(2).otherwise(0),
+        pl.col("device").fill_null(-1),
+        pl.col("stream").fill_null(-1),
+        kind.replace_strict(_KINDS, range(len(_KINDS)), return_dtype=pl.Int8),
+        -pl.col("events").cast(pl.Int64),
+        maintain_order=True,
+    )
     lane = events["lane"].to_numpy().astype(np.int64)
     start, end = events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy().copy()
     names: list[str] = []
     track = np.zeros(events.height, dtype=np.int64)
-    rows_of = _rows_by_lane(lane)
+    order = np.argsort(lane, kind="stable")
+    numbers, first = np.unique(lane[order], return_index=True)
+    rows_of = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True)) if lane.size else {}
     for row in lanes.iter_rows(named=True):
         rows = rows_of[row["lane"]]
         name = harmless(str(row["name"]))
@@ -55,37 +67,14 @@ def lay_out(trace: Trace) -> Tracks:
         level = np.zeros(rows.size, dtype=np.int64)
         if row["kind"] not in {"host", "other"}:
             if row["kind"] == "device_annotation":
-                end[rows] = _without_rims(start[rows], end[rows])
+                following = np.append(start[rows][1:], np.iinfo(np.int64).max)
+                over = end[rows] - following
+                rim = (over > 0) & (over <= _ANNOTATION_RIM_NS)
+                end[rows] = np.where(rim, np.maximum(following, start[rows]), end[rows])
             level = levels(start[rows], end[rows])
         track[rows] = len(names) + level
         names += [name if i == 0 else f"{name} ({i + 1})" for i in range(int(level.max(initial=0)) + 1)]
     return Tracks(names, track, end)
-
-
-def _shown_order(lanes: pl.DataFrame) -> pl.DataFrame:
-    """Host threads first, the busiest on top; then the devices, each with its annotations, streams and waits."""
-    kind = pl.col("kind").cast(pl.String)
-    on_device = kind.str.starts_with("device")
-    return lanes.filter(pl.col("events") > 0).sort(
-        pl.when(on_device).then(1).when(kind == "other").then(2).otherwise(0),
-        pl.col("device").fill_null(-1),
-        pl.col("stream").fill_null(-1),
-        kind.replace_strict(_KINDS, range(len(_KINDS)), return_dtype=pl.Int8),
-        -pl.col("events").cast(pl.Int64),
-        maintain_order=True,
-    )
-
-
-def _rows_by_lane(lane: Ints) -> dict[int, Ints]:
-    order = np.argsort(lane, kind="stable")
-    numbers, first = np.unique(lane[order], return_index=True)
-    return dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True)) if lane.size else {}
-
-
-def _without_rims(start: Ints, end: Ints) -> Ints:
-    following = np.append(start[1:], np.iinfo(np.int64).max)
-    over = end - following
-    return np.where((over > 0) & (over <= _ANNOTATION_RIM_NS), np.maximum(following, start), end)
 
 
 def levels(start: Ints, end: Ints) -> Ints:

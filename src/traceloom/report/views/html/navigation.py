@@ -15,7 +15,7 @@ _FEW = 2  # sections without anything to show that stand as they are
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SectionGroup:
     """Sections that are about the same thing."""
 
     name: str
@@ -23,7 +23,7 @@ class Group:
     missing: Sequence[Section]
 
 
-def grouped(sections: Iterable[Section], missing: Callable[[str], bool]) -> list[Group]:
+def grouped(sections: Iterable[Section], missing: Callable[[str], bool]) -> list[SectionGroup]:
     """The groups that have sections.
 
     Args:
@@ -38,7 +38,7 @@ def grouped(sections: Iterable[Section], missing: Callable[[str], bool]) -> list
         members = [by_key[key] for key in keys if key in by_key]
         if members:
             out.append(
-                Group(
+                SectionGroup(
                     name,
                     [section for section in members if not missing(section[4])],
                     [section for section in members if missing(section[4])],
@@ -47,7 +47,7 @@ def grouped(sections: Iterable[Section], missing: Callable[[str], bool]) -> list
     return out
 
 
-def links(groups: Iterable[Group]) -> str:
+def links(groups: Iterable[SectionGroup]) -> str:
     """The links of the bar: those of the first group and of groups of one stand open, others fold into menus."""
     out = []
     for group in groups:
@@ -58,7 +58,7 @@ def links(groups: Iterable[Group]) -> str:
     return "".join(out)
 
 
-def body(groups: Iterable[Group], draw: Callable[[str, str, str, str], str]) -> str:
+def body(groups: Iterable[SectionGroup], draw: Callable[[str, str, str, str], str]) -> str:
     """All sections of the page; of each group those without anything to show come last, folded into one line.
 
     Args:

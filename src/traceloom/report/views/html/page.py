@@ -36,24 +36,43 @@ def render(document: dict[str, Any], session: Session) -> str:
     note = "" if few is None else featured.told(few.sentence(document))
     events = '<p class="quiet absent">Timeline: the trace has no events.</p>'
     if view is not None:
-        events = note + asset("timeline.html") + _omitted(view)
+        events = note + asset("timeline.html")
+        if view.omitted:
+            largest_first = sorted(view.omitted.items(), key=lambda pair: -pair[1])
+            kinds = ", ".join(f"{units.count(number)} {kind}" for kind, number in largest_first)
+            events += (
+                f'<p class="quiet">The timeline shows {units.count(view.shown)} events. The shortest ones are left out '
+                f"to keep the page small ({escape(kinds)}); every table and number counts them. "
+                "<code>traceloom report … -o x.perfetto.json.gz</code> writes all of them for Perfetto.</p>"
+            )
     groups = navigation.grouped(_sections(document, near, reasons, events), missing)
     sentence = (document.get("answer") or {}).get("sentence") or "Report"
     name = document.get("name") or session.name
+    choice = ""
+    if len(entries := near["ranks"][: sections.MOST_RANKS]) > 1:
+        options = "".join(f'<option value="{k}">{rank_name(r, k)}</option>' for k, r in enumerate(entries))
+        choice = f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
+    version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
+    others = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
+    recorded = text(", ".join(sorted(others))) or "no versions named in the files"
     return framed(
         title=f"{sentence} – {name}",
         name=name,
-        ranks=_rank_choice(near),
+        ranks=choice,
         headline=overview.headline(document),
         numbers=overview.key_numbers(document),
         links=navigation.links(groups),
         sections=navigation.body(groups, standing),
-        footer=_footer(document, time.perf_counter() - began),
+        footer=(
+            f"<p>Traceloom {version} · {recorded} · times count from {epoch} ns (Unix time where the trace gives it) · "
+            f"page made in {time.perf_counter() - began:.2f} s</p>"
+            "<p>The same numbers for programs: <code>traceloom report … -o report.json</code></p>"
+        ),
         data=view.payload if view else "",
     )
 
 
-def _timeline(document: Row, session: Session) -> timeline.Timeline | None:
+def _timeline(document: Row, session: Session) -> timeline.TimelinePayload | None:
     if document.get("runs") or not any(trace.events.height for trace in session.traces):
         return None
     kernels = document.get("kernels") or []
@@ -82,34 +101,3 @@ def _sections(document: Row, near: Row, reasons: Reasons, events: str) -> list[S
             data + capture.capture(document, reasons),
         ),
     ]
-
-
-def _omitted(view: timeline.Timeline) -> str:
-    """What the timeline leaves out, and how to see it."""
-    if not view.omitted:
-        return ""
-    kinds = ", ".join(f"{units.count(n)} {kind}" for kind, n in sorted(view.omitted.items(), key=lambda kv: -kv[1]))
-    return (
-        f'<p class="quiet">The timeline shows {units.count(view.shown)} events. The shortest ones are left out to keep '
-        f"the page small ({escape(kinds)}); every table and number counts them. "
-        "<code>traceloom report … -o x.perfetto.json.gz</code> writes all of them for Perfetto.</p>"
-    )
-
-
-def _rank_choice(document: Row) -> str:
-    entries = document["ranks"][: sections.MOST_RANKS]
-    if len(entries) < 2:
-        return ""
-    options = "".join(f'<option value="{k}">{rank_name(r, k)}</option>' for k, r in enumerate(entries))
-    return f'<label class="rank">Show <select id="rank" aria-label="Rank">{options}</select></label>'
-
-
-def _footer(document: Row, seconds: float) -> str:
-    version, epoch = text(document.get("traceloom", "")), text(document.get("epoch_ns", ""))
-    others = {f"{k} {v}" for entry in document.get("inputs") or [] for k, v in (entry.get("versions") or {}).items()}
-    recorded = text(", ".join(sorted(others))) or "no versions named in the files"
-    return (
-        f"<p>Traceloom {version} · {recorded} · times count from {epoch} ns (Unix time where the trace gives it) · "
-        f"page made in {seconds:.2f} s</p>"
-        "<p>The same numbers for programs: <code>traceloom report … -o report.json</code></p>"
-    )

@@ -45,7 +45,7 @@ _FACTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class TimelinePayload:
     """The packed payload and what it leaves out.
 
     Attributes:
@@ -67,19 +67,24 @@ def build(
     *,
     path: dict[str, Any] | None = None,
     epoch_ns: int | None = None,
-) -> Timeline:
+) -> TimelinePayload:
     """Pack the events of a session.
 
     Args:
         session: All traces; one without events gets lanes without events.
         communication: Names of the kernels that are communication; all others count as compute.
         curves: The memory curves of the report document.
-        limit: The most events to embed, shared fairly between the ranks; see `_keep` for which go first.
+        limit: The most events to embed, shared fairly between the ranks; see `_ordered` for which go first.
         path: The critical path of the report document, where it has one.
         epoch_ns: What the times of the document count from; the session's own epoch where None.
     """
     shift = 0 if epoch_ns is None else session.epoch_ns - epoch_ns
-    quota = _fair_share([trace.events.height for trace in session.traces], limit)
+    # All events of small traces; what is left is shared evenly by the large ones.
+    sizes = [trace.events.height for trace in session.traces]
+    quota, left = [0] * len(sizes), limit
+    for done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        quota[index] = min(sizes[index], left // (len(sizes) - done))
+        left -= quota[index]
     parts, positions, lanes, first = [], [], [], 0
     for number, (trace, share) in enumerate(zip(session.traces, quota, strict=True)):
         table = _lanes(trace, number)
@@ -93,7 +98,15 @@ def build(
         positions.append(position_of_event)
         first += part.height
     columns, tables = _columns(session, parts, positions, [lane["count"] for lane in lanes])
-    tables["communication"] = _communication(session, communication, tables["labels"])
+    # The labels of communication: kernels by name, annotations that have a collective.
+    named = {harmless(name) for name in communication}
+    for trace in session.traces:
+        collectives = trace.events["name"].gather(trace.collectives["event"])
+        named.update(harmless(name) for name in collectives.unique().to_list())
+    coded = {CATEGORIES.index(name) for name in (KERNEL, ANNOTATION, GPU_ANNOTATION, COLLECTIVE)}
+    tables["communication"] = [
+        number for number, (name, code) in enumerate(tables["labels"]) if code in coded and name in named
+    ]
     header = {
         "version": 1,
         "epoch_ns": str(session.epoch_ns),
@@ -105,7 +118,13 @@ def build(
         "path": _path(session, lanes, path, shift),
         **tables,
     }
-    return Timeline(pack(header, columns), first, _omitted(session, parts))
+    missing: dict[str, int] = {}
+    for trace, part in zip(session.traces, parts, strict=True):
+        for sign, frame in ((1, trace.events), (-1, part)) if trace.events.height != part.height else ():
+            for category, count in frame.group_by("category").len().iter_rows():
+                missing[category] = missing.get(category, 0) + sign * count
+    omitted = {category: count for category, count in missing.items() if count}
+    return TimelinePayload(pack(header, columns), first, omitted)
 
 
 def _path(
@@ -136,41 +155,6 @@ def _path(
     }
 
 
-def _communication(session: Session, kernels: set[str], labels: list[list[Any]]) -> list[int]:
-    """The labels of communication: kernels by name, annotations that have a collective."""
-    shown = {harmless(name) for name in kernels}
-    for trace in session.traces:
-        collectives = trace.events["name"].gather(trace.collectives["event"])
-        shown.update(harmless(name) for name in collectives.unique().to_list())
-    coded = {CATEGORIES.index(name) for name in (KERNEL, ANNOTATION, GPU_ANNOTATION, COLLECTIVE)}
-    return [number for number, (name, code) in enumerate(labels) if code in coded and name in shown]
-
-
-def _fair_share(sizes: list[int], limit: int) -> list[int]:
-    """How many events each trace may show: all of the small ones, the rest shared evenly by the large ones."""
-    shares = [0] * len(sizes)
-    left, waiting = limit, sorted(range(len(sizes)), key=sizes.__getitem__)
-    for done, index in enumerate(waiting):
-        shares[index] = min(sizes[index], left // (len(waiting) - done))
-        left -= shares[index]
-    return shares
-
-
-def _keep(events: pl.DataFrame, share: int) -> pl.DataFrame:
-    """The most useful events: GPU work, annotations and collectives first, Python frames last, long before short."""
-    if events.height <= share:
-        return events
-    first = pl.col("category").is_in([*GPU_WORK, ANNOTATION, COLLECTIVE])
-    last = pl.col("category") == PYTHON
-    useful = pl.when(first).then(0).when(last).then(2).otherwise(1)
-    return (
-        events.with_columns(useful.alias("_useful"))
-        .sort("_useful", -pl.col("duration_ns"), "event")
-        .head(share)
-        .drop("_useful")
-    )
-
-
 def _lanes(trace: Trace, number: int) -> pl.DataFrame:
     """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest first."""
     main = pl.col("process") == pl.col("thread")
@@ -199,7 +183,10 @@ def _lanes(trace: Trace, number: int) -> pl.DataFrame:
 
 
 def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
-    """The kept events, lane by lane, with their facts."""
+    """The kept events, lane by lane, with their facts.
+
+    Kept are the most useful: GPU work, annotations and collectives first, Python frames last, long before short.
+    """
     columns = ["event", "name", "category", "start_ns", "duration_ns", "nested_end_ns", "lane", "correlation", "launch"]
     forward_of_backward = (
         trace.flows.filter(pl.col("kind") == "forward-backward")
@@ -207,31 +194,32 @@ def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
         .unique("target", keep="first", maintain_order=True)
         .select(pl.col("target").alias("event"), pl.col("source").alias("forward"))
     )
-    return (
-        _keep(trace.events.select(columns), share)
-        .join(lanes.select("lane", "order"), on="lane", how="left")
-        .join(_facts(trace), on="event", how="left")
-        .join(forward_of_backward, on="event", how="left")
-        .sort("order", "event")
-    )
-
-
-def _facts(trace: Trace) -> pl.DataFrame:
-    """The arguments of events as one text each: key, unit separator, value, record separator, key, ..."""
+    events = trace.events.select(columns)
+    if events.height > share:
+        first = pl.col("category").is_in([*GPU_WORK, ANNOTATION, COLLECTIVE])
+        useful = pl.when(first).then(0).when(pl.col("category") == PYTHON).then(2).otherwise(1)
+        events = events.sort(useful, -pl.col("duration_ns"), "event").head(share)
+    # The arguments of an event as one text: key, unit separator, value, record separator, key, ...
     frames = []
-    for name, columns in _FACTS.items():
+    for name, facts in _FACTS.items():
         frame: pl.DataFrame = getattr(trace, name)
-        facts = [
+        texts = [
             pl.lit(f"{title}\x1f")
             + pl.col(column).cast(pl.String).str.replace_all("[\x1e\x1f]", " ").str.slice(0, _FACT_LENGTH)
-            for column, title in columns.items()
+            for column, title in facts.items()
         ]
-        frames.append(frame.select("event", pl.concat_str(facts, separator="\x1e", ignore_nulls=True).alias("facts")))
-    return (
+        frames.append(frame.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts")))
+    facts_of_event = (
         pl.concat(frames)
         .filter(pl.col("facts") != "")
         .group_by("event", maintain_order=True)
         .agg(pl.col("facts").str.join("\x1e"))
+    )
+    return (
+        events.join(lanes.select("lane", "order"), on="lane", how="left")
+        .join(facts_of_event, on="event", how="left")
+        .join(forward_of_backward, on="event", how="left")
+        .sort("order", "event")
     )
 
 
@@ -294,39 +282,22 @@ def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[A
 
 def _rank(trace: Trace, epoch_ns: int, shift: int, curves: list[dict[str, Any]]) -> dict[str, Any]:
     """What the timeline shows of a rank beside its events: steps, the memory curves and other curves."""
+    memory = []
+    for curve in curves:
+        if curve["rank"] != trace.rank or not curve["time_ns"]:
+            continue
+        shown = {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
+        if shift:  # times count from the chosen steps; what lies outside them is left out
+            time = np.asarray(curve["time_ns"], dtype=np.int64) - shift
+            inside = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
+            shown["time_ns"] = time[inside].tolist()
+            shown["allocated_bytes"] = np.asarray(curve["allocated_bytes"])[inside].tolist()
+        memory.append(shown)
     steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
     return {
         "rank": trace.rank,
         "host": trace.meta.host,
         "steps": [list(row) for row in steps.iter_rows()],
-        "memory": [
-            _memory(curve, shift, trace) for curve in curves if curve["rank"] == trace.rank and curve["time_ns"]
-        ],
+        "memory": memory,
         "curves": tracks(trace, epoch_ns),
     }
-
-
-def _memory(curve: dict[str, Any], shift: int, trace: Trace) -> dict[str, Any]:
-    """A memory curve on the times of the timeline; what lies outside a chosen step is left out."""
-    shown = {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
-    if not shift:
-        return shown
-    time = np.asarray(curve["time_ns"], dtype=np.int64) - shift
-    inside = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
-    return {
-        **shown,
-        "time_ns": time[inside].tolist(),
-        "allocated_bytes": np.asarray(curve["allocated_bytes"])[inside].tolist(),
-    }
-
-
-def _omitted(session: Session, parts: list[pl.DataFrame]) -> dict[str, int]:
-    """Events of the session that are not in the payload, by category."""
-    missing: dict[str, int] = {}
-    for trace, part in zip(session.traces, parts, strict=True):
-        if trace.events.height == part.height:
-            continue
-        for sign, frame in ((1, trace.events), (-1, part)):
-            for category, count in frame.group_by("category").len().iter_rows():
-                missing[category] = missing.get(category, 0) + sign * count
-    return {category: count for category, count in missing.items() if count}

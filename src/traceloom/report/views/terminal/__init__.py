@@ -40,7 +40,7 @@ def show_graph(document: dict[str, Any], stream: TextIO) -> None:
     put(partial(graph.render, document), stream)
 
 
-class _Stream(Console):
+class _SteeredConsole(Console):
     """A console that leaves it to the command line what a reader who stops reading means; Rich would end with 1."""
 
     def on_broken_pipe(self) -> None:
@@ -50,7 +50,7 @@ class _Stream(Console):
 def put(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
     """Write the lines that `rendered` gives for the stream's width; where it is too narrow for them, say so first."""
     stream.flush()  # what went through another layer comes first
-    console = _Stream(file=steering(stream), highlight=False, markup=False, emoji=False, soft_wrap=False)
+    console = _SteeredConsole(file=steering(stream), highlight=False, markup=False, emoji=False, soft_wrap=False)
     width = max(_NARROWEST, min(console.width, _WIDEST))
     plain = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     if console.width < width:

@@ -28,7 +28,7 @@ def heading(title: str, note: str, width: int) -> Iterator[Text]:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TextColumn:
     """A column: its heading and on which side its cells stand."""
 
     heading: Cell
@@ -36,7 +36,7 @@ class Column:
 
 
 def with_bars(
-    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], bar: Callable[[int, int], Text], width: int
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]], bar: Callable[[int, int], Text], width: int
 ) -> list[Text]:
     """Rows with a bar at the end of each, or below it where too little room is left.
 
@@ -56,7 +56,10 @@ def with_bars(
 
 
 def lines(
-    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], last: tuple[Cell, Callable[[int, int], Cell]], width: int
+    columns: Sequence[TextColumn],
+    rows: Sequence[Sequence[Cell]],
+    last: tuple[Cell, Callable[[int, int], Cell]],
+    width: int,
 ) -> list[Text]:
     """The heading and one line per row.
 

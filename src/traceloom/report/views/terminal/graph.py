@@ -14,7 +14,7 @@ from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
 from traceloom.report.views.terminal import notices
 from traceloom.report.views.terminal.bars import cells, plain
-from traceloom.report.views.terminal.columns import Column, heading, lines, with_bars
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, with_bars
 from traceloom.report.views.terminal.look import DIM
 
 Row = dict[str, Any]
@@ -86,7 +86,7 @@ def _path(document: Row, width: int) -> Iterator[Text]:
     def bar(number: int, room: int) -> Text:
         return plain(max(times[number], 0) / max(window, 1), room, styles[number])
 
-    columns = (Column("", right=False), Column("time"), Column("share"))
+    columns = (TextColumn("", right=False), TextColumn("time"), TextColumn("share"))
     yield from with_bars(columns, rows, bar, width)
 
 
@@ -124,7 +124,7 @@ def _coverage(document: Row, width: int) -> Iterator[Text]:
             )
         )
         labels.append((subject, outcome + _on(outcome_rows, len(document["ranks"]))))
-    columns = (Column("", right=False), Column("count"), Column("share"), Column("time"))
+    columns = (TextColumn("", right=False), TextColumn("count"), TextColumn("share"), TextColumn("time"))
     yield from lines(columns, rows, ("outcome", lambda number, room: short(labels[number][1], room)), width)
 
 
@@ -150,7 +150,7 @@ def _edges(document: Row, width: int) -> Iterator[Text]:
         for kind, counts in kinds.items()
     ]
     headings = [Text.assemble((fill, color), " ", (name, "bold")) for name, fill, color in EVIDENCE]
-    columns = (Column("kind", right=False), *(Column(heading) for heading in headings))
+    columns = (TextColumn("kind", right=False), *(TextColumn(heading) for heading in headings))
     most = max(sum(counts.values()) for counts in kinds.values())
     shares = list(kinds.values())
 
@@ -193,7 +193,7 @@ def _delays(document: Row, width: int) -> Iterator[Text]:
         return
     yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
     rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in most_frequent]
-    columns = (Column("kind", right=False), Column("median"), Column("edges"))
+    columns = (TextColumn("kind", right=False), TextColumn("median"), TextColumn("edges"))
     yield from lines(
         columns, rows, ("of", lambda number, room: short(most_frequent[number]["place"] or "", room)), width
     )

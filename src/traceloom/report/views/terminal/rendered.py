@@ -16,14 +16,14 @@ from traceloom.report.names import rank_label, short
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections import CORE, FINDINGS
 from traceloom.report.views.terminal import findings, notices, sections
-from traceloom.report.views.terminal.columns import Column, heading, lines
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines
 from traceloom.report.views.terminal.look import DIM
 from traceloom.report.views.terminal.recording import recording
 
 
 def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
     """The lines of the report, none wider than `width` but for commands, which stand whole."""
-    for line in _sections(document, options, width):
+    for line in _lines(document, options, width):
         if line.cell_len > width:  # names in scripts whose letters take two cells
             line.truncate(width, overflow="ellipsis")
         yield line
@@ -34,8 +34,24 @@ def render(document: dict[str, Any], options: ReportOptions, width: int) -> Iter
         yield Text(" " + harmless(run["command"]), DIM)
 
 
-def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
-    yield from _head(document, width)
+def _lines(document: dict[str, Any], options: ReportOptions, width: int) -> Iterator[Text]:
+    facts = []
+    if ranks := document["ranks"]:
+        world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
+        many = len({rank["rank"] for rank in ranks})
+        if many > 1 or ranks[0]["rank"] is not None:
+            facts.append(
+                (f"{many} ranks" if many > 1 else rank_label(ranks[0]["rank"])) + (f" of {world}" if world else "")
+            )
+        facts.append(f"{units.count(sum(rank['event_count'] for rank in ranks))} events")
+        end = max(rank["start_ns"] + rank["window_ns"] for rank in ranks)
+        facts.append(units.duration(end - min(rank["start_ns"] for rank in ranks)))
+    shown = " · ".join(facts)
+    name = short(document["name"], max(width - len(shown) - 3, 16))
+    yield Text.assemble((name, "bold"), (f"  {shown}", DIM))
+    yield Text("")
+    for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
+        yield Text.assemble((" " + line, "bold"))
     if options.only is None or FINDINGS in options.only:
         yield from findings.findings(document, width, full=options.only is not None)
     yield from _runs(document, width)
@@ -44,39 +60,6 @@ def _sections(document: dict[str, Any], options: ReportOptions, width: int) -> I
     if options.only is None or CORE in options.only:
         yield from recording(document, width)
         yield from notices.notices(document, options, width)
-
-
-def _head(document: dict[str, Any], width: int) -> Iterator[Text]:
-    facts = " · ".join(_facts(document))
-    name = short(document["name"], max(width - len(facts) - 3, 16))
-    yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
-    yield Text("")
-    for line in textwrap.wrap(harmless(document["answer"]["sentence"]), width - 2, break_on_hyphens=False):
-        yield Text.assemble((" " + line, "bold"))
-
-
-def _facts(document: dict[str, Any]) -> Iterator[str]:
-    ranks = document["ranks"]
-    if not ranks:
-        return
-    world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
-    many = len({rank["rank"] for rank in ranks})
-    if many > 1:
-        yield f"{many} ranks" + (f" of {world}" if world else "")
-    elif ranks[0]["rank"] is not None:
-        yield rank_label(ranks[0]["rank"]) + (f" of {world}" if world else "")
-    yield f"{units.count(sum(rank['event_count'] for rank in ranks))} events"
-    yield units.duration(
-        max(rank["start_ns"] + rank["window_ns"] for rank in ranks) - min(r["start_ns"] for r in ranks)
-    )
-
-
-def _apart(names: list[str]) -> list[str]:
-    """Paths without the folders that all of them share."""
-    paths = [PurePath(name) for name in names]
-    folders = zip(*(path.parts[:-1] for path in paths), strict=False)
-    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
-    return [str(PurePath(*path.parts[shared:])) for path in paths]
 
 
 def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
@@ -93,6 +76,10 @@ def _runs(document: dict[str, Any], width: int) -> Iterator[Text]:
         ]
         for run in document["runs"]
     ]
-    columns = [Column("ranks"), Column("time"), Column("steps"), Column("events")]
-    names = _apart([run["name"] for run in document["runs"]])
+    columns = [TextColumn("ranks"), TextColumn("time"), TextColumn("steps"), TextColumn("events")]
+    # Paths without the folders that all of them share.
+    paths = [PurePath(run["name"]) for run in document["runs"]]
+    folders = zip(*(path.parts[:-1] for path in paths), strict=False)
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
+    names = [str(PurePath(*path.parts[shared:])) for path in paths]
     yield from lines(columns, rows, ("run", lambda i, room: short(names[i], room)), width)

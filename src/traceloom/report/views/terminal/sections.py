@@ -17,7 +17,7 @@ from traceloom.report.sections import CORE, core, shown
 from traceloom.report.sections.section import Section
 from traceloom.report.table import PICTURES, Bar, Col, Table, written
 from traceloom.report.views.terminal.bars import sparkline, stacked
-from traceloom.report.views.terminal.columns import Column, heading, lines, with_bars
+from traceloom.report.views.terminal.columns import TextColumn, heading, lines, with_bars
 from traceloom.report.views.terminal.look import CURVE, FILLS
 
 Row = dict[str, Any]
@@ -109,7 +109,7 @@ def table_lines(table: Table, options: ReportOptions, width: int) -> Iterator[Te
     columns = [c for c in table.columns if c is not last and (c.narrow or width >= _WIDE)]
     cells = [[_cell(column, row.get(column.key)) for row in rows] for column in columns]
     columns, cells = _fitting(columns, cells, width - (_LEAST_NAME if last and last.kind == "name" else 0))
-    heads = [Column(_head(c), right=c.numeric) for c in columns]
+    heads = [TextColumn(_head(c), right=c.numeric) for c in columns]
     cell_rows = [[column[i] for column in cells] for i in range(len(rows))]
     if last is not None and last.kind in PICTURES:
         column = last
