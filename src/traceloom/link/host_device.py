@@ -16,7 +16,7 @@ from traceloom.link.matching import Matching
 from traceloom.model import Trace
 from traceloom.model.host_trace import HostTrace
 from traceloom.model.notice import Notice
-from traceloom.read.alignment import Places, align, hashes, occurrences, similar
+from traceloom.read.alignment import SimilarStretches, align, hashes, occurrences, similar
 from traceloom.read.sequences import Line, device_lines, host_lines, is_op, name_codes
 
 Ints = NDArray[np.int64]
@@ -330,11 +330,11 @@ class _Fit(Struct):
         return np.concatenate([nothing, *host_rows]), np.concatenate([nothing, *event_rows])
 
 
-def _places(thread: Line, lanes: list[Line]) -> dict[int, Places]:
+def _places(thread: Line, lanes: list[Line]) -> dict[int, SimilarStretches]:
     """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or nearly."""
     for nested in (True, False):
         exact = {
-            at: Places(start, np.full(start.size, thread.size), 0)
+            at: SimilarStretches(start, np.full(start.size, thread.size), 0)
             for at, lane in enumerate(lanes)
             if (
                 start := occurrences(thread.nested if nested else thread.names, lane.nested if nested else lane.names)
@@ -347,7 +347,7 @@ def _places(thread: Line, lanes: list[Line]) -> dict[int, Places]:
     return {at: candidate for at, candidate in near.items() if most and candidate.votes.max(initial=0) >= 0.8 * most}
 
 
-def _in_iteration(first: _ThreadInLane, thread: Line, lane: Line, places: Places) -> tuple[Bools, Ints]:
+def _in_iteration(first: _ThreadInLane, thread: Line, lane: Line, places: SimilarStretches) -> tuple[Bools, Ints]:
     """For each iteration of the first thread: whether the other has a place in it, and which."""
 
     def times(lane: Line, at: Ints) -> Ints:

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.model.notice import Notice
-from traceloom.read.inputs import Found, Input, find, job_of, windows
+from traceloom.read.inputs import FoundInputs, Input, find, job_of, windows
 from traceloom.read.kinds import HostPeek, told
 from traceloom.read.runs import Peek, group, names
 
@@ -207,7 +207,7 @@ def _stem(path: Path) -> tuple[str, ...]:
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def _of_capture(sources: Found, paths: tuple[str, ...], window: Window) -> Inputs:
+def _of_capture(sources: FoundInputs, paths: tuple[str, ...], window: Window) -> Inputs:
     folders = {folder.resolve() for folder in sources.captures}  # files in there may be named beside the capture
     if len(sources.captures) > 1 or any(
         file.capture is None and file.path.resolve().parent not in folders for file in sources.inputs

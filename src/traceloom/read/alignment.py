@@ -77,7 +77,7 @@ def occurrences(pattern: Hashes, text: Hashes) -> Ints:
     return places
 
 
-class Places(Struct, frozen=True):
+class SimilarStretches(Struct, frozen=True):
     """Where something like a pattern stands in a text.
 
     Attributes:
@@ -91,12 +91,12 @@ class Places(Struct, frozen=True):
     slack: int
 
 
-def similar(pattern: Hashes, text: Hashes) -> Places:
+def similar(pattern: Hashes, text: Hashes) -> SimilarStretches:
     """Places where most stretches of the pattern stand in the text at about the right distance from one another."""
     slack = max(4, pattern.tokens.size // 8)
     shift = _shifts(pattern, text, stretch_of(pattern.tokens.size))
     if not shift.size:
-        return Places(shift, shift, slack)
+        return SimilarStretches(shift, shift, slack)
     shift.sort()
     votes = np.searchsorted(shift, shift + slack, side="right") - np.arange(shift.size)
     good = np.flatnonzero(votes >= 0.8 * votes.max())
@@ -113,7 +113,7 @@ def similar(pattern: Hashes, text: Hashes) -> Places:
         starts.append(int(values[np.argmin(outside)]))
         most.append(int(votes[best]))
         at = max(near, at + 1)
-    return Places(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
+    return SimilarStretches(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
 
 
 def _shifts(pattern: Hashes, text: Hashes, stretch: int) -> Ints:

@@ -20,7 +20,7 @@ from traceloom.read.captured import with_captured
 from traceloom.read.collectives import collective_frame
 from traceloom.read.columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS, FILLING, Columns
 from traceloom.read.fields import NULL
-from traceloom.read.lanes import KIND_OF_CODE, ON_DEVICE, Places, find_lanes, lane_frame
+from traceloom.read.lanes import KIND_OF_CODE, ON_DEVICE, ThreadPairs, find_lanes, lane_frame
 from traceloom.read.links import flow_frame, launches, ops, repeats_correlation, source_frame
 from traceloom.read.memory import allocation_frame, counter_frame, mark_frame, unknown_devices
 from traceloom.read.nesting import Nesting, nest
@@ -83,7 +83,7 @@ class _Builder:
         self.columns = columns
         self.file = file
         self.texts = Texts(columns.texts)
-        self.places = Places(list(columns.places), columns.thread_names)
+        self.places = ThreadPairs(list(columns.places), columns.thread_names)
         raw_start = columns.take("spans", "start", np.int64)
         raw_duration = columns.take("spans", "duration", np.int64)
         self.order: Order = time_order(raw_start, raw_duration)

@@ -16,7 +16,7 @@ Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Texts = dict[str, Any]
 
 
-class Group(Struct, kw_only=True):
+class CapturedGroup(Struct, kw_only=True):
     """One of `groups` of a rank."""
 
     name: str | None = None
@@ -27,7 +27,7 @@ class Group(Struct, kw_only=True):
     size: Whole | None = None
 
 
-class Window(Struct, kw_only=True):
+class CapturedWindow(Struct, kw_only=True):
     """`window` of a rank."""
 
     file: str | None = None
@@ -67,12 +67,12 @@ class Rank(Struct, kw_only=True):
     devices: list[Texts] | None = None
     versions: dict[str, str | None] | None = None
     settings: Texts | None = None
-    groups: list[Group] | None = None
+    groups: list[CapturedGroup] | None = None
     created_ns: Whole | None = None
     written_ns: Whole | None = None
     ended: str | None = None
-    window: Window | None = None
-    windows: list[Window] | None = None
+    window: CapturedWindow | None = None
+    windows: list[CapturedWindow] | None = None
     graph_step: GraphStep | None = None
     step_source: str | None = None
     steps: Texts | None = None

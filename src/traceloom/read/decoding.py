@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
-from traceloom.read.document import WHOLE, Document, Part
+from traceloom.read.document import WHOLE, Document, TextPart
 from traceloom.read.source import open_input, text_pieces
 from traceloom.storage import spill
 
@@ -42,7 +42,10 @@ class Decoded(Struct):
 
 
 def decode(
-    path: str | Path, step: Step | None = None, part: Part = WHOLE, taken_over: Callable[[int], bool] = lambda _: True
+    path: str | Path,
+    step: Step | None = None,
+    part: TextPart = WHOLE,
+    taken_over: Callable[[int], bool] = lambda _: True,
 ) -> Decoded:
     """Decode a file in this process; gzip or not, whole or damaged.
 

@@ -57,7 +57,7 @@ class Slice(Struct):
     base: int
 
 
-class Part(Struct, frozen=True):
+class TextPart(Struct, frozen=True):
     """What one process decodes of a file; who decodes another part finds the same boundaries.
 
     Attributes:
@@ -69,7 +69,7 @@ class Part(Struct, frozen=True):
     until: int | None = None
 
 
-WHOLE = Part()
+WHOLE = TextPart()
 
 
 class Document(TextWindow):
@@ -95,7 +95,7 @@ class Document(TextWindow):
         pieces: Callable[[Look], Iterator[bytes]],
         damage: Damage,
         path: str,
-        part: Part = WHOLE,
+        part: TextPart = WHOLE,
         taken_over: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._braces = Braces(part.begin)

@@ -28,14 +28,14 @@ from traceloom import leaving
 from traceloom.read.columns import Columns, Known
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import decode
-from traceloom.read.document import Part
+from traceloom.read.document import TextPart
 from traceloom.storage.ondisk import SCRATCH, Array
 
 _MOST_COPIED = 2 << 30  # bytes of memory of a process: the tables of more take longer to copy than is gained
 _PATIENCE_S = 30  # beyond what the file has taken so far
 
 
-class Found(Struct, frozen=True):
+class ForkResult(Struct, frozen=True):
     """What a part holds beside its columns; see `Decoded`."""
 
     known: Known
@@ -53,7 +53,7 @@ class Fork:
         OSError: There is no more process, file or memory to be had.
     """
 
-    def __init__(self, path: Path, part: Part) -> None:
+    def __init__(self, path: Path, part: TextPart) -> None:
         self._since = time.monotonic()
         self._until_stopped = contextlib.ExitStack()
         parent = os.getpid()
@@ -71,7 +71,7 @@ class Fork:
             os.close(into)
         self._answer = open(answer, "rb")  # noqa: PTH123, SIM115  (no path; open until `stop`)
 
-    def found(self) -> Found | None:
+    def found(self) -> ForkResult | None:
         """What it decoded, once it is done; None if it failed."""
         waiting = select.poll()
         waiting.register(self._answer, select.POLLIN)
@@ -79,7 +79,7 @@ class Fork:
         if not waiting.poll((_PATIENCE_S + 4 * took_s) * 1000):
             return None
         try:
-            decoded: Found = pickle.load(self._answer)  # noqa: S301  (written by this very program)
+            decoded: ForkResult = pickle.load(self._answer)  # noqa: S301  (written by this very program)
         except (EOFError, pickle.UnpicklingError):
             return None
         return decoded
@@ -120,7 +120,7 @@ def _fork() -> int:
         return os.fork()
 
 
-def _decode_into(path: Path, part: Part, into: int, parent: int) -> NoReturn:
+def _decode_into(path: Path, part: TextPart, into: int, parent: int) -> NoReturn:
     """What the fork does, in place of anything that its parent was doing."""
     try:
         leaving.forget()
@@ -141,7 +141,7 @@ def _decode_into(path: Path, part: Part, into: int, parent: int) -> NoReturn:
         with open(into, "wb") as pipe:
             _hand_over(
                 decoded.columns,
-                Found(
+                ForkResult(
                     decoded.columns.known(),
                     decoded.metadata,
                     decoded.damage,
@@ -155,7 +155,7 @@ def _decode_into(path: Path, part: Part, into: int, parent: int) -> NoReturn:
         os._exit(0)
 
 
-def _hand_over(columns: Columns, decoded: Found, pipe: Any) -> None:
+def _hand_over(columns: Columns, decoded: ForkResult, pipe: Any) -> None:
     pickle.dump(decoded, pipe, pickle.HIGHEST_PROTOCOL)
     for piece in columns.pieces():
         pickle.dump(piece, pipe, pickle.HIGHEST_PROTOCOL)

@@ -41,7 +41,7 @@ class Input(Struct, frozen=True):
     entry: dict[str, Any] | None = None
 
 
-class Found(Struct):
+class FoundInputs(Struct):
     """The inputs and the documents of captures, by directory, with what was left out of each."""
 
     inputs: list[Input] = field(default_factory=list)
@@ -49,13 +49,13 @@ class Found(Struct):
     notices: dict[Path, list[Notice]] = field(default_factory=dict)
 
 
-def find(paths: tuple[str, ...]) -> Found:
+def find(paths: tuple[str, ...]) -> FoundInputs:
     """Every file that the paths stand for.
 
     Raises:
         InputError: `unreadable` for a path that does not exist; `no-traces` for a directory without any candidate.
     """
-    discovered = Found()
+    discovered = FoundInputs()
     seen: set[Path] = set()
     captures: dict[Path, _Capture | None] = {}
     for text in paths:
@@ -76,7 +76,7 @@ def find(paths: tuple[str, ...]) -> Found:
     return discovered
 
 
-def _of_its_capture(path: Path, discovered: Found, captures: dict[Path, _Capture | None]) -> Input | None:
+def _of_its_capture(path: Path, discovered: FoundInputs, captures: dict[Path, _Capture | None]) -> Input | None:
     """The input for a window in its capture, with its part of capture.json; None for any other file."""
     if not _OF_CAPTURE.match(path.name):
         return None
@@ -98,14 +98,14 @@ def _of_its_capture(path: Path, discovered: Found, captures: dict[Path, _Capture
     return None
 
 
-def _add(discovered: Found, seen: set[Path], candidate: Input) -> None:
+def _add(discovered: FoundInputs, seen: set[Path], candidate: Input) -> None:
     real = candidate.path.resolve() if str(candidate.path) != "-" else candidate.path
     if real not in seen:
         seen.add(real)
         discovered.inputs.append(candidate)
 
 
-def _directory(folder: Path, discovered: Found, seen: set[Path], depth: int) -> None:
+def _directory(folder: Path, discovered: FoundInputs, seen: set[Path], depth: int) -> None:
     capture = read_capture(folder)
     if capture is not None:
         document, discovered.notices[folder] = capture

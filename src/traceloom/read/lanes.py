@@ -49,7 +49,7 @@ class Lanes(Struct, frozen=True):
     rows: list[dict[str, Any]]
 
 
-class Places(Struct, frozen=True):
+class ThreadPairs(Struct, frozen=True):
     """The (pid, tid) pairs of a file, by number."""
 
     pairs: list[tuple[Any, Any]]
@@ -69,7 +69,7 @@ def _number(text: Any) -> int:
         return NULL
 
 
-def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, places: Places) -> Lanes:
+def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, places: ThreadPairs) -> Lanes:
     """Group events to lanes: by thread on the host, by (device, stream) on devices.
 
     Args:
@@ -98,7 +98,7 @@ def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, place
 
 
 def _describe(  # noqa: PLR0917
-    row: int, kind: Array, pair_number: Array, device: Ints, stream: Ints, places: Places
+    row: int, kind: Array, pair_number: Array, device: Ints, stream: Ints, places: ThreadPairs
 ) -> dict[str, Any]:
     pid, tid = places.pairs[int(pair_number[row])]
     name = KINDS[int(kind[row])]

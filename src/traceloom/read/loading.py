@@ -10,7 +10,7 @@ from itertools import pairwise
 from traceloom.errors import InputError, UsageError
 from traceloom.files import note_input
 from traceloom.model import Notice, Session, Trace
-from traceloom.read.inputs import Found, Input, find, job_of, of_jobs
+from traceloom.read.inputs import FoundInputs, Input, find, job_of, of_jobs
 from traceloom.read.ranks import Report, read_all
 from traceloom.read.runs import Peek, group, names
 from traceloom.read.sources import source_of
@@ -114,7 +114,7 @@ def _check_number(inputs: list[Input], most: int | None) -> None:
 
 def _plan(
     paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None, most: int | None = None
-) -> tuple[Found, list[list[Input]], list[str], list[InputError]]:
+) -> tuple[FoundInputs, list[list[Input]], list[str], list[InputError]]:
     """The files of each run (of these ranks, where given), and what was refused."""
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
@@ -155,7 +155,7 @@ def _plan(
 
 
 def _loaded(
-    discovered: Found,
+    discovered: FoundInputs,
     runs: list[list[Input]],
     labels: list[str],
     refused: list[InputError],
@@ -184,7 +184,7 @@ def _loaded(
     return Loaded(tuple(sessions), notices)
 
 
-def _session(traces: list[Trace], name: str, discovered: Found, run: list[Input]) -> Session:
+def _session(traces: list[Trace], name: str, discovered: FoundInputs, run: list[Input]) -> Session:
     ordered = sorted(traces, key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
     document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
     jobs = {job_of(source.entry) for source in run if source.entry is not None}

@@ -13,7 +13,7 @@ from traceloom.model import category as cat
 from traceloom.model.arrays import NO_ROW, Texts, column_of, distinct, lookup, nearest, nullable, plain, row_numbers
 from traceloom.model.schema import SCHEMAS
 from traceloom.read.fields import NULL
-from traceloom.read.lanes import KIND_OF_CODE, KINDS, Places
+from traceloom.read.lanes import KIND_OF_CODE, KINDS, ThreadPairs
 from traceloom.read.steps import NO_STEP, step_of
 from traceloom.storage.ondisk import OnDisk
 
@@ -61,7 +61,11 @@ class HostEvents(NamedTuple):
 
 
 def allocation_frame(
-    columns: dict[str, Array], base_ns: int, places: Places, on_host: tuple[pl.DataFrame, Array], steps: pl.DataFrame
+    columns: dict[str, Array],
+    base_ns: int,
+    places: ThreadPairs,
+    on_host: tuple[pl.DataFrame, Array],
+    steps: pl.DataFrame,
 ) -> pl.DataFrame:
     """The `allocations` frame, by time; `op` is the innermost op on that thread then.
 
@@ -134,7 +138,7 @@ def unknown_devices(columns: dict[str, Array]) -> int:
     return int(((kind < 0) | (kind >= len(DEVICE_TYPES))).sum())
 
 
-def mark_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: Texts) -> pl.DataFrame:
+def mark_frame(columns: dict[str, Array], base_ns: int, places: ThreadPairs, texts: Texts) -> pl.DataFrame:
     """The `marks` frame: instants other than allocations."""
     has_time = columns["start"] != NULL if len(columns["start"]) else np.zeros(0, dtype=np.bool_)
     if not has_time.any():
@@ -154,7 +158,7 @@ def mark_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: T
     )
 
 
-def counter_frame(columns: dict[str, Array], base_ns: int, places: Places, texts: Texts) -> pl.DataFrame:
+def counter_frame(columns: dict[str, Array], base_ns: int, places: ThreadPairs, texts: Texts) -> pl.DataFrame:
     """The `counters` frame."""
     if not len(columns["start"]):
         return pl.DataFrame(schema=SCHEMAS["counters"])
@@ -171,6 +175,6 @@ def counter_frame(columns: dict[str, Array], base_ns: int, places: Places, texts
     )
 
 
-def _ids(places: Places, which: int) -> Texts:
+def _ids(places: ThreadPairs, which: int) -> Texts:
     """The processes (0) or threads (1) of all places, as texts."""
     return Texts([str(pair[which]) for pair in places.pairs])

@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Timeline:
+class MemoryTimeline:
     """Levels of memory by category; not which block they are.
 
     Attributes:
@@ -57,7 +57,7 @@ class Timeline:
     before: int
 
 
-def read_timeline(path: str | Path) -> Timeline:
+def read_timeline(path: str | Path) -> MemoryTimeline:
     """Read either kind, plain or gzip.
 
     Raises:
@@ -70,7 +70,7 @@ def read_timeline(path: str | Path) -> Timeline:
     return timeline_of(document, str(path))
 
 
-def timeline_of(document: Any, path: str) -> Timeline:
+def timeline_of(document: Any, path: str) -> MemoryTimeline:
     """The timeline in a JSON document; see `read_timeline`."""
     if not isinstance(document, list) or not document:
         raise _bad(path, "it holds no list of rows")
@@ -91,13 +91,13 @@ def timeline_of(document: Any, path: str) -> Timeline:
     order = np.argsort(np.where(early, -1, time), kind="stable")
     change[category[order], np.arange(order.size)] = size[order]
     first = int(time[~early].min()) if (~early).any() else 0
-    return Timeline(
+    return MemoryTimeline(
         path, True, np.where(early, first, time)[order], np.cumsum(change, axis=1),
         int((action == CREATE).sum()), int((action == DESTROY).sum()), int(early.sum()),
     )  # fmt: skip
 
 
-def _of_levels(times: list[Any], sizes: list[Any], path: str) -> Timeline:
+def _of_levels(times: list[Any], sizes: list[Any], path: str) -> MemoryTimeline:
     if len(times) != len(sizes) or not _are_rows([times], len(times)):
         raise _bad(path, "it has other numbers of times and of levels")
     if times and max(abs(value) for value in times) > _LARGEST // 1000:
@@ -105,7 +105,7 @@ def _of_levels(times: list[Any], sizes: list[Any], path: str) -> Timeline:
     time = np.array(times, dtype=np.int64) * 1000
     levels = np.array(sizes, dtype=np.int64).T[1:]
     order = np.argsort(time, kind="stable")
-    return Timeline(path, False, time[order], levels[:, order], 0, 0, 0)
+    return MemoryTimeline(path, False, time[order], levels[:, order], 0, 0, 0)
 
 
 def _are_rows(rows: Any, width: int) -> bool:

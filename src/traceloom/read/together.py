@@ -15,8 +15,8 @@ from pathlib import Path
 from traceloom.read.columns import Columns
 from traceloom.read.damage import Damage
 from traceloom.read.decoding import Decoded, Step, decode
-from traceloom.read.document import Part, keep
-from traceloom.read.forks import Fork, Found, cores
+from traceloom.read.document import TextPart, keep
+from traceloom.read.forks import Fork, ForkResult, cores
 from traceloom.storage import spill
 
 LEAST_TEXT = 1 << 23  # bytes of text that are worth a process
@@ -46,10 +46,10 @@ class Helpers:
         self.first = begins[0]
         self.share = size / max(1, self.first)
         self._forks: list[Fork] = []
-        self._found: list[Found] = []
+        self._found: list[ForkResult] = []
         try:
             for begin, until in zip(begins, [*begins[1:], None], strict=True):
-                self._forks.append(Fork(path, Part(begin, until)))
+                self._forks.append(Fork(path, TextPart(begin, until)))
         except OSError:
             self.stop()
             raise
@@ -148,7 +148,7 @@ def _mine(helping: Helpers, path: str | Path, step: Step | None) -> Decoded | No
         damage = Damage()
         return Decoded(Columns(damage), {}, damage, 0, 0, 0) if helping.have(0) else None
     scaled = None if step is None else lambda read, text: step(int(read * helping.share), text)
-    return decode(path, scaled, Part(until=helping.first), helping.have)
+    return decode(path, scaled, TextPart(until=helping.first), helping.have)
 
 
 def _packed(path: Path) -> bool:

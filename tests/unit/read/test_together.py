@@ -20,8 +20,8 @@ from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import ahead, forks, read_kineto, together
 from traceloom.read.decoding import decode
-from traceloom.read.document import Part
-from traceloom.read.forks import Found
+from traceloom.read.document import TextPart
+from traceloom.read.forks import ForkResult
 from traceloom.read.together import Helpers
 from traceloom.storage import spill
 from traceloom.storage.cache import Seen
@@ -34,15 +34,15 @@ needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="parts are deco
 class Here:
     """What a fork does, done in this process."""
 
-    def __init__(self, path: Path, part: Part) -> None:
+    def __init__(self, path: Path, part: TextPart) -> None:
         self._path, self._part = path, part
 
-    def found(self) -> Found | None:
+    def found(self) -> ForkResult | None:
         try:
             self._decoded = one = decode(self._path, part=self._part)
         except InputError:
             return None
-        return Found(one.columns.known(), one.metadata, one.damage, one.size, one.began, one.left_at)
+        return ForkResult(one.columns.known(), one.metadata, one.damage, one.size, one.began, one.left_at)
 
     def pieces(self) -> Iterator[tuple[str, str, forks.Array]]:
         yield from self._decoded.columns.pieces()

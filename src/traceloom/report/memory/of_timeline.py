@@ -9,7 +9,7 @@ import numpy as np
 from traceloom.analyze.allocations.holders import tree_of
 from traceloom.analyze.allocations.over_time import instants
 from traceloom.errors import UsageError
-from traceloom.read.memory_timeline import CATEGORIES, Timeline
+from traceloom.read.memory_timeline import CATEGORIES, MemoryTimeline
 from traceloom.report.absent import Absent
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ _PATHS = (
 )  # fmt: skip
 
 
-def entry(timeline: Timeline, at: str, absent: Absent) -> Row:
+def entry(timeline: MemoryTimeline, at: str, absent: Absent) -> Row:
     """One entry of `ranks`.
 
     Raises:

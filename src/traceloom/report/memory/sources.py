@@ -23,7 +23,7 @@ from traceloom.read.memory_files import (
     rank_of,
     read_out_of_memory,
 )
-from traceloom.read.memory_timeline import Timeline, read_timeline
+from traceloom.read.memory_timeline import MemoryTimeline, read_timeline
 from traceloom.read.snapshot import read_snapshot
 
 SNAPSHOT_ENDING, REPORT_ENDING = ".memory.pickle", ".oom.json"
@@ -56,7 +56,7 @@ class Sources:
     session: Session | None = None
     snapshots: list[tuple[int | None, Snapshot]] = field(default_factory=list)
     attached: dict[str, Snapshot] = field(default_factory=dict)
-    timelines: list[Timeline] = field(default_factory=list)
+    timelines: list[MemoryTimeline] = field(default_factory=list)
     reports: list[OutOfMemoryReport] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
